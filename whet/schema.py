@@ -1,0 +1,181 @@
+"""ResponseSchema: one object makes the system prompt, the template prefix, the stop strings, the parser and the format reward.
+
+Runs have scored zero throughout because the prompt asked for one pair of tags while the reward looked for another
+(requirements, section 1b). Here nothing but this object knows the tags, and `preflight` proves it before a run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from whet.types import Problem, UserError
+
+AnswerType = Literal["number", "text", "choice", "vector", "yes_no"]
+FormatVerdict = Literal["perfect", "partial", "none"]
+
+ANSWER_TYPE_WORDS: dict[str, str] = {
+    "number": "your final answer as a single number",
+    "text": "your final answer",
+    "choice": "the letter of your choice",
+    "vector": "your final answer as a list of numbers",
+    "yes_no": "yes or no",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedResponse:
+    """What the parser found in one completion.
+
+    Attributes:
+        thinking: Text of the thinking block; None when the block is not closed.
+        answer: Text of the answer block, stripped; None when there is none.
+        verdict: 'perfect' (exactly one thinking block, then one answer block, nothing else but white space),
+            'partial' (at least one scored tag is there) or 'none'.
+    """
+
+    thinking: str | None
+    answer: str | None
+    verdict: FormatVerdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseSchema:
+    """Tag names and answer type of a response: thinking block, then answer block.
+
+    Attributes:
+        think_open: Opening tag of the thinking block.
+        think_close: Closing tag of the thinking block.
+        answer_open: Opening tag of the answer block.
+        answer_close: Closing tag of the answer block; it ends the response.
+        opening_in_prompt: True when the generation prompt already ends with `think_open`; the tag is then not scored.
+        answer_type: What the answer block holds; it words the system prompt.
+    """
+
+    think_open: str = "<think>"
+    think_close: str = "</think>"
+    answer_open: str = "<answer>"
+    answer_close: str = "</answer>"
+    opening_in_prompt: bool = True
+    answer_type: AnswerType = "number"
+
+    def __post_init__(self) -> None:
+        tags = self.tags
+        if any(not tag.strip() for tag in tags) or len(set(tags)) != len(tags):
+            raise ValueError(f"schema tags must be four different non-empty strings, got {tags}")
+
+    @property
+    def tags(self) -> tuple[str, str, str, str]:
+        """The four tags in the order in which a perfect response has them."""
+        return (self.think_open, self.think_close, self.answer_open, self.answer_close)
+
+    @property
+    def system_prompt(self) -> str:
+        """The instruction that asks for exactly what the parser accepts."""
+        return (
+            "You are given a problem. Think about the problem and write your working between "
+            f"{self.think_open} and {self.think_close}. "
+            f"Then write {ANSWER_TYPE_WORDS[self.answer_type]} between {self.answer_open} and {self.answer_close}."
+        )
+
+    @property
+    def generation_prefix(self) -> str:
+        """Text that the generation prompt ends with: the opening tag, or nothing."""
+        return self.think_open if self.opening_in_prompt else ""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end a response."""
+        return (self.answer_close,)
+
+    def render(self, thinking: str, answer: str) -> str:
+        """Write the ideal completion, starting after `generation_prefix` and ending with the closing answer tag."""
+        opening = "" if self.opening_in_prompt else self.think_open
+        return f"{opening}{thinking}{self.think_close}{self.answer_open}{answer}{self.answer_close}"
+
+    def parse(self, completion: str) -> ParsedResponse:
+        """Read a completion in linear time, whatever it holds.
+
+        The answer is the text of the *last closed* answer block after the thinking was closed, so that tags quoted in the thinking
+        do not count. Completions that a stop string cut right after `answer_close` parse as perfect.
+
+        Args:
+            completion: Decoded generated text, without the prompt.
+
+        Returns:
+            Thinking, answer and the format verdict.
+        """
+        body = completion if not self.opening_in_prompt else self.think_open + completion
+        counts = [body.count(tag) for tag in self.tags]
+        close = body.find(self.think_close)
+        start = body.find(self.think_open)
+        opened = 0 <= start < close
+        thinking = body[start + len(self.think_open) : close] if opened else None
+        after = body[close + len(self.think_close) :] if close >= 0 else body
+        answer = _last_block(after, self.answer_open, self.answer_close)
+        if counts == [1, 1, 1, 1] and thinking is not None and answer is not None and self._is_tight(body):
+            return ParsedResponse(thinking, answer, "perfect")
+        scored = completion if self.opening_in_prompt else body
+        found = any(tag in scored for tag in self.tags)
+        return ParsedResponse(thinking, answer, "partial" if found else "none")
+
+    def _is_tight(self, body: str) -> bool:
+        """Say whether nothing but white space stands outside the two blocks (each tag is known to occur once)."""
+        before, _, rest = body.partition(self.think_open)
+        _, _, rest = rest.partition(self.think_close)
+        between, opened, rest = rest.partition(self.answer_open)
+        _, closed, after = rest.partition(self.answer_close)
+        return bool(opened and closed) and not (before.strip() or between.strip() or after.strip())
+
+    def format_reward(self, completion: str) -> float:
+        """Score the format alone: 1 for perfect, 0.5 for partial, 0 for none."""
+        return {"perfect": 1.0, "partial": 0.5, "none": 0.0}[self.parse(completion).verdict]
+
+
+def _last_block(text: str, opening: str, closing: str) -> str | None:
+    """Return the stripped text of the last closed opening...closing block, or None. Linear time."""
+    end = text.rfind(closing)
+    if end < 0:
+        return None
+    start = text.rfind(opening, 0, end)
+    return text[start + len(opening) : end].strip() if start >= 0 else None
+
+
+SCHEMAS: dict[str, ResponseSchema] = {
+    "think_answer": ResponseSchema(),
+    "reasoning_answer": ResponseSchema(think_open="<reasoning>", think_close="</reasoning>", opening_in_prompt=False),
+    "working_out_solution": ResponseSchema(
+        think_open="<start_working_out>",
+        think_close="<end_working_out>",
+        answer_open="<SOLUTION>",
+        answer_close="</SOLUTION>",
+    ),
+}
+
+
+def preflight(schema: ResponseSchema, score: Callable[[Problem, str], float | None], problem: Problem, maximum: float) -> None:
+    """Stop a run whose rewards cannot tell a perfect completion from an empty one.
+
+    Args:
+        schema: The schema that prompt and rewards share.
+        score: Total reward of a (problem, completion).
+        problem: A problem with its gold answer.
+        maximum: The total that a perfect completion must reach.
+
+    Raises:
+        UserError: If the ideal completion scores below `maximum`, or an empty one does not score the least.
+    """
+    ideal = schema.render(problem.solution or "...", problem.answer)
+    best, empty = score(problem, ideal), score(problem, "")
+    if best is None or abs(best - maximum) > 1e-6:
+        raise UserError(
+            f"preflight: a perfect completion of problem {problem.uid} scores {best}, expected the maximum {maximum:g}; "
+            f"the rewards do not accept what the schema asks for: {ideal[:120]!r}"
+        )
+    wrong = score(problem, schema.render("...", "no answer"))
+    if empty is None or empty >= best or (wrong is not None and empty > wrong):
+        raise UserError(
+            f"preflight: an empty completion of problem {problem.uid} scores {empty}, a wrong one {wrong}, a perfect one {best}; "
+            "expected empty <= wrong < perfect: mend the rewards or their weights"
+        )

@@ -1,0 +1,167 @@
+"""The nouns that cross folder borders, and the one legend of shape letters.
+
+Shape letters (one letter is exactly one axis; suffixes on tensor and list names):
+
+======  =====================================  ======  =====================================
+``P``   prompts (problems) per step            ``H``   query heads
+``G``   samples per prompt                     ``K``   key/value heads
+``B``   rows (sequences)                       ``C``   channels per head
+``T``   positions in a padded row              ``F``   feed-forward width
+``N``   packed tokens (flat, no rows)          ``L``   layers
+``S``   cache (key) positions                  ``R``   LoRA rank
+``V``   vocabulary                             ``I``   image patches
+``D``   model width
+======  =====================================  ======  =====================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length"]
+
+
+def problem_uid(task: str, prompt: str) -> str:
+    """Name a problem by its content, so that splits and seeds never depend on its row number.
+
+    Args:
+        task: Name of the task.
+        prompt: The question as the user wrote it.
+
+    Returns:
+        16 hexadecimal digits of SHA-256 over both.
+    """
+    return hashlib.sha256(f"{task}\x00{prompt}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One question with its gold answer.
+
+    Example:
+        >>> Problem(uid="ab12", task="arithmetic", prompt="47+85=", answer="132", solution="7+5=12 ...")
+
+    Attributes:
+        uid: Stable content hash (`problem_uid`).
+        task: Name of the task that made it.
+        prompt: The question as text, without any template or tags.
+        answer: The gold answer as text.
+        solution: Worked thinking for fine-tuning; '' means "answers at once" (an empty scratch-pad).
+        meta: Free labels such as subject, level, file and line.
+    """
+
+    uid: str
+    task: str
+    prompt: str
+    answer: str
+    solution: str = ""
+    meta: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One completion of one problem, with everything that training and logs need of it.
+
+    Example:
+        >>> Sample(uid="ab12", index=0, prompt_ids=(1, 5), completion_ids=(7, 2), sampler_logprobs=(-0.1, 0.0),
+        ...        text="7", finish_reason="stop")
+
+    Attributes:
+        uid: Uid of the problem.
+        index: Index in its group, 0-based.
+        prompt_ids: Token ids that were prefilled.
+        completion_ids: Generated token ids **including the stop token**; never re-tokenised.
+        sampler_logprobs: Per generated token, log-probability under the distribution that was sampled (fp32, nats).
+        text: Exactly the decoded completion_ids, without the final stop token.
+        finish_reason: 'stop' (a stop token or string) or 'length' (cut off).
+        rewards: Unweighted score of every reward function, by name.
+        reward: Weighted sum; None when unscorable (then the sample leaves statistics and denominators).
+        advantage: The scalar that training used; None before it is known.
+    """
+
+    uid: str
+    index: int
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    reward: float | None = None
+    advantage: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """All samples of one problem: the unit of group-relative advantages."""
+
+    problem: Problem
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """Packed sequences of one forward/backward pass: flat tokens, no padding.
+
+    Attributes:
+        tokens_N: int64 token ids of all sequences, one after the other.
+        lengths_B: Length of each sequence in tokens; sums to N.
+        source_M: int64 row in [0, N) whose hidden state scores each trained token (its predecessor's row).
+        targets_M: int64 trained token ids.
+        sequence_M: int64 index in [0, B) of each trained token's sequence.
+        weights_M: Per-token loss weight (1 for all in plain losses), float32.
+        advantages_M: Per-token advantage, float32 (zeros in supervised training).
+        sampler_logprobs_M: Log-probability at sampling time, float32 (zeros in supervised training).
+    """
+
+    tokens_N: torch.Tensor
+    lengths_B: tuple[int, ...]
+    source_M: torch.Tensor
+    targets_M: torch.Tensor
+    sequence_M: torch.Tensor
+    weights_M: torch.Tensor
+    advantages_M: torch.Tensor
+    sampler_logprobs_M: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One optimizer step's data, cut into micro-batches, with the counts that denominators are made of.
+
+    Attributes:
+        micro_batches: In the order they are run.
+        num_trained_tokens: Tokens with a non-zero mask in all micro-batches of this rank.
+        num_trained_sequences: Sequences with at least one trained token on this rank.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_trained_tokens: int
+    num_trained_sequences: int
+
+
+Reward = Callable[[Problem, str], "float | None"]
+"""A reward: (problem, completion text) -> score, or None for 'unscorable'."""
+
+
+class Task(Protocol):
+    """Data, prompt and reward of one kind of problem."""
+
+    name: str
+
+    def problems(self, split: str) -> list[Problem]:
+        """Return all problems of a split ('train', 'dev' or 'test')."""
+        ...
+
+    def is_correct(self, problem: Problem, answer: str | None) -> bool:
+        """Judge an extracted final answer (None: nothing could be extracted)."""
+        ...
+
+
+class UserError(ValueError):
+    """A mistake of the user's: printed as one line, exit status 2, never a traceback."""
