@@ -10,7 +10,7 @@ Shape letters (one letter is exactly one axis; suffixes on tensor and list names
 ``N``   packed tokens (flat, no rows)          ``L``   layers
 ``S``   cache (key) positions                  ``R``   LoRA rank
 ``V``   vocabulary                             ``I``   image patches
-``D``   model width
+``D``   model width                            ``M``   trained tokens (those that the loss sees)
 ======  =====================================  ======  =====================================
 """
 
