@@ -1,0 +1,114 @@
+"""Key/value cache of fixed rows, and the attention contexts that fill and read it.
+
+Live sequences occupy rows 0..B-1 without holes: when one ends, the last row moves into its place, so that decoding reads
+contiguous memory and never gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from whet.model.attention import (
+    KEY_BLOCK,
+    KEY_QUANTUM,
+    MIN_QUERY_ROWS,
+    AttentionKind,
+    Packed,
+    exact_attention,
+    round_up,
+)
+from whet.model.config import ModelConfig
+
+
+class KVCache:
+    """Keys and values of `num_rows` sequences, per layer [rows, K, S, C].
+
+    Args:
+        config: Shape of the model.
+        num_rows: Sequences held at once.
+        capacity: Positions per sequence; rounded up for exact attention.
+        dtype: Dtype of keys and values as the model computes them.
+        device: Where it lives.
+    """
+
+    def __init__(self, config: ModelConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.capacity = round_up(capacity, KEY_QUANTUM if capacity <= KEY_BLOCK else KEY_BLOCK)
+        self.num_rows = num_rows
+        shape = (config.num_layers, num_rows, config.num_kv_heads, self.capacity, config.head_dim)
+        # Zeros, not empty: a masked position still multiplies its value by an exact 0, and 0 x inf would be nan.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions of rows onto others, in all layers."""
+        if not source:
+            return
+        from_rows = torch.tensor(source, device=self.keys.device)
+        to_rows = torch.tensor(target, device=self.keys.device)
+        for tensor in (self.keys, self.values):
+            tensor[:, to_rows, :, :length] = tensor[:, from_rows, :, :length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keys and values take."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+class Prefill:
+    """Packed causal attention that also writes each sequence's keys and values into its cache row."""
+
+    def __init__(self, cache: KVCache, rows: Sequence[int], lengths_B: Sequence[int], kind: AttentionKind) -> None:
+        device = cache.keys.device
+        self._packed = Packed(lengths_B, device, kind)
+        self._cache = cache
+        self._row_N = torch.repeat_interleave(torch.tensor(rows), torch.tensor(lengths_B)).to(device)
+        self._position_N = torch.cat([torch.arange(length) for length in lengths_B]).to(device)
+
+    def attend(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
+        """Return attention outputs [N, H, C] and remember keys and values."""
+        count = self._packed.num_tokens
+        self._cache.keys[layer, self._row_N, :, self._position_N] = k_NKC[:count].to(self._cache.keys.dtype)
+        self._cache.values[layer, self._row_N, :, self._position_N] = v_NKC[:count].to(self._cache.values.dtype)
+        return self._packed.attend(layer, q_NHC, k_NKC, v_NKC)
+
+
+class Decode:
+    """One new token per live row: writes its key and value, then attends to the row's own past.
+
+    Args:
+        cache: The cache; rows 0..B-1 are live.
+        positions_B: Position of the new token of each row.
+        num_keys: Key positions to read; a multiple of the quantum that covers every position.
+        kind: Attention kernel.
+    """
+
+    def __init__(self, cache: KVCache, positions_B: torch.Tensor, num_keys: int, kind: AttentionKind) -> None:
+        self._cache = cache
+        self._positions = positions_B
+        self._rows = torch.arange(positions_B.shape[0], device=positions_B.device)
+        self._num_keys = num_keys
+        self._kind: AttentionKind = kind
+        hidden = torch.arange(num_keys, device=positions_B.device)[None, :] > positions_B[:, None]
+        self._bias = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))[:, None, None, :]
+
+    def attend(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
+        """Return attention outputs [N, H, C]; rows past the live ones (row padding) are zero."""
+        rows = self._positions.shape[0]
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys[self._rows, :, self._positions] = k_NKC[:rows].to(keys.dtype)
+        values[self._rows, :, self._positions] = v_NKC[:rows].to(values.dtype)
+        k, v = keys[:rows, :, : self._num_keys], values[:rows, :, : self._num_keys]
+        kv_heads = k.shape[1]
+        q = q_NHC[:rows].view(rows, kv_heads, -1, q_NHC.shape[2])
+        rep = q.shape[2]
+        if self._kind == "fast" and q.is_cuda:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias.to(q.dtype))
+        else:
+            padded = F.pad(q, (0, 0, 0, MIN_QUERY_ROWS - rep)) if rep < MIN_QUERY_ROWS else q
+            out = exact_attention(padded, k, v, self._bias)[:, :, :rep]
+        out = out.reshape(rows, q_NHC.shape[1], q_NHC.shape[2])
+        surplus = q_NHC.shape[0] - rows
+        return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out

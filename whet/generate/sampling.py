@@ -1,0 +1,177 @@
+"""Sampling with counter-based noise: the same token whatever the batch, slot, order, restart or device count.
+
+One uniform per (sequence seed, token index) from an integer hash, and an inverse-CDF draw: no generator state anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from whet.algo.logprobs import select_logprobs
+
+MASK_32 = 0xFFFFFFFF
+CDF_BLOCK = 128
+SMALL_VOCABULARY = 1024
+NUCLEUS_GUESS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How completions are drawn: temperature first, then top-k, min-p, top-p, then renormalise."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens with at least this probability; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the top probability; 0 keeps all."""
+    max_new_tokens: int = 256
+    """Longest completion in tokens, the stop token included."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < 10:
+            raise ValueError(f"temperature = {self.temperature}: expected 0 (greedy) to 10")
+        if self.top_k < 0:
+            raise ValueError(f"top_k = {self.top_k}: expected 0 (all) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p}: expected above 0, at most 1")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p = {self.min_p}: expected 0 to below 1")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {self.max_new_tokens}: expected 1 or more")
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are cut from the distribution (a trainer would have to replay the kept set)."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def sequence_seed(*parts: int | str) -> int:
+    """Derive a 63-bit seed from the identity of a sequence, such as (run seed, step, problem uid, sample index)."""
+    text = "\x00".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _mix_32(x: torch.Tensor) -> torch.Tensor:
+    """Finalise 32 bits held in int64 (MurmurHash3's fmix32)."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & MASK_32
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & MASK_32
+    return x ^ (x >> 16)
+
+
+def counter_uniforms(seeds_B: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+    """Return one uniform in (0, 1) per sequence, a pure function of (seed, token index).
+
+    Args:
+        seeds_B: int64 seeds, 63 bits used.
+        index_B: int64 index of the token to draw, 0-based.
+
+    Returns:
+        Uniforms, float64, multiples of 2^-24 plus half a step.
+    """
+    low, high = seeds_B & MASK_32, (seeds_B >> 32) & MASK_32
+    key = _mix_32(_mix_32(low) ^ ((high * 0x9E3779B1) & MASK_32))
+    bits = _mix_32((key + 0x9E3779B9 * (index_B + 1)) & MASK_32) >> 8
+    return (bits.double() + 0.5) * 2.0**-24
+
+
+def filter_logits(logits_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Set the logits of cut tokens to -inf: top-k, then min-p, then top-p, each on what the one before left.
+
+    Args:
+        logits_BV: Float32 logits, already divided by the temperature.
+        params: Which filters are on.
+
+    Returns:
+        A new tensor, or the argument when no filter is on.
+    """
+    if not params.is_filtered:
+        return logits_BV
+    cut = float("-inf")
+    if 0 < params.top_k < logits_BV.shape[1]:
+        floor = logits_BV.topk(params.top_k, dim=-1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < floor, cut)
+    if params.min_p > 0:
+        floor = logits_BV.max(dim=-1, keepdim=True).values + torch.log(torch.tensor(params.min_p))
+        logits_BV = logits_BV.masked_fill(logits_BV < floor, cut)
+    if params.top_p < 1:
+        logits_BV = logits_BV.masked_fill(logits_BV < _nucleus_floor(logits_BV, params.top_p), cut)
+    return logits_BV
+
+
+def _nucleus_floor(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Return the smallest kept logit of each row [B, 1]; a full sort only where the guess does not hold the nucleus."""
+    probs = torch.softmax(logits_BV, dim=-1)
+    count = min(NUCLEUS_GUESS, logits_BV.shape[1])
+    while True:
+        values, indices = probs.topk(count, dim=-1)
+        before = values.double().cumsum(-1) - values.double()
+        kept = before < top_p
+        if count == logits_BV.shape[1] or bool((values.double().sum(-1) >= top_p).all()):
+            break
+        count = min(count * 8, logits_BV.shape[1])
+    last = kept.long().sum(-1, keepdim=True) - 1
+    return logits_BV.gather(1, indices.gather(1, last))
+
+
+def draw_tokens(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """Draw one id per row by inverse CDF, two-level for large vocabularies; rows do not influence each other.
+
+    Args:
+        logits_BV: Float32 logits; -inf is never drawn. V a multiple of 16.
+        uniforms_B: Float64 uniforms in (0, 1).
+
+    Returns:
+        int64 ids [B].
+    """
+    rows, vocab = logits_BV.shape
+    weights = torch.exp(logits_BV - logits_BV.max(dim=-1, keepdim=True).values)
+    if vocab <= SMALL_VOCABULARY:
+        return _search(weights.double(), uniforms_B)
+    surplus = -vocab % CDF_BLOCK
+    blocks = torch.nn.functional.pad(weights, (0, surplus)).view(rows, -1, CDF_BLOCK)
+    sums = blocks.sum(-1).double()
+    cumulative = sums.cumsum(-1)
+    wanted = uniforms_B * cumulative[:, -1]
+    block = torch.searchsorted(cumulative, wanted[:, None], right=True).clamp_(max=sums.shape[1] - 1)
+    before = cumulative.gather(1, block) - sums.gather(1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, CDF_BLOCK)).squeeze(1).double()
+    share = ((wanted[:, None] - before) / sums.gather(1, block)).squeeze(1)
+    return block.squeeze(1) * CDF_BLOCK + _search(inside, share)
+
+
+def _search(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """Return the first index whose cumulative weight exceeds uniform * total; never an index of zero weight."""
+    cumulative = weights_BV.cumsum(-1)
+    found = torch.searchsorted(cumulative, (uniforms_B * cumulative[:, -1])[:, None], right=True).squeeze(1)
+    last = weights_BV.shape[1] - 1 - (weights_BV > 0).flip(-1).int().argmax(-1)
+    return torch.minimum(found, last)
+
+
+def sample_tokens(
+    logits_BV: torch.Tensor, seeds_B: torch.Tensor, index_B: torch.Tensor, params: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the next token of each sequence and score it under the distribution that was sampled.
+
+    Args:
+        logits_BV: Float32 logits divided by the temperature (by 1 for greedy).
+        seeds_B: Sequence seeds.
+        index_B: Index of the token to draw in its completion, 0-based.
+        params: Temperature and filters.
+
+    Returns:
+        Ids [B] and log-probabilities [B] (float32; renormalised over the kept set when filters are on; at temperature 1 when greedy).
+    """
+    if params.temperature == 0:
+        tokens = logits_BV.argmax(-1)
+        return tokens, select_logprobs(logits_BV, tokens)[0]
+    kept = filter_logits(logits_BV, params)
+    tokens = draw_tokens(kept, counter_uniforms(seeds_B, index_B))
+    return tokens, select_logprobs(kept, tokens)[0]

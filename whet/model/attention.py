@@ -1,0 +1,141 @@
+"""Attention over packed sequences, and the one kernel that training, prefill and decode share.
+
+Everything in a decoder but attention is per token, so a flat [N, D] tensor serves training, prefill and decode alike. What a
+row may see is said by an `AttentionContext` alone.
+
+Why sampler and trainer agree to the last bit on a CPU (measured, engine.md part 4.1): (1) the model pads token rows to
+`ROW_QUANTUM`, so that matrix products never take the narrow code paths; (2) here at least `MIN_QUERY_ROWS` query rows are used,
+keys are padded to `KEY_QUANTUM`, and probabilities times values are summed in key blocks of fixed size, so that a row's
+result does not depend on how many masked keys follow it. `exact_attention` follows these rules; `fast_attention` is PyTorch's
+fused kernel, which does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+
+AttentionKind = Literal["exact", "fast"]
+
+ROW_QUANTUM = 16
+KEY_QUANTUM = 32
+KEY_BLOCK = 128
+MIN_QUERY_ROWS = 4
+
+
+class AttentionContext(Protocol):
+    """Says what each row of a flat batch may see, and computes attention accordingly."""
+
+    def attend(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
+        """Return attention outputs [N, H, C] of a layer for all rows."""
+        ...
+
+
+def round_up(value: int, quantum: int) -> int:
+    """Return the smallest multiple of `quantum` that is at least `value`."""
+    return -(-value // quantum) * quantum
+
+
+def exact_attention(q_BKQC: torch.Tensor, k_BKSC: torch.Tensor, v_BKSC: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Softmax attention whose rows do not depend on the number of rows or of masked keys.
+
+    Args:
+        q_BKQC: Queries, grouped by key/value head; Q at least `MIN_QUERY_ROWS` for exact rows.
+        k_BKSC: Keys; S a multiple of `KEY_QUANTUM`.
+        v_BKSC: Values.
+        bias: Additive float32 mask (0 or -inf), broadcastable to [B, K, Q, S].
+
+    Returns:
+        Outputs [B, K, Q, C] in the dtype of the values.
+    """
+    scale = q_BKQC.shape[-1] ** -0.5
+    scores = (q_BKQC * scale) @ k_BKSC.transpose(-1, -2)
+    probs = torch.softmax(scores.float() + bias, dim=-1).to(v_BKSC.dtype)
+    num_keys = k_BKSC.shape[-2]
+    if num_keys <= KEY_BLOCK:
+        return probs @ v_BKSC
+    out = probs[..., :KEY_BLOCK] @ v_BKSC[..., :KEY_BLOCK, :]
+    for start in range(KEY_BLOCK, num_keys, KEY_BLOCK):
+        stop = start + KEY_BLOCK
+        out = out + probs[..., start:stop] @ v_BKSC[..., start:stop, :]
+    return out
+
+
+def fold_queries(q_BTHC: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Bring queries [B, T, H, C] to [B, K, rep * T, C], so that the heads of one key/value head share a matrix product."""
+    rows, length, heads, channels = q_BTHC.shape
+    rep = heads // num_kv_heads
+    folded = q_BTHC.view(rows, length, num_kv_heads, rep, channels).permute(0, 2, 3, 1, 4)
+    return folded.reshape(rows, num_kv_heads, rep * length, channels)
+
+
+def unfold_outputs(out_BKQC: torch.Tensor, length: int) -> torch.Tensor:
+    """Undo `fold_queries`: [B, K, rep * T, C] to [B, T, H, C]."""
+    rows, kv_heads, queries, channels = out_BKQC.shape
+    rep = queries // length
+    out = out_BKQC.view(rows, kv_heads, rep, length, channels).permute(0, 3, 1, 2, 4)
+    return out.reshape(rows, length, kv_heads * rep, channels)
+
+
+class Packed:
+    """Causal attention inside each of several sequences that lie one after the other in a flat batch.
+
+    Sequences of similar length are computed together as padded rows; a padded row's tail comes after every real token, so
+    the causal mask alone keeps it out.
+
+    Args:
+        lengths_B: Tokens of each sequence, in the order of the flat batch.
+        device: Where the index tensors live.
+        kind: 'exact' (row-invariant) or 'fast' (fused kernel).
+    """
+
+    def __init__(self, lengths_B: Sequence[int], device: torch.device, kind: AttentionKind = "exact") -> None:
+        self.kind: AttentionKind = kind
+        self.num_tokens = sum(lengths_B)
+        starts, total = [], 0
+        for length in lengths_B:
+            starts.append(total)
+            total += length
+        buckets: dict[int, list[int]] = {}
+        for row, length in enumerate(lengths_B):
+            buckets.setdefault(round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK), []).append(row)
+        self._gathers: list[tuple[int, torch.Tensor]] = []
+        position_of = torch.zeros(self.num_tokens, dtype=torch.int64)
+        offset = 0
+        for width, rows in sorted(buckets.items()):
+            begin = torch.tensor([starts[row] for row in rows])[:, None]
+            count = torch.tensor([lengths_B[row] for row in rows])[:, None]
+            column = torch.arange(width)[None, :]
+            real = column < count
+            source = torch.where(real, begin + column, begin)
+            target = offset + torch.arange(len(rows))[:, None] * width + column
+            position_of[source[real]] = target.expand_as(source)[real]
+            self._gathers.append((width, source.reshape(-1).to(device)))
+            offset += len(rows) * width
+        self._position_of = position_of.to(device)
+
+    def attend(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
+        """Return causal attention outputs [N, H, C]; rows past the last sequence (row padding) are zero."""
+        outputs = []
+        for width, source in self._gathers:
+            rows = source.numel() // width
+            q, k, v = (x.index_select(0, source).view(rows, width, x.shape[1], x.shape[2]) for x in (q_NHC, k_NKC, v_NKC))
+            outputs.append(self._attend_padded(q, k, v).reshape(rows * width, q_NHC.shape[1], q_NHC.shape[2]))
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        out = joined.index_select(0, self._position_of)
+        surplus = q_NHC.shape[0] - self.num_tokens
+        return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
+
+    def _attend_padded(self, q_BTHC: torch.Tensor, k_BTKC: torch.Tensor, v_BTKC: torch.Tensor) -> torch.Tensor:
+        k, v = k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2)
+        if self.kind == "fast":
+            out = F.scaled_dot_product_attention(q_BTHC.transpose(1, 2), k, v, is_causal=True, enable_gqa=k.shape[1] != q_BTHC.shape[2])
+            return out.transpose(1, 2)
+        length = q_BTHC.shape[1]
+        rep = q_BTHC.shape[2] // k.shape[1]
+        bias = torch.full((length, length), float("-inf"), device=q_BTHC.device).triu_(1).repeat(rep, 1)
+        out = exact_attention(fold_queries(q_BTHC, k.shape[1]), k.contiguous(), v.contiguous(), bias)
+        return unfold_outputs(out, length)

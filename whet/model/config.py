@@ -1,0 +1,229 @@
+"""Shape of a decoder, and its translation from and to a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from whet.types import UserError
+
+Family = Literal["llama", "qwen2", "qwen3", "gpt2"]
+
+ARCHITECTURES: dict[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Frequency scaling of rotary positions as Llama 3 does it (`rope_type: llama3`)."""
+
+    factor: float
+    """Stretch of the low frequencies."""
+    low_freq_factor: float
+    """Wave lengths above original / this are stretched in full."""
+    high_freq_factor: float
+    """Wave lengths below original / this are left alone."""
+    original_max_positions: int
+    """Context length before stretching, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder-only language model; the defaults are the demo's 0.4 M parameter Llama."""
+
+    family: Family = "llama"
+    """Architecture: llama, qwen2 (biases on q, k, v), qwen3 (norms on q and k) or gpt2."""
+    vocab_size: int = 64
+    """Rows of the embedding table. From-scratch programs set it from the tokenizer."""
+    hidden_size: int = 128
+    """Model width D."""
+    intermediate_size: int = 384
+    """Feed-forward width F."""
+    num_layers: int = 2
+    """Decoder layers L."""
+    num_heads: int = 4
+    """Query heads H."""
+    num_kv_heads: int = 2
+    """Key/value heads K; divides num_heads."""
+    head_dim: int = 32
+    """Channels per head C."""
+    max_positions: int = 512
+    """Longest context in tokens."""
+    norm_eps: float = 1e-5
+    """Epsilon of RMSNorm or LayerNorm."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies (unused by gpt2)."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3 frequency scaling, or none."""
+    tie_embeddings: bool = True
+    """Whether the output head is the embedding table."""
+    attention_bias: bool = False
+    """Llama's biases on q, k, v and o (qwen2 and gpt2 have their own fixed biases)."""
+    mlp_bias: bool = False
+    """Llama's biases in the feed-forward part."""
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+        for name in sizes:
+            value = getattr(self, name)
+            if not 1 <= value <= 16_777_216:
+                raise ValueError(f"model.{name} = {value}: expected 1 to 16,777,216")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"model.num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads = {self.num_heads}")
+        if self.family != "gpt2" and self.head_dim % 2:
+            raise ValueError(f"model.head_dim = {self.head_dim}: rotary positions need an even number")
+        if self.family == "gpt2" and self.hidden_size != self.num_heads * self.head_dim:
+            raise ValueError(f"model.hidden_size = {self.hidden_size}: gpt2 needs num_heads * head_dim = {self.num_heads * self.head_dim}")
+
+
+def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+    """Read a Hugging Face model configuration.
+
+    Args:
+        data: Parsed config.json.
+        where: Name for error messages.
+
+    Returns:
+        The same shape as a `ModelConfig`.
+
+    Raises:
+        UserError: If the family is not supported, or an option of it is not.
+    """
+    family = data.get("model_type")
+    if family not in ARCHITECTURES:
+        raise UserError(f"{where}: model_type {family!r} is not supported; expected one of {', '.join(ARCHITECTURES)}")
+    if "auto_map" in data:
+        raise UserError(f"{where}: the model asks for remote code (auto_map), which whet never runs; use a plain {family} folder")
+    try:
+        return _from_gpt2(data) if family == "gpt2" else _from_llama_like(family, data, where)
+    except KeyError as missing:
+        raise UserError(f"{where}: field {missing} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _from_gpt2(data: Mapping[str, Any]) -> ModelConfig:
+    width, heads = int(data["n_embd"]), int(data["n_head"])
+    activation = data.get("activation_function", "gelu_new")
+    if activation != "gelu_new":
+        raise ValueError(f"activation_function {activation!r} is not supported; expected 'gelu_new'")
+    return ModelConfig(
+        family="gpt2",
+        vocab_size=int(data["vocab_size"]),
+        hidden_size=width,
+        intermediate_size=int(data.get("n_inner") or 4 * width),
+        num_layers=int(data["n_layer"]),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width // heads,
+        max_positions=int(data["n_positions"]),
+        norm_eps=float(data.get("layer_norm_epsilon", 1e-5)),
+        tie_embeddings=bool(data.get("tie_word_embeddings", True)),
+    )
+
+
+def _from_llama_like(family: Family, data: Mapping[str, Any], where: str) -> ModelConfig:
+    if data.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {data['hidden_act']!r} is not supported; expected 'silu'")
+    if data.get("use_sliding_window"):
+        raise ValueError("use_sliding_window is not supported; expected false")
+    rope: Mapping[str, Any] = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    scaling = None
+    if kind == "llama3":
+        scaling = RopeScaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_positions=int(rope["original_max_position_embeddings"]),
+        )
+    elif kind != "default":
+        raise ValueError(f"rope type {kind!r} is not supported; expected 'default' or 'llama3'")
+    heads = int(data["num_attention_heads"])
+    return ModelConfig(
+        family=family,
+        vocab_size=int(data["vocab_size"]),
+        hidden_size=int(data["hidden_size"]),
+        intermediate_size=int(data["intermediate_size"]),
+        num_layers=int(data["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=int(data.get("num_key_value_heads") or heads),
+        head_dim=int(data.get("head_dim") or int(data["hidden_size"]) // heads),
+        max_positions=int(data.get("max_position_embeddings", 2048)),
+        norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(data.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope_scaling=scaling,
+        tie_embeddings=bool(data.get("tie_word_embeddings", False)),
+        attention_bias=bool(data.get("attention_bias", False)) and family != "qwen2",
+        mlp_bias=bool(data.get("mlp_bias", False)),
+    )
+
+
+def to_hf(config: ModelConfig, *, bos_id: int | None, eos_ids: tuple[int, ...], dtype: str) -> dict[str, Any]:
+    """Write the configuration so that `transformers` (4 and 5) loads the folder.
+
+    Args:
+        config: Shape of the model.
+        bos_id: Beginning-of-sequence id, if any.
+        eos_ids: Ids that end a generation.
+        dtype: Name of the stored floating-point type, such as 'float32'.
+
+    Returns:
+        The content of config.json.
+    """
+    eos: int | list[int] | None = eos_ids[0] if len(eos_ids) == 1 else (list(eos_ids) or None)
+    shared = {
+        "architectures": [ARCHITECTURES[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    if config.family == "gpt2":
+        return shared | {
+            "activation_function": "gelu_new",
+            "n_embd": config.hidden_size,
+            "n_head": config.num_heads,
+            "n_inner": None if config.intermediate_size == 4 * config.hidden_size else config.intermediate_size,
+            "n_layer": config.num_layers,
+            "n_positions": config.max_positions,
+            "n_ctx": config.max_positions,
+            "layer_norm_epsilon": config.norm_eps,
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        }
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling.factor,
+            "low_freq_factor": config.rope_scaling.low_freq_factor,
+            "high_freq_factor": config.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": config.rope_scaling.original_max_positions,
+        }
+    return shared | {
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope if config.rope_scaling is not None else None,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+    }

@@ -1,0 +1,100 @@
+"""GPT-2 on flat tokens: learned positions, LayerNorm, GELU, and Hugging Face's transposed ("Conv1D") weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from whet.model.attention import AttentionContext
+from whet.model.config import ModelConfig
+from whet.model.transformer import LanguageModel
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is stored [in, out], as GPT-2 checkpoints have it."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_in, num_out))
+        self.bias = nn.Parameter(torch.zeros(num_out))
+
+    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return x W + b."""
+        return F.linear(x_ND, self.weight.t(), self.bias)
+
+
+class GPT2Attention(nn.Module):
+    """Multi-head attention with one fused projection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size)
+        self.c_proj = Conv1D(config.hidden_size, config.hidden_size)
+
+    def forward(self, x_ND: torch.Tensor, context: AttentionContext, layer: int) -> torch.Tensor:
+        """Project, attend within the context, project back."""
+        rows = x_ND.shape[0]
+        q, k, v = (part.reshape(rows, -1, self.head_dim) for part in self.c_attn(x_ND).chunk(3, dim=-1))
+        return self.c_proj(context.attend(layer, q, k, v).reshape(rows, -1))
+
+
+class GPT2MLP(nn.Module):
+    """Two-layer feed-forward part with the tanh form of GELU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.c_fc = Conv1D(config.hidden_size, config.intermediate_size)
+        self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return W2 gelu(W1 x)."""
+        return self.c_proj(F.gelu(self.c_fc(x_ND), approximate="tanh"))
+
+
+class GPT2Block(nn.Module):
+    """Pre-norm attention and feed-forward with residual connections."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn = GPT2Attention(config)
+        self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = GPT2MLP(config)
+
+    def forward(self, x_ND: torch.Tensor, context: AttentionContext, layer: int) -> torch.Tensor:
+        """Return the residual stream after this block."""
+        x_ND = x_ND + self.attn(self.ln_1(x_ND), context, layer)
+        return x_ND + self.mlp(self.ln_2(x_ND))
+
+
+class GPT2Decoder(nn.Module):
+    """Token and position embeddings, blocks and final norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.max_positions, config.hidden_size)
+        self.h = nn.ModuleList(GPT2Block(config) for _ in range(config.num_layers))
+        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+
+class GPT2(LanguageModel):
+    """GPT-2 with its tied language-model head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.transformer = GPT2Decoder(config)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """Output projection [V, D]."""
+        return self.transformer.wte.weight if self.lm_head is None else self.lm_head.weight
+
+    def _forward(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        x_ND = F.embedding(tokens_N, self.transformer.wte.weight) + F.embedding(positions_N, self.transformer.wpe.weight)
+        for index, block in enumerate(self.transformer.h):
+            x_ND = self._run(block, x_ND, context, index)
+        return self.transformer.ln_f(x_ND)

@@ -1,0 +1,228 @@
+"""The Llama, Qwen2/2.5 and Qwen3 decoders on flat tokens: one module that trains, prefills and decodes.
+
+Parameter names are Hugging Face's. Positions are always explicit; rotary tables are float32; there is no dropout anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from whet.model.attention import ROW_QUANTUM, AttentionContext, round_up
+from whet.model.config import ModelConfig, RopeScaling
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation in float32, scaled in the input's dtype (as `transformers` does it)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last axis."""
+        x32 = x.float()
+        scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * scaled.to(x.dtype)
+
+
+def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute cos and sin of every position and channel, float32, each [max_positions, C].
+
+    Source: RoFormer 2104.09864; Llama 3 frequency scaling as in `transformers` (`rope_type: llama3`).
+    """
+    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    if config.rope_scaling is not None:
+        frequencies = _stretch(frequencies, config.rope_scaling)
+    angles = torch.arange(config.max_positions, device=device).float()[:, None] * frequencies[None, :]
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _stretch(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    ratio = scaling.original_max_positions / wavelengths
+    smooth = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions in float32 and return the input's dtype."""
+    x32 = x_NHC.float()
+    left, right = x32.chunk(2, dim=-1)
+    return (x32 * cos_N1C + torch.cat((-right, left), dim=-1) * sin_N1C).to(x_NHC.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, channels = config.hidden_size, config.head_dim
+        qkv_bias = config.attention_bias or config.family == "qwen2"
+        self.head_dim = channels
+        self.q_proj = nn.Linear(width, config.num_heads * channels, bias=qkv_bias)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * channels, bias=qkv_bias)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * channels, bias=qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * channels, width, bias=config.attention_bias)
+        self.q_norm = RMSNorm(channels, config.norm_eps) if config.family == "qwen3" else None
+        self.k_norm = RMSNorm(channels, config.norm_eps) if config.family == "qwen3" else None
+
+    def forward(
+        self, x_ND: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor, context: AttentionContext, layer: int
+    ) -> torch.Tensor:
+        """Project, rotate, attend within the context, project back."""
+        rows = x_ND.shape[0]
+        q = self.q_proj(x_ND).view(rows, -1, self.head_dim)
+        k = self.k_proj(x_ND).view(rows, -1, self.head_dim)
+        v = self.v_proj(x_ND).view(rows, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos_N1C, sin_N1C), rotate(k, cos_N1C, sin_N1C)
+        out = context.attend(layer, q, k, v)
+        return self.o_proj(out.reshape(rows, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward part."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return down(silu(gate(x)) * up(x))."""
+        return self.down_proj(F.silu(self.gate_proj(x_ND)) * self.up_proj(x_ND))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward with residual connections."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(
+        self, x_ND: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor, context: AttentionContext, layer: int
+    ) -> torch.Tensor:
+        """Return the residual stream after this layer."""
+        x_ND = x_ND + self.self_attn(self.input_layernorm(x_ND), cos_N1C, sin_N1C, context, layer)
+        return x_ND + self.mlp(self.post_attention_layernorm(x_ND))
+
+
+class Decoder(nn.Module):
+    """Embeddings, layers and final norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class LanguageModel(nn.Module):
+    """What both architectures share: flat tokens in, hidden states out, and a head whose logits the caller computes.
+
+    Attributes:
+        config: Shape of the model.
+        num_valid_tokens: Ids at and above this are never scored nor sampled (unused rows of a padded vocabulary).
+        checkpoint_layers: Whether training recomputes each layer's activations in the backward pass.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_valid_tokens = config.vocab_size
+        self.checkpoint_layers = False
+
+    def forward(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """Run the decoder on flat tokens.
+
+        Args:
+            tokens_N: int64 token ids of all sequences, without padding.
+            positions_N: int64 position of each token in its own sequence.
+            context: What each row may see.
+
+        Returns:
+            Hidden states [N, D] after the final norm.
+        """
+        count = tokens_N.shape[0]
+        surplus = round_up(count, ROW_QUANTUM) - count
+        if surplus:
+            tokens_N, positions_N = F.pad(tokens_N, (0, surplus)), F.pad(positions_N, (0, surplus))
+        hidden = self._forward(tokens_N, positions_N, context)
+        return hidden[:count] if surplus else hidden
+
+    def _forward(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        raise AssertionError("abstract")
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """Output projection [V, D]."""
+        raise AssertionError("abstract")
+
+    def _run(self, layer: nn.Module, *arguments: object) -> torch.Tensor:
+        if self.checkpoint_layers and torch.is_grad_enabled():
+            return checkpoint(layer, *arguments, use_reentrant=False)  # pyright: ignore[reportReturnType]
+        return layer(*arguments)
+
+
+class LlamaLike(LanguageModel):
+    """Llama, Qwen2/2.5 or Qwen3 with a language-model head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.model = Decoder(config)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """Output projection [V, D]."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def _forward(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        if self._rotary is None or self._rotary[0].device != tokens_N.device:
+            # Made under no autograd mode and kept float32: a bfloat16 or inference-mode table would break equality or training.
+            with torch.inference_mode(False), torch.no_grad():
+                self._rotary = rotary_tables(self.config, tokens_N.device)
+        cos_N1C, sin_N1C = (table.index_select(0, positions_N)[:, None, :] for table in self._rotary)
+        x_ND = F.embedding(tokens_N, self.model.embed_tokens.weight)
+        for index, layer in enumerate(self.model.layers):
+            x_ND = self._run(layer, x_ND, cos_N1C, sin_N1C, context, index)
+        return self.model.norm(x_ND)
+
+
+def init_weights(model: LanguageModel, seed: int) -> None:
+    """Fill a model from scratch: N(0, 0.02), residual projections scaled by 1/sqrt(2 L), biases zero, norms one.
+
+    Args:
+        model: The model, changed in place.
+        seed: Seed of its own generator; nothing global is touched.
+
+    Source: GPT-2 (Radford et al. 2019), section 2.3.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    residual = 0.02 / math.sqrt(2 * model.config.num_layers)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                is_residual = name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight"))
+                drawn = torch.empty(parameter.shape).normal_(0.0, residual if is_residual else 0.02, generator=generator)
+                parameter.copy_(drawn)

@@ -1,0 +1,235 @@
+"""Strict loading and saving of model folders in the Hugging Face format: safetensors and JSON, nothing that can execute.
+
+A run folder counts as a model folder too: its best checkpoint is taken, else its newest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from whet.model.config import ModelConfig, from_hf, to_hf
+from whet.model.gpt2 import GPT2
+from whet.model.transformer import LanguageModel, LlamaLike
+from whet.types import UserError
+
+MAX_JSON_BYTES = 64 * 2**20
+SHARD_BYTES = 4 * 10**9
+HUB_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json")
+HUB_PATTERNS += ("special_tokens_map.json", "chat_template.jinja")
+
+
+def build_model(config: ModelConfig) -> LanguageModel:
+    """Make the module of a configuration, with uninitialised weights on the current default device."""
+    return GPT2(config) if config.family == "gpt2" else LlamaLike(config)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of bounded size.
+
+    Raises:
+        UserError: If the file is missing, too large, malformed or not an object.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise UserError(f"{path}: {path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def model_folder(source: str | Path) -> Path:
+    """Find the model folder that a user means.
+
+    Args:
+        source: A Hugging Face folder, a whet run folder, or a hub name such as 'Qwen/Qwen2.5-0.5B'.
+
+    Returns:
+        A local folder that holds config.json and safetensors.
+
+    Raises:
+        UserError: If there is none.
+    """
+    path = Path(source).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    checkpoints = path / "checkpoints"
+    if checkpoints.is_dir():
+        steps = sorted(p for p in checkpoints.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
+        for candidate in [checkpoints / "best", *reversed(steps)]:
+            if (candidate / "config.json").is_file():
+                return candidate
+        raise UserError(f"{path}: the run folder has no finished checkpoint; let the run reach its first one, or give another folder")
+    if path.exists():
+        raise UserError(f"{path}: neither a model folder (no config.json) nor a run folder (no checkpoints/)")
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(source)):
+        return _from_hub(str(source))
+    raise UserError(f"{source}: no such folder, and not a hub name (owner/name)")
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_PATTERNS)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        raise UserError(f"{name}: no such local folder, and the hub could not give it ({reason}); check the name or the network") from None
+
+
+def _shards(folder: Path) -> list[Path]:
+    """List the weight files of a folder, refusing names that leave it."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        single = folder / "model.safetensors"
+        if single.is_file():
+            return [single]
+        pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.ckpt")]), None)
+        hint = f"; {pickled.name} is a pickle, which whet never reads: convert it to safetensors" if pickled else ""
+        raise UserError(f"{folder}: no model.safetensors{hint}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: 'weight_map' is missing")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*\.safetensors", name):
+            raise UserError(f"{index}: shard name {name!r} is not a plain file name")
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name}: no such shard, though the index names it")
+    return [folder / name for name in names]
+
+
+def _canonical_name(name: str, config: ModelConfig) -> str | None:
+    """Map a stored tensor name to the module's; None for buffers that old checkpoints carry."""
+    if name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
+        return None
+    if config.family == "gpt2" and not name.startswith(("transformer.", "lm_head.")):
+        name = f"transformer.{name}"
+    return None if name == "lm_head.weight" and config.tie_embeddings else name
+
+
+def load_model(
+    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[LanguageModel, ModelConfig]:
+    """Load a model folder, strictly: every parameter once, every shape as configured.
+
+    Args:
+        path: Hugging Face folder, run folder or hub name.
+        dtype: Parameter dtype.
+        device: Where the parameters live.
+
+    Returns:
+        The model in evaluation mode and its configuration.
+
+    Raises:
+        UserError: If a file is missing or malformed, or tensors are missing, unexpected, repeated or of another shape.
+    """
+    folder = model_folder(path)
+    config = from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
+    with torch.device("meta"):
+        model = build_model(config)
+    expected = dict(model.named_parameters())
+    loaded: dict[str, torch.Tensor] = {}
+    for shard in _shards(folder):
+        try:
+            with safe_open(str(shard), framework="pt", device="cpu") as file:
+                for stored in file.keys():  # noqa: SIM118 (safe_open has no iterator)
+                    name = _canonical_name(stored, config)
+                    if name is None:
+                        continue
+                    if name not in expected:
+                        raise UserError(f"{shard}: unexpected tensor {stored!r} for a {config.family} model")
+                    if name in loaded:
+                        raise UserError(f"{shard}: tensor {stored!r} occurs twice")
+                    want, got = tuple(expected[name].shape), tuple(file.get_slice(stored).get_shape())
+                    if want != got:
+                        raise UserError(f"{shard}: tensor {stored!r} has shape {list(got)}, config.json says {list(want)}")
+                    loaded[name] = file.get_tensor(stored).to(device=device, dtype=dtype)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{shard}: not a readable safetensors file ({error})") from None
+    missing = sorted(set(expected) - set(loaded))
+    if missing:
+        raise UserError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+    model.load_state_dict(loaded, strict=True, assign=True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return model.eval(), config
+
+
+def save_model(
+    model: LanguageModel, folder: Path, *, bos_id: int | None = None, eos_ids: tuple[int, ...] = (), shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a folder that `transformers` loads: config.json, generation_config.json and safetensors (sharded when large).
+
+    Args:
+        model: The model; tied heads are stored once.
+        folder: Existing or new folder.
+        bos_id: Beginning-of-sequence id for the configuration.
+        eos_ids: Ids that end a generation.
+        shard_bytes: Largest size of one weight file in bytes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=dtype)
+    (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
+    generation = {"bos_token_id": bos_id, "eos_token_id": hf["eos_token_id"], "do_sample": True, "temperature": 1.0}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if size and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+
+
+def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> LanguageModel:
+    """Return the model with `num_rows` vocabulary rows; new rows start at the mean of the old ones plus N(0, 0.02 std) noise.
+
+    Args:
+        model: The model; unchanged when it already has at least `num_rows`.
+        num_rows: Rows wanted.
+        seed: Seed of the noise.
+    """
+    from dataclasses import replace
+
+    old = model.config.vocab_size
+    if num_rows <= old:
+        return model
+    grown = build_model(replace(model.config, vocab_size=num_rows))
+    generator = torch.Generator().manual_seed(seed)
+    state = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in grown.named_parameters():
+            source = state[name]
+            if source.shape == parameter.shape:
+                parameter.copy_(source)
+                continue
+            noise = torch.empty(num_rows - old, source.shape[1]).normal_(0, 0.02, generator=generator) * source.float().std()
+            parameter[:old].copy_(source)
+            parameter[old:].copy_(source.float().mean(0) + noise)
+    return grown.to(next(model.parameters()).dtype).eval()
