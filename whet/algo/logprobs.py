@@ -16,7 +16,9 @@ CHUNK_BYTES_CPU = 64 * 2**20
 CHUNK_BYTES_GPU = 2**30
 
 
-def head_logits(hidden_MD: torch.Tensor, weight_VD: torch.Tensor, *, temperature: float, num_valid: int) -> torch.Tensor:
+def head_logits(
+    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, *, temperature: float, num_valid: int
+) -> torch.Tensor:
     """Compute float32 logits of the distribution that is sampled: head(hidden) / temperature over the valid ids.
 
     Rows and columns are padded (columns with -inf), so that neither the matrix product nor a later reduction depends on how
@@ -84,7 +86,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_MD: torch.Tensor, weight_VD: torch.Tensor, targets_M: torch.Tensor, temperature: float, num_valid: int, chunk: int
+        ctx: Any,
+        hidden_MD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_M: torch.Tensor,
+        temperature: float,
+        num_valid: int,
+        chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropies, normalisers = [], [], []
         for start in range(0, hidden_MD.shape[0], chunk):
@@ -115,7 +123,9 @@ class _TokenLogprobs(torch.autograd.Function):
             dz = logprobs.exp()
             if use_entropy:
                 finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
-                scale = -grad_logprob_M[rows, None] - grad_entropy_M[rows, None] * (finite + entropy_M[rows, None])
+                scale = -grad_logprob_M[rows, None] - grad_entropy_M[rows, None] * (
+                    finite + entropy_M[rows, None]
+                )
                 dz = dz * scale
             else:
                 dz *= -grad_logprob_M[rows, None]
@@ -127,7 +137,14 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_hidden[rows] = (dz @ weight).to(grad_hidden.dtype)
             if grad_weight is not None:
                 grad_weight.addmm_(dz.t(), hidden_MD[rows].to(exact))
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def token_logprobs(

@@ -34,7 +34,9 @@ class KVCache:
         device: Where it lives.
     """
 
-    def __init__(self, config: ModelConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.capacity = round_up(capacity, KEY_QUANTUM if capacity <= KEY_BLOCK else KEY_BLOCK)
         self.num_rows = num_rows
         shape = (config.num_layers, num_rows, config.num_kv_heads, self.capacity, config.head_dim)
@@ -60,18 +62,24 @@ class KVCache:
 class Prefill:
     """Packed causal attention that also writes each sequence's keys and values into its cache row."""
 
-    def __init__(self, cache: KVCache, rows: Sequence[int], lengths_B: Sequence[int], kind: AttentionKind) -> None:
+    def __init__(
+        self, cache: KVCache, rows: Sequence[int], lengths_B: Sequence[int], kind: AttentionKind
+    ) -> None:
         device = cache.keys.device
         self._packed = Packed(lengths_B, device, kind)
         self._cache = cache
         self._row_N = torch.repeat_interleave(torch.tensor(rows), torch.tensor(lengths_B)).to(device)
         self._position_N = torch.cat([torch.arange(length) for length in lengths_B]).to(device)
 
-    def attend(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
+    ) -> torch.Tensor:
         """Return attention outputs [N, H, C] and remember keys and values."""
         count = self._packed.num_tokens
         self._cache.keys[layer, self._row_N, :, self._position_N] = k_NKC[:count].to(self._cache.keys.dtype)
-        self._cache.values[layer, self._row_N, :, self._position_N] = v_NKC[:count].to(self._cache.values.dtype)
+        self._cache.values[layer, self._row_N, :, self._position_N] = v_NKC[:count].to(
+            self._cache.values.dtype
+        )
         return self._packed.attend(layer, q_NHC, k_NKC, v_NKC)
 
 
@@ -92,9 +100,13 @@ class Decode:
         self._num_keys = num_keys
         self._kind: AttentionKind = kind
         hidden = torch.arange(num_keys, device=positions_B.device)[None, :] > positions_B[:, None]
-        self._bias = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))[:, None, None, :]
+        self._bias = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))[
+            :, None, None, :
+        ]
 
-    def attend(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
+    ) -> torch.Tensor:
         """Return attention outputs [N, H, C]; rows past the live ones (row padding) are zero."""
         rows = self._positions.shape[0]
         keys, values = self._cache.keys[layer], self._cache.values[layer]

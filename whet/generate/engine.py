@@ -72,14 +72,32 @@ class _Rows:
     @classmethod
     def empty(cls, num_rows: int, max_new: int, device: torch.device) -> _Rows:
         """Make `num_rows` rows; the buffers have one spare column, where ended rows write."""
-        whole = {name: torch.zeros(num_rows, dtype=torch.int64, device=device) for name in ("seeds", "positions", "counts", "limits", "last")}
+        whole = {
+            name: torch.zeros(num_rows, dtype=torch.int64, device=device)
+            for name in ("seeds", "positions", "counts", "limits", "last")
+        }
         flags = {name: torch.zeros(num_rows, dtype=torch.bool, device=device) for name in ("done", "stopped")}
         tokens = torch.zeros(num_rows, max_new + 1, dtype=torch.int64, device=device)
-        return cls(**whole, **flags, tokens=tokens, logprobs=torch.zeros(tokens.shape, dtype=torch.float32, device=device))
+        return cls(
+            **whole,
+            **flags,
+            tokens=tokens,
+            logprobs=torch.zeros(tokens.shape, dtype=torch.float32, device=device),
+        )
 
     def move(self, source: list[int], target: list[int]) -> None:
         """Overwrite rows `target` by rows `source`."""
-        for name in ("seeds", "positions", "counts", "limits", "last", "done", "stopped", "tokens", "logprobs"):
+        for name in (
+            "seeds",
+            "positions",
+            "counts",
+            "limits",
+            "last",
+            "done",
+            "stopped",
+            "tokens",
+            "logprobs",
+        ):
             tensor = getattr(self, name)
             tensor[target] = tensor[source]
         for old, new in zip(source, target, strict=True):
@@ -126,7 +144,11 @@ class Engine:
         self._cache: KVCache | None = None
 
     def generate(
-        self, requests: Sequence[Request], params: SamplingParams, *, on_finished: Callable[[int], None] | None = None
+        self,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        *,
+        on_finished: Callable[[int], None] | None = None,
     ) -> list[list[Completion]]:
         """Draw every sample of every request.
 
@@ -175,7 +197,9 @@ class Engine:
             if length == 0:
                 raise UserError(f"prompt {index} is empty: expected at least one token (a BOS token will do)")
             if length >= context:
-                raise UserError(f"prompt {index} has {length} tokens, the model's context holds {context}: shorten or drop it")
+                raise UserError(
+                    f"prompt {index} has {length} tokens, the model's context holds {context}: shorten or drop it"
+                )
             if max(request.prompt_ids) >= self.model.config.vocab_size or min(request.prompt_ids) < 0:
                 raise UserError(
                     f"prompt {index} has token id {max(request.prompt_ids)}, the model's vocabulary has {self.model.config.vocab_size} rows: "
@@ -202,7 +226,9 @@ class Engine:
         on_finished: Callable[[int], None] | None,
     ) -> None:
         state = _Rows.empty(max_rows, params.max_new_tokens, self.device)
-        waiting = [(index, sample) for index, request in enumerate(requests) for sample in range(len(request.seeds))]
+        waiting = [
+            (index, sample) for index, request in enumerate(requests) for sample in range(len(request.seeds))
+        ]
         waiting.reverse()
         steps = 0
         while waiting or state.owner:
@@ -223,7 +249,12 @@ class Engine:
                     on_finished(num_done)
 
     def _admit(
-        self, requests: Sequence[Request], params: SamplingParams, state: _Rows, waiting: list[tuple[int, int]], max_rows: int
+        self,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        state: _Rows,
+        waiting: list[tuple[int, int]],
+        max_rows: int,
     ) -> None:
         """Prefill waiting prompts, each once, as far as rows and the token budget reach; draw their first tokens."""
         assert self._cache is not None
@@ -240,7 +271,9 @@ class Engine:
             prompts[-1][1].append(len(state.owner))
             state.owner.append(waiting.pop())
         lengths = [len(requests[index].prompt_ids) for index, _ in prompts]
-        flat = torch.tensor([token for index, _ in prompts for token in requests[index].prompt_ids], device=self.device)
+        flat = torch.tensor(
+            [token for index, _ in prompts for token in requests[index].prompt_ids], device=self.device
+        )
         positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
         context = Prefill(self._cache, [rows[0] for _, rows in prompts], lengths, self._attention)
         hidden = self.model(flat, positions, context)
@@ -250,7 +283,9 @@ class Engine:
         repeats = torch.tensor([len(rows) for _, rows in prompts], device=self.device)
         logits = self._logits(hidden.index_select(0, ends), params).repeat_interleave(repeats, dim=0)
         new = slice(first, len(state.owner))
-        state.seeds[new] = torch.tensor([requests[index].seeds[sample] for index, sample in state.owner[new]], device=self.device)
+        state.seeds[new] = torch.tensor(
+            [requests[index].seeds[sample] for index, sample in state.owner[new]], device=self.device
+        )
         state.positions[new] = torch.tensor(lengths, device=self.device).repeat_interleave(repeats) - 1
         limits = [min(params.max_new_tokens, self.model.config.max_positions - length) for length in lengths]
         state.limits[new] = torch.tensor(limits, device=self.device).repeat_interleave(repeats)
@@ -261,7 +296,9 @@ class Engine:
 
     def _logits(self, hidden_BD: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         temperature = params.temperature or 1.0
-        return head_logits(hidden_BD, self._head, temperature=temperature, num_valid=self.model.num_valid_tokens)
+        return head_logits(
+            hidden_BD, self._head, temperature=temperature, num_valid=self.model.num_valid_tokens
+        )
 
     def _append(self, logits_BV: torch.Tensor, params: SamplingParams, state: _Rows, rows: slice) -> None:
         """Draw one token for each row and note it; ended rows write into the spare column and do not move on."""
@@ -301,7 +338,11 @@ class Engine:
             text = self._decode(recent)
             if not any(stop in text for stop in self._stop_strings):
                 continue
-            length = next(n for n in range(1, len(recent) + 1) if any(stop in self._decode(recent[:n]) for stop in self._stop_strings))
+            length = next(
+                n
+                for n in range(1, len(recent) + 1)
+                if any(stop in self._decode(recent[:n]) for stop in self._stop_strings)
+            )
             cut = counts[row] - len(recent) + length
             state.counts[row] = cut
             state.done[row] = True
@@ -321,7 +362,9 @@ class Engine:
             index, sample = state.owner[row]
             count = counts[row]
             results[index][sample] = Completion(
-                ids=tuple(row_tokens[:count]), logprobs=tuple(row_logprobs[:count]), finish_reason="stop" if stopped[row] else "length"
+                ids=tuple(row_tokens[:count]),
+                logprobs=tuple(row_logprobs[:count]),
+                finish_reason="stop" if stopped[row] else "length",
             )
             self.stats.new_tokens += count
         kept = live - len(ended)

@@ -29,7 +29,9 @@ MIN_QUERY_ROWS = 4
 class AttentionContext(Protocol):
     """Says what each row of a flat batch may see, and computes attention accordingly."""
 
-    def attend(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
+    ) -> torch.Tensor:
         """Return attention outputs [N, H, C] of a layer for all rows."""
         ...
 
@@ -39,7 +41,9 @@ def round_up(value: int, quantum: int) -> int:
     return -(-value // quantum) * quantum
 
 
-def exact_attention(q_BKQC: torch.Tensor, k_BKSC: torch.Tensor, v_BKSC: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def exact_attention(
+    q_BKQC: torch.Tensor, k_BKSC: torch.Tensor, v_BKSC: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
     """Softmax attention whose rows do not depend on the number of rows or of masked keys.
 
     Args:
@@ -101,7 +105,9 @@ class Packed:
             total += length
         buckets: dict[int, list[int]] = {}
         for row, length in enumerate(lengths_B):
-            buckets.setdefault(round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK), []).append(row)
+            buckets.setdefault(
+                round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK), []
+            ).append(row)
         self._gathers: list[tuple[int, torch.Tensor]] = []
         position_of = torch.zeros(self.num_tokens, dtype=torch.int64)
         offset = 0
@@ -117,22 +123,31 @@ class Packed:
             offset += len(rows) * width
         self._position_of = position_of.to(device)
 
-    def attend(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
+    ) -> torch.Tensor:
         """Return causal attention outputs [N, H, C]; rows past the last sequence (row padding) are zero."""
         outputs = []
         for width, source in self._gathers:
             rows = source.numel() // width
-            q, k, v = (x.index_select(0, source).view(rows, width, x.shape[1], x.shape[2]) for x in (q_NHC, k_NKC, v_NKC))
+            q, k, v = (
+                x.index_select(0, source).view(rows, width, x.shape[1], x.shape[2])
+                for x in (q_NHC, k_NKC, v_NKC)
+            )
             outputs.append(self._attend_padded(q, k, v).reshape(rows * width, q_NHC.shape[1], q_NHC.shape[2]))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         out = joined.index_select(0, self._position_of)
         surplus = q_NHC.shape[0] - self.num_tokens
         return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
 
-    def _attend_padded(self, q_BTHC: torch.Tensor, k_BTKC: torch.Tensor, v_BTKC: torch.Tensor) -> torch.Tensor:
+    def _attend_padded(
+        self, q_BTHC: torch.Tensor, k_BTKC: torch.Tensor, v_BTKC: torch.Tensor
+    ) -> torch.Tensor:
         k, v = k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2)
         if self.kind == "fast":
-            out = F.scaled_dot_product_attention(q_BTHC.transpose(1, 2), k, v, is_causal=True, enable_gqa=k.shape[1] != q_BTHC.shape[2])
+            out = F.scaled_dot_product_attention(
+                q_BTHC.transpose(1, 2), k, v, is_causal=True, enable_gqa=k.shape[1] != q_BTHC.shape[2]
+            )
             return out.transpose(1, 2)
         length = q_BTHC.shape[1]
         rep = q_BTHC.shape[2] // k.shape[1]

@@ -68,17 +68,30 @@ class ModelConfig:
     """Llama's biases in the feed-forward part."""
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_positions",
+        )
         for name in sizes:
             value = getattr(self, name)
             if not 1 <= value <= 16_777_216:
                 raise ValueError(f"model.{name} = {value}: expected 1 to 16,777,216")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"model.num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads = {self.num_heads}")
+            raise ValueError(
+                f"model.num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads = {self.num_heads}"
+            )
         if self.family != "gpt2" and self.head_dim % 2:
             raise ValueError(f"model.head_dim = {self.head_dim}: rotary positions need an even number")
         if self.family == "gpt2" and self.hidden_size != self.num_heads * self.head_dim:
-            raise ValueError(f"model.hidden_size = {self.hidden_size}: gpt2 needs num_heads * head_dim = {self.num_heads * self.head_dim}")
+            raise ValueError(
+                f"model.hidden_size = {self.hidden_size}: gpt2 needs num_heads * head_dim = {self.num_heads * self.head_dim}"
+            )
 
 
 def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
@@ -96,9 +109,13 @@ def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConf
     """
     family = data.get("model_type")
     if family not in ARCHITECTURES:
-        raise UserError(f"{where}: model_type {family!r} is not supported; expected one of {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"{where}: model_type {family!r} is not supported; expected one of {', '.join(ARCHITECTURES)}"
+        )
     if "auto_map" in data:
-        raise UserError(f"{where}: the model asks for remote code (auto_map), which whet never runs; use a plain {family} folder")
+        raise UserError(
+            f"{where}: the model asks for remote code (auto_map), which whet never runs; use a plain {family} folder"
+        )
     try:
         return _from_gpt2(data) if family == "gpt2" else _from_llama_like(family, data, where)
     except KeyError as missing:
@@ -192,7 +209,9 @@ def to_hf(config: ModelConfig, *, bos_id: int | None, eos_ids: tuple[int, ...], 
             "activation_function": "gelu_new",
             "n_embd": config.hidden_size,
             "n_head": config.num_heads,
-            "n_inner": None if config.intermediate_size == 4 * config.hidden_size else config.intermediate_size,
+            "n_inner": None
+            if config.intermediate_size == 4 * config.hidden_size
+            else config.intermediate_size,
             "n_layer": config.num_layers,
             "n_positions": config.max_positions,
             "n_ctx": config.max_positions,

@@ -86,15 +86,21 @@ class GPT2(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.transformer = GPT2Decoder(config)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = (
+            None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
 
     @property
     def head_weight(self) -> torch.Tensor:
         """Output projection [V, D]."""
         return self.transformer.wte.weight if self.lm_head is None else self.lm_head.weight
 
-    def _forward(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        x_ND = F.embedding(tokens_N, self.transformer.wte.weight) + F.embedding(positions_N, self.transformer.wpe.weight)
+    def _forward(
+        self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        x_ND = F.embedding(tokens_N, self.transformer.wte.weight) + F.embedding(
+            positions_N, self.transformer.wpe.weight
+        )
         for index, block in enumerate(self.transformer.h):
             x_ND = self._run(block, x_ND, context, index)
         return self.transformer.ln_f(x_ND)

@@ -36,7 +36,9 @@ def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[torch.Tens
 
     Source: RoFormer 2104.09864; Llama 3 frequency scaling as in `transformers` (`rope_type: llama3`).
     """
-    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.int64).float() / config.head_dim
+    exponents = (
+        torch.arange(0, config.head_dim, 2, device=device, dtype=torch.int64).float() / config.head_dim
+    )
     frequencies = 1.0 / (config.rope_theta**exponents)
     if config.rope_scaling is not None:
         frequencies = _stretch(frequencies, config.rope_scaling)
@@ -76,7 +78,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(channels, config.norm_eps) if config.family == "qwen3" else None
 
     def forward(
-        self, x_ND: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor, context: AttentionContext, layer: int
+        self,
+        x_ND: torch.Tensor,
+        cos_N1C: torch.Tensor,
+        sin_N1C: torch.Tensor,
+        context: AttentionContext,
+        layer: int,
     ) -> torch.Tensor:
         """Project, rotate, attend within the context, project back."""
         rows = x_ND.shape[0]
@@ -115,7 +122,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, x_ND: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor, context: AttentionContext, layer: int
+        self,
+        x_ND: torch.Tensor,
+        cos_N1C: torch.Tensor,
+        sin_N1C: torch.Tensor,
+        context: AttentionContext,
+        layer: int,
     ) -> torch.Tensor:
         """Return the residual stream after this layer."""
         x_ND = x_ND + self.self_attn(self.input_layernorm(x_ND), cos_N1C, sin_N1C, context, layer)
@@ -147,7 +159,9 @@ class LanguageModel(nn.Module):
         self.num_valid_tokens = config.vocab_size
         self.checkpoint_layers = False
 
-    def forward(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(
+        self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
         """Run the decoder on flat tokens.
 
         Args:
@@ -165,7 +179,9 @@ class LanguageModel(nn.Module):
         hidden = self._forward(tokens_N, positions_N, context)
         return hidden[:count] if surplus else hidden
 
-    def _forward(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def _forward(
+        self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
         raise AssertionError("abstract")
 
     @property
@@ -185,7 +201,9 @@ class LlamaLike(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.model = Decoder(config)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = (
+            None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -193,7 +211,9 @@ class LlamaLike(LanguageModel):
         """Output projection [V, D]."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def _forward(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def _forward(
+        self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
         if self._rotary is None or self._rotary[0].device != tokens_N.device:
             # Made under no autograd mode and kept float32: a bfloat16 or inference-mode table would break equality or training.
             with torch.inference_mode(False), torch.no_grad():
@@ -224,5 +244,7 @@ def init_weights(model: LanguageModel, seed: int) -> None:
                 parameter.fill_(1.0)
             else:
                 is_residual = name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight"))
-                drawn = torch.empty(parameter.shape).normal_(0.0, residual if is_residual else 0.02, generator=generator)
+                drawn = torch.empty(parameter.shape).normal_(
+                    0.0, residual if is_residual else 0.02, generator=generator
+                )
                 parameter.copy_(drawn)

@@ -21,7 +21,13 @@ from whet.types import UserError
 
 MAX_JSON_BYTES = 64 * 2**20
 SHARD_BYTES = 4 * 10**9
-HUB_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json")
+HUB_PATTERNS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+)
 HUB_PATTERNS += ("special_tokens_map.json", "chat_template.jinja")
 
 
@@ -70,7 +76,9 @@ def model_folder(source: str | Path) -> Path:
         for candidate in [checkpoints / "best", *reversed(steps)]:
             if (candidate / "config.json").is_file():
                 return candidate
-        raise UserError(f"{path}: the run folder has no finished checkpoint; let the run reach its first one, or give another folder")
+        raise UserError(
+            f"{path}: the run folder has no finished checkpoint; let the run reach its first one, or give another folder"
+        )
     if path.exists():
         raise UserError(f"{path}: neither a model folder (no config.json) nor a run folder (no checkpoints/)")
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(source)):
@@ -86,7 +94,9 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(HUB_PATTERNS)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
-        raise UserError(f"{name}: no such local folder, and the hub could not give it ({reason}); check the name or the network") from None
+        raise UserError(
+            f"{name}: no such local folder, and the hub could not give it ({reason}); check the name or the network"
+        ) from None
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -97,7 +107,11 @@ def _shards(folder: Path) -> list[Path]:
         if single.is_file():
             return [single]
         pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.ckpt")]), None)
-        hint = f"; {pickled.name} is a pickle, which whet never reads: convert it to safetensors" if pickled else ""
+        hint = (
+            f"; {pickled.name} is a pickle, which whet never reads: convert it to safetensors"
+            if pickled
+            else ""
+        )
         raise UserError(f"{folder}: no model.safetensors{hint}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -155,7 +169,9 @@ def load_model(
                         raise UserError(f"{shard}: tensor {stored!r} occurs twice")
                     want, got = tuple(expected[name].shape), tuple(file.get_slice(stored).get_shape())
                     if want != got:
-                        raise UserError(f"{shard}: tensor {stored!r} has shape {list(got)}, config.json says {list(want)}")
+                        raise UserError(
+                            f"{shard}: tensor {stored!r} has shape {list(got)}, config.json says {list(want)}"
+                        )
                     loaded[name] = file.get_tensor(stored).to(device=device, dtype=dtype)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{shard}: not a readable safetensors file ({error})") from None
@@ -169,7 +185,12 @@ def load_model(
 
 
 def save_model(
-    model: LanguageModel, folder: Path, *, bos_id: int | None = None, eos_ids: tuple[int, ...] = (), shard_bytes: int = SHARD_BYTES
+    model: LanguageModel,
+    folder: Path,
+    *,
+    bos_id: int | None = None,
+    eos_ids: tuple[int, ...] = (),
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a folder that `transformers` loads: config.json, generation_config.json and safetensors (sharded when large).
 
@@ -185,7 +206,12 @@ def save_model(
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=dtype)
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
-    generation = {"bos_token_id": bos_id, "eos_token_id": hf["eos_token_id"], "do_sample": True, "temperature": 1.0}
+    generation = {
+        "bos_token_id": bos_id,
+        "eos_token_id": hf["eos_token_id"],
+        "do_sample": True,
+        "temperature": 1.0,
+    }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -204,7 +230,9 @@ def save_model(
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+    )
 
 
 def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> LanguageModel:
@@ -229,7 +257,10 @@ def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> Languag
             if source.shape == parameter.shape:
                 parameter.copy_(source)
                 continue
-            noise = torch.empty(num_rows - old, source.shape[1]).normal_(0, 0.02, generator=generator) * source.float().std()
+            noise = (
+                torch.empty(num_rows - old, source.shape[1]).normal_(0, 0.02, generator=generator)
+                * source.float().std()
+            )
             parameter[:old].copy_(source)
             parameter[old:].copy_(source.float().mean(0) + noise)
     return grown.to(next(model.parameters()).dtype).eval()

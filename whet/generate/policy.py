@@ -1,0 +1,275 @@
+"""A policy: model, tokenizer and prompt protocol together, loaded from and saved to one folder.
+
+The protocol (schema, template, system prompt) travels with the weights as protocol.json, so that every stage and every
+evaluation asks the same question in the same words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from whet.generate.engine import Engine
+from whet.model.attention import AttentionKind
+from whet.model.config import ModelConfig
+from whet.model.template import BASE_TEMPLATE, PLAIN_TEMPLATE
+from whet.model.tokenizer import Tokenizer
+from whet.model.transformer import LanguageModel, init_weights
+from whet.model.weights import build_model, load_model, model_folder, read_json, resize_vocabulary, save_model
+from whet.schema import SCHEMAS, ResponseSchema
+from whet.types import Problem, UserError
+
+SchemaName = Literal["inherit", "think_answer", "reasoning_answer", "working_out_solution"]
+TemplateName = Literal["auto", "chat", "base", "plain"]
+TOKENIZER_MADE = ("characters", "bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """Where a model comes from and how it is asked."""
+
+    init: str = ""
+    """Run folder, Hugging Face folder or hub name; empty for random weights of the shape `model`."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Shape when the weights are random; vocab_size is set from the tokenizer."""
+    tokenizer: str = ""
+    """Folder or hub name; 'characters' or 'bytes' to make one; empty for that of `init`."""
+    alphabet: str = ""
+    """The characters that a 'characters' tokenizer knows."""
+    tags_as_tokens: bool = False
+    """Give each of the schema's tags a token of its own (after the existing vocabulary)."""
+    padded_vocab_size: int = 0
+    """Embedding rows to grow to when tags are added; 0 for just enough. Unused rows are never sampled."""
+    schema: SchemaName = "inherit"
+    """Tags of a response; inherit takes that of `init`, or think_answer."""
+    template: TemplateName = "auto"
+    """Prompt: the model's chat template, 'base' (Question/Answer text), 'plain' (just the question); auto takes
+    what `init` was trained with, else chat where there is one, else base."""
+    system_prompt: bool = True
+    """Begin with the schema's instruction (plain prompts have none)."""
+    max_rows: int = 256
+    """Sequences decoded together."""
+    attention: AttentionKind = "exact"
+    """exact: sampler and trainer agree bitwise on CPU; fast: PyTorch's fused kernel."""
+    device: str = "auto"
+    """Device such as cpu or cuda; auto takes cuda where there is one."""
+    num_threads: int = 0
+    """CPU threads; 0 leaves PyTorch's choice."""
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1:
+            raise ValueError(f"policy.max_rows = {self.max_rows}: expected 1 or more")
+        if self.num_threads < 0:
+            raise ValueError(
+                f"policy.num_threads = {self.num_threads}: expected 0 (PyTorch's choice) or more"
+            )
+        if not self.init and not self.tokenizer:
+            raise ValueError(
+                "policy.init is empty (random weights): give policy.tokenizer, such as bytes or a folder"
+            )
+        if self.tokenizer == "characters" and not self.alphabet:
+            raise ValueError("policy.tokenizer = characters needs policy.alphabet")
+        if self.alphabet and self.tokenizer != "characters":
+            raise ValueError("policy.alphabet is read with policy.tokenizer = characters only; leave it out")
+        if self.padded_vocab_size and not self.tags_as_tokens:
+            raise ValueError("policy.padded_vocab_size is read with policy.tags_as_tokens only; leave it out")
+
+
+class Policy:
+    """A model with its tokenizer and the protocol by which it is asked.
+
+    Attributes:
+        model: The network.
+        tokenizer: Its tokenizer; the chat template in it is the protocol's.
+        schema: Tags and answer type of a response.
+        system_prompt: Whether prompts begin with the schema's instruction.
+        attention: Attention kernel for sampling and training.
+        max_rows: Sequences decoded together.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        schema: ResponseSchema,
+        *,
+        system_prompt: bool = True,
+        attention: AttentionKind = "exact",
+        max_rows: int = 256,
+    ) -> None:
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise UserError(
+                f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size} rows: "
+                "the tokenizer does not fit the model"
+            )
+        model.num_valid_tokens = tokenizer.vocab_size
+        self.model = model
+        self.tokenizer = tokenizer
+        self.schema = schema
+        self.system_prompt = system_prompt
+        self.attention: AttentionKind = attention
+        self.max_rows = max_rows
+        closing = tokenizer.encode(schema.answer_close)
+        single = len(closing) == 1 and closing[0] in tokenizer.special_ids
+        self.stop_ids = tuple(sorted(tokenizer.stop_ids | ({closing[0]} if single else set())))
+        self.stop_strings: tuple[str, ...] = () if single else schema.stop_strings
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.model.head_weight.device
+
+    def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
+        """Tokens that ask a problem, up to and including the schema's opening tag where it is in the prompt."""
+        messages = [{"role": "system", "content": self.schema.system_prompt}] if self.system_prompt else []
+        messages.append({"role": "user", "content": problem.prompt})
+        return tuple(self.tokenizer.encode_prompt(messages, prefix=self.schema.generation_prefix))
+
+    def solution_ids(self, problem: Problem, *, thinking: str | None = None) -> tuple[int, ...]:
+        """Tokens of the demonstration: thinking, answer and what ends a response.
+
+        Args:
+            problem: Problem with its worked solution.
+            thinking: Another thinking text, such as '' for an empty scratch-pad; default the solution.
+        """
+        text = self.schema.render(problem.solution if thinking is None else thinking, problem.answer)
+        ids = self.tokenizer.encode(text)
+        end = self.tokenizer.eos_id
+        return tuple(ids if ids[-1] in self.stop_ids or end is None else [*ids, end])
+
+    def completion_text(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
+        """Text of a completion: exactly its tokens, without a final end-of-text token."""
+        ids = list(completion_ids)
+        if ids and ids[-1] in self.tokenizer.stop_ids:
+            ids.pop()
+        return self.tokenizer.decode_completion(prompt_ids, ids)
+
+    def engine(self, autocast: torch.dtype | None = None) -> Engine:
+        """Make an engine on this model."""
+        return Engine(
+            self.model,
+            stop_ids=self.stop_ids,
+            stop_strings=self.stop_strings,
+            decode=self.tokenizer.decode,
+            max_rows=self.max_rows,
+            attention=self.attention,
+            autocast=autocast,
+        )
+
+    def protocol(self) -> dict[str, object]:
+        """Describe how the model is asked: part of a result's identity."""
+        return {
+            "schema": asdict(self.schema),
+            "system_prompt": self.system_prompt,
+            "template": self.tokenizer.chat_template,
+            "tokenizer": self.tokenizer.fingerprint,
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write weights, tokenizer and protocol as a folder that `transformers` and whet load."""
+        self.tokenizer.save(folder)
+        save_model(self.model, folder, bos_id=self.tokenizer.bos_id, eos_ids=self.stop_ids)
+        (folder / "protocol.json").write_text(json.dumps(self.protocol(), indent=1) + "\n")
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn 'auto' or a device name into a device that is there.
+
+    Raises:
+        UserError: If it is not.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"policy.device = {name!r}: expected auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"policy.device = {name!r}: this machine has no usable CUDA device; use cpu or auto")
+    return device
+
+
+def load_policy(config: PolicyConfig, *, seed: int, dtype: torch.dtype = torch.float32) -> Policy:
+    """Load or make model, tokenizer and protocol.
+
+    Args:
+        config: What to load.
+        seed: Seed of random weights and of new vocabulary rows.
+        dtype: Parameter dtype.
+
+    Returns:
+        The policy, on its device.
+
+    Raises:
+        UserError: If something is missing, malformed or does not fit together.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    device = resolve_device(config.device)
+    folder = model_folder(config.init) if config.init else None
+    schema, template, system_prompt = _protocol(config, folder)
+    tokenizer = _tokenizer(config, folder, schema)
+    name = config.template
+    if name == "chat" and tokenizer.chat_template is None:
+        raise UserError("policy.template = chat: the tokenizer has no chat template; use base, plain or auto")
+    if template is None and (name == "base" or (name == "auto" and tokenizer.chat_template is None)):
+        template = BASE_TEMPLATE
+    elif template is None and name == "plain":
+        template = PLAIN_TEMPLATE
+    if template is not None:
+        tokenizer = tokenizer.with_template(template)
+    if folder is None:
+        shape = replace(config.model, vocab_size=max(tokenizer.vocab_size, config.padded_vocab_size))
+        model = build_model(shape)
+        init_weights(model, seed)
+        model = model.to(device=device, dtype=dtype)
+    else:
+        model, _ = load_model(folder, dtype=dtype, device=device)
+        if config.tags_as_tokens:
+            model = resize_vocabulary(model, max(tokenizer.vocab_size, config.padded_vocab_size), seed).to(
+                device
+            )
+    has_system = system_prompt and tokenizer.chat_template != PLAIN_TEMPLATE
+    return Policy(
+        model,
+        tokenizer,
+        schema,
+        system_prompt=has_system,
+        attention=config.attention,
+        max_rows=config.max_rows,
+    )
+
+
+def _protocol(config: PolicyConfig, folder: Path | None) -> tuple[ResponseSchema, str | None, bool]:
+    """Return schema, template text (None: not fixed yet) and whether there is a system prompt."""
+    stored = None
+    if folder is not None and (folder / "protocol.json").is_file():
+        stored = read_json(folder / "protocol.json")
+    schema = SCHEMAS["think_answer" if config.schema == "inherit" else config.schema]
+    template, system_prompt = None, config.system_prompt
+    if stored is not None:
+        try:
+            if config.schema == "inherit":
+                schema = ResponseSchema(**stored["schema"])
+            if config.template == "auto":
+                template = str(stored["template"])
+                system_prompt = bool(stored["system_prompt"]) and config.system_prompt
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{folder}/protocol.json: malformed ({error})") from None
+    return schema, template, system_prompt
+
+
+def _tokenizer(config: PolicyConfig, folder: Path | None, schema: ResponseSchema) -> Tokenizer:
+    tags = schema.tags if config.tags_as_tokens else ()
+    if config.tokenizer == "characters":
+        return Tokenizer.characters(config.alphabet, tags)
+    if config.tokenizer == "bytes":
+        return Tokenizer.bytes(tags)
+    tokenizer = Tokenizer.load(config.tokenizer or str(folder))
+    rows = config.padded_vocab_size or None
+    return tokenizer.with_tags(tags, padded_vocab_size=rows) if tags else tokenizer

@@ -1,0 +1,72 @@
+"""Start-up probe: do sampler and trainer agree to the last bit on this machine, with this model?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from whet.algo.packing import TrainingSequence, pack
+from whet.generate.engine import Request
+from whet.generate.policy import Policy
+from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.generate.scoring import score_micro_batch
+
+PROBE_PROMPTS = 6
+PROBE_SAMPLES = 5
+PROBE_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What the probe saw: whether every log-probability was equal, and the largest difference in nats."""
+
+    exact: bool
+    max_gap: float
+
+    def __str__(self) -> str:
+        if self.exact:
+            return "exact: sampler and trainer log-probabilities are bitwise equal on this machine"
+        return (
+            f"approx: max |delta log-prob| {self.max_gap:.1e}, because arithmetic here is not row-invariant"
+        )
+
+
+def probe_policy(
+    policy: Policy, *, temperature: float = 1.0, autocast: torch.dtype | None = None
+) -> ProbeResult:
+    """Sample a few completions of odd lengths in an odd batch and score them again as the trainer does.
+
+    Args:
+        policy: The policy as it will be trained.
+        temperature: Sampling temperature, above 0.
+        autocast: Compute dtype when it is not the parameters' own.
+
+    Returns:
+        Whether all log-probabilities are bitwise equal, and the largest difference.
+    """
+    generator = torch.Generator().manual_seed(0)
+    room = policy.model.config.max_positions
+    new_tokens = max(1, min(PROBE_TOKENS, room // 2))
+    requests = []
+    for index in range(PROBE_PROMPTS):
+        length = min(3 + 7 * index, room - new_tokens)
+        ids = torch.randint(0, policy.model.num_valid_tokens, (length,), generator=generator).tolist()
+        seeds = tuple(sequence_seed("probe", index, sample) for sample in range(PROBE_SAMPLES))
+        requests.append(Request(prompt_ids=tuple(ids), seeds=seeds))
+    params = SamplingParams(temperature=temperature, max_new_tokens=new_tokens)
+    completions = policy.engine(autocast).generate(requests, params)
+    sequences = [
+        TrainingSequence(
+            prompt_ids=request.prompt_ids, completion_ids=done.ids, sampler_logprobs=done.logprobs
+        )
+        for request, row in zip(requests, completions, strict=True)
+        for done in row
+    ]
+    (micro,) = pack(sequences, token_budget=2**30, device=policy.device).micro_batches
+    with torch.no_grad():
+        scored, _ = score_micro_batch(
+            policy.model, micro, temperature=temperature, autocast=autocast, attention=policy.attention
+        )
+    gap = float((scored.float() - micro.sampler_logprobs_M).abs().max())
+    return ProbeResult(gap == 0.0, gap)

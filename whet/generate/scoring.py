@@ -1,0 +1,45 @@
+"""The trainer's side of a log-probability: packed sequences through the same module and the same head as the sampler's."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from whet.algo.logprobs import token_logprobs
+from whet.model.attention import AttentionKind, Packed
+from whet.model.transformer import LanguageModel
+from whet.types import MicroBatch
+
+
+def score_micro_batch(
+    model: LanguageModel,
+    micro: MicroBatch,
+    *,
+    temperature: float = 1.0,
+    autocast: torch.dtype | None = None,
+    attention: AttentionKind = "exact",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score a micro-batch's trained tokens.
+
+    Args:
+        model: The model.
+        micro: Packed sequences.
+        temperature: Temperature that the tokens were sampled at.
+        autocast: Compute dtype when it is not the parameters' own.
+        attention: Attention kernel; 'exact' equals the sampler's.
+
+    Returns:
+        Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
+    """
+    device = micro.tokens_N.device
+    positions_N = torch.cat([torch.arange(length) for length in micro.lengths_B]).to(device)
+    with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast):
+        hidden_ND = model(micro.tokens_N, positions_N, Packed(micro.lengths_B, device, attention))
+    return token_logprobs(
+        hidden_ND.index_select(0, micro.source_M),
+        model.head_weight,
+        micro.targets_M,
+        temperature=temperature,
+        num_valid=model.num_valid_tokens,
+    )

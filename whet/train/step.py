@@ -1,0 +1,184 @@
+"""One optimizer step, shared by every program that trains: score tokens, backpropagate, clip, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from whet.types import MicroBatch
+
+Precision = Literal["float32", "bfloat16_autocast", "bfloat16_master"]
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW, its learning-rate schedule and the precision of the step."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    schedule: Schedule = "cosine"
+    """Shape after the warm-up: cosine or linear down to `lr * final_lr_share`, or constant."""
+    warmup_steps: int = 10
+    """Steps of linear warm-up; step 0 already has lr / warmup_steps, never 0."""
+    final_lr_share: float = 0.1
+    """Learning rate at the last step as a share of the peak."""
+    beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: float = 0.95
+    """Decay of AdamW's second moment."""
+    eps: float = 1e-8
+    """Added to AdamW's denominator."""
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices (never of norms and biases)."""
+    max_grad_norm: float = 1.0
+    """The global gradient norm is clipped to this."""
+    token_budget: int = 16384
+    """Tokens of one micro-batch; the mathematics does not depend on it."""
+    precision: Precision = "float32"
+    """float32; bfloat16_autocast (float32 parameters, bfloat16 products); bfloat16_master (bfloat16 model, float32 master weights)."""
+    checkpoint_layers: bool = False
+    """Recompute each layer's activations in the backward pass (less memory, more time)."""
+    compile: bool = False
+    """Compile the layers with torch.compile."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("lr", 0.0), ("max_grad_norm", 0.0), ("eps", 0.0)):
+            if not getattr(self, name) > low:
+                raise ValueError(f"optim.{name} = {getattr(self, name)}: expected above {low:g}")
+        if self.warmup_steps < 0 or self.token_budget < 1:
+            raise ValueError(
+                f"optim.warmup_steps = {self.warmup_steps}, token_budget = {self.token_budget}: expected >= 0 and >= 1"
+            )
+        if not 0 <= self.final_lr_share <= 1:
+            raise ValueError(f"optim.final_lr_share = {self.final_lr_share}: expected 0 to 1")
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of a 0-based step: linear warm-up, then the schedule over what remains."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
+    return config.lr * (config.final_lr_share + (1 - config.final_lr_share) * shape)
+
+
+class Optimizer:
+    """AdamW over a model's parameters, with float32 master weights when the model is bfloat16.
+
+    Args:
+        model: The model to train.
+        config: Hyper-parameters.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: OptimConfig) -> None:
+        self._config = config
+        self._named = [
+            (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
+        self._masters = [
+            p.detach().float().clone().requires_grad_() if p.dtype == torch.bfloat16 else p
+            for _, p in self._named
+        ]
+        decayed = [m for m in self._masters if m.dim() >= 2]
+        plain = [m for m in self._masters if m.dim() < 2]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        fused = all(m.is_cuda for m in self._masters) or None
+        betas = (config.beta1, config.beta2)
+        self._adam = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=fused
+        )
+
+    def step(self, lr: float) -> float:
+        """Clip the gradients' global norm, update and clear them.
+
+        Args:
+            lr: Learning rate of this step.
+
+        Returns:
+            The norm before clipping. When it is not finite nothing is updated.
+        """
+        for (_, parameter), master in zip(self._named, self._masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                master.grad, parameter.grad = parameter.grad.float(), None
+        used = [master for master in self._masters if master.grad is not None]
+        norm = float(
+            torch.nn.utils.get_total_norm([master.grad for master in used if master.grad is not None])
+        )
+        if math.isfinite(norm):
+            torch.nn.utils.clip_grads_with_norm_(used, self._config.max_grad_norm, torch.tensor(norm))
+            for group in self._adam.param_groups:
+                group["lr"] = lr
+            self._adam.step()
+            with torch.no_grad():
+                for (_, parameter), master in zip(self._named, self._masters, strict=True):
+                    if master is not parameter:
+                        parameter.copy_(master)
+        for master in self._masters:
+            master.grad = None
+        return norm
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the state as named tensors (moments, step counts and master weights), for a checkpoint."""
+        state: dict[str, torch.Tensor] = {}
+        for (name, parameter), master in zip(self._named, self._masters, strict=True):
+            if master is not parameter:
+                state[f"{name}/master"] = master.detach()
+            for key, value in self._adam.state.get(master, {}).items():
+                state[f"{name}/{key}"] = value
+        return state
+
+    def load_tensors(self, state: dict[str, torch.Tensor]) -> None:
+        """Put back what `tensors` returned."""
+        for (name, parameter), master in zip(self._named, self._masters, strict=True):
+            if master is not parameter:
+                with torch.no_grad():
+                    master.copy_(state[f"{name}/master"])
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in state]
+            if keys:
+                self._adam.state[master] = {key: state[f"{name}/{key}"].clone() for key in keys}
+
+
+def autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """Return the dtype that products run in when it is not the parameters' own."""
+    return torch.bfloat16 if precision == "bfloat16_autocast" else None
+
+
+def parameter_dtype(precision: Precision) -> torch.dtype:
+    """Return the dtype of the model's parameters."""
+    return torch.bfloat16 if precision == "bfloat16_master" else torch.float32
+
+
+def forward_backward(
+    micro_batches: Iterable[MicroBatch], score: Callable[[MicroBatch], tuple[torch.Tensor, dict[str, float]]]
+) -> dict[str, float]:
+    """Run every micro-batch and add up gradients, losses and metrics (the caller has divided all of them by its denominator).
+
+    Args:
+        micro_batches: The step's micro-batches.
+        score: Returns a micro-batch's share of the loss (differentiable) and of the metrics.
+
+    Returns:
+        Summed metrics with the summed 'loss'. A metric whose name ends in '_max' is the maximum instead.
+    """
+    totals: dict[str, float] = {"loss": 0.0}
+    for micro in micro_batches:
+        loss, metrics = score(micro)
+        loss.backward()
+        totals["loss"] += float(loss.detach())
+        for name, value in metrics.items():
+            totals[name] = (
+                max(totals.get(name, value), value)
+                if name.endswith("_max")
+                else totals.get(name, 0.0) + value
+            )
+    return totals
