@@ -144,7 +144,9 @@ def _last_block(text: str, opening: str, closing: str) -> str | None:
 
 SCHEMAS: dict[str, ResponseSchema] = {
     "think_answer": ResponseSchema(),
-    "reasoning_answer": ResponseSchema(think_open="<reasoning>", think_close="</reasoning>", opening_in_prompt=False),
+    "reasoning_answer": ResponseSchema(
+        think_open="<reasoning>", think_close="</reasoning>", opening_in_prompt=False
+    ),
     "working_out_solution": ResponseSchema(
         think_open="<start_working_out>",
         think_close="<end_working_out>",
@@ -154,7 +156,9 @@ SCHEMAS: dict[str, ResponseSchema] = {
 }
 
 
-def preflight(schema: ResponseSchema, score: Callable[[Problem, str], float | None], problem: Problem, maximum: float) -> None:
+def preflight(
+    schema: ResponseSchema, score: Callable[[Problem, str], float | None], problem: Problem, maximum: float
+) -> None:
     """Stop a run whose rewards cannot tell a perfect completion from an empty one.
 
     Args:

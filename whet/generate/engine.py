@@ -72,17 +72,20 @@ class _Rows:
     @classmethod
     def empty(cls, num_rows: int, max_new: int, device: torch.device) -> _Rows:
         """Make `num_rows` rows; the buffers have one spare column, where ended rows write."""
-        whole = {
-            name: torch.zeros(num_rows, dtype=torch.int64, device=device)
-            for name in ("seeds", "positions", "counts", "limits", "last")
-        }
-        flags = {name: torch.zeros(num_rows, dtype=torch.bool, device=device) for name in ("done", "stopped")}
-        tokens = torch.zeros(num_rows, max_new + 1, dtype=torch.int64, device=device)
+
+        def whole(dtype: torch.dtype, *width: int) -> torch.Tensor:
+            return torch.zeros(num_rows, *width, dtype=dtype, device=device)
+
         return cls(
-            **whole,
-            **flags,
-            tokens=tokens,
-            logprobs=torch.zeros(tokens.shape, dtype=torch.float32, device=device),
+            seeds=whole(torch.int64),
+            positions=whole(torch.int64),
+            counts=whole(torch.int64),
+            limits=whole(torch.int64),
+            last=whole(torch.int64),
+            done=whole(torch.bool),
+            stopped=whole(torch.bool),
+            tokens=whole(torch.int64, max_new + 1),
+            logprobs=whole(torch.float32, max_new + 1),
         )
 
     def move(self, source: list[int], target: list[int]) -> None:

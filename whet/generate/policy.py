@@ -143,9 +143,9 @@ class Policy:
         return tuple(ids if ids[-1] in self.stop_ids or end is None else [*ids, end])
 
     def completion_text(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
-        """Text of a completion: exactly its tokens, without a final end-of-text token."""
+        """Text of a completion: exactly its tokens, without a final end-of-text token (a final tag stays)."""
         ids = list(completion_ids)
-        if ids and ids[-1] in self.tokenizer.stop_ids:
+        if ids and ids[-1] in self.stop_ids and self.tokenizer.token_text(ids[-1]) not in self.schema.tags:
             ids.pop()
         return self.tokenizer.decode_completion(prompt_ids, ids)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from whet.model.files import find_files, read_json, read_text
 from whet.model.template import PLAIN_TEMPLATE, check_template, render_template
@@ -43,7 +44,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         roles: Mapping[str, str],
-        adds_bos: bool | None = None,
+        adds_bos: bool = False,
         chat_template: str | None = None,
         stop_ids: Iterable[int] = (),
     ) -> None:
@@ -52,7 +53,7 @@ class Tokenizer:
         Args:
             backend: The library's tokenizer; owned by this object from now on.
             roles: Token text by role (`ROLES`); absent where the model has none.
-            adds_bos: Whether prompts begin with BOS; None asks the post-processor.
+            adds_bos: Whether prompts begin with BOS even if the post-processor adds none.
             chat_template: Jinja source.
             stop_ids: Further ids that end a generation.
 
@@ -75,9 +76,13 @@ class Tokenizer:
         flagged = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(flagged | {index for index in ids.values() if index is not None})
         self.stop_ids = frozenset(stop_ids) | ({self.eos_id} if self.eos_id is not None else frozenset())
-        probe = backend.encode("a", add_special_tokens=True).ids if adds_bos is None else []
-        wants_bos = probe[:1] == [self.bos_id] if adds_bos is None else adds_bos
-        self.adds_bos = self.bos_id is not None and wants_bos
+        leads = backend.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+        self.adds_bos = self.bos_id is not None and (adds_bos or leads)
+        if self.adds_bos and not leads:  # transformers 5 heeds the post-processor alone
+            bos = roles["bos_token"]
+            backend.post_processor = TemplateProcessing(
+                single=[bos, "$A"], special_tokens=[(bos, self.bos_id)]
+            )
         if chat_template is not None:
             check_template(chat_template)
         self.chat_template = chat_template
@@ -122,9 +127,6 @@ class Tokenizer:
         Args:
             prompt_ids: What stands before; after any text the first space is kept.
             ids: The completion.
-
-        Returns:
-            Text of the completion.
         """
         if not self._num_stripped:
             return self._spell(ids)
@@ -175,9 +177,6 @@ class Tokenizer:
         Args:
             tags: Texts such as '<think>'.
             padded_vocab_size: Rows of the model's embedding table; None when the caller will resize it.
-
-        Returns:
-            The larger tokenizer.
 
         Raises:
             UserError: If the tags do not fit in `padded_vocab_size`.
@@ -231,9 +230,6 @@ class Tokenizer:
         Args:
             path_or_hub_name: Folder with tokenizer.json, or 'owner/name'.
 
-        Returns:
-            The tokenizer.
-
         Raises:
             UserError: If files are missing, unreachable, too large, malformed, or ask for remote code.
         """
@@ -272,11 +268,10 @@ class Tokenizer:
                 ),
                 None,
             )
-        adds_bos = config.get("add_bos_token")
         return cls(
             backend,
             roles=roles,
-            adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
+            adds_bos=config.get("add_bos_token") is True,
             chat_template=template if isinstance(template, str) else None,
             stop_ids=_ids(generation.get("eos_token_id")),
         )

@@ -1,0 +1,54 @@
+# make demo | make test | make lint | make setup: each sets itself up on a machine with Python 3.11 or newer.
+#   make demo ARGS='--seed 1'       make test PYTEST_ARGS='tests/test_cli.py'       make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?=
+PIP_ARGS ?=
+# Test processes; torch runs its own threads in each. 0 runs all in one process.
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+# Install whet with the given extra; `-e '.'` or `-e '.[dev]'`.
+INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e
+
+.PHONY: demo test lint setup
+.DEFAULT_GOAL := demo
+
+demo: $(RUN_STAMP)
+	@$(BIN)/python -m whet demo $(ARGS)
+
+test: lint
+	@$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+lint: $(DEV_STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+setup: $(DEV_STAMP)
+
+$(RUN_STAMP): pyproject.toml constraints.txt
+	@$(call make_venv)
+	@$(INSTALL) '.'
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt
+	@$(call make_venv)
+	@$(INSTALL) '.[dev]'
+	@touch $(RUN_STAMP) $@
+
+# A venv without pip (Debian without python3-venv leaves one behind) is completed; one whose Python is gone is
+# made anew.
+define make_venv
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+  echo "whet needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -n 1)." >&2; \
+  echo "Name another one: make $(firstword $(MAKECMDGOALS) demo) PYTHON=python3.12" >&2; exit 1; }; \
+if $(BIN)/python -m pip --version >/dev/null 2>&1; then echo "updating $(VENV)"; else \
+  echo "setting up $(VENV) (first time: about 2 minutes)"; \
+  $(PYTHON) -m venv $$($(BIN)/python -c '' 2>/dev/null || echo --clear) $(VENV) || { \
+    echo "'$(PYTHON) -m venv' failed; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }; fi
+endef

@@ -1,0 +1,50 @@
+"""Templates: our own in words, and hostile ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from whet.model.template import BASE_TEMPLATE
+from whet.model.tokenizer import Tokenizer
+from whet.types import UserError
+
+MESSAGES = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
+
+
+def test_base_template_in_words() -> None:
+    prompt = Tokenizer.bytes().with_template(BASE_TEMPLATE).render(MESSAGES, prefix="<think>")
+    assert prompt == "Think.\n\nQuestion: 1+1?\nAnswer:\n<think>"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{% for %}", "TemplateSyntaxError"),
+        ("{{ messages[0].missing.more }}", "UndefinedError"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely|SecurityError"),
+        ("{{ 'a' * 2000000000 }}", "too long"),
+        ("{{ 10 ** 10000000 }}", "not allowed"),
+        ("{{ '%1000000000d' % 1 }}", "not allowed"),
+        ("{{ '{:1000000000d}'.format(1) }}", "unsafe"),
+        ("{{ 'a'.ljust(2000000000) }}", "unsafe"),
+        ("{{ 'a'|center(2000000000) }}", "center"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "ranges of more"),
+        ("{% set text = 'a' * 99999 %}{% for i in range(99999) %}{{ text }}{% endfor %}", "characters or"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{{ messages|length }}", "not prefix-preserving"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{{ 0 if add_generation_prompt }}!",
+            "not prefix-preserving",
+        ),
+    ],
+)
+def test_bad_template_is_a_user_error(template: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Tokenizer.bytes().with_template(template).render(MESSAGES)
+
+
+def test_template_length_is_bounded() -> None:
+    with pytest.raises(UserError, match="65,537 characters; expected at most 65,536"):
+        Tokenizer.bytes().with_template("a" * 65537)

@@ -1,0 +1,368 @@
+"""Ids and prompts against published transcripts and against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.model.template import BASE_TEMPLATE, PLAIN_TEMPLATE
+from whet.model.tokenizer import Tokenizer
+from whet.types import UserError
+
+SHARED = Path(__file__).parents[2].parent / "shared"
+GPT2 = SHARED / "data/tokenizers/gpt2"
+STORIES = SHARED / "data/models/stories260k"
+needs_shared = pytest.mark.skipif(not GPT2.is_dir(), reason="needs shared/data")
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+TEXTS = (
+    "Once upon a time",
+    " leading",
+    "two  spaces\n\n\ttab",
+    "Zoë paid 5€ 😀",
+    "",
+    " ",
+    "a</s>b<s> c",
+    "<unk>x <think>y</think>",
+)
+
+CHESS_PROMPT = "P: rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1    M:"
+CHESS_IDS = (
+    "47 25 374 46803 80 74 9374 81 14 381 381 381 381 14 23 14 23 14 23 14 "
+    "23 14 10246 10246 10246 10246 14 49 32819 48 42 15766 49 266 509 48 74 80 532 657 "
+    "352 220 220 220 337 25"
+)
+CARS_PROMPT = (
+    "If there are 3 cars in the parking lot and 2 more cars arrive, how many cars are in the parking lot?"
+)
+CARS_PROMPT_IDS = (
+    "1532 612 389 513 5006 287 262 7647 1256 290 362 517 5006 9240 11 703 867 5006 389 287 262 7647 1256 30"
+)
+CARS_REPLY = (
+    "<think>There are 3 * 2 = 6 cars\nThere are 6 * 4 = 24 cars\nThere are 24 - 6 = 19 cars left</think>"
+    "<answer>19</answer>"
+)
+CARS_REPLY_IDS = (
+    "50257 1858 389 513 1635 362 796 718 5006 198 1858 389 718 1635 604 796 1987 5006 198 1858 "
+    "389 1987 532 718 796 678 5006 1364 50258 50259 1129 50260"
+)
+
+CHATML = """{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role in ("user", "assistant") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    "+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+BLOCKS = """{{ 7 % 4 }}{{ '-' * 3 }}{% if tools %}T{% endif %}
+
+{% for message in messages %}
+  {% if message['role'] == 'user' %}
+U: {{ message | tojson }}
+    {% continue %}
+  {% endif %}
+  {% generation %}
+A: {{ message.content }}
+  {% endgeneration %}
+{% endfor %}"""
+MESSAGES = [{"role": "system", "content": "Think."}, {"role": "user", "content": " 1 + 1 é?\n"}]
+
+
+def ids_of(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Tokenizer:
+    return Tokenizer.load(GPT2).with_tags(TAGS, padded_vocab_size=50304)
+
+
+@pytest.fixture(scope="module")
+def stories() -> Tokenizer:
+    return Tokenizer.load(STORIES)
+
+
+@pytest.fixture(scope="module")
+def hf() -> Any:
+    return pytest.importorskip("transformers")
+
+
+@needs_shared
+class TestGpt2:
+    def test_roles(self, gpt2: Tokenizer) -> None:
+        assert (gpt2.bos_id, gpt2.eos_id, gpt2.pad_id, gpt2.adds_bos) == (50256, 50256, None, False)
+        assert gpt2.vocab_size == 50261
+        assert gpt2.special_ids == {50256, 50257, 50258, 50259, 50260}
+        assert Tokenizer.load(GPT2).vocab_size == 50257
+
+    def test_chess_transcript(self, gpt2: Tokenizer) -> None:
+        expected = ids_of(CHESS_IDS)
+        assert len(expected) == 46
+        assert gpt2.encode(CHESS_PROMPT) == expected
+        assert gpt2.decode(expected) == CHESS_PROMPT
+        assert [gpt2.token_text(index) for index in (46803, 32819, 10246)] == ["nb", "NB", "PP"]
+
+    def test_cars_transcript(self, gpt2: Tokenizer) -> None:
+        prompt_ids, reply_ids = ids_of(CARS_PROMPT_IDS), ids_of(CARS_REPLY_IDS)
+        assert (len(prompt_ids), len(reply_ids)) == (24, 32)
+        assert gpt2.encode(CARS_PROMPT) == prompt_ids
+        assert gpt2.encode(CARS_REPLY) == reply_ids
+        assert gpt2.decode_completion(prompt_ids, reply_ids) == CARS_REPLY
+        assert [gpt2.token_text(index) for index in reply_ids[:3]] == ["<think>", "There", " are"]
+
+    @pytest.mark.parametrize("text", TEXTS)
+    def test_round_trip(self, gpt2: Tokenizer, text: str) -> None:
+        assert gpt2.decode(gpt2.encode(text)) == text
+
+    def test_partial_characters_and_unknown_ids(self, gpt2: Tokenizer) -> None:
+        smile = gpt2.encode("😀")
+        assert len(smile) > 1
+        assert gpt2.decode(smile[:1]) == "\ufffd"
+        assert gpt2.decode([*smile[:1], 50258]) == "\ufffd</think>"
+        assert gpt2.decode([64, 50300, 64]) == "a\ufffda"
+
+    def test_tags_must_fit(self) -> None:
+        with pytest.raises(UserError, match="need 50,261 embedding rows; there are 50,258"):
+            Tokenizer.load(GPT2).with_tags(TAGS, padded_vocab_size=50258)
+
+    def test_known_tag_keeps_its_id(self, gpt2: Tokenizer) -> None:
+        assert gpt2.with_tags(("</think>", "<new>")).encode("</think><new>") == [50258, 50261]
+
+    def test_tags_with_odd_letters_stay_whole(self, gpt2: Tokenizer) -> None:
+        odd = gpt2.with_tags(("<éĠ>",))
+        assert odd.encode("a<éĠ>") == [64, 50261]
+        assert odd.decode([64, 50261]) == "a<éĠ>"
+
+    def test_same_ids_as_transformers(self, hf: Any) -> None:
+        ours, theirs = (
+            Tokenizer.load(GPT2),
+            hf.PreTrainedTokenizerFast(tokenizer_file=str(GPT2 / "tokenizer.json")),
+        )
+        for text in (*TEXTS, CARS_REPLY, "x<|endoftext|> y"):
+            assert ours.encode(text) == theirs.encode(text)
+            assert ours.decode(ours.encode(text)) == theirs.decode(
+                theirs.encode(text), clean_up_tokenization_spaces=False
+            )
+
+
+@needs_shared
+class TestStories:
+    def test_same_ids_as_transformers(self, stories: Tokenizer, hf: Any) -> None:
+        theirs = hf.AutoTokenizer.from_pretrained(STORIES)
+        for text in TEXTS:
+            assert stories.encode(text) == theirs.encode(text, add_special_tokens=False)
+            ids = theirs.encode(text)
+            assert ids == [1, *stories.encode(text)]
+            assert stories.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+
+    def test_completion_keeps_its_first_space(self, stories: Tokenizer) -> None:
+        ids = [1, *stories.encode("Once upon a time there was")]
+        whole = stories.decode(ids)
+        for cut in range(len(ids) + 1):
+            assert stories.decode(ids[:cut]) + stories.decode_completion(ids[:cut], ids[cut:]) == whole
+        assert stories.decode_completion(ids[:3], stories.encode("upon")) == " upon"
+        assert stories.decode(stories.encode("upon")) == "upon"
+
+    def test_exactly_one_bos(self, stories: Tokenizer) -> None:
+        assert (stories.bos_id, stories.eos_id, stories.adds_bos) == (1, 2, True)
+        silent, writing = (
+            stories.with_template(PLAIN_TEMPLATE),
+            stories.with_template("{{ bos_token }}" + PLAIN_TEMPLATE),
+        )
+        assert silent.encode_prompt(MESSAGES) == [1, *stories.encode(MESSAGES[1]["content"])]
+        for tokenizer in (silent, writing):
+            ids = tokenizer.encode_prompt(MESSAGES, prefix="x")
+            assert ids[0] == 1
+            assert ids.count(1) == 1
+
+
+@needs_shared
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, BLOCKS, BASE_TEMPLATE, PLAIN_TEMPLATE])
+@pytest.mark.parametrize("messages", [MESSAGES, MESSAGES[1:]])
+def test_template_renders_as_in_transformers(
+    stories: Tokenizer, hf: Any, template: str, messages: list[dict[str, str]]
+) -> None:
+    theirs = hf.AutoTokenizer.from_pretrained(STORIES)
+    theirs.chat_template = template
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert stories.with_template(template).render(messages, prefix="<think>") == expected + "<think>"
+
+
+def test_characters() -> None:
+    tokenizer = Tokenizer.characters("0123456789+= ", TAGS)
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id, tokenizer.adds_bos) == (0, 1, None, False)
+    assert tokenizer.vocab_size == 3 + 4 + 13
+    assert tokenizer.encode("<think>1 +2</think>") == [3, 8, 19, 17, 9, 4]
+    assert tokenizer.decode([3, 8, 19, 17, 9, 4, 1]) == "<think>1 +2</think><eos>"
+    assert tokenizer.encode("1xy2") == [8, 2, 2, 9]
+    assert tokenizer.special_ids == frozenset(range(7))
+    with pytest.raises(ValueError, match="no repetition"):
+        Tokenizer.characters("aa")
+
+
+def test_bytes_are_lossless() -> None:
+    tokenizer = Tokenizer.bytes(TAGS)
+    text = "".join(map(chr, range(0x250))) + " 😀Ġ<think>\r\n\x00"
+    ids = tokenizer.encode(text)
+    assert [index for index in ids if index < 256] == list(text.replace("<think>", "").encode())
+    assert tokenizer.decode(ids) == text
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.encode("<think>"), tokenizer.vocab_size) == (
+        256,
+        257,
+        [258],
+        262,
+    )
+    assert tokenizer.stop_ids == {256}
+
+
+def test_lone_surrogate_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="lone surrogate at character 1"):
+        Tokenizer.bytes().encode("a\ud800")
+
+
+def test_save_then_load_and_transformers(tmp_path: Path, hf: Any) -> None:
+    made = [Tokenizer.characters("0123456789+= ", TAGS), Tokenizer.bytes(TAGS).with_template(CHATML)]
+    if STORIES.is_dir():
+        made += [Tokenizer.load(STORIES).with_template(LLAMA3), Tokenizer.load(GPT2).with_tags(TAGS)]
+    for index, tokenizer in enumerate(made):
+        folder = tmp_path / str(index)
+        tokenizer.save(folder)
+        again, theirs = Tokenizer.load(folder), hf.AutoTokenizer.from_pretrained(folder)
+        assert again.fingerprint == tokenizer.fingerprint
+        assert (again.bos_id, again.eos_id, again.pad_id) == (
+            theirs.bos_token_id,
+            theirs.eos_token_id,
+            theirs.pad_token_id,
+        )
+        assert (again.adds_bos, again.special_ids, again.stop_ids) == (
+            tokenizer.adds_bos,
+            tokenizer.special_ids,
+            tokenizer.stop_ids,
+        )
+        assert again.chat_template == tokenizer.chat_template == theirs.chat_template
+        text = "<think>12 + 34 = 46</think><answer>46</answer>"
+        start = [again.bos_id] if again.adds_bos else []
+        assert start + again.encode(text) == start + tokenizer.encode(text) == theirs.encode(text)
+        assert again.decode(again.encode(text)) == theirs.decode(
+            again.encode(text), clean_up_tokenization_spaces=False
+        )
+
+
+def write_folder(folder: Path, **files: Any) -> Path:
+    Tokenizer.characters("abc").save(folder)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_stop_ids_come_from_the_generation_config(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, generation_config={"eos_token_id": [2, 3]}))
+    assert (tokenizer.eos_id, tokenizer.stop_ids) == (1, {1, 2, 3})
+    tokenizer.save(tmp_path / "again")
+    assert Tokenizer.load(tmp_path / "again").stop_ids == {1, 2, 3}
+
+
+def test_roles_fall_back(tmp_path: Path) -> None:
+    folder = write_folder(
+        tmp_path,
+        tokenizer_config={},
+        special_tokens_map={"eos_token": {"content": "<unk>"}},
+        config={"bos_token_id": 0},
+    )
+    tokenizer = Tokenizer.load(folder)
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.adds_bos) == (2, 0, False)
+
+
+@needs_shared
+@pytest.mark.parametrize(("by_config", "by_processor"), [(False, False), (False, True), (True, False)])
+def test_who_adds_bos(tmp_path: Path, hf: Any, by_config: bool, by_processor: bool) -> None:
+    content = json.loads((STORIES / "tokenizer.json").read_text())
+    content["post_processor"] = content["post_processor"] if by_processor else None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": by_config}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.adds_bos is (by_config or by_processor)
+    tokenizer.save(tmp_path)
+    again, theirs = Tokenizer.load(tmp_path), hf.AutoTokenizer.from_pretrained(tmp_path)
+    assert again.adds_bos is tokenizer.adds_bos is (theirs.encode("a")[0] == 1)
+    assert again.fingerprint == tokenizer.fingerprint
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    folder = write_folder(
+        tmp_path,
+        tokenizer_config={
+            "chat_template": [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
+        },
+    )
+    (folder / "chat_template.jinja").unlink()
+    assert Tokenizer.load(folder).chat_template == "d"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer_config": {"auto_map": {"AutoTokenizer": "x.Y"}}}, "remote code"),
+        ({"tokenizer_config": {"eos_token": "<none>"}}, "eos_token '<none>' is not in tokenizer.json"),
+        ({"tokenizer_config": [1]}, "expected a JSON object, got list"),
+        ({"tokenizer": {"model": 1}}, "not a tokenizer"),
+    ],
+)
+def test_bad_folder_is_a_user_error(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Tokenizer.load(write_folder(tmp_path, **files))
+
+
+def test_broken_and_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path)
+    (folder / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="not JSON"):
+        Tokenizer.load(folder)
+    monkeypatch.setattr("whet.model.files.MAX_FILE_BYTES", 10)
+    with pytest.raises(UserError, match="expected at most 10"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="no tokenizer.json"):
+        Tokenizer.load(folder)
+
+
+def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    folder = write_folder(tmp_path)
+
+    def download(name: str, file: str, **_: Any) -> str:
+        if name == "owner/far":
+            raise LocalEntryNotFoundError("no network")
+        if name == "owner/empty" or not (folder / file).is_file():
+            raise EntryNotFoundError("404")
+        return str(folder / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert Tokenizer.load("owner/near").encode("abc") == [3, 4, 5]
+    with pytest.raises(
+        UserError, match=r"'owner/far': no such folder, and cannot be had from the hub \(no network\)"
+    ):
+        Tokenizer.load("owner/far")
+    with pytest.raises(UserError, match="has no tokenizer.json"):
+        Tokenizer.load("owner/empty")
+    with pytest.raises(UserError, match="not a hub name"):
+        Tokenizer.load("../nowhere/at/all")

@@ -1,0 +1,63 @@
+"""MATH: the real counts, and answers left as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from whet.tasks.math import MATH
+from whet.types import UserError
+
+DATA = Path(__file__).parents[2].parent / "shared/data/math"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data/math")
+
+
+@needs_data
+def test_counts_and_meta() -> None:
+    task = MATH(DATA)
+    train, dev, test = (task.problems(split) for split in ("train", "dev", "test"))
+    # Two rows of the source box nothing: no answer could be right.
+    assert [row.where for row in task.bad_rows] == [
+        "MATH_train.jsonl line 5342",
+        "MATH_train.jsonl line 5344",
+    ]
+    assert len(train) + len(dev) + len(task.bad_rows) == 7500
+    assert len(test) == 500
+    assert len({problem.uid for problem in (*train, *dev, *test)}) == 7498 + 500
+    assert {problem.meta["level"] for problem in test} == set("12345")
+    assert {problem.meta["level"] for problem in train} == set("12345?")
+    assert len({problem.meta["subject"] for problem in train}) == 7
+    assert {problem.meta["subject"] for problem in test} == {problem.meta["subject"] for problem in train}
+
+
+@needs_data
+def test_answers_are_used_as_they_are() -> None:
+    task = MATH(DATA)
+    test = task.problems("test")
+    assert test[0].answer == r"\left( 3, \frac{\pi}{2} \right)"
+    assert test[0].meta == {"subject": "Precalculus", "level": "2", "file": "math500_test.json", "line": "1"}
+    rows = json.loads((DATA / "math500_test.json").read_text())
+    assert [problem.answer for problem in test] == [row["answer"] for row in rows]
+    for problem in test[:100]:
+        assert task.is_correct(problem, problem.answer)
+        assert not task.is_correct(problem, None)
+        assert not task.is_correct(problem, "")
+
+
+def test_small_folder(tmp_path: Path) -> None:
+    row = {"problem": "p", "solution": "s", "answer": "1", "level": 3, "subject": "Algebra"}
+    (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "answer": 2}))
+    with pytest.raises(UserError) as caught:
+        MATH(tmp_path).problems("test")
+    assert str(caught.value) == (
+        "test.jsonl line 2: 'answer' is a number, expected text; "
+        "mend the row or allow it with --task.max-bad-rows 1"
+    )
+    (problem,) = MATH(tmp_path, max_bad_rows=1).problems("test")
+    assert problem.meta == {"subject": "Algebra", "level": "3", "file": "test.jsonl", "line": "1"}
+    with pytest.raises(UserError, match="no MATH_train.jsonl or train.jsonl there"):
+        MATH(tmp_path).problems("dev")
+    with pytest.raises(UserError, match="not a hub name"):
+        MATH(tmp_path / "none" / "here")

@@ -1,0 +1,146 @@
+"""Reading untrusted files: every message, and splits by content."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.tasks import read
+from whet.tasks.read import BadRow, read_hub, read_json_array, read_jsonl, split_of
+from whet.types import UserError
+
+GOOD = b'{"q": "1+1", "a": "2"}'
+
+
+def write(folder: Path, content: bytes, name: str = "data.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def test_rows_with_their_line_numbers(tmp_path: Path) -> None:
+    content = b"\xef\xbb\xbf" + GOOD + b'\r\n\n  \n{"q": "x\xe2\x80\xa8y", "a": "3"}'
+    rows, bad = read_jsonl(write(tmp_path, content), required=["q", "a"])
+    assert rows == [(1, {"q": "1+1", "a": "2"}), (4, {"q": "x\u2028y", "a": "3"})]
+    assert bad == []
+    zipped = write(tmp_path, gzip.compress(content), "data.jsonl.gz")
+    assert read_jsonl(zipped, required=["q", "a"])[0] == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "not JSON (Expecting property name enclosed in double quotes at column 2)"),
+        (b"\xff{}", "not UTF-8 (byte 0)"),
+        (b"[" * 100_000, "not JSON that can be read (RecursionError)"),
+        (b'{"q": ' + b"9" * 5000 + b"}", "not JSON that can be read (ValueError)"),
+        (b"[1]", "expected an object {...}, got a list"),
+        (b'"text"', "expected an object {...}, got text"),
+        (b"null", "expected an object {...}, got null"),
+        (b'{"q": "x"}', "no 'a'"),
+        (b'{"q": "x", "a": 2}', "'a' is a number, expected text"),
+        (b'{"q": "x", "a": null}', "'a' is null, expected text"),
+        (b'{"q": "x", "a": true}', "'a' is true, expected text"),
+        (b'{"q": " \\n", "a": "2"}', "'q' is empty"),
+        (b'{"q": "x\\u0000", "a": "2"}', "'q' holds a NUL character"),
+        (b'{"q": "x\\ud800", "a": "2"}', "'q' holds a lone surrogate"),
+        (b'{"q": "bad", "a": "2"}', "worse"),
+    ],
+)
+def test_bad_row(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = write(tmp_path, GOOD + b"\n\n" + line + b"\n" + GOOD + b"\n")
+    options: dict[str, Any] = {
+        "required": ["q", "a"],
+        "check": lambda row: "worse" if row["q"] == "bad" else None,
+    }
+    with pytest.raises(UserError) as caught:
+        read_jsonl(path, **options)
+    assert str(caught.value) == (
+        f"data.jsonl line 3: {reason}; mend the row or allow it with --task.max-bad-rows 1"
+    )
+    rows, bad = read_jsonl(path, max_bad_rows=1, **options)
+    assert [number for number, _ in rows] == [1, 4]
+    assert bad == [BadRow("data.jsonl line 3", reason)]
+
+
+def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, b"1\n" + GOOD + b"\n2\n3\n")
+    with pytest.raises(UserError) as caught:
+        read_jsonl(path, required=["q"], max_bad_rows=2)
+    assert str(caught.value) == (
+        "data.jsonl line 1: expected an object {...}, got a number (and 2 more bad rows); "
+        "mend the rows or allow them with --task.max-bad-rows 3"
+    )
+    assert len(read_jsonl(path, required=["q"], max_bad_rows=3)[1]) == 3
+
+
+def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"data.jsonl: cannot be read \(No such file or directory\)"):
+        read_jsonl(tmp_path / "data.jsonl", required=[])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_jsonl(tmp_path, required=[])
+    with pytest.raises(UserError, match="data.jsonl: no rows"):
+        read_jsonl(write(tmp_path, b"\n"), required=[])
+    for content in (GOOD, gzip.compress(GOOD * 99)[:-9]):
+        with pytest.raises(UserError, match="cut.jsonl.gz: not a whole gzip file"):
+            read_jsonl(write(tmp_path, content, "cut.jsonl.gz"), required=[])
+    monkeypatch.setattr(read, "MAX_LINE_BYTES", 30)
+    with pytest.raises(UserError, match="data.jsonl line 2: longer than 30 bytes"):
+        read_jsonl(write(tmp_path, GOOD + b"\n" + GOOD * 2), required=[])
+
+
+def test_json_array(tmp_path: Path) -> None:
+    path = write(tmp_path, b'[{"q": "x"},\n 3]', "data.json")
+    with pytest.raises(
+        UserError, match="^data.json row 2: expected an object {...}, got a number; mend the row"
+    ):
+        read_json_array(path, required=["q"])
+    assert read_json_array(path, required=["q"], max_bad_rows=1)[0] == [(1, {"q": "x"})]
+    for content, message in (
+        (b'{"q": "x"}', "expected a JSON array of rows, got an object"),
+        (b"[", "not JSON"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_json_array(write(tmp_path, content), required=["q"])
+
+
+def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"'owner/name': no such folder; .* pip install 'whet\[hf\]'"):
+        read_hub("owner/name", "train", required=["q"])
+
+    def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
+        if name == "owner/far":
+            raise ConnectionError("no network\nat all")
+        return [{"q": f"{name} {config} {split}"}]
+
+    fake = types.ModuleType("datasets")
+    fake.load_dataset = load_dataset  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert read_hub("openai/gsm8k", "test", required=["q"])[0] == [(1, {"q": "openai/gsm8k main test"})]
+    with pytest.raises(UserError, match=r"split 'train': cannot be had from the hub \(no network\)$"):
+        read_hub("owner/far", "train", required=["q"])
+    with pytest.raises(UserError, match="owner/name train row 1: no 'a'; mend"):
+        read_hub("owner/name", "train", required=["a"])
+
+
+def test_split_shares_and_stability() -> None:
+    names = [split_of(f"{index:016x}", dev_percent=5, test_percent=10) for index in range(20_000)]
+    # Binomial with n = 20,000: standard deviations are 31 and 42, so four of them.
+    assert abs(names.count("dev") - 1000) < 4 * 31
+    assert abs(names.count("test") - 2000) < 4 * 42
+    assert names[:8] == [split_of(f"{index:016x}", dev_percent=5, test_percent=10) for index in range(8)]
+    assert split_of("x", dev_percent=0, test_percent=0) == "train"
+    assert split_of("x", dev_percent=100, test_percent=0) == "dev"
+    assert split_of("x", dev_percent=0, test_percent=100) == "test"
+
+
+def test_reading_does_not_import_torch() -> None:
+    code = "import sys, whet.tasks.base; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,186 @@
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from whet.telemetry import display
+from whet.telemetry.display import (
+    LiveDisplay,
+    PlainDisplay,
+    escape_controls,
+    metric_label,
+    open_display,
+    sparkline,
+)
+
+HEADLINE = ("rl/reward_mean", "rl/correct")
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+def make_live(stream, headline=HEADLINE, total_steps=10):
+    console = Console(file=stream, force_terminal=True, width=80, color_system=None, legacy_windows=False)
+    return LiveDisplay("rl · [b]demo", total_steps, headline, console=console)
+
+
+def test_live_panel_shows_title_progress_values_and_sparkline():
+    stream = Terminal()
+    with make_live(stream) as live:
+        for step in range(1, 9):
+            live.update(step, {"rl/reward_mean": step / 8, "rl/correct": 0.5, "rl/loss": 3.0})
+    last = stream.getvalue().rpartition("╭")[2]
+    assert "rl · [b]demo" in last
+    assert "8 / 10" in last
+    assert "reward mean" in last
+    assert "1.000" in last
+    assert "50.0%" in last
+    assert "▁▂▃▄▅▆▇█" in last
+    assert "0.125 … 1.000" in last
+    assert "loss" not in last  # no headline
+
+
+def test_live_panel_before_the_first_step_and_with_nan():
+    stream = Terminal()
+    with make_live(stream) as live:
+        live.update(1, {"rl/reward_mean": math.nan})
+        live.close()
+    assert "–" in stream.getvalue()
+
+
+def test_live_fits_a_narrow_terminal():
+    stream = Terminal()
+    console = Console(file=stream, force_terminal=True, width=44, color_system=None)
+    with LiveDisplay("t", 100, HEADLINE, console=console) as live:
+        for step in range(1, 60):
+            live.update(step, {"rl/reward_mean": float(step), "rl/correct": 0.1})
+    assert all(len(line) <= 44 for line in stream.getvalue().rpartition("╭")[2].splitlines())
+
+
+@pytest.mark.parametrize("kind", ["live", "plain"])
+def test_model_text_is_neither_markup_nor_control(kind):
+    stream = Terminal()
+    hostile = "[/b] [red]x[/red] \x1b]0;owned\x07 \x9b2J \ud800 \u202e \r"
+    with make_live(stream) if kind == "live" else PlainDisplay("t", 10, HEADLINE, stream=stream) as shown:
+        shown.note(hostile)
+        shown.note(hostile, warning=True)
+    text = stream.getvalue()
+    assert text.count("[/b] [red]x[/red]") == 2
+    assert "\x1b]0" not in text
+    assert "\x9b" not in text
+    assert "\ud800" not in text
+    assert "\u202e" not in text
+    assert "\\x1b]0;owned\\x07 \\x9b2J \\ud800 \\u202e \\x0d" in " ".join(text.split())
+
+
+def test_plain_lines_are_few_and_hold_first_and_last_step():
+    stream = io.StringIO()
+    with PlainDisplay("sft", 1000, ("sft/loss",), stream=stream) as shown:
+        for step in range(1, 1001):
+            shown.update(step, {"sft/loss": 1.0})
+            shown.update(step, {"sft/validation_loss": 1.0})  # a second row of the same step
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "sft  1,000 steps"
+    assert lines[1].startswith("step 1/1,000  loss 1.000")
+    assert lines[-1].startswith("step 1,000/1,000  loss 1.000")
+    assert len(lines) == 1 + 1 + 40
+
+
+def test_plain_speaks_after_a_long_silence(monkeypatch):
+    clock = iter(range(0, 100_000, 31))
+    monkeypatch.setattr(display.time, "monotonic", lambda: float(next(clock)))
+    stream = io.StringIO()
+    with PlainDisplay("rl", 1000, (), stream=stream) as shown:
+        for step in range(1, 4):
+            shown.update(step, {})
+    assert len(stream.getvalue().splitlines()) == 1 + 3
+
+
+def test_plain_survives_an_ascii_stream():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with PlainDisplay("rl · 漢", 1, (), stream=stream) as shown:
+        shown.update(1, {})
+    stream.seek(0)
+    assert stream.read().startswith("rl \\xb7 \\u6f22")
+
+
+@pytest.mark.parametrize(
+    ("variables", "kind"),
+    [
+        ({}, LiveDisplay),
+        ({"CI": "true"}, PlainDisplay),
+        ({"NO_COLOR": "1"}, PlainDisplay),
+        ({"TERM": "dumb"}, PlainDisplay),
+    ],
+)
+def test_open_display_suits_the_terminal(monkeypatch, variables, kind):
+    for name in ("CI", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout", Terminal())
+    with open_display("t", 3, HEADLINE) as shown:
+        assert isinstance(shown, kind)
+
+
+def test_open_display_is_plain_in_a_pipe_and_silent_on_other_ranks(monkeypatch):
+    pipe = io.StringIO()
+    monkeypatch.setattr("sys.stdout", pipe)
+    with open_display("t", 3, HEADLINE, enabled=False) as shown:
+        shown.update(1, {})
+        shown.note("x")
+    assert pipe.getvalue() == ""
+    with open_display("t", 3, HEADLINE) as shown:
+        assert isinstance(shown, PlainDisplay)
+    assert pipe.getvalue() == "t  3 steps\n"
+
+
+def test_open_display_checks_its_arguments():
+    with pytest.raises(ValueError, match="not declared"):
+        open_display("t", 3, ("rl/rewad",))
+    with pytest.raises(ValueError, match="total_steps"):
+        open_display("t", 0, HEADLINE)
+
+
+def test_time_left_follows_the_recent_pace(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    progress = display._Progress(100, ())
+    now[0] = 1000.0  # a slow start, such as loading a checkpoint, is not part of the pace
+    progress.observe(50, {})
+    assert progress.times(now[0]) == "16:40 elapsed"
+    for step in range(51, 61):
+        now[0] += 2.0
+        progress.observe(step, {})
+    assert progress.times(now[0]) == "1:20 left"
+    assert progress.times(now[0] + 20) == "1:00 left"
+    assert progress.times(now[0] + 500) == "0:00 left"
+
+
+def test_series_takes_bounded_memory_and_skips_nan():
+    progress = display._Progress(100_000, ("rl/kl",))
+    for step in range(1, 100_001):
+        progress.observe(step, {"rl/kl": math.nan if step % 2 else float(step)})
+    series = progress.series("rl/kl")
+    assert len(series) <= display.NUM_BINS + 1
+    assert series == sorted(series)
+
+
+def test_sparkline():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1, 1, 3, 3], 2) == "▁█"
+    assert sparkline([2.0, 2.0], 8) == "▄▄"
+    assert sparkline([], 8) == ""
+    assert len(sparkline(list(range(1000)), 36)) == 36
+
+
+def test_labels_and_escapes():
+    assert metric_label("rl/reward/my_reward") == "reward my reward"
+    assert escape_controls("a\tb\nc 漢字 é 🙂 x²") == "a\tb\nc 漢字 é 🙂 x²"
+    assert escape_controls("\x00\u2066\U000e0001") == "\\x00\\u2066\\U000e0001"

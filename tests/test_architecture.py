@@ -1,0 +1,449 @@
+"""The house rules that a machine can check, by reading the source and by calling the command line."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet import __main__, cli
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "whet"
+README = ROOT / "README.md"
+
+# A name may import what stands in a row above its own, and its own folder; in the first row also what stands
+# left of it. So `algo` cannot know `model`, nor `model` `algo`, nor `tasks` `generate`.
+ORDER = (
+    ("types", "schema", "config", "cli"),
+    ("distributed", "sandbox"),
+    ("checkpoint", "telemetry"),
+    ("rewards", "algo", "model"),
+    ("generate", "tasks", "edit"),
+    ("eval",),
+    ("train",),
+    ("inspect",),
+    ("recipes",),
+    ("__main__",),
+)
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_PACKAGE_LINES = 15_000
+MAX_CONFIG_FIELDS = 40
+
+RECIPE_MODULES = ("whet.recipes.sft", "whet.recipes.rl", "whet.recipes.evaluation")
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Dotted module name -> parsed source of every module of the package."""
+    found: dict[str, ast.Module] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return found
+
+
+def imports_of(module: str, tree: ast.Module, modules: set[str]) -> Iterator[tuple[str, int]]:
+    """Yield (imported module, line) for every import, also in functions and under TYPE_CHECKING."""
+    is_package = any(other.startswith(module + ".") for other in modules)
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")
+                base = ".".join([*parent[: len(parent) - node.level + 1], *filter(None, [node.module])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield (inner if inner in modules else base), node.lineno
+
+
+def graph(trees: dict[str, ast.Module]) -> dict[str, dict[str, int]]:
+    """Module -> {module of the package that it imports: line}."""
+    names = set(trees)
+    return {
+        name: {
+            target: line
+            for target, line in imports_of(name, tree, names)
+            if target in names and target != name
+        }
+        for name, tree in trees.items()
+    }
+
+
+def may_import(name: str, other: str) -> bool:
+    if other not in RANK or RANK[other] != RANK[name]:
+        return RANK.get(other, len(ORDER)) < RANK[name]
+    return RANK[name] == 0 and ORDER[0].index(other) < ORDER[0].index(name)
+
+
+def wrong_directions(edges: dict[str, dict[str, int]]) -> list[str]:
+    wrong: list[str] = []
+    for name, targets in edges.items():
+        if name == "whet":
+            continue
+        top = name.split(".")[1]
+        if top not in RANK:
+            wrong.append(f"{name}: not in ORDER; put it where it belongs")
+            continue
+        for target, line in targets.items():
+            other = target.split(".")[1] if "." in target else top
+            if other != top and not may_import(top, other):
+                wrong.append(f"{name}:{line} imports {target}")
+    return wrong
+
+
+def cycles(edges: dict[str, dict[str, int]]) -> list[str]:
+    """Return every module that can reach itself."""
+    found: list[str] = []
+    for start in edges:
+        seen: set[str] = set()
+        todo = list(edges[start])
+        while todo:
+            name = todo.pop()
+            if name not in seen:
+                seen.add(name)
+                todo += edges[name]
+        if start in seen:
+            found.append(start)
+    return found
+
+
+def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring: explaining a function must not be what makes it too long."""
+    doc = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
+    return (node.end_lineno or 0) - node.lineno + 1 - ((doc.end_lineno or 0) - doc.lineno + 1 if doc else 0)
+
+
+def walk(tree: ast.Module, kinds: Any) -> Iterator[Any]:
+    return (node for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def is_dataclass_def(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def config_fields(node: ast.ClassDef) -> list[str]:
+    items = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+    return [target.id for target in items if isinstance(target, ast.Name)]
+
+
+def bare_fields(node: ast.ClassDef) -> list[str]:
+    """Return the fields that --help would show bare: no text below them, none under 'Attributes:'."""
+    attributes = (ast.get_docstring(node) or "").partition("Attributes:")[2]
+    told = set(re.findall(r"^\s+(\w+):", attributes, flags=re.MULTILINE))
+    for item, below in zip(node.body, node.body[1:], strict=False):
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            told |= {name for name in config_fields(node) if ast.unparse(item).startswith(f"{name}:")}
+    return [name for name in config_fields(node) if name not in told]
+
+
+def configs() -> list[tuple[str, ast.ClassDef]]:
+    return [
+        (module, node)
+        for module, tree in sources().items()
+        for node in walk(tree, ast.ClassDef)
+        if node.name.endswith("Config") and is_dataclass_def(node)
+    ]
+
+
+def unread_fields(trees: dict[str, ast.Module], owner: ast.ClassDef) -> set[str]:
+    """Return the fields of a config class that no attribute access outside its body names."""
+    inside = set(map(id, ast.walk(owner)))
+    read = {
+        node.attr
+        for tree in trees.values()
+        for node in walk(tree, ast.Attribute)
+        if isinstance(node.ctx, ast.Load) and id(node) not in inside
+    }
+    return set(config_fields(owner)) - read
+
+
+def forbidden(tree: ast.Module) -> list[str]:
+    """Return what a file must not contain: code from text, pickles, shells, imports by string."""
+    calls = {
+        "eval",
+        "exec",
+        "__import__",
+        "torch.load",
+        "os.system",
+        "os.popen",
+        "yaml.load",
+        "import_module",
+    }
+    calls |= {"importlib.import_module", "yaml.unsafe_load", "yaml.full_load"}
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in calls:
+                found.append(f"{node.lineno}: {name}(")
+            for keyword in node.keywords:
+                is_true = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+                if keyword.arg in ("shell", "allow_pickle") and is_true:
+                    found.append(f"{node.lineno}: {keyword.arg}=True")
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            )
+            found += [f"{node.lineno}: import {name}" for name in names if name in PICKLES]
+    return found
+
+
+PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+
+
+def undocumented(module: str, tree: ast.Module) -> list[str]:
+    """Return public names without a docstring: the module, its classes, functions and methods."""
+    missing = [] if ast.get_docstring(tree) else [module]
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_"):
+                if not ast.get_docstring(node):
+                    missing.append(f"{prefix}.{node.name}")
+                if isinstance(node, ast.ClassDef):
+                    visit(node.body, f"{prefix}.{node.name}")
+
+    visit(tree.body, module)
+    return missing
+
+
+def test_imports_point_left() -> None:
+    assert wrong_directions(graph(sources())) == []
+
+
+def test_no_import_cycles() -> None:
+    assert cycles(graph(sources())) == []
+
+
+def test_rewards_and_cli_know_no_torch() -> None:
+    names = set(sources())
+    guilty = [
+        f"{module}:{line}"
+        for module, tree in sources().items()
+        if module.startswith("whet.rewards.") or module in ("whet.config", "whet.cli", "whet.__main__")
+        for target, line in imports_of(module, tree, names)
+        if target.split(".")[0] == "torch"
+    ]
+    assert guilty == []
+
+
+@pytest.mark.parametrize("module", ["whet", "whet.cli", "whet.__main__"])
+def test_importing_the_command_line_imports_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_files_are_short() -> None:
+    paths = PACKAGE.rglob("*.py")
+    sizes = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in paths}
+    assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
+    assert sum(sizes.values()) <= MAX_PACKAGE_LINES
+
+
+def test_functions_are_short() -> None:
+    long = {
+        f"{module}.{node.name}": code_lines(node)
+        for module, tree in sources().items()
+        for node in walk(tree, FUNCTIONS)
+        if code_lines(node) > MAX_FUNCTION_LINES
+    }
+    assert long == {}
+
+
+def test_configs_are_small() -> None:
+    large = {f"{module}.{node.name}": len(config_fields(node)) for module, node in configs()}
+    assert {name: size for name, size in large.items() if size > MAX_CONFIG_FIELDS} == {}
+
+
+def test_every_config_field_is_read() -> None:
+    found = {f"{module}.{node.name}": unread_fields(sources(), node) for module, node in configs()}
+    unread = {name: fields for name, fields in found.items() if fields}
+    assert unread == {}
+
+
+def test_every_config_field_is_documented() -> None:
+    bare = {f"{module}.{node.name}": names for module, node in configs() if (names := bare_fields(node))}
+    assert bare == {}
+
+
+def test_public_names_are_documented() -> None:
+    trees = {module: tree for module, tree in sources().items() if tree.body}
+    assert [name for module, tree in trees.items() for name in undocumented(module, tree)] == []
+
+
+def test_inits_are_empty_and_no_drawers() -> None:
+    inits = [p for p in PACKAGE.rglob("__init__.py") if p.parent != PACKAGE]
+    assert [p for p in inits if p.read_text(encoding="utf-8").strip()] == []
+    assert [p for p in PACKAGE.rglob("*") if p.stem in ("utils", "util", "common", "helpers", "misc")] == []
+
+
+def test_nothing_dangerous() -> None:
+    found = {module: lines for module, tree in sources().items() if (lines := forbidden(tree))}
+    assert found == {}
+
+
+def test_the_checks_above_can_fail() -> None:
+    """Each is shown a small guilty source."""
+
+    def edges(**files: str) -> dict[str, dict[str, int]]:
+        return graph({name.replace("__", "."): ast.parse(text) for name, text in files.items()})
+
+    inside = "def f():\n    from whet.model import b"
+    late = edges(whet="", whet__algo="", whet__algo__a=inside, whet__model="", whet__model__b="")
+    assert wrong_directions(late) == ["whet.algo.a:2 imports whet.model.b"]
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import whet.train.sft"
+    right = edges(whet="", whet__eval="", whet__eval__e=typed, whet__train="", whet__train__sft="")
+    assert wrong_directions(right) == ["whet.eval.e:3 imports whet.train.sft"]
+    relative = edges(whet="", whet__types="from . import cli", whet__cli="from .types import X")
+    assert wrong_directions(relative) == ["whet.types:1 imports whet.cli"]
+    assert cycles(relative) == ["whet.types", "whet.cli"]
+    assert wrong_directions(edges(whet="", whet__stray="")) == [
+        "whet.stray: not in ORDER; put it where it belongs"
+    ]
+
+    guilty = "import pickle\nfrom dill import load\ntorch.load(f)\neval(x)\nmodel.eval()\n"
+    guilty += "run(x, shell=True)\nyaml.load(f)"
+    lines = [
+        "1: import pickle",
+        "2: import dill",
+        "3: torch.load(",
+        "4: eval(",
+        "6: shell=True",
+        "7: yaml.load(",
+    ]
+    assert sorted(forbidden(ast.parse(guilty))) == lines
+
+    tree = ast.parse('class A:\n    """A."""\n    def f(self): ...\n    def _g(self): ...\ndef h(): ...')
+    assert undocumented("m", tree) == ["m", "m.A.f", "m.h"]
+    owner = "@dataclass\nclass XConfig:\n    lr: float\n    eps: float\n    def f(self): return self.eps\n"
+    tree = ast.parse(owner + "config.lr\nconfig.eps = 3")
+    assert unread_fields({"m": tree}, next(walk(tree, ast.ClassDef))) == {"eps"}
+    told = 'class C:\n    """C.\n\n    Attributes:\n        a: A.\n    """\n'
+    told += '    a: int\n    b: int = 1\n    """B."""\n    c: int'
+    assert bare_fields(next(walk(ast.parse(told), ast.ClassDef))) == ["c"]
+    function = ast.parse('def f():\n    """Say.\n\n    More.\n    """\n    return 1').body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert code_lines(function) == 2
+
+
+def readme_blocks() -> Iterator[tuple[str, list[str]]]:
+    """Yield (language, lines) of each fenced block of the README."""
+    if README.exists():
+        text = README.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+            yield match[1], match[2].splitlines()
+
+
+def tree_names(lines: list[str]) -> set[str]:
+    """Parse a file tree by indentation; a line names a folder or some files, then says what they are."""
+    found: set[str] = set()
+    folders: list[tuple[int, str]] = []
+    for line in filter(str.strip, lines):
+        indent = len(line) - len(line.lstrip())
+        while folders and folders[-1][0] >= indent:
+            folders.pop()
+        parent = folders[-1][1] if folders else ""
+        for word in line.split():
+            match = re.fullmatch(r"([\w.-]+(?:/|\.py))(?:\([^)]*\))?,?", word)
+            if match is None:
+                break
+            found.add(parent + match[1])
+            if match[1].endswith("/"):
+                folders.append((indent, parent + match[1]))
+                break
+    return found
+
+
+def test_readme_tree_equals_the_disk() -> None:
+    trees = [lines for _, lines in readme_blocks() if lines and lines[0].split()[:1] == ["whet/"]]
+    if not trees:
+        pytest.skip("README.md has no file tree yet")
+    written = {name for name in tree_names(trees[0]) if name.startswith("whet/")}
+    files = {p.relative_to(ROOT) for p in PACKAGE.rglob("*.py") if p.name != "__init__.py"}
+    folders = {folder for file in files for folder in file.parents if folder.parts}
+    disk = {file.as_posix() for file in files} | {f"{folder.as_posix()}/" for folder in folders}
+    assert {name for name in written if not name.endswith("__init__.py")} == disk
+
+
+def test_tree_names() -> None:
+    lines = ["whet/", "  a.py b.py(program)   what a.py is", "  c/   words d.py", "    e.py", "tests/  f.py"]
+    assert tree_names(lines) == {"whet/", "whet/a.py", "whet/b.py", "whet/c/", "whet/c/e.py", "tests/"}
+
+
+def readme_commands() -> list[list[str]]:
+    """Return the words of every `whet ...` and `make ...` line in the README's shell blocks."""
+    lines = [
+        line for language, block in readme_blocks() if language in ("sh", "bash", "console") for line in block
+    ]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    commands = [line.strip().removeprefix("$ ") for line in joined.splitlines()]
+    return [shlex.split(line, comments=True) for line in commands if line.startswith(("whet ", "make "))]
+
+
+def test_readme_commands_parse(tmp_path: Path) -> None:
+    commands = readme_commands()
+    if not commands:
+        pytest.skip("README.md has no commands yet")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*):(?!=)", makefile, flags=re.MULTILINE))
+    for program, *words in commands:
+        if program == "make":
+            assert {word for word in words if "=" not in word} <= targets, f"make {shlex.join(words)}"
+        else:
+            check_whet_command(words, tmp_path)
+
+
+def check_whet_command(words: list[str], tmp_path: Path) -> None:
+    """Parse one command line as whet would, without running it; a path becomes a run folder of a recipe."""
+    if not words or words[0].startswith("-"):
+        assert __main__.main(words) == 0
+        return
+    try:
+        program = __main__.COMMANDS[words[0]].load()
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("whet."):
+            pytest.skip(f"{error.name} does not exist yet")
+        raise
+    rest = list(words[1:])
+    if rest and program.recipes and ("/" in rest[0] or rest[0].endswith(".yaml")):
+        config = next(iter(program.recipes.values()))()
+        (tmp_path / "config.yaml").write_text(cli.dump_yaml(config), encoding="utf-8")
+        rest[0] = str(tmp_path)
+    name, options = f"whet {words[0]}", {"resumable": program.resumable}
+    ending: object = 0
+    try:
+        cli.parse(name, program.config_class, program.recipes, rest, **options)
+    except SystemExit as error:
+        ending = error.code
+    assert ending == 0, words
+
+
+@pytest.mark.parametrize("module", RECIPE_MODULES)
+def test_every_recipe_builds(module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} does not exist yet")
+    for name, recipe in importlib.import_module(module).RECIPES.items():
+        config = recipe()
+        assert recipe.__doc__, name
+        assert cli.from_dict(type(config), cli.to_dict(config), where=name) == config

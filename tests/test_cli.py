@@ -1,0 +1,526 @@
+"""The command line and its configs: values held against tyro itself, error lines against their exact text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import tyro
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet import __main__, __version__, cli
+from whet.types import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Low-rank adapters."""
+
+    rank: int = 8
+    """Rank of the update."""
+    alphas: dict[str, float] = field(default_factory=lambda: {"q_proj": 16.0})
+    """Scale by module."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """The optimizer."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    fused: bool = False
+    """Use the fused kernel."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Decay of both moments."""
+    kind: Literal["adam", "sgd"] = "adam"
+    """Update rule."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"lr={self.lr}, expected > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy:
+    """A toy program.
+
+    More about it.
+
+    Attributes:
+        name: What the run is called.
+        num_steps: Optimizer steps; None runs to the end of the data.
+    """
+
+    name: str
+    num_steps: int | None = None
+    optim: Optim = field(default_factory=lambda: Optim(lr=0.5))
+    """How to step."""
+    weights: dict[str, float] = field(default_factory=lambda: {"correct": 1.0})
+    """Weight of each reward."""
+    ks: tuple[int, ...] = (1, 2)
+    """The k of pass@k."""
+    lora: LoRA | None = None
+    """Adapters instead of full weights."""
+    note: str | None = None
+    """Free text."""
+    level: Literal[1, 2, "all"] = 1
+    """Difficulty."""
+    warm: bool = True
+    """Warm up first."""
+
+    def __post_init__(self) -> None:
+        if self.num_steps == 0:
+            raise ValueError("num_steps=0, expected >= 1 or None")
+
+
+def toy_small() -> Toy:
+    """Small and quick.
+
+    Not shown in the overview.
+    """
+    return Toy(name="small")
+
+
+def toy_large() -> Toy:
+    """Large and slow."""
+    return Toy(name="large", num_steps=1000, lora=LoRA(rank=64), optim=Optim(lr=0.25, fused=True))
+
+
+RECIPES: dict[str, Callable[[], Toy]] = {"toy-small": toy_small, "toy-large": toy_large}
+SMALL = toy_small()
+
+
+def parse(*argv: str, **options: Any) -> cli.Parsed[Toy]:
+    return cli.parse("whet toy", Toy, RECIPES, argv, **options)
+
+
+def error_of(function: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as caught:
+        function()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "",
+        "--name other",
+        "--name=",
+        "--name=--other",
+        "--num-steps 3",
+        "--num_steps=3",
+        "--num-steps None",
+        "--num-steps -3",
+        "--optim.lr 1e-4",
+        "--optim.lr=1e-4 --optim.kind sgd --optim.betas .5 .75",
+        "--optim.fused",
+        "--optim.no-fused",
+        "--no-warm --optim.fused",
+        "--ks",
+        "--ks 4 8 16 --warm",
+        "--weights.correct 2",
+        "--lora.rank 3",
+        "--lora.alphas.q-proj 3",
+        "--note None",
+        "--note -1",
+        "--level all",
+        "--level 2",
+    ],
+)
+def test_overrides_equal_tyros(argv: str) -> None:
+    """The independent implementation: tyro itself, where it accepts the same words."""
+    ours = parse("toy-large", *argv.split()).config
+    assert ours == tyro.cli(Toy, default=toy_large(), args=argv.split(), config=(tyro.conf.AvoidSubcommands,))
+
+
+@pytest.mark.parametrize(
+    ("argv", "config"),
+    [
+        (["--warm", "False"], replace(SMALL, warm=False)),
+        (["--warm=true"], SMALL),
+        (["--optim.fused", "True", "--optim.lr", "2"], replace(SMALL, optim=Optim(lr=2.0, fused=True))),
+        (["--weights.brief", "0.5"], replace(SMALL, weights={"correct": 1.0, "brief": 0.5})),
+        (["--weights.no-hints", "-1"], replace(SMALL, weights={"correct": 1.0, "no-hints": -1.0})),
+        (["--weights", "brief", "0.5"], replace(SMALL, weights={"brief": 0.5})),
+        (["--lora.rank", "2"], replace(SMALL, lora=LoRA(rank=2))),
+        (["--lora.alphas.k_proj", "2"], replace(SMALL, lora=LoRA(alphas={"q_proj": 16.0, "k_proj": 2.0}))),
+        (["--lora", "None"], SMALL),
+    ],
+)
+def test_overrides_beyond_tyro(argv: list[str], config: Toy) -> None:
+    """True/False after a flag, new names in a dict, switching a group on that the recipe leaves off."""
+    assert parse("toy-small", *argv).config == config
+
+
+def test_groups_can_be_switched_off() -> None:
+    assert parse("toy-large", "--lora", "None").config == replace(toy_large(), lora=None)
+
+
+def test_two_fields_may_be_valid_only_together() -> None:
+    """Validation sees the final values once, not each override alone."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Range:
+        low: int = 1
+        high: int = 2
+
+        def __post_init__(self) -> None:
+            if self.low >= self.high:
+                raise ValueError(f"low={self.low} is not below high={self.high}")
+
+    Range.__annotations__ = {"low": int, "high": int}
+    parsed = cli.parse("whet toy", Range, {"r": Range}, ["r", "--low", "5", "--high", "6"])
+    assert (parsed.config.low, parsed.config.high) == (5, 6)
+
+
+def test_switches_stand_anywhere() -> None:
+    for argv in (["--dry-run", "toy-small", "--resume"], ["toy-small", "--resume", "--warm", "--dry_run"]):
+        parsed = parse(*argv)
+        assert (parsed.config, parsed.recipe, parsed.dry_run, parsed.resume) == (
+            SMALL,
+            "toy-small",
+            True,
+            True,
+        )
+    parsed = parse("toy-small")
+    assert (parsed.dry_run, parsed.resume) == (False, False)
+
+
+def test_a_program_without_recipes() -> None:
+    parsed = cli.parse("whet toy", Toy, {}, ["--name", "x", "--weights.brief", "2", "--optim.fused"])
+    weights = {"correct": 1.0, "brief": 2.0}
+    assert parsed.config == Toy(name="x", weights=weights, optim=Optim(lr=0.5, fused=True))
+    assert (
+        error_of(lambda: cli.parse("whet toy", Toy, {}, [])) == "whet toy: missing field 'name', expected str"
+    )
+    assert error_of(lambda: cli.parse("whet toy", Toy, {}, ["small"])) == (
+        "unexpected argument 'small' for 'whet toy'; an override is written --field value"
+    )
+
+
+ALL = "(whet toy toy-small --help lists all)"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "'whet toy' needs a RECIPE: 'whet toy toy-small' (whet toy --help lists all)"),
+        (["--name", "x"], "'whet toy' needs a RECIPE: 'whet toy toy-small' (whet toy --help lists all)"),
+        (
+            ["toy-smal"],
+            "unknown recipe 'toy-smal' for 'whet toy'; did you mean 'toy-small'? (whet toy --help lists all)",
+        ),
+        (["qwertz"], "unknown recipe 'qwertz' for 'whet toy' (whet toy --help lists all)"),
+        (["runs/none"], "no recipe, file or folder 'runs/none' for 'whet toy' (whet toy --help lists all)"),
+        (["none.yaml"], "none.yaml: cannot be read: No such file or directory"),
+        (
+            ["toy-small", "toy-large"],
+            "unexpected argument 'toy-large' for 'whet toy'; an override is written --field value",
+        ),
+        (
+            ["toy-small", "--optim.lrr", "1"],
+            f"unknown field '--optim.lrr' for 'whet toy toy-small'; did you mean '--optim.lr'? {ALL}",
+        ),
+        (
+            ["toy-small", "--lr=1"],
+            f"unknown field '--lr' for 'whet toy toy-small'; did you mean '--optim.lr'? {ALL}",
+        ),
+        (
+            ["toy-small", "--no-fused"],
+            f"unknown field '--no-fused' for 'whet toy toy-small'; did you mean '--optim.no-fused'? {ALL}",
+        ),
+        (["toy-small", "-n", "x"], f"unknown field '-n' for 'whet toy toy-small' {ALL}"),
+        (["toy-small", "--optim.lr", "abc"], "--optim.lr: got 'abc', expected float"),
+        (
+            ["toy-small", "--optim.lr"],
+            "--optim.lr: got no value (one that starts with '-' is written --optim.lr=VALUE), expected float",
+        ),
+        (["toy-small", "--optim.lr", "1", "2"], "--optim.lr: got '1' '2', expected float"),
+        (["toy-small", "--num-steps", "1.5"], "--num-steps: got '1.5', expected int or None"),
+        (["toy-small", "--ks", "1", "x"], "--ks: got '1' 'x', expected a list of int"),
+        (["toy-small", "--optim.betas", "1"], "--optim.betas: got '1', expected a list of 2: float, float"),
+        (["toy-small", "--optim.kind", "lion"], "--optim.kind: got 'lion', expected one of 'adam', 'sgd'"),
+        (["toy-small", "--level", "3"], "--level: got '3', expected one of 1, 2, 'all'"),
+        (["toy-small", "--warm", "maybe"], "--warm: got 'maybe', expected true or false"),
+        (["toy-small", "--no-warm", "true"], "--no-warm: got 'true', expected no value"),
+        (["toy-small", "--weights", "brief"], "--weights: got 'brief', expected names with float"),
+        (["toy-small", "--weights.brief", "x"], "--weights.brief: got 'x', expected float"),
+        (
+            ["toy-small", "--weights", "a", "1", "a", "2"],
+            "--weights: got 'a' '1' 'a' '2', expected names with float",
+        ),
+        (["toy-small", "--optim", "x"], "--optim is a group of fields; set one of them, as in --optim.lr"),
+        (["toy-small", "--name", "a", "--name=b"], "--name is given twice"),
+        (["toy-small", "--lora", "None", "--lora.rank", "2"], "--lora and --lora.rank contradict each other"),
+        (["toy-small", "--optim.lr", "-1"], "whet toy toy-small: optim: lr=-1.0, expected > 0"),
+        (["toy-small", "--num-steps", "0"], "whet toy toy-small: num_steps=0, expected >= 1 or None"),
+    ],
+)
+def test_mistakes_are_one_line(argv: list[str], message: str) -> None:
+    assert error_of(lambda: parse(*argv)) == message
+
+
+def test_resume_is_unknown_where_nothing_resumes() -> None:
+    message = error_of(lambda: parse("toy-small", "--resume", resumable=False))
+    assert message == f"unknown field '--resume' for 'whet toy toy-small' {ALL}"
+
+
+names = st.text(max_size=8)
+floats = st.floats(allow_nan=False)  # nan is not equal to itself
+optims = st.builds(
+    Optim,
+    lr=st.floats(min_value=0, exclude_min=True),
+    fused=st.booleans(),
+    betas=st.tuples(floats, floats),
+    kind=st.sampled_from(["adam", "sgd"]),
+)
+toys = st.builds(
+    Toy,
+    name=names,
+    num_steps=st.none() | st.integers(min_value=1),
+    optim=optims,
+    weights=st.dictionaries(names, floats, max_size=3),
+    ks=st.lists(st.integers(), max_size=3).map(tuple),
+    lora=st.none() | st.builds(LoRA, rank=st.integers(), alphas=st.dictionaries(names, floats, max_size=2)),
+    note=st.none() | names,
+    level=st.sampled_from([1, 2, "all"]),
+    warm=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=toys)
+def test_dicts_and_yaml_round_trip(config: Toy, tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert cli.from_dict(Toy, cli.to_dict(config), where="here") == config
+    path = tmp_path_factory.getbasetemp() / "config.yaml"
+    path.write_text(cli.dump_yaml(config), encoding="utf-8", newline="")
+    assert cli.load_yaml(path, Toy) == config
+
+
+@pytest.mark.parametrize(
+    "text", ["no", "null", "1", "1e-4", "", " a ", "a\nb", "\x85", "\u2028", "\ufeff", "\x1b", "#", "é", "😀"]
+)
+def test_text_that_yaml_finds_special_round_trips(text: str, tmp_path: Path) -> None:
+    config = Toy(name=text, note=text, weights={text: 1.0})
+    path = tmp_path / "config.yaml"
+    path.write_text(cli.dump_yaml(config), encoding="utf-8", newline="")
+    assert cli.load_yaml(path, Toy) == config
+
+
+def test_yaml_is_one_line_per_field() -> None:
+    expected = """\
+name: large
+num_steps: 1000
+optim:
+  lr: 0.25
+  fused: true
+  betas: [0.9, 0.99]
+  kind: adam
+weights:
+  correct: 1.0
+ks: [1, 2]
+lora:
+  rank: 64
+  alphas:
+    q_proj: 16.0
+note: null
+level: 1
+warm: true
+"""
+    assert cli.dump_yaml(toy_large()) == expected == cli.describe(toy_large())
+
+
+def test_yaml_may_leave_out_defaults_and_write_numbers_as_people_do(tmp_path: Path) -> None:
+    """A partial group starts from the parent's default for it (lr=0.5), not from the group's (lr=0.001)."""
+    path = tmp_path / "my.yaml"
+    path.write_text("name: x\noptim:\n  fused: true\nweights: {a: 1e-4, b: 2}\nlora: {}\n")
+    assert cli.load_yaml(path, Toy) == Toy(
+        name="x", optim=Optim(lr=0.5, fused=True), weights={"a": 1e-4, "b": 2.0}, lora=LoRA()
+    )
+    assert type(cli.load_yaml(path, Toy).weights["b"]) is float
+
+
+def test_a_run_folder_or_file_is_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(cli.dump_yaml(toy_large()))
+    for recipe in (str(tmp_path), str(tmp_path / "config.yaml")):
+        parsed = parse(recipe, "--num-steps", "7")
+        assert (parsed.config, parsed.recipe) == (replace(toy_large(), num_steps=7), recipe)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert (
+        error_of(lambda: parse(str(empty)))
+        == f"folder '{empty}' has no config.yaml, so it is not a run folder"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: x\noptim: {lrr: 1}", ": unknown field 'optim.lrr', did you mean 'optim.lr'?"),
+        ("name: x\nlr: 1", ": unknown field 'lr', did you mean 'optim.lr'?"),
+        ("name: x\nqqqq: 1", ": unknown field 'qqqq'"),
+        ("name: x\n3: 1", ": unknown field '3'"),
+        ("warm: true", ": missing field 'name', expected str"),
+        ("name: 3", ": field 'name': got 3, expected str"),
+        ("name: x\nnum_steps: true", ": field 'num_steps': got True, expected int or None"),
+        ("name: x\nnum_steps: 1.0", ": field 'num_steps': got 1.0, expected int or None"),
+        ("name: x\noptim: {lr: true}", ": field 'optim.lr': got True, expected float"),
+        ("name: x\noptim: {lr: '3'}", ": field 'optim.lr': got '3', expected float"),
+        (f"name: x\noptim: {{lr: 1{'0' * 400}}}", f": field 'optim.lr': got 1{'0' * 76}..., expected float"),
+        ("name: x\noptim: 3", ": field 'optim': got 3, expected a group of fields"),
+        ("name: x\noptim:", ": field 'optim': got None, expected a group of fields"),
+        ("name: x\noptim: {kind: Adam}", ": field 'optim.kind': got 'Adam', expected one of 'adam', 'sgd'"),
+        (
+            "name: x\noptim: {betas: [1]}",
+            ": field 'optim.betas': got [1], expected a list of 2: float, float",
+        ),
+        ("name: x\nlevel: true", ": field 'level': got True, expected one of 1, 2, 'all'"),
+        ("name: x\nks: 3", ": field 'ks': got 3, expected a list of int"),
+        ("name: x\nks: [1, a]", ": field 'ks[1]': got 'a', expected int"),
+        ("name: x\nweights: {a: b}", ": field 'weights.a': got 'b', expected float"),
+        ("name: x\nweights: {1: 2}", ": field 'weights': got {1: 2}, expected names with float"),
+        ("name: x\nwarm: 1", ": field 'warm': got 1, expected true or false"),
+        ("name: x\noptim: {lr: -1}", ": optim: lr=-1.0, expected > 0"),
+        ("name: x\nnum_steps: 0", ": num_steps=0, expected >= 1 or None"),
+        ("name: x\noptim:\n  lr: 1\n  lr: 2", ":4: malformed YAML: duplicate key 'lr'"),
+        ("name: x\nks: [1", ":2: malformed YAML: expected ',' or ']', but got '<stream end>'"),
+        (
+            "name: !!python/object/apply:os.getcwd []",
+            ":1: malformed YAML: could not determine a constructor for the tag "
+            "'tag:yaml.org,2002:python/object/apply:os.getcwd'",
+        ),
+        ("- name: x", ": got [{'name': 'x'}], expected lines of 'field: value'"),
+        ("", ": got None, expected lines of 'field: value'"),
+    ],
+)
+def test_mistakes_in_yaml_are_one_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert error_of(lambda: cli.load_yaml(path, Toy)) == f"{path}{message}"
+
+
+@pytest.mark.parametrize(
+    "raw", [b"name: \xff", b"name: \x00", b"name: 1" + b"0" * 5000, b"ks: " + b"[" * 100_000]
+)
+def test_hostile_yaml_is_one_line(raw: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(raw)
+    message = error_of(lambda: cli.load_yaml(path, Toy))
+    assert message.startswith(f"{path}: malformed YAML: ")
+    assert "\n" not in message
+
+
+def test_huge_yaml_is_refused_unread() -> None:
+    assert error_of(lambda: cli.load_yaml(Path("/dev/zero"), Toy)) == (
+        "/dev/zero: larger than 1048576 bytes, so it is not a config"
+    )
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> str:
+    with pytest.raises(SystemExit) as caught:
+        parse(*argv, **options)
+    assert caught.value.code == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_help_without_a_recipe_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "--help")
+    assert text.startswith("usage: whet toy RECIPE [--field value ...] [--dry-run] [--resume]\n")
+    assert "  toy-small  Small and quick.\n  toy-large  Large and slow.\n" in text
+    assert "Not shown" not in text
+    assert "--resume" not in help_of(capsys, "-h", resumable=False)
+
+
+def test_help_of_a_recipe_shows_docstrings_and_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "toy-large", "--help")
+    for words in (
+        "--optim.lr FLOAT",
+        "Peak learning rate. (default: 0.25)",
+        "What the run is called.",
+        "--dry-run",
+    ):
+        assert words in text
+    assert "is off here" not in text
+    small = help_of(capsys, "toy-small", "--help")
+    assert "'lora' is off here; any --lora.FIELD switches it on, from its defaults." in small
+    assert "Rank of the update. (default: 8)" in small
+
+
+def fail(error: BaseException) -> Callable[[], int]:
+    def program() -> int:
+        raise error
+
+    return program
+
+
+def test_guard_turns_ends_into_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.guard(lambda: None) == 0
+    assert cli.guard(lambda: 3) == 3
+    assert cli.guard(fail(SystemExit(0))) == 0
+    assert cli.guard(fail(UserError("no \x1b[31m such\nthing \udc80"))) == 2
+    assert capsys.readouterr().err == "whet: error: no \\x1b[31m such\\nthing \\udc80\n"
+    assert cli.guard(fail(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "whet: interrupted\n"
+    with pytest.raises(ValueError, match="^a bug of ours$"):
+        cli.guard(fail(ValueError("a bug of ours")))
+
+
+def test_a_closed_pipe_is_silent() -> None:
+    code = "import sys; from whet import cli; sys.exit(cli.guard(lambda: print('x' * 10)))"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write) as stdout:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_the_command_table(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["-h"]):
+        assert __main__.main(argv) == 0
+        out = capsys.readouterr().out
+        assert all(f"  {name} " in out and row.help in out for name, row in __main__.COMMANDS.items())
+    assert __main__.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"whet {__version__}\n"
+    assert __main__.main(["stf"]) == 2
+    assert capsys.readouterr().err == (
+        "whet: error: unknown command 'stf' for 'whet'; did you mean 'sft'? (whet --help lists all)\n"
+    )
+
+
+def test_dry_run_and_resume_reach_the_program(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    program = __main__.Program(
+        config_class=Toy,
+        main=lambda config, *, resume: calls.append((config, resume)),
+        recipes=RECIPES,
+        plan=lambda config: f"the plan of {config.name}",
+        resumable=True,
+    )
+    monkeypatch.setitem(__main__.COMMANDS, "toy", __main__.Command(load=lambda: program, help="a toy"))
+    assert __main__.main(["toy", "toy-small", "--dry-run"]) == 0
+    assert capsys.readouterr().out == cli.describe(SMALL) + "\nthe plan of small\n"
+    assert calls == []
+    assert __main__.main(["toy", "toy-small", "--resume"]) == 0
+    assert __main__.main(["toy", "toy-small", "--name", "x"]) == 0
+    assert calls == [(SMALL, True), (replace(SMALL, name="x"), False)]
+    assert __main__.main(["toy", "toy-small", "--help"]) == 0
+    assert "Peak learning rate." in capsys.readouterr().out
+    plain = __main__.Program(config_class=Optim, main=calls.append)
+    monkeypatch.setitem(__main__.COMMANDS, "plain", __main__.Command(load=lambda: plain, help="no recipe"))
+    assert __main__.main(["plain", "--lr", "7"]) == 0
+    assert calls[-1] == Optim(lr=7.0)
+    assert __main__.main(["plain", "--lr", "0"]) == 2
+    assert capsys.readouterr().err == "whet: error: whet plain: lr=0.0, expected > 0\n"

@@ -1,0 +1,138 @@
+"""The command table: `whet COMMAND` is `python -m whet COMMAND`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Before torch is imported: idle OpenMP threads must sleep, or sandboxed graders wait behind busy loops.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from whet import __version__, cli
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What a command runs, loaded.
+
+    Attributes:
+        config_class: Its config.
+        main: Runs it; `main(config, resume=...)` when resumable, else `main(config)`.
+        recipes: Name -> function returning a full config; empty when the command takes no RECIPE.
+        plan: Text that --dry-run prints below the config.
+        resumable: Whether it knows --resume.
+    """
+
+    config_class: type[Any]
+    main: Callable[..., None]
+    recipes: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    plan: Callable[[Any], str] | None = None
+    resumable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """One row of the table: how to load a program (slow: it imports torch), and its line of help."""
+
+    load: Callable[[], Program]
+    help: str
+
+
+def _sft() -> Program:
+    from whet.recipes.sft import RECIPES
+    from whet.train.sft import SFTConfig, main, plan
+
+    return Program(config_class=SFTConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
+
+
+def _rl() -> Program:
+    from whet.recipes.rl import RECIPES
+    from whet.train.rl import RLConfig, main, plan
+
+    return Program(config_class=RLConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
+
+
+def _eval() -> Program:
+    from whet.eval.evaluate import EvalConfig, main, plan
+    from whet.recipes.evaluation import RECIPES
+
+    return Program(config_class=EvalConfig, main=main, recipes=RECIPES, plan=plan)
+
+
+def _demo() -> Program:
+    from whet.recipes.demo import DemoConfig, main
+
+    return Program(config_class=DemoConfig, main=main)
+
+
+COMMANDS: dict[str, Command] = {
+    "sft": Command(load=_sft, help="fine-tune a model on worked solutions"),
+    "rl": Command(load=_rl, help="reinforce a model with verifiable rewards"),
+    "eval": Command(load=_eval, help="measure a model: accuracy with its confidence interval"),
+    "demo": Command(load=_demo, help="the whole story in minutes on a laptop: base model, SFT, RL, report"),
+}
+
+
+def usage() -> str:
+    """Return the table of commands."""
+    rows = [f"  {name:<6}{command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: whet COMMAND [RECIPE] [--field value ...]",
+            "",
+            *rows,
+            "",
+            "whet COMMAND --help          its recipes",
+            "whet COMMAND RECIPE --help   its fields, with the recipe's values",
+            "whet --version",
+        ]
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line.
+
+    Args:
+        argv: The words after `whet`.
+
+    Returns:
+        0; mistakes of the user are raised as UserError.
+    """
+    name = argv[0] if argv else "--help"
+    if name in ("--help", "-h", "help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        print(f"whet {__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise cli.unknown("command", name, "whet", list(COMMANDS), help_command="whet --help")
+    program = COMMANDS[name].load()
+    parsed = cli.parse(
+        f"whet {name}", program.config_class, program.recipes, argv[1:], resumable=program.resumable
+    )
+    if parsed.dry_run:
+        print(cli.describe(parsed.config))
+        if program.plan is not None:
+            print(program.plan(parsed.config))
+    elif program.resumable:
+        program.main(parsed.config, resume=parsed.resume)
+    else:
+        program.main(parsed.config)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit status.
+
+    Args:
+        argv: The words after `whet`; None takes them from the process.
+    """
+    return cli.guard(lambda: run(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,382 @@
+"""From a recipe, a YAML file or a run folder, plus overrides, to one typed config; knows no program."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args, get_origin
+
+from whet.config import (
+    closest,
+    default_data,
+    dump_yaml,
+    expected,
+    from_dict,
+    groups,
+    item_hints,
+    leaves,
+    load_yaml,
+    show,
+    to_dict,
+    unwrap,
+)
+from whet.types import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = [
+    "Parsed",
+    "describe",
+    "dump_yaml",
+    "escape",
+    "from_dict",
+    "guard",
+    "load_yaml",
+    "parse",
+    "to_dict",
+    "unknown",
+]
+
+Config = TypeVar("Config", bound="DataclassInstance")
+
+_NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
+_SWITCHES = {"--dry-run": "dry_run", "--dry_run": "dry_run", "--help": "help", "-h": "help"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parsed(Generic[Config]):
+    """A command line, understood.
+
+    Attributes:
+        config: The resolved config.
+        recipe: The RECIPE argument as written; '' for a program without recipes.
+        dry_run: Print the config and the plan, create nothing.
+        resume: Continue an earlier run of this config.
+    """
+
+    config: Config
+    recipe: str
+    dry_run: bool
+    resume: bool
+
+
+def describe(config: DataclassInstance) -> str:
+    """Return the resolved config as --dry-run shows it: the config.yaml that a run would write."""
+    return dump_yaml(config)
+
+
+def parse(
+    program: str,
+    config_class: type[Config],
+    recipes: Mapping[str, Callable[[], Config]],
+    argv: Sequence[str],
+    *,
+    resumable: bool = True,
+) -> Parsed[Config]:
+    """Understand `RECIPE [--field value ...] [--dry-run] [--resume]`.
+
+    tyro writes the help; values are converted here, because YAML needs the same typed construction and an
+    error must be one line. tests/test_cli.py holds the results equal to tyro's own.
+
+    Args:
+        program: What the user typed before argv, for messages: 'whet sft'.
+        config_class: The program's config.
+        recipes: Name -> function returning a full config; empty for a program that takes no RECIPE.
+        argv: The words after the program.
+        resumable: Whether the program knows `--resume`; otherwise that is an unknown field.
+
+    Returns:
+        The config and the switches.
+
+    Raises:
+        UserError: One line: what is wrong and the closest right spelling.
+        SystemExit: Status 0 after printing help.
+    """
+    words, overrides, switches = _scan(argv, _SWITCHES | ({"--resume": "resume"} if resumable else {}))
+    if recipes and not words:
+        if "help" in switches:
+            print(_overview(program, recipes, resumable=resumable))
+            raise SystemExit(0)
+        first = next(iter(recipes))
+        raise UserError(f"'{program}' needs a RECIPE: '{program} {first}' ({program} --help lists all)")
+    recipe, stray = (words[0], words[1:]) if recipes else ("", words)
+    start = _start(program, config_class, recipes, recipe) if recipes else None
+    command = f"{program} {recipe}".rstrip()
+    if "help" in switches:
+        _print_help(command, config_class, start, resumable=resumable)
+        raise SystemExit(0)
+    if stray:
+        raise UserError(
+            f"unexpected argument {stray[0]!r} for '{program}'; an override is written --field value"
+        )
+    data = default_data(config_class) if start is None else to_dict(start)
+    _apply(command, config_class, data, overrides)
+    config = from_dict(config_class, data, where=command)
+    return Parsed(config=config, recipe=recipe, dry_run="dry_run" in switches, resume="resume" in switches)
+
+
+def guard(function: Callable[[], int | None]) -> int:
+    """Run a program and turn its end into an exit status; a user's mistake becomes one line on stderr.
+
+    Args:
+        function: The program; None counts as 0.
+
+    Returns:
+        Its status; 2 after a UserError, 130 after Ctrl-C, 141 when the reader of stdout went away.
+    """
+    try:
+        status = function()
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"whet: error: {escape(str(error))}", file=sys.stderr)
+        return 2
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            raise
+        return error.code or 0
+    except KeyboardInterrupt:
+        print("whet: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit: give it somewhere to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status or 0
+
+
+def escape(text: str) -> str:
+    """Make text safe for one line of a terminal: control characters and newlines become escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def unknown(kind: str, name: str, owner: str, candidates: Sequence[str], *, help_command: str) -> UserError:
+    """Make the one-line error for a misspelt name.
+
+    Args:
+        kind: 'recipe', 'command' or 'field'.
+        name: What the user wrote.
+        owner: Who does not know it: 'whet sft'.
+        candidates: All right spellings.
+        help_command: The command that lists them.
+
+    Returns:
+        The error, to be raised.
+    """
+    match = closest(name, candidates)
+    hint = f"; did you mean {match!r}?" if match else ""
+    return UserError(f"unknown {kind} {show(name)} for '{owner}'{hint} ({help_command} lists all)")
+
+
+def _scan(
+    argv: Sequence[str], switches: Mapping[str, str]
+) -> tuple[list[str], list[tuple[str, list[str]]], set[str]]:
+    """Cut argv into leading words, (--name, values) pairs and switches; a switch never takes a value."""
+    words: list[str] = []
+    pairs: list[tuple[str, list[str]]] = []
+    found: set[str] = set()
+    values = words
+    for token in argv:
+        if token in switches:
+            found.add(switches[token])
+            values = words
+        elif token.startswith("-") and not _NEGATIVE_NUMBER.match(token):
+            name, equals, value = token.partition("=")
+            values = [value] if equals else []
+            pairs.append((name, values))
+        else:
+            values.append(token)
+    return words, pairs, found
+
+
+def _start(
+    program: str, cls: type[Config], recipes: Mapping[str, Callable[[], Config]], recipe: str
+) -> Config:
+    """Return the config that a RECIPE argument names; a name in the table wins over a file of that name."""
+    if recipe in recipes:
+        return recipes[recipe]()
+    path = Path(recipe)
+    if path.is_dir():
+        if not (path / "config.yaml").exists():
+            raise UserError(f"folder {recipe!r} has no config.yaml, so it is not a run folder")
+        return load_yaml(path / "config.yaml", cls)
+    if path.suffix in (".yaml", ".yml") or (os.sep in recipe and path.exists()):
+        return load_yaml(path, cls)
+    if os.sep in recipe:
+        raise UserError(f"no recipe, file or folder {recipe!r} for '{program}' ({program} --help lists all)")
+    raise unknown("recipe", recipe, program, list(recipes), help_command=f"{program} --help")
+
+
+def _apply(
+    command: str,
+    cls: type[DataclassInstance],
+    data: dict[str, Any],
+    overrides: Sequence[tuple[str, list[str]]],
+) -> None:
+    """Write overrides into plain config data."""
+    seen: dict[str, str] = {}
+    for option, texts in overrides:
+        path, hint, negated = _resolve(command, cls, data, option)
+        dotted = ".".join(path)
+        for earlier, spelling in seen.items():
+            if earlier == dotted:
+                raise UserError(f"{option} is given twice")
+            if earlier.startswith(dotted + ".") or dotted.startswith(earlier + "."):
+                raise UserError(f"{spelling} and {option} contradict each other")
+        seen[dotted] = option
+        inner, optional = unwrap(hint)
+        if is_dataclass(inner) and not (optional and texts == ["None"]):
+            example = _flag(f"{dotted}.{next(iter(leaves(inner)))}")  # pyright: ignore[reportArgumentType]
+            raise UserError(f"{option} is a group of fields; set one of them, as in {example}")
+        got = " ".join(map(show, texts)) or f"no value (one that starts with '-' is written {option}=VALUE)"
+        if negated and texts:
+            raise UserError(f"{option}: got {got}, expected no value")
+        try:
+            value = False if negated else _from_texts(hint, texts)
+        except (ValueError, KeyError):
+            raise UserError(f"{option}: got {got}, expected {expected(hint)}") from None
+        _put(cls, data, path, value)
+
+
+def _put(cls: type[DataclassInstance], data: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set data[path] = value; a group that is off (None) or absent is first switched on with its defaults."""
+    known = groups(cls)
+    for depth, part in enumerate(path[:-1], start=1):
+        if data.get(part) is None:
+            hint = known.get(".".join(path[:depth]))
+            data[part] = {} if hint is None else default_data(unwrap(hint)[0])
+        data = data[part]
+    data[path[-1]] = value
+
+
+def _resolve(
+    command: str, cls: type[DataclassInstance], data: Mapping[str, Any], option: str
+) -> tuple[list[str], Any, bool]:
+    """Find the field that `--a.b-c`, `--a.no-b` or `--weights.key` names.
+
+    Returns:
+        Path from the root, type, and whether it is the negated form of a bool.
+    """
+    fields, name = leaves(cls) | groups(cls), option[2:].replace("-", "_")
+    if option.startswith("--"):
+        if name in fields:
+            return name.split("."), fields[name], False
+        group, _, last = name.rpartition(".")
+        positive = f"{group}.{last[3:]}".lstrip(".")
+        if last.startswith("no_") and unwrap(fields.get(positive))[0] is bool:
+            return positive.split("."), fields[positive], True
+        for field, hint in fields.items():
+            inner, _ = unwrap(hint)
+            if get_origin(inner) is dict and name.startswith(field + "."):
+                present: Any = data
+                for part in field.split("."):
+                    present = (present or {}).get(part)
+                written = option[2 + len(field) + 1 :]
+                key = next(
+                    (key for key in present or {} if key.replace("-", "_") == written.replace("-", "_")),
+                    written,
+                )
+                return [*field.split("."), key], get_args(inner)[1], False
+    negations = [
+        _flag(re.sub(r"(\w+)$", r"no_\1", field)) for field, hint in fields.items() if unwrap(hint)[0] is bool
+    ]
+    raise unknown(
+        "field", option, command, [*map(_flag, fields), *negations], help_command=f"{command} --help"
+    )
+
+
+def _flag(dotted: str) -> str:
+    return "--" + dotted.replace("_", "-")
+
+
+def _from_texts(hint: Any, texts: Sequence[str]) -> Any:
+    """Convert the words after an option to plain data; ValueError or KeyError when they do not fit."""
+    inner, optional = unwrap(hint)
+    origin, arms = get_origin(inner), get_args(inner)
+    if optional and list(texts) == ["None"]:
+        return None
+    if origin is tuple:
+        items = item_hints(inner, len(texts))
+        return [_from_texts(item, [text]) for item, text in zip(items or (), texts, strict=True)]
+    if origin is dict:
+        pairs = list(zip(texts[::2], texts[1::2], strict=True))
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError
+        return {key: _from_texts(arms[1], [text]) for key, text in pairs}
+    if inner is bool and not texts:
+        return True
+    (text,) = texts
+    if origin is Literal:
+        return {str(choice): choice for choice in arms}[text]
+    if inner is bool:
+        return {"true": True, "false": False}[text.lower()]
+    if is_dataclass(inner):
+        raise ValueError
+    return inner(text)
+
+
+def _overview(program: str, recipes: Mapping[str, Callable[[], Any]], *, resumable: bool) -> str:
+    """Return the help of a program without a RECIPE: the recipes and how to override."""
+    width = max(map(len, recipes))
+    lines = [
+        f"  {name:<{width}}  {(inspect.getdoc(recipe) or '').partition(chr(10))[0]}"
+        for name, recipe in recipes.items()
+    ]
+    return "\n".join(
+        [
+            f"usage: {program} RECIPE [--field value ...] [--dry-run]{' [--resume]' if resumable else ''}",
+            "",
+            "RECIPE is one of these, a .yaml file, or the folder of an earlier run (with its config.yaml):",
+            *lines,
+            "",
+            "  --field value   set one field: --group.field 1e-4, --group.field=1e-4, --flag, --no-flag",
+            *_switch_lines(resumable=resumable),
+            f"  {program} RECIPE --help   lists all fields with their meaning and that recipe's values",
+        ]
+    )
+
+
+def _switch_lines(*, resumable: bool) -> list[str]:
+    lines = ["  --dry-run       print the resolved config and the plan, create nothing"]
+    return (
+        lines + ["  --resume        continue the earlier run of this config from its last checkpoint"]
+        if resumable
+        else lines
+    )
+
+
+def _print_help(command: str, cls: type[Config], start: Config | None, *, resumable: bool) -> None:
+    """Let tyro print every field with its docstring and, as the default, the value in `start`."""
+    import tyro  # here, so that only --help pays for it
+
+    off: list[str] = []
+    if start is not None:
+        # tyro hides the fields of a group that is None: show them with the group's defaults, and say so.
+        start = copy(start)
+        for name, hint in groups(cls).items():
+            inner, _ = unwrap(hint)
+            if "." not in name and getattr(start, name) is None:
+                with suppress(UserError):  # a group with required fields has no defaults to show
+                    object.__setattr__(start, name, from_dict(inner, {}, where=name))
+                off.append(f"'{name}' is off here; any --{name}.FIELD switches it on, from its defaults.")
+    summary = (inspect.getdoc(cls) or "").partition("\n\n")[0]
+    description = "\n".join([summary, *_switch_lines(resumable=resumable), *off])
+    options: dict[str, Any] = {} if start is None else {"default": start}
+    try:
+        tyro.cli(
+            cls,
+            args=["--help"],
+            prog=command,
+            description=description,
+            config=(tyro.conf.AvoidSubcommands,),
+            **options,
+        )
+    except SystemExit:
+        return

@@ -1,0 +1,295 @@
+"""Typed configs and their plain form: config <-> dict <-> YAML, strict in every direction; knows no program.
+
+A config is a frozen, keyword-only dataclass, nested in groups. Permitted field types: `str int float bool`,
+`X | None`, `Literal`, `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]` and other such dataclasses.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from whet.types import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Config = TypeVar("Config", bound="DataclassInstance")
+
+MAX_YAML_BYTES = 1 << 20
+# YAML 1.1 reads `1e-4` (no dot) as text; a person means a number.
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def to_dict(config: DataclassInstance) -> dict[str, Any]:
+    """Turn a config into plain dicts, lists and scalars, as they stand in config.yaml."""
+    return {field.name: _plain(getattr(config, field.name)) for field in fields(config) if field.init}
+
+
+def from_dict(cls: type[Config], data: Mapping[str, Any], *, where: str) -> Config:
+    """Build a config from plain data, strictly: every key known, every type right.
+
+    Args:
+        cls: The config class.
+        data: Plain data as from YAML. A missing key takes its default; an int may stand for a float,
+            a bool never for a number.
+        where: Where the data comes from: the first words of every error.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: One line naming the dotted field, what was found and what is expected.
+    """
+    return _build_group(cls, data, path="", where=where, base=None)
+
+
+def dump_yaml(config: DataclassInstance) -> str:
+    """Write a config as YAML that `load_yaml` reads back to an equal config."""
+    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
+
+
+def load_yaml(path: Path, cls: type[Config]) -> Config:
+    """Read a config from a YAML file.
+
+    Args:
+        path: The file; at most 1 MiB.
+        cls: The config class.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: One line with file, line or field, and what is wrong there.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_YAML_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(raw) > MAX_YAML_BYTES:
+        raise UserError(f"{path}: larger than {MAX_YAML_BYTES} bytes, so it is not a config")
+    try:
+        data = _Loader(raw.decode()).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{line}: malformed YAML: {error.problem}") from error
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # control characters, not UTF-8, absurd numbers or depth
+        raise UserError(f"{path}: malformed YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, Mapping):
+        raise UserError(f"{path}: got {show(data)}, expected lines of 'field: value'")
+    return from_dict(cls, data, where=str(path))
+
+
+def default_data(cls: type[DataclassInstance]) -> dict[str, Any]:
+    """Return the plain data of all fields of a config class that have a default."""
+    defaults = {field.name: _default(field) for field in fields(cls) if field.init}
+    return {name: _plain(value) for name, value in defaults.items() if value is not MISSING}
+
+
+def leaves(cls: type[DataclassInstance], path: str = "") -> dict[str, Any]:
+    """Return dotted name -> type of every field that is not a group, in the order of the source."""
+    found: dict[str, Any] = {}
+    for name, hint in _hints(cls).items():
+        inner, _ = unwrap(hint)
+        found |= leaves(inner, _join(path, name)) if is_dataclass(inner) else {_join(path, name): hint}  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def groups(cls: type[DataclassInstance], path: str = "") -> dict[str, Any]:
+    """Return dotted name -> type of every group, outer before inner."""
+    found: dict[str, Any] = {}
+    for name, hint in _hints(cls).items():
+        inner, _ = unwrap(hint)
+        if is_dataclass(inner):
+            found |= {_join(path, name): hint} | groups(inner, _join(path, name))  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def unwrap(hint: Any) -> tuple[Any, bool]:
+    """Split the type `X | None` into (X, True); any other type is (type, False)."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint, False
+    arms = [arm for arm in get_args(hint) if arm is not NoneType]
+    assert len(arms) == 1, f"a config field may be X | None, not {hint}"
+    return arms[0], True
+
+
+def item_hints(hint: Any, length: int) -> Sequence[Any] | None:
+    """Return the type of each of `length` items of a tuple type, or None when it cannot have that many."""
+    arms = get_args(hint)
+    if len(arms) == 2 and arms[1] is Ellipsis:
+        return [arms[0]] * length
+    return arms if len(arms) == length else None
+
+
+def expected(hint: Any) -> str:
+    """Say in words what a field of this type accepts."""
+    inner, optional = unwrap(hint)
+    origin, arms = get_origin(inner), get_args(inner)
+    if origin is Literal:
+        text = "one of " + ", ".join(repr(choice) for choice in arms)
+    elif origin is tuple:
+        text = (
+            f"a list of {expected(arms[0])}"
+            if Ellipsis in arms
+            else f"a list of {len(arms)}: {', '.join(map(expected, arms))}"
+        )
+    elif origin is dict:
+        text = f"names with {expected(arms[1])}"
+    elif is_dataclass(inner):
+        text = "a group of fields"
+    else:
+        text = "true or false" if inner is bool else inner.__name__
+    return f"{text} or None" if optional else text
+
+
+def show(value: Any) -> str:
+    """Return the repr of a value, short enough for an error line."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def closest(name: str, candidates: Sequence[str]) -> str | None:
+    """Return the candidate most likely meant: the same last word in another group, else a near spelling."""
+    last = name.lstrip("-").rpartition(".")[2]
+    moved = [candidate for candidate in candidates if candidate.lstrip("-").rpartition(".")[2] == last]
+    matches = difflib.get_close_matches(name, moved or candidates, n=1, cutoff=0.0 if moved else 0.6)
+    return matches[0] if matches else None
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a list on one line, so that a config is one line per field, and never an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # PyYAML writes these line breaks bare in single quotes, and reads them back as a space.
+    style = '"' if any(c in text for c in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+
+
+_Dumper.add_representer(str, _represent_str)
+_Dumper.add_representer(list, _represent_list)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is written twice, where plain YAML silently keeps the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"duplicate key {key.value!r}", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return to_dict(value)
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+@cache
+def _hints(cls: type[DataclassInstance]) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls) if field.init}
+
+
+def _default(field: Any) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: Any) -> Config:
+    """Build one group; missing keys come from `base` (the parent's default for this group), else from cls."""
+    if not isinstance(data, Mapping):
+        raise UserError(f"{where}: field {path!r}: got {show(data)}, expected a group of fields")
+    hints = _hints(cls)
+    for key in data:
+        if key not in hints:
+            dotted = _join(path, str(key))
+            match = closest(dotted, [_join(path, name) for name in (*leaves(cls), *groups(cls))])
+            raise UserError(
+                f"{where}: unknown field {dotted!r}" + (f", did you mean {match!r}?" if match else "")
+            )
+    values: dict[str, Any] = {}
+    for field in fields(cls):
+        if not field.init:
+            continue
+        default = getattr(base, field.name) if isinstance(base, cls) else _default(field)
+        dotted = _join(path, field.name)
+        if field.name in data:
+            values[field.name] = _build(
+                hints[field.name], data[field.name], path=dotted, where=where, base=default
+            )
+        elif default is MISSING:
+            raise UserError(f"{where}: missing field {dotted!r}, expected {expected(hints[field.name])}")
+        else:
+            values[field.name] = default
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise UserError(f"{where}: {path + ': ' if path else ''}{error}") from error
+
+
+def _build(hint: Any, value: Any, *, path: str, where: str, base: Any = None) -> Any:
+    inner, optional = unwrap(hint)
+    origin, arms = get_origin(inner), get_args(inner)
+    if value is None and optional:
+        return None
+    if is_dataclass(inner):
+        return _build_group(inner, value, path=path, where=where, base=base)  # pyright: ignore[reportArgumentType]
+    if origin is Literal:
+        for choice in arms:
+            if type(choice) is type(value) and choice == value:
+                return choice
+    elif origin is tuple:
+        if isinstance(value, list | tuple) and (items := item_hints(inner, len(value))) is not None:
+            pairs = enumerate(zip(items, value, strict=True))
+            return tuple(_build(item, v, path=f"{path}[{i}]", where=where) for i, (item, v) in pairs)
+    elif origin is dict:
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return {
+                key: _build(arms[1], item, path=_join(path, key), where=where) for key, item in value.items()
+            }
+    elif inner is float:
+        if isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max):
+            return float(value)
+        if isinstance(value, str) and _EXPONENT.fullmatch(value):
+            return float(value)
+    else:
+        assert inner in (str, int, bool), f"{path}: a config field cannot be of type {hint}"
+        if type(value) is inner:
+            return value
+    raise UserError(f"{where}: field {path!r}: got {show(value)}, expected {expected(hint)}")

@@ -1,0 +1,339 @@
+"""`whet eval`: measure a model on held-out problems, with intervals over problems."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from whet.checkpoint import open_run
+from whet.config import dump_yaml
+from whet.eval.grade import AnswerFrom, Grade, grade
+from whet.eval.stats import Interval, bootstrap_interval, majority_at_k, pass_at_k
+from whet.generate.engine import Completion, Request
+from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.tasks.base import TaskConfig, load_task
+from whet.telemetry.display import open_display
+from whet.telemetry.environment import write_environment
+from whet.telemetry.log import RunLog
+from whet.telemetry.report import write_report
+from whet.types import Problem, Task, UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation of one model on one task."""
+
+    out: str
+    """Run folder to make."""
+    policy: PolicyConfig
+    """The model."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """The problems."""
+    split: str = "test"
+    """Part of the data: train, dev or test."""
+    num_problems: int = 200
+    """Problems taken from the front of the split's hash order; 0 takes all."""
+    num_samples: int = 16
+    """Completions per problem; pass@k is reported for k up to this."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How completions are drawn (greedy decoding is always measured too)."""
+    answer_from: AnswerFrom = "schema"
+    """schema: only the answer block counts; anywhere: boxes, phrases and the last number count too."""
+    precision: str = "float32"
+    """Dtype of the parameters: float32 or bfloat16."""
+    seed: int = 0
+    """Seed of the samples and of the bootstrap."""
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples = {self.num_samples}: expected 1 or more")
+        if self.num_problems < 0:
+            raise ValueError(f"num_problems = {self.num_problems}: expected 0 (all) or more")
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature = 0: greedy is measured anyway; expected above 0 for the samples"
+            )
+        if self.precision not in ("float32", "bfloat16"):
+            raise ValueError(f"precision = {self.precision!r}: expected float32 or bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One graded completion."""
+
+    text: str
+    num_tokens: int
+    finish_reason: str
+    grade: Grade
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Metrics with their intervals, and every completion behind them.
+
+    Attributes:
+        metrics: 'pass@1', 'greedy', 'pass@k', 'maj@k', 'format', 'thinking_tokens' and more, by name.
+        problems: The problems.
+        samples: Graded samples of each problem.
+        greedy: Graded greedy completion of each problem.
+        seconds: Wall time.
+    """
+
+    metrics: dict[str, Interval]
+    problems: Sequence[Problem]
+    samples: Sequence[Sequence[Judged]]
+    greedy: Sequence[Judged]
+    seconds: float
+
+
+def evaluate(
+    policy: Policy,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    num_samples: int,
+    sampling: SamplingParams,
+    seed: int,
+    answer_from: AnswerFrom = "schema",
+    autocast: torch.dtype | None = None,
+    on_finished: Callable[[int], None] | None = None,
+) -> EvalResult:
+    """Sample and grade completions of every problem, greedy ones too.
+
+    Args:
+        policy: The model.
+        task: Judges answers.
+        problems: Held-out problems.
+        num_samples: Completions per problem.
+        sampling: How they are drawn.
+        seed: Seed of samples and bootstrap.
+        answer_from: Where an answer may stand.
+        autocast: Compute dtype when it is not the parameters' own.
+        on_finished: Called with the number of completions that ended since the last call.
+
+    Returns:
+        The result.
+
+    Raises:
+        UserError: If there is no problem.
+    """
+    if not problems:
+        raise UserError("nothing to evaluate: the split has no problems")
+    began = time.perf_counter()
+    engine = policy.engine(autocast)
+    requests = [
+        Request(
+            prompt_ids=policy.prompt_ids(problem),
+            seeds=tuple(sequence_seed("eval", seed, problem.uid, index) for index in range(num_samples)),
+        )
+        for problem in problems
+    ]
+    drawn = engine.generate(requests, sampling, on_finished=on_finished)
+    once = [Request(prompt_ids=request.prompt_ids, seeds=(0,)) for request in requests]
+    greedy_params = SamplingParams(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
+    best = engine.generate(once, greedy_params, on_finished=on_finished)
+
+    def judge(problem: Problem, request: Request, done: Completion) -> Judged:
+        text = policy.completion_text(request.prompt_ids, done.ids)
+        graded = grade(policy, task, problem, text, done.ids, answer_from=answer_from)
+        return Judged(text, len(done.ids), done.finish_reason, graded)
+
+    pairs = list(zip(problems, requests, strict=True))
+    samples = [[judge(p, r, done) for done in row] for (p, r), row in zip(pairs, drawn, strict=True)]
+    greedy = [judge(p, r, row[0]) for (p, r), row in zip(pairs, best, strict=True)]
+    metrics = _metrics(task, problems, samples, greedy, seed)
+    return EvalResult(metrics, problems, samples, greedy, time.perf_counter() - began)
+
+
+def _metrics(
+    task: Task,
+    problems: Sequence[Problem],
+    samples: Sequence[Sequence[Judged]],
+    greedy: Sequence[Judged],
+    seed: int,
+) -> dict[str, Interval]:
+    """Average over samples within a problem, then bootstrap over problems."""
+    count = len(samples[0])
+    correct_P = [sum(s.grade.is_correct for s in row) for row in samples]
+    per_problem: dict[str, list[float]] = {
+        "pass@1": [c / count for c in correct_P],
+        "greedy": [float(done.grade.is_correct) for done in greedy],
+    }
+    k = 2
+    while k < count:
+        per_problem[f"pass@{k}"] = [pass_at_k(count, c, k) for c in correct_P]
+        k *= 2
+    if count > 1:
+        per_problem[f"pass@{count}"] = [pass_at_k(count, c, count) for c in correct_P]
+        per_problem[f"maj@{count}"] = [
+            majority_at_k([s.grade.answer for s in row], lambda answer, p=problem: task.is_correct(p, answer))
+            for problem, row in zip(problems, samples, strict=True)
+        ]
+    per_problem["format"] = [_mean([s.grade.verdict == "perfect" for s in row]) for row in samples]
+    per_problem["truncated"] = [_mean([s.finish_reason == "length" for s in row]) for row in samples]
+    per_problem["thinking_tokens"] = [_mean([s.grade.thinking_tokens for s in row]) for row in samples]
+    per_problem["completion_tokens"] = [_mean([s.num_tokens for s in row]) for row in samples]
+    return {name: bootstrap_interval(values, seed=seed) for name, values in per_problem.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def write_result(folder: Path, result: EvalResult, *, label: str, identity: dict[str, object]) -> None:
+    """Write eval.json (metrics with intervals) and eval_samples.jsonl (every completion) into a folder.
+
+    Args:
+        folder: Existing folder.
+        result: The result.
+        label: What was evaluated.
+        identity: Protocol, task and sampling: two results compare only when these are equal.
+    """
+    counts = {"num_problems": len(result.problems), "num_samples": len(result.samples[0])}
+    metrics = {name: asdict(interval) for name, interval in result.metrics.items()}
+    content = {
+        "label": label,
+        **counts,
+        "metrics": metrics,
+        "seconds": round(result.seconds, 2),
+        "identity": identity,
+    }
+    (folder / "eval.json").write_text(json.dumps(content, indent=1) + "\n")
+    with (folder / "eval_samples.jsonl").open("w", encoding="ascii") as file:
+        for problem, row, greedy in zip(result.problems, result.samples, result.greedy, strict=True):
+            for index, done in enumerate([greedy, *row]):
+                record = {
+                    "uid": problem.uid,
+                    "prompt": problem.prompt,
+                    "gold": problem.answer,
+                    "sample": "greedy" if index == 0 else index - 1,
+                    "text": done.text,
+                    "answer": done.grade.answer,
+                    "correct": done.grade.is_correct,
+                    "format": done.grade.verdict,
+                    "thinking_tokens": done.grade.thinking_tokens,
+                    "completion_tokens": done.num_tokens,
+                    "finish_reason": done.finish_reason,
+                }
+                file.write(json.dumps(record) + "\n")
+
+
+def take_problems(task: Task, split: str, count: int) -> list[Problem]:
+    """Return the first `count` problems of a split in the order of their uids (0: all): a fixed random sample."""
+    try:
+        problems = sorted(task.problems(split), key=lambda problem: problem.uid)
+    except ValueError as error:
+        raise UserError(f"split: {error}") from None
+    return problems[:count] if count else problems
+
+
+def fitting_problems(policy: Policy, problems: Sequence[Problem], max_new_tokens: int) -> list[Problem]:
+    """Return the problems whose prompt and longest completion fit in the model's context.
+
+    Raises:
+        UserError: If none fits.
+    """
+    room = policy.model.config.max_positions - max_new_tokens
+    kept = [problem for problem in problems if len(policy.prompt_ids(problem)) <= room]
+    if problems and not kept:
+        shortest = min(len(policy.prompt_ids(problem)) for problem in problems)
+        raise UserError(
+            f"no prompt fits: the context holds {policy.model.config.max_positions} tokens, max_new_tokens takes "
+            f"{max_new_tokens}, the shortest prompt has {shortest}; lower sampling.max_new_tokens"
+        )
+    return kept
+
+
+def plan(config: EvalConfig) -> str:
+    """Describe the work without doing it."""
+    count = config.num_problems or "all"
+    return (
+        f"plan: {count} problems of {config.task.name}/{config.split} x ({config.num_samples} samples + 1 greedy), "
+        f"at most {config.sampling.max_new_tokens} new tokens each"
+    )
+
+
+def main(config: EvalConfig) -> None:
+    """Run the evaluation and write its folder."""
+    folder = Path(config.out)
+    task = load_task(config.task)
+    dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+    policy = load_policy(config.policy, seed=config.seed, dtype=dtype)
+    wanted = take_problems(task, config.split, config.num_problems)
+    problems = fitting_problems(policy, wanted, config.sampling.max_new_tokens)
+    open_run(folder, dump_yaml(config), resume=False)
+    write_environment(folder)
+    total = len(problems) * (config.num_samples + 1)
+    done = 0
+    with open_display(f"eval {task.name}/{config.split}", total, ()) as display:
+        if len(problems) < len(wanted):
+            display.note(
+                f"{len(wanted) - len(problems)} of {len(wanted)} problems do not fit the context; left out"
+            )
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            display.update(done, {})
+
+        result = evaluate(
+            policy,
+            task,
+            problems,
+            num_samples=config.num_samples,
+            sampling=config.sampling,
+            seed=config.seed,
+            answer_from=config.answer_from,
+            on_finished=advance,
+        )
+    identity: dict[str, object] = {
+        "protocol": policy.protocol(),
+        "task": asdict(config.task),
+        "split": config.split,
+        "sampling": asdict(config.sampling),
+        "answer_from": config.answer_from,
+        "seed": config.seed,
+        "left_out": len(wanted) - len(problems),
+    }
+    write_result(folder, result, label=config.policy.init or "random weights", identity=identity)
+    with RunLog(folder) as log:
+        log.write_metrics(
+            "eval", 0, {f"eval/{name}": interval.mean for name, interval in result.metrics.items()}
+        )
+    write_report(folder)
+    print_result({config.policy.init or "random weights": result}, len(problems), config.num_samples)
+    print(f"report: {folder / 'report.md'}")
+
+
+def print_result(results: dict[str, EvalResult], num_problems: int, num_samples: int) -> None:
+    """Print a table of results, one row each, with 95 % intervals over problems."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    names = ["pass@1", "greedy", f"pass@{num_samples}", f"maj@{num_samples}", "format", "thinking_tokens"]
+    names = [name for name in dict.fromkeys(names) if name in next(iter(results.values())).metrics]
+    table = Table(
+        title=f"{num_problems} held-out problems x {num_samples} samples, 95 % intervals over problems"
+    )
+    table.add_column("")
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    for label, result in results.items():
+        table.add_row(Text(label), *(Text(_show(name, result.metrics[name])) for name in names))
+    Console().print(table)
+    only = next(iter(results.values())).metrics["pass@1"].mean if len(results) == 1 else 1.0
+    if only < 0.02:
+        print("accuracy is near zero: the model cannot do this task (yet); read format and samples instead")
+
+
+def _show(name: str, interval: Interval) -> str:
+    if name.endswith("tokens"):
+        return f"{interval.mean:.1f}\n{interval.low:.1f}-{interval.high:.1f}"
+    return f"{100 * interval.mean:.1f} %\n{100 * interval.low:.1f}-{100 * interval.high:.1f}"

@@ -1,0 +1,48 @@
+"""Recipes of `whet eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from whet.eval.evaluate import EvalConfig
+from whet.generate.policy import PolicyConfig
+from whet.generate.sampling import SamplingParams
+from whet.recipes.models import GSM8K, STORIES, demo_policy
+from whet.tasks.base import TaskConfig
+
+
+def demo() -> EvalConfig:
+    """The demo's trained model on 512 held-out additions."""
+    return EvalConfig(
+        out="runs/demo-eval",
+        policy=demo_policy("runs/demo-rl"),
+        num_problems=512,
+        sampling=SamplingParams(max_new_tokens=40),
+    )
+
+
+def gsm8k() -> EvalConfig:
+    """Any model (--policy.init) on 200 GSM8K test problems x 16 samples at temperature 0.7 (source 004's protocol)."""
+    return EvalConfig(
+        out="runs/gsm8k-eval",
+        policy=PolicyConfig(init=STORIES, system_prompt=False),
+        task=TaskConfig(name="gsm8k", path=GSM8K),
+        sampling=SamplingParams(temperature=0.7, top_k=50, max_new_tokens=256),
+    )
+
+
+def math500() -> EvalConfig:
+    """Any model (--policy.init) on MATH-500 x 4 samples at temperature 0.7."""
+    return EvalConfig(
+        out="runs/math500-eval",
+        policy=PolicyConfig(init="Qwen/Qwen2.5-0.5B"),
+        task=TaskConfig(name="math", path="HuggingFaceH4/MATH-500"),
+        num_problems=0,
+        num_samples=4,
+        sampling=SamplingParams(temperature=0.7, max_new_tokens=1024),
+        answer_from="anywhere",
+        precision="bfloat16",
+    )
+
+
+RECIPES: dict[str, Callable[[], EvalConfig]] = {"demo": demo, "gsm8k": gsm8k, "math500": math500}

@@ -1,0 +1,45 @@
+"""Shapes and prompts of the models that recipes start from."""
+
+from __future__ import annotations
+
+from whet.generate.policy import PolicyConfig
+from whet.model.config import ModelConfig
+from whet.tasks.arithmetic import Arithmetic
+
+STORIES = "../shared/data/models/stories260k"
+GSM8K = "../shared/data/gsm8k"
+
+
+def demo_policy(init: str = "") -> PolicyConfig:
+    """A 0.4 M parameter Llama over characters, from random weights or from an earlier stage."""
+    shape = ModelConfig(
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_positions=64,
+    )
+    if init:
+        return PolicyConfig(init=init, max_rows=512)
+    return PolicyConfig(
+        model=shape,
+        tokenizer="characters",
+        alphabet=Arithmetic.alphabet,
+        tags_as_tokens=True,
+        schema="think_answer",
+        template="plain",
+        max_rows=512,
+    )
+
+
+def gpt2_policy() -> PolicyConfig:
+    """GPT-2 124M with the four tags in its padded vocabulary (50257-50260 of 50304 rows)."""
+    return PolicyConfig(
+        init="openai-community/gpt2",
+        tags_as_tokens=True,
+        padded_vocab_size=50304,
+        template="base",
+        max_rows=128,
+    )

@@ -1,0 +1,166 @@
+"""Recipes of `whet rl`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from whet.generate.policy import PolicyConfig
+from whet.generate.sampling import SamplingParams
+from whet.recipes.models import GSM8K, demo_policy
+from whet.tasks.base import TaskConfig
+from whet.train.objective import AlgoConfig
+from whet.train.rl import RLConfig
+from whet.train.step import OptimConfig
+
+
+def grpo() -> AlgoConfig:
+    """GRPO as published: group z-scores, mean over sequences of token means (2402.03300), without the KL term."""
+    return AlgoConfig(aggregation="sequence_mean", uninformative="keep")
+
+
+def dr_grpo() -> AlgoConfig:
+    """Dr. GRPO: no standard deviation, constant length denominator, no KL (2503.20783)."""
+    return AlgoConfig(scale="none", aggregation="constant", uninformative="keep")
+
+
+def dapo() -> AlgoConfig:
+    """DAPO: clip-higher, dynamic sampling with refill, token-level loss, soft overlong punishment (2503.14476)."""
+    return AlgoConfig(clip_high=0.28, aggregation="token_mean", uninformative="refill", overlong_cache=128)
+
+
+def demo() -> RLConfig:
+    """GRPO on two-digit addition, from the demo's fine-tuned model."""
+    return RLConfig(
+        out="runs/demo-rl",
+        policy=demo_policy("runs/demo-sft"),
+        rewards={"correct": 1.0, "format": 0.1},
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=40),
+        algo=AlgoConfig(clip_high=0.28),
+        optim=OptimConfig(
+            lr=5e-4, schedule="linear", final_lr_share=0.0, warmup_steps=5, beta2=0.99, max_grad_norm=0.3
+        ),
+        num_steps=60,
+        num_prompts=32,
+        group_size=8,
+        save_every=60,
+    )
+
+
+def stories260k_gsm8k() -> RLConfig:
+    """GRPO on GSM8K from the fine-tuned stories260k: format and correctness rewards."""
+    return RLConfig(
+        out="runs/stories260k-gsm8k-rl",
+        policy=PolicyConfig(init="runs/stories260k-gsm8k-sft"),
+        task=TaskConfig(name="gsm8k", path=GSM8K),
+        rewards={"correct": 1.0, "format": 0.5},
+        sampling=SamplingParams(max_new_tokens=256),
+        algo=AlgoConfig(clip_high=0.28),
+        optim=OptimConfig(lr=1e-4, schedule="constant", beta2=0.99),
+        num_steps=40,
+        num_prompts=8,
+        group_size=8,
+        save_every=20,
+    )
+
+
+def gpt2_gsm8k() -> RLConfig:
+    """DAPO on GSM8K from the fine-tuned GPT-2 124M (source 004's setting, with refill instead of skip)."""
+    return RLConfig(
+        out="runs/gpt2-gsm8k-rl",
+        policy=PolicyConfig(init="runs/gpt2-gsm8k-sft", max_rows=128),
+        task=TaskConfig(name="gsm8k", path="openai/gsm8k"),
+        rewards={"correct": 1.0, "format": 0.5},
+        sampling=SamplingParams(max_new_tokens=512),
+        algo=replace(dapo(), entropy_coef=0.001),
+        optim=OptimConfig(lr=5e-6, schedule="cosine", precision="bfloat16_autocast"),
+        num_steps=500,
+        num_prompts=8,
+        group_size=8,
+    )
+
+
+def _hub(slug: str, algo: AlgoConfig, *, lr: float = 1e-6, base: str = "") -> RLConfig:
+    """RL on MATH problems from a fine-tuned (or base) hub model, full parameters."""
+    return RLConfig(
+        out=f"runs/{slug}-math-rl",
+        policy=PolicyConfig(init=base or f"runs/{slug}-math-sft", max_rows=256),
+        task=TaskConfig(name="math", path="EleutherAI/hendrycks_math"),
+        rewards={"correct": 1.0, "format": 0.1},
+        sampling=SamplingParams(max_new_tokens=1024),
+        algo=algo,
+        optim=OptimConfig(
+            lr=lr,
+            schedule="constant",
+            warmup_steps=10,
+            beta2=0.99,
+            precision="bfloat16_master",
+            checkpoint_layers=True,
+        ),
+        num_steps=200,
+        num_prompts=32,
+        group_size=8,
+        validation_problems=200,
+        save_every=25,
+    )
+
+
+def qwen25_05b_math() -> RLConfig:
+    """Dr. GRPO on MATH from the fine-tuned Qwen2.5-0.5B."""
+    return _hub("qwen2.5-0.5b", dr_grpo())
+
+
+def qwen25_15b_math() -> RLConfig:
+    """Dr. GRPO on MATH from the fine-tuned Qwen2.5-1.5B."""
+    return _hub("qwen2.5-1.5b", dr_grpo())
+
+
+def qwen25_3b_math_grpo() -> RLConfig:
+    """GRPO with KL 0.1 to the reference on MATH from the fine-tuned Qwen2.5-3B (source 001)."""
+    return replace(_hub("qwen2.5-3b", replace(grpo(), kl="k3", kl_coef=0.1)), out="runs/qwen2.5-3b-math-grpo")
+
+
+def qwen25_3b_math_dr_grpo() -> RLConfig:
+    """Dr. GRPO on MATH from the fine-tuned Qwen2.5-3B (source 001)."""
+    return replace(_hub("qwen2.5-3b", dr_grpo()), out="runs/qwen2.5-3b-math-dr-grpo")
+
+
+def qwen25_3b_math_dapo() -> RLConfig:
+    """DAPO on MATH from the fine-tuned Qwen2.5-3B (source 001)."""
+    return replace(_hub("qwen2.5-3b", dapo()), out="runs/qwen2.5-3b-math-dapo")
+
+
+def qwen3_06b_math() -> RLConfig:
+    """DAPO on MATH from the fine-tuned Qwen3-0.6B."""
+    return _hub("qwen3-0.6b", dapo())
+
+
+def qwen3_4b_math() -> RLConfig:
+    """DAPO on MATH from the primed Qwen3-4B (source 002)."""
+    return _hub("qwen3-4b", dapo())
+
+
+def llama32_1b_math() -> RLConfig:
+    """Dr. GRPO on MATH from the fine-tuned Llama-3.2-1B."""
+    return _hub("llama-3.2-1b", dr_grpo())
+
+
+def llama32_3b_math() -> RLConfig:
+    """Dr. GRPO on MATH from the fine-tuned Llama-3.2-3B."""
+    return _hub("llama-3.2-3b", dr_grpo())
+
+
+RECIPES: dict[str, Callable[[], RLConfig]] = {
+    "demo": demo,
+    "stories260k-gsm8k": stories260k_gsm8k,
+    "gpt2-gsm8k": gpt2_gsm8k,
+    "qwen2.5-0.5b-math": qwen25_05b_math,
+    "qwen2.5-1.5b-math": qwen25_15b_math,
+    "qwen2.5-3b-math-grpo": qwen25_3b_math_grpo,
+    "qwen2.5-3b-math-dr-grpo": qwen25_3b_math_dr_grpo,
+    "qwen2.5-3b-math-dapo": qwen25_3b_math_dapo,
+    "qwen3-0.6b-math": qwen3_06b_math,
+    "qwen3-4b-math": qwen3_4b_math,
+    "llama3.2-1b-math": llama32_1b_math,
+    "llama3.2-3b-math": llama32_3b_math,
+}

@@ -1,0 +1,128 @@
+"""Recipes of `whet sft`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from whet.generate.policy import PolicyConfig
+from whet.recipes.models import GSM8K, STORIES, demo_policy, gpt2_policy
+from whet.tasks.base import TaskConfig
+from whet.train.sft import SFTConfig
+from whet.train.step import OptimConfig
+
+
+def demo() -> SFTConfig:
+    """Two-digit addition from random weights; half of the demonstrations have an empty scratch-pad."""
+    return SFTConfig(
+        out="runs/demo-sft",
+        policy=demo_policy(),
+        optim=OptimConfig(
+            lr=2e-3, warmup_steps=30, final_lr_share=0.02, beta2=0.95, weight_decay=0.1, max_grad_norm=1.0
+        ),
+        num_steps=900,
+        batch_size=32,
+        empty_thinking_share=0.5,
+        validation_problems=128,
+        validate_every=300,
+        save_every=900,
+    )
+
+
+def stories260k_gsm8k() -> SFTConfig:
+    """A real 264 k parameter Llama (TinyStories) on GSM8K solutions: learns the format, not the maths."""
+    return SFTConfig(
+        out="runs/stories260k-gsm8k-sft",
+        policy=PolicyConfig(init=STORIES, schema="think_answer", template="base", system_prompt=False),
+        task=TaskConfig(name="gsm8k", path=GSM8K),
+        optim=OptimConfig(lr=2e-3, warmup_steps=50, beta2=0.98, weight_decay=0.01),
+        num_steps=600,
+        batch_size=32,
+        validation_problems=200,
+        validate_every=100,
+        save_every=300,
+    )
+
+
+def gpt2_gsm8k() -> SFTConfig:
+    """GPT-2 124M on GSM8K solutions with think/answer tags as tokens (source 004's setting)."""
+    return SFTConfig(
+        out="runs/gpt2-gsm8k-sft",
+        policy=gpt2_policy(),
+        task=TaskConfig(name="gsm8k", path="openai/gsm8k"),
+        optim=OptimConfig(lr=3e-4, warmup_steps=100, weight_decay=0.1, precision="bfloat16_autocast"),
+        num_steps=2000,
+        batch_size=32,
+        validate_every=200,
+    )
+
+
+def _hub(name: str, slug: str, *, lr: float, checkpoint_layers: bool) -> SFTConfig:
+    """Fine-tuning of a hub model on MATH solutions: reasoning in tags, full parameters."""
+    return SFTConfig(
+        out=f"runs/{slug}-math-sft",
+        policy=PolicyConfig(init=name, schema="think_answer", template="base", max_rows=128),
+        task=TaskConfig(name="math", path="EleutherAI/hendrycks_math"),
+        optim=OptimConfig(
+            lr=lr,
+            warmup_steps=30,
+            weight_decay=0.01,
+            beta2=0.99,
+            precision="bfloat16_master",
+            checkpoint_layers=checkpoint_layers,
+        ),
+        num_steps=300,
+        batch_size=32,
+        validate_every=50,
+        save_every=100,
+    )
+
+
+def qwen25_05b_math() -> SFTConfig:
+    """Qwen2.5-0.5B on worked MATH solutions."""
+    return _hub("Qwen/Qwen2.5-0.5B", "qwen2.5-0.5b", lr=2e-5, checkpoint_layers=False)
+
+
+def qwen25_15b_math() -> SFTConfig:
+    """Qwen2.5-1.5B on worked MATH solutions."""
+    return _hub("Qwen/Qwen2.5-1.5B", "qwen2.5-1.5b", lr=2e-5, checkpoint_layers=True)
+
+
+def qwen25_3b_math() -> SFTConfig:
+    """Qwen2.5-3B on worked MATH solutions (source 001's model)."""
+    return _hub("Qwen/Qwen2.5-3B", "qwen2.5-3b", lr=2e-5, checkpoint_layers=True)
+
+
+def qwen3_06b_math() -> SFTConfig:
+    """Qwen3-0.6B-Base on worked MATH solutions."""
+    return _hub("Qwen/Qwen3-0.6B-Base", "qwen3-0.6b", lr=2e-5, checkpoint_layers=False)
+
+
+def qwen3_4b_math() -> SFTConfig:
+    """Qwen3-4B-Base primed on worked MATH solutions with the workshop's tags (source 002's model)."""
+    config = _hub("Qwen/Qwen3-4B-Base", "qwen3-4b", lr=1e-5, checkpoint_layers=True)
+    return replace(config, policy=replace(config.policy, schema="working_out_solution"))
+
+
+def llama32_1b_math() -> SFTConfig:
+    """Llama-3.2-1B on worked MATH solutions."""
+    return _hub("meta-llama/Llama-3.2-1B", "llama-3.2-1b", lr=2e-5, checkpoint_layers=False)
+
+
+def llama32_3b_math() -> SFTConfig:
+    """Llama-3.2-3B on worked MATH solutions."""
+    return _hub("meta-llama/Llama-3.2-3B", "llama-3.2-3b", lr=1e-5, checkpoint_layers=True)
+
+
+RECIPES: dict[str, Callable[[], SFTConfig]] = {
+    "demo": demo,
+    "stories260k-gsm8k": stories260k_gsm8k,
+    "gpt2-gsm8k": gpt2_gsm8k,
+    "qwen2.5-0.5b-math": qwen25_05b_math,
+    "qwen2.5-1.5b-math": qwen25_15b_math,
+    "qwen2.5-3b-math": qwen25_3b_math,
+    "qwen3-0.6b-math": qwen3_06b_math,
+    "qwen3-4b-math": qwen3_4b_math,
+    "llama3.2-1b-math": llama32_1b_math,
+    "llama3.2-3b-math": llama32_3b_math,
+}

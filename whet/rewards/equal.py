@@ -1,0 +1,289 @@
+r"""`answers_equal`: is the predicted answer the gold answer, whatever its spelling?
+
+Policy, where public graders differ:
+
+- *Percent*: `50%` equals `50` and `0.5`; two percentages, or two plain numbers, compare as they stand.
+- *Tolerance*: rationals compare exactly. A decimal with six or more significant digits may stand for a
+  fraction or an irrational number within 1e-6 (relative) and one unit of its last place: `3.14159` is
+  `\pi`, `3.14` is not.
+- *Units*: one side may leave its unit out; two different known units conflict. Currency and degree signs go.
+- *Order*: matters between tuples, vectors and lines; not for sets, `or`, `±`, nor between two bare comma
+  lists (lists of roots), unless the caller says `ordered`.
+- *Brackets*: `(1,2)` and `[1,2]` differ (intervals); from three members on they are vectors, and do not.
+- *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from whet.rewards.calculator import close, evaluate_at
+from whet.rewards.expression import Node, ParseError, parse_expression
+from whet.rewards.latex import WORD_CLOSE, WORD_OPEN, clean
+from whet.rewards.numbers import Number, is_rounding, numbers_equal, parse_decimal_comma, parse_literal
+from whet.rewards.structure import UNORDERED_KINDS, Equation, Leaf, Sequence, Value, parse_value
+from whet.rewards.units import units_conflict
+
+MAX_CHARACTERS = 4000
+"""Longer answers are compared as text only."""
+MAX_UNORDERED = 40
+"""Members of an unordered list that are matched in any order; longer ones must come in the same order."""
+MIN_POINTS = 3
+"""Sample points at which both expressions must have a value."""
+
+_POINTS = (
+    (0.7310585, 1.3862943, 2.2360679, 0.4812118, 1.7724538, 3.3166247),
+    (1.6180339, 0.5772156, 1.2020569, 2.6854520, 0.9159655, 0.3678794),
+    (2.5029078, 3.7320508, 0.6434105, 1.1319882, 0.2614972, 1.9021605),
+    (4.6692016, 1.0986122, 3.6055512, 0.8346268, 2.8077702, 0.6180339),
+)
+"""Positive, so that `\\sqrt{x^2}` equals `x` as answers mean it; the values have no simple relation."""
+_SIGNED_POINT = (-0.8414709, -1.2912859, 0.9297764, -2.1213203, 1.4324178, -0.5671432)
+"""Used in addition where an absolute value occurs."""
+_SINGLE = re.compile(r"\{([A-Za-z0-9])\}|(?<=_)\{([A-Za-z0-9]+)\}")
+_IDLE_SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
+_IDLE_PROSE = re.compile(rf"(?<![a-z0-9])(?:a|an|the)(?=\s)|[\s\"'`.,!?{WORD_OPEN}{WORD_CLOSE}]")
+_CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
+_PROSE = re.compile(r"[^\\^_=+*/<>|{}()\[\]]*[A-Za-z][^\\^_=+*/<>|{}()\[\]]*")
+_NAME = re.compile(r"\(?[A-Za-z\\∠△❮][A-Za-z0-9_{}\\(), |'∠△°❮❯^-]{0,60}")
+_REALS = frozenset({"ℝ", "(-∞,∞)", "(-∞,+∞)", "allrealnumbers", "allreals", "allrealx"})
+
+
+def answers_equal(prediction: str, gold: str, *, ordered: bool = False) -> bool:
+    """Judge an extracted answer; the rules are in the docstring of this module.
+
+    Args:
+        prediction: Extracted final answer: untrusted text of any length.
+        gold: The gold answer.
+        ordered: True when bare comma lists are vectors, whose order matters.
+
+    Returns:
+        True when both are the same answer. Never raises; bounded in time.
+    """
+    left, right = prediction.strip(), gold.strip()
+    if not left or not right:
+        return False
+    literal = parse_literal(left)
+    if literal is not None:
+        other = parse_literal(right)
+        if other is not None:
+            return numbers_equal(literal, other)
+    if left == right:
+        return True
+    if max(len(left), len(right)) > MAX_CHARACTERS:
+        return False
+    left, right = clean(left), clean(right)
+    if not left or not right:
+        return False
+    if _squeeze(left) == _squeeze(right):
+        return True
+    return _values_equal(parse_value(left), parse_value(right), ordered)
+
+
+def _squeeze(text: str) -> str:
+    """Drop spaces, word marks and the braces of one symbol: what no reader sees."""
+    text = _IDLE_SPACE.sub("", text.replace(WORD_OPEN, "").replace(WORD_CLOSE, ""))
+    text = _SINGLE.sub(r"\1\2", text) if "{" in text else text
+    return "ℝ" if text in _REALS or text.lower() in _REALS else text
+
+
+def _values_equal(left: Value, right: Value, ordered: bool) -> bool:
+    if isinstance(left, Equation) or isinstance(right, Equation):
+        return _equations_equal(left, right, ordered)
+    if isinstance(left, Leaf) and isinstance(right, Leaf):
+        return _leaves_equal(left, right)
+    if isinstance(left, Leaf):
+        return _leaf_equals_sequence(left, right, ordered)
+    if isinstance(right, Leaf):
+        return _leaf_equals_sequence(right, left, ordered)
+    return _sequences_equal(left, right, ordered)
+
+
+def _leaf_equals_sequence(leaf: Leaf, sequence: Value, ordered: bool) -> bool:
+    """Compare one leaf with a list: as a list of its own, or as the only member of a set."""
+    assert isinstance(sequence, Sequence)
+    if len(sequence.items) == 1:
+        return _values_equal(leaf, sequence.items[0], ordered)
+    if len(sequence.items) == 2 and _decimal_comma(leaf, sequence):
+        return True
+    own = leaf.as_sequence()
+    return own is not None and _sequences_equal(own, sequence, ordered)
+
+
+def _decimal_comma(leaf: Leaf, sequence: Sequence) -> bool:
+    """Read a bare `1,22` as 1.22 where the other side is a decimal that is no integer."""
+    first, second = sequence.items
+    if sequence.kind != "bare" or not isinstance(first, Leaf) or not isinstance(second, Leaf):
+        return False
+    number = parse_decimal_comma(f"{first.text},{second.parts[0]}")
+    gold = leaf.number
+    return (
+        number is not None
+        and gold is not None
+        and gold.num_digits > 0
+        and gold.value.denominator > 1
+        and number.value == gold.value
+    )
+
+
+def _sequences_equal(left: Sequence, right: Sequence, ordered: bool) -> bool:
+    if len(left.items) != len(right.items):
+        return False
+    kinds = {left.kind, right.kind}
+    free = UNORDERED_KINDS | (set() if ordered else {"bare"})
+    if kinds <= free and len(left.items) <= MAX_UNORDERED:
+        return ("union" not in kinds or kinds <= {"union", "any"}) and _match_any_order(
+            left.items, right.items, ordered
+        )
+    if kinds & UNORDERED_KINDS and not kinds <= free:
+        return False
+    if left.brackets and right.brackets and left.brackets != right.brackets and len(left.items) == 2:
+        return False
+    return all(_values_equal(a, b, ordered) for a, b in zip(left.items, right.items, strict=True))
+
+
+def _match_any_order(left: tuple[Value, ...], right: tuple[Value, ...], ordered: bool) -> bool:
+    """Pair every member with one of the other side; greedily, for equality is transitive here."""
+    remaining = list(right)
+    for item in left:
+        found = next(
+            (index for index, other in enumerate(remaining) if _values_equal(item, other, ordered)), None
+        )
+        if found is None:
+            return False
+        del remaining[found]
+    return True
+
+
+def _equations_equal(left: Value, right: Value, ordered: bool) -> bool:
+    r"""Compare `x = 5` with `5`, and `y = 2x + 1` with `2x - y + 1 = 0`."""
+    if isinstance(left, Equation) and isinstance(right, Equation):
+        if len(left.members) != 2 or len(right.members) != 2:
+            return False
+        (a, b), (c, d) = ([parse_value(member, 1) for member in side.members] for side in (left, right))
+        if (_values_equal(a, c, ordered) and _values_equal(b, d, ordered)) or (
+            _values_equal(a, d, ordered) and _values_equal(b, c, ordered)
+        ):
+            return True
+        return _same_curve(left.members, right.members)
+    equation, other = (left, right) if isinstance(left, Equation) else (right, left)
+    assert isinstance(equation, Equation)
+    members = equation.members
+    if _NAME.fullmatch(members[-1]) and not _NAME.fullmatch(members[0]):
+        members = members[::-1]
+    values = [parse_value(member, 1) for member in members]
+    if any(isinstance(value, Equation) for value in values) or not _values_equal(values[-1], other, ordered):
+        return False
+    names = [_NAME.fullmatch(member) is not None for member in members[:-1]]
+    return all(
+        name or _values_equal(value, other, ordered) for name, value in zip(names, values[:-1], strict=True)
+    )
+
+
+def _same_curve(left: tuple[str, ...], right: tuple[str, ...]) -> bool:
+    """Say whether two equations differ by a constant factor only."""
+    try:
+        sides = [parse_expression(member) for member in (*left, *right)]
+    except ParseError:
+        return False
+    variables = sorted(frozenset().union(*(side.variables() for side in sides)))
+    if not variables or frozenset().union(*(s.variables() for s in sides[:2])) != frozenset().union(
+        *(s.variables() for s in sides[2:])
+    ):
+        return False
+    ratios: list[complex] = []
+    for point in _sample_points(variables, signed=True):
+        try:
+            a, b, c, d = (evaluate_at(side, point)[0] for side in sides)
+            ratios.append((a - b) / (c - d))
+        except (ArithmeticError, ValueError):
+            continue
+    if len(ratios) < MIN_POINTS or abs(ratios[0]) < 1e-9:
+        return False
+    return all(close((ratio, 0.0), (ratios[0], 0.0)) for ratio in ratios)
+
+
+def _leaves_equal(left: Leaf, right: Leaf) -> bool:
+    if not left.text or not right.text:
+        return False
+    if _squeeze(left.text) == _squeeze(right.text):
+        return True
+    first, second = left.number, right.number
+    (_, first_unit, first_percent), (_, second_unit, second_percent) = left.parts, right.parts
+    if first is not None and second is not None:
+        if units_conflict(first_unit, second_unit):
+            return False
+        if first_percent == second_percent:
+            return numbers_equal(first, second)
+        if first_unit or second_unit:
+            return False
+        percent, plain = (first, second) if first_percent else (second, first)
+        return numbers_equal(percent, plain) or percent.value == plain.value * 100
+    if first_percent == second_percent and not units_conflict(first_unit, second_unit):
+        trees = left.tree, right.tree
+        if trees[0] is not None and trees[1] is not None:
+            return _expressions_equal(trees[0], trees[1], first, second) or _choices_equal(
+                left.text, right.text
+            )
+    return _words_equal(left.text, right.text)
+
+
+def _expressions_equal(left: Node, right: Node, first: Number | None, second: Number | None) -> bool:
+    """Compare two expressions, at least one of which is irrational or has variables."""
+    variables = sorted(left.variables() | right.variables())
+    if not variables:
+        return _constants_equal(left, right, first, second)
+    num_agreeing = 0
+    for point in _sample_points(variables, left.has("abs") or right.has("abs")):
+        try:
+            values = evaluate_at(left, point), evaluate_at(right, point)
+        except (ArithmeticError, ValueError):
+            continue
+        if not close(*values):
+            return False
+        num_agreeing += 1
+    return num_agreeing >= MIN_POINTS
+
+
+def _constants_equal(left: Node, right: Node, first: Number | None, second: Number | None) -> bool:
+    try:
+        a, b = evaluate_at(left, {}), evaluate_at(right, {})
+    except (ArithmeticError, ValueError):
+        return False
+    if close(a, b):
+        return True
+    decimal, value = (first, b[0]) if first is not None else (second, a[0])
+    if (
+        decimal is None
+        or not decimal.is_decimal
+        or abs(value.imag) > 1e-12 * abs(value)
+        or abs(value) > 1e300
+    ):
+        return False
+    exact = Fraction(value.real)
+    return is_rounding(decimal, abs(exact), abs(decimal.value - exact))
+
+
+def _sample_points(variables: list[str], signed: bool) -> list[dict[str, float]]:
+    """Give every variable its value at each sample point; the seventh and later ones get shifted copies."""
+    rows = (*_POINTS, _SIGNED_POINT) if signed else _POINTS
+    return [
+        {name: row[i % len(row)] + 0.1 * (i // len(row)) for i, name in enumerate(variables)} for row in rows
+    ]
+
+
+def _choices_equal(left: str, right: str) -> bool:
+    """Compare the letters of `(B)`, `B.`, `b`."""
+    first, second = _CHOICE.fullmatch(left.strip()), _CHOICE.fullmatch(right.strip())
+    return first is not None and second is not None and first[1].lower() == second[1].lower()
+
+
+def _words_equal(left: str, right: str) -> bool:
+    """Compare prose without regard to case, spaces and quotes."""
+    if _choices_equal(left, right):
+        return True
+    if not (_PROSE.fullmatch(left) and _PROSE.fullmatch(right)):
+        return False
+    first, second = (_IDLE_PROSE.sub("", text.lower()) for text in (left, right))
+    return bool(first) and first == second

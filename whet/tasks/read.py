@@ -1,0 +1,280 @@
+"""Reading rows of untrusted data files, and splitting problems by content."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from whet.types import Problem, UserError
+
+Row = dict[str, Any]
+Split = Literal["train", "dev", "test"]
+Check = Callable[[Row], "str | None"]
+"""Says what is wrong with a row, or None."""
+
+MAX_LINE_BYTES = 16 * 2**20
+DEV_PERCENT = 5
+HUB_CONFIGS = {"openai/gsm8k": "main"}  # data sets that must be asked for one of several configurations
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that was left out.
+
+    Attributes:
+        where: File name and 1-based position, such as 'train.jsonl line 812'.
+        reason: What is wrong with it.
+    """
+
+    where: str
+    reason: str
+
+
+def read_jsonl(
+    path: str | Path, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
+) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    """Read a JSON-lines file (.gz too); blank lines are skipped, bad rows are set aside up to a limit.
+
+    Args:
+        path: The file.
+        required: Fields that must hold text that is not blank.
+        max_bad_rows: How many bad rows are tolerated.
+        check: Further conditions; called on rows that have the required fields.
+
+    Returns:
+        (1-based line number, row) of the good rows, and the bad rows.
+
+    Raises:
+        UserError: If the file cannot be read, has no rows, or too many bad ones (the first is named).
+    """
+    path = Path(path)
+    rows = ((f"{path.name} line {number}", number, _parse(line)) for number, line in _lines(path))
+    return _sift(path.name, rows, required, max_bad_rows, check)
+
+
+def read_json_array(
+    path: str | Path, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
+) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    """Read a file that is one JSON array; otherwise as `read_jsonl`, with row numbers for line numbers."""
+    path = Path(path)
+    try:
+        values = json.loads(b"".join(line for _, line in _lines(path)))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path.name}: not JSON ({error})") from error
+    if not isinstance(values, list):
+        raise UserError(f"{path.name}: expected a JSON array of rows, got {_kind(values)}")
+    rows = ((f"{path.name} row {number}", number, _object(value)) for number, value in enumerate(values, 1))
+    return _sift(path.name, rows, required, max_bad_rows, check)
+
+
+def read_hub(
+    name: str, split: str, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
+) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    """Read a split of a hub data set with the `datasets` package; otherwise as `read_jsonl`.
+
+    Raises:
+        UserError: If the package is missing or the data set cannot be had.
+    """
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        message = f"data set {name!r}: no such folder; to read it from the hub, pip install 'whet[hf]'"
+        raise UserError(message) from error
+    try:
+        values: Iterable[Any] = datasets.load_dataset(name, HUB_CONFIGS.get(name), split=split)
+    except Exception as error:  # network errors of many libraries
+        text = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise UserError(f"data set {name!r}, split {split!r}: cannot be had from the hub ({text})") from error
+    rows = (
+        (f"{name} {split} row {number}", number, _object(value)) for number, value in enumerate(values, 1)
+    )
+    return _sift(f"{name} {split}", rows, required, max_bad_rows, check)
+
+
+def first_row(path: Path) -> Row:
+    """Return the first object of a JSON-lines file, or {} where there is none."""
+    rows = (_parse(line) for _, line in _lines(path))
+    return next((row for row in rows if isinstance(row, dict)), {})
+
+
+def split_of(uid: str, *, dev_percent: float, test_percent: float) -> Split:
+    """Assign a problem to a split by hash, so that it stays there whatever else the file holds.
+
+    Args:
+        uid: Uid of the problem.
+        dev_percent: Share of 'dev', 0 to 100.
+        test_percent: Share of 'test', 0 to 100.
+
+    Returns:
+        The split.
+    """
+    place = int(hashlib.sha256(f"split\x00{uid}".encode()).hexdigest()[:8], 16) / 2**32 * 100
+    if place < test_percent:
+        return "test"
+    return "dev" if place < test_percent + dev_percent else "train"
+
+
+def select_split(problems: Iterable[Problem], split: str, *, test_percent: float = 0) -> list[Problem]:
+    """Keep the problems of a split; `DEV_PERCENT` of all are 'dev', and equal prompts stay together."""
+    check_split(split)
+    uids = ((problem, problem.meta.get("prompt_uid", problem.uid)) for problem in problems)
+    return [
+        problem
+        for problem, uid in uids
+        if split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent) == split
+    ]
+
+
+def check_split(split: str) -> None:
+    """Refuse a name that is not a split."""
+    if split not in ("train", "dev", "test"):
+        raise UserError(f"split {split!r}: expected train, dev or test")
+
+
+def check_path(path: str, example: str) -> None:
+    """Refuse a path that is neither a folder nor, by its form, a hub name."""
+    if not Path(path).is_dir() and not _is_hub_name(path):
+        raise UserError(
+            f"{path!r}: no such folder, and not a hub name such as {example!r}; check --task.path"
+        )
+
+
+def read_part(
+    path: str,
+    part: str,
+    *,
+    names: Sequence[str],
+    required: Sequence[str],
+    max_bad_rows: int = 0,
+    check: Check | None = None,
+) -> tuple[str, list[tuple[int, Row]], list[BadRow]]:
+    """Read 'train' or 'test' of a data set that is a folder or has a hub name; otherwise as `read_jsonl`.
+
+    Args:
+        path: Folder or hub name.
+        part: 'train' or 'test'.
+        names: File names to look for in a folder, best first; .json is read as one array.
+        required: Fields that must hold text that is not blank.
+        max_bad_rows: How many bad rows are tolerated.
+        check: Further conditions.
+
+    Returns:
+        Name of the source, then the good and the bad rows.
+    """
+    if _is_hub_name(path):
+        rows, bad = read_hub(path, part, required=required, max_bad_rows=max_bad_rows, check=check)
+        return path, rows, bad
+    files = [Path(path) / f"{name}{end}" for name in names for end in ("", ".gz")]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        raise UserError(f"{path}: no {' or '.join(names)} there; check --task.path")
+    read = read_json_array if ".json" in file.suffixes else read_jsonl
+    return file.name, *read(file, required=required, max_bad_rows=max_bad_rows, check=check)
+
+
+def _is_hub_name(path: str) -> bool:
+    return (
+        not Path(path).exists() and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield line numbers and lines, of bounded length, without a byte order mark."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise UserError(
+                        f"{path.name} line {number}: longer than {MAX_LINE_BYTES:,} bytes; split it"
+                    )
+                yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path.name}: not a whole gzip file ({error}); make it again") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check --task.path") from error
+
+
+def _parse(line: bytes) -> Row | str | None:
+    """Turn a line into a row, a reason why not, or None for a blank one."""
+    if not line.strip():
+        return None
+    try:
+        return _object(json.loads(line.decode("utf-8").rstrip()))
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 (byte {error.start})"
+    except json.JSONDecodeError as error:
+        return f"not JSON ({error.msg} at column {error.colno})"
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
+        return f"not JSON that can be read ({type(error).__name__})"
+
+
+def _object(value: Any) -> Row | str:
+    return dict(value) if isinstance(value, Mapping) else f"expected an object {{...}}, got {_kind(value)}"
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    names = {"str": "text", "int": "a number", "float": "a number", "list": "a list", "dict": "an object"}
+    return names.get(type(value).__name__, type(value).__name__)
+
+
+def text_fault(row: Row, name: str) -> str | None:
+    """Say why a field is not text that is present, not blank and clean; None when it is."""
+    if name not in row:
+        return f"no {name!r}"
+    value = row[name]
+    if not isinstance(value, str):
+        return f"{name!r} is {_kind(value)}, expected text"
+    if not value.strip():
+        return f"{name!r} is empty"
+    if "\x00" in value:
+        return f"{name!r} holds a NUL character"
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        return f"{name!r} holds a lone surrogate"
+    return None
+
+
+def _first_fault(row: Row, required: Sequence[str]) -> str | None:
+    faults = (text_fault(row, name) for name in required)
+    return next((fault for fault in faults if fault), None)
+
+
+def _sift(
+    source: str,
+    rows: Iterable[tuple[str, int, Row | str | None]],
+    required: Sequence[str],
+    max_bad_rows: int,
+    check: Check | None,
+) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    """Part good rows from bad ones; all are read before an error, so that it can say how many to allow."""
+    good: list[tuple[int, Row]] = []
+    bad: list[BadRow] = []
+    for where, number, row in rows:
+        if row is None:
+            continue
+        reason = row if isinstance(row, str) else _first_fault(row, required)
+        if reason is None and check is not None and not isinstance(row, str):
+            reason = check(row)
+        if reason is not None:
+            bad.append(BadRow(where, reason))
+        elif not isinstance(row, str):
+            good.append((number, row))
+    if len(bad) > max_bad_rows:
+        more = f" (and {len(bad) - 1} more bad rows)" if len(bad) > 1 else ""
+        remedy = "mend the rows or allow them" if more else "mend the row or allow it"
+        raise UserError(
+            f"{bad[0].where}: {bad[0].reason}{more}; {remedy} with --task.max-bad-rows {len(bad)}"
+        )
+    if not good:
+        raise UserError(f"{source}: no rows; check --task.path")
+    return good, bad

@@ -1,0 +1,357 @@
+"""What a person sees while a run goes: one calm live panel in a terminal, short plain lines elsewhere.
+
+Text that a model may have written is never read as markup, and its control characters are escaped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import unicodedata
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from whet.telemetry.log import find_metric, format_metric
+
+PANEL_WIDTH = 92
+SPARK_WIDTH = 36
+SPARK_LEVELS = "▁▂▃▄▅▆▇█"
+NUM_BINS = 240
+"""Bins of a series over the whole run; memory and drawing time do not grow with its length."""
+
+REFRESH_HZ = 4
+PLAIN_LINES = 40
+PLAIN_SECONDS = 30.0
+HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"})
+
+
+class Display(Protocol):
+    """Where a program shows its progress. Use it as a context manager."""
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the metrics of a step.
+
+        Args:
+            step: Optimizer steps done.
+            values: Metrics; those that are no headline are left out.
+        """
+        ...
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        """Print lines that stay, such as a validation result or a warning."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal in order; further calls do nothing."""
+        ...
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_display(title: str, total_steps: int, headline: tuple[str, ...], *, enabled: bool = True) -> Display:
+    """Open the display that suits standard output.
+
+    Args:
+        title: Program and recipe, such as 'rl · countdown'.
+        total_steps: Steps of the whole run.
+        headline: Metrics to show, the most important first.
+        enabled: False on all ranks but one: nothing is shown.
+
+    Returns:
+        A live panel on a terminal; plain lines when output is no terminal, in CI, under NO_COLOR, or without
+        Unicode.
+
+    Raises:
+        ValueError: If a headline metric is not declared, or total_steps < 1.
+    """
+    if not enabled:
+        return PlainDisplay(title, total_steps, headline, stream=None)
+    dumb = os.environ.get("CI") or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    if sys.stdout.isatty() and unicode and not dumb:
+        return LiveDisplay(title, total_steps, headline)
+    return PlainDisplay(title, total_steps, headline, stream=sys.stdout)
+
+
+class LiveDisplay:
+    """One panel, redrawn in place: progress, headline metrics and their sparklines over the run so far."""
+
+    def __init__(
+        self, title: str, total_steps: int, headline: tuple[str, ...], *, console: Console | None = None
+    ) -> None:
+        self._title = escape_controls(title)
+        self._progress = _Progress(total_steps, headline)
+        self._lock = threading.Lock()
+        self._console = console or Console()
+        # The refresh thread keeps the clock going through a long step; update() only stores numbers.
+        self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=REFRESH_HZ)
+        self._live.start()
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the metrics of a step at the next refresh."""
+        with self._lock:
+            self._progress.observe(step, values)
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        """Print lines above the panel."""
+        mark = Text(" ▲ ", style="yellow") if warning else Text(" · ", style="dim")
+        body = Text(escape_controls(text), style="yellow" if warning else "")
+        grid = Table.grid(padding=0)
+        grid.add_row(mark, body)
+        self._console.print(grid)
+
+    def close(self) -> None:
+        """Draw the last state and give the terminal back."""
+        self._live.stop()
+
+    def __enter__(self) -> LiveDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            now = time.monotonic()
+            body: list[RenderableType] = [self._progress_row(now)]
+            if self._progress.headline:
+                body += [Text(), self._metric_rows()]
+        return Panel(
+            Group(*body),
+            title=Text(f" {self._title} ", style="bold"),
+            title_align="left",
+            box=box.ROUNDED,
+            border_style="dim",
+            padding=(1, 2),
+            width=min(PANEL_WIDTH, self._console.width),
+        )
+
+    def _progress_row(self, now: float) -> Table:
+        progress = self._progress
+        row = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        row.add_column(ratio=1)
+        for _ in range(2):
+            row.add_column(justify="right", no_wrap=True)
+        bar = ProgressBar(
+            progress.total_steps,
+            progress.step,
+            style="dim",
+            complete_style="cyan",
+            finished_style="green",
+            pulse_style="dim",
+        )
+        row.add_row(
+            bar, Text(f"{progress.step:,} / {progress.total_steps:,}"), Text(progress.times(now), style="dim")
+        )
+        return row
+
+    def _metric_rows(self) -> Table:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True, min_width=8)
+        table.add_column(no_wrap=True)
+        table.add_column(style="dim", no_wrap=True)
+        width = max(8, min(SPARK_WIDTH, self._console.width - 52))
+        for index, name in enumerate(self._progress.headline):
+            series = self._progress.series(name)
+            first = index == 0
+            extent = (
+                f"{format_metric(name, min(series))} … {format_metric(name, max(series))}"
+                if len(series) > 1
+                else ""
+            )
+            table.add_row(
+                Text(metric_label(name)),
+                Text(format_metric(name, self._progress.values.get(name)), style="bold" if first else ""),
+                Text(sparkline(series, width), style="cyan" if first else "dim"),
+                Text(extent),
+            )
+        return table
+
+
+class PlainDisplay:
+    """A short line now and then: first and last step, every fortieth of the run, after 30 silent seconds."""
+
+    def __init__(
+        self, title: str, total_steps: int, headline: tuple[str, ...], *, stream: TextIO | None = None
+    ) -> None:
+        """Open it.
+
+        Args:
+            title: Program and recipe.
+            total_steps: Steps of the whole run.
+            headline: Metrics to show.
+            stream: Where lines go; None shows nothing.
+        """
+        self._progress = _Progress(total_steps, headline)
+        self._stream = stream
+        self._shown_step: int | None = None
+        self._shown_at = 0.0
+        self._print(f"{title}  {total_steps:,} steps")
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Print a line when one is due."""
+        self._progress.observe(step, values)
+        now = time.monotonic()
+        every = max(1, self._progress.total_steps // PLAIN_LINES)
+        due = (
+            self._shown_step is None
+            or step == self._progress.total_steps
+            or step % every == 0
+            or now - self._shown_at >= PLAIN_SECONDS
+        )
+        if due and step != self._shown_step:
+            self._shown_step, self._shown_at = step, now
+            current = self._progress.values
+            shown = [
+                f"{metric_label(name)} {format_metric(name, current[name])}"
+                for name in self._progress.headline
+                if name in current
+            ]
+            self._print(
+                "  ".join(
+                    [f"step {step:,}/{self._progress.total_steps:,}", *shown, self._progress.times(now)]
+                )
+            )
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        """Print lines."""
+        self._print(f"warning: {text}" if warning else text)
+
+    def close(self) -> None:
+        """Do nothing: every line was flushed."""
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _print(self, text: str) -> None:
+        if self._stream is not None:
+            encoding = self._stream.encoding or "utf-8"
+            print(
+                escape_controls(text).encode(encoding, "backslashreplace").decode(encoding),
+                file=self._stream,
+                flush=True,
+            )
+
+
+class _Progress:
+    """Where a run is: step, pace, current headline values and their binned history."""
+
+    def __init__(self, total_steps: int, headline: Sequence[str]) -> None:
+        if total_steps < 1:
+            raise ValueError(f"total_steps must be >= 1, got {total_steps}")
+        for name in headline:
+            find_metric(name)
+        self.total_steps = total_steps
+        self.headline = tuple(headline)
+        self.step = 0
+        self.values: dict[str, float] = {}
+        self._bins: dict[str, dict[int, tuple[float, int]]] = {name: {} for name in headline}
+        self._started = time.monotonic()
+        self._pace: deque[tuple[float, int]] = deque(maxlen=32)
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the metrics of a step in."""
+        self.step = step
+        if not self._pace or step != self._pace[-1][1]:
+            self._pace.append((time.monotonic(), step))
+        index = step * NUM_BINS // max(self.total_steps, NUM_BINS)
+        for name in self.headline:
+            value = values.get(name)
+            if value is None:
+                continue
+            self.values[name] = value
+            if abs(value) < float("inf"):  # also False for NaN
+                total, count = self._bins[name].get(index, (0.0, 0))
+                self._bins[name][index] = (total + value, count + 1)
+
+    def series(self, name: str) -> list[float]:
+        """Return the history of a headline metric, oldest first, as means of at most NUM_BINS bins."""
+        return [total / count for _, (total, count) in sorted(self._bins[name].items())]
+
+    def times(self, now: float) -> str:
+        """Say how long is left at the recent pace; without one, and in the end, how long it took."""
+        elapsed = f"{_clock(now - self._started)} elapsed"
+        if self.step >= self.total_steps or len(self._pace) < 2:
+            return elapsed
+        (first_at, first), (last_at, last) = self._pace[0], self._pace[-1]
+        if last <= first:
+            return elapsed
+        left = (last_at - first_at) / (last - first) * (self.total_steps - last) - (now - last_at)
+        return f"{_clock(max(0.0, left))} left"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values as one line of block characters between their minimum and maximum.
+
+    Args:
+        values: Finite values, oldest first.
+        width: Most characters; longer series are averaged down.
+
+    Returns:
+        At most `width` characters; a series that never changes is a line at half height.
+    """
+    num_cells = min(width, len(values))
+    edges = [index * len(values) // num_cells for index in range(num_cells + 1)] if num_cells else [0]
+    cells = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(cells, default=0.0), max(cells, default=0.0)
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
+        return SPARK_LEVELS[3] * num_cells
+    return "".join(SPARK_LEVELS[min(7, int(8 * (cell - low) / (high - low)))] for cell in cells)
+
+
+def metric_label(name: str) -> str:
+    """Write a metric name in words, without its group."""
+    return name.split("/", 1)[1].replace("_", " ").replace("/", " ")
+
+
+def escape_controls(text: str) -> str:
+    r"""Escape what a terminal or a text layout could obey, and lone surrogates (\x.., \u....).
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The same without control, format, unassigned and private characters; new lines and tabs stay.
+    """
+    return "".join(
+        character
+        if character in "\n\t" or unicodedata.category(character) not in HIDDEN_CATEGORIES
+        else _escape(character)
+        for character in text
+    )
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _clock(seconds: float) -> str:
+    """Write a duration as 0:07, 12:31 or 3:05:09."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

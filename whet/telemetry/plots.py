@@ -1,0 +1,234 @@
+"""The curves of a run as PNG files: calm small multiples, raw points under a rolling mean."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from whet.telemetry.display import metric_label
+from whet.telemetry.log import Metric, find_metric
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Series = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Steps (ascending, unique) and values of each declared metric, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One small plot of metrics that share a unit.
+
+    Attributes:
+        title: What it shows.
+        names: Metrics; a name that ends in '/' or '@' stands for all others that begin with it.
+        smooth: Whether a rolling mean is drawn; not for schedules and counters.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    smooth: bool = True
+
+
+FIGURES: dict[str, tuple[Panel, ...]] = {
+    "sft": (
+        Panel("loss", ("sft/loss", "sft/validation_loss")),
+        Panel("gradient norm", ("sft/grad_norm",)),
+        Panel("learning rate", ("sft/lr",), smooth=False),
+        Panel("speed", ("sft/tokens_per_second",)),
+        Panel("tokens trained", ("sft/tokens",), smooth=False),
+        Panel("epochs", ("sft/epoch",), smooth=False),
+    ),
+    "evaluation": (
+        Panel("accuracy", ("eval/pass@1", "eval/greedy", "eval/pass@", "eval/majority@"), smooth=False),
+        Panel("format and truncation", ("eval/format", "eval/truncated"), smooth=False),
+        Panel("length", ("eval/thinking_tokens", "eval/completion_tokens"), smooth=False),
+        Panel("other scores", ("eval/",), smooth=False),
+        Panel("evaluation time", ("eval/seconds",), smooth=False),
+    ),
+    "rl_learning": (
+        Panel("mean reward", ("rl/reward_mean",)),
+        Panel("right and well formed", ("rl/correct", "rl/format")),
+        Panel("reward components", ("rl/reward/",)),
+        Panel("length", ("rl/thinking_tokens", "rl/completion_tokens")),
+        Panel("truncated", ("rl/truncated",)),
+        Panel("spread of rewards (std)", ("rl/reward_std",)),
+    ),
+    "rl_health": (
+        Panel("entropy", ("rl/entropy",)),
+        Panel("KL to the reference", ("rl/kl",)),
+        Panel("clipped tokens", ("rl/clip_high", "rl/clip_low")),
+        Panel("groups without signal", ("rl/zero_variance_groups",)),
+        Panel("groups refilled", ("rl/groups_refilled",)),
+        Panel("unscorable samples", ("rl/unscorable",)),
+        Panel("gradient norm", ("rl/grad_norm",)),
+        Panel("learning rate", ("rl/lr",), smooth=False),
+        Panel("surrogate loss", ("rl/loss",)),
+        Panel("ratio drift", ("rl/ratio_drift",)),
+        Panel("sampler against trainer", ("rl/logprob_gap_mean", "rl/logprob_gap_max")),
+        Panel("staleness", ("rl/staleness",), smooth=False),
+    ),
+    "rl_speed": (
+        Panel("time per step", ("rl/generate_seconds", "rl/reward_seconds", "rl/train_seconds")),
+        Panel("speed of the step", ("rl/tokens_per_second",)),
+        Panel("speed of its parts", ("rl/generate_tokens_per_second", "rl/train_tokens_per_second")),
+    ),
+}
+"""PNG file stem -> panels. Every declared metric has its place here; a test says so."""
+
+NUM_COLUMNS = 3
+INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
+COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#64748b")
+STYLE: dict[str, Any] = {
+    "font.size": 9,
+    "text.color": INK,
+    "text.parse_math": False,  # a reward may be named '$'
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 24,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "legend.handlelength": 1.0,
+    "legend.columnspacing": 1.2,
+}
+
+
+def draw_figures(series: Series, folder: Path) -> list[str]:
+    """Draw every figure that has data.
+
+    Args:
+        series: Curves by declared metric.
+        folder: Where `<figure>.png` go; made if anything is drawn.
+
+    Returns:
+        Names of the figures that were drawn.
+    """
+    drawn: list[str] = []
+    for figure, panels in FIGURES.items():
+        filled = _fill(panels, series)
+        if filled:
+            folder.mkdir(parents=True, exist_ok=True)
+            _draw(filled, series, folder / f"{figure}.png")
+            drawn.append(figure)
+    return drawn
+
+
+def _fill(panels: Sequence[Panel], series: Series) -> list[tuple[Panel, list[str]]]:
+    """Give each panel its metrics that have a finite value; a metric that is named goes before prefixes."""
+    present = [name for name, (_, values) in series.items() if np.isfinite(values).any()]
+    named = {name for panel in panels for name in panel.names}
+    free = [name for name in present if name not in named]
+    filled: list[tuple[Panel, list[str]]] = []
+    for panel in panels:
+        shown = [name for name in panel.names if name in present]
+        for prefix in (name for name in panel.names if name[-1] in "/@"):
+            shown += [name for name in free if name.startswith(prefix)]
+            free = [name for name in free if not name.startswith(prefix)]
+        if shown:
+            filled.append((panel, shown[: len(COLOURS)]))
+    return filled
+
+
+def _draw(panels: Sequence[tuple[Panel, Sequence[str]]], series: Series, path: Path) -> None:
+    """Draw panels, three in a row, into one PNG. No pyplot: its figures would be global state."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    num_rows = math.ceil(len(panels) / NUM_COLUMNS)
+    num_columns = min(NUM_COLUMNS, len(panels))
+    with matplotlib.rc_context(cast(Any, STYLE)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # names in scripts that the font lacks
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+        figure = Figure(figsize=(4.0 * num_columns, 2.7 * num_rows), layout=layout, facecolor="white")
+        for index, (panel, names) in enumerate(panels):
+            axes = figure.add_subplot(num_rows, num_columns, index + 1)
+            _draw_curves(axes, names, panel.smooth, series)
+            _scale(axes, find_metric(names[0]), np.concatenate([series[name][1] for name in names]))
+            _head(axes, panel, names)
+        figure.savefig(path, dpi=140)
+
+
+def _draw_curves(axes: Axes, names: Sequence[str], smooth: bool, series: Series) -> None:
+    """Draw pale raw points and a strong line for each metric."""
+    for name, colour in zip(names, COLOURS, strict=False):
+        steps, values = series[name]
+        keep = np.isfinite(values)
+        steps, values = steps[keep], values[keep]
+        line = _rolling_mean(values, len(values) // 30) if smooth else values
+        sparse = len(values) <= 30
+        alpha, size = (0.9, 6) if sparse else (0.25, 3)
+        axes.plot(steps, values, ".", color=colour, alpha=alpha, markersize=size, markeredgewidth=0)
+        axes.plot(steps, line, color=colour, linewidth=1.8, label=_label(name), solid_capstyle="round")
+
+
+def _head(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+    """Write the title, below it the unit and, where the title does not say it all, a legend."""
+    unit = find_metric(names[0]).unit
+    axes.set_title(panel.title)
+    axes.set_xlabel("step")
+    axes.text(0, 1.05, "" if unit == "1" else unit, transform=axes.transAxes, color=MUTED, fontsize=8)
+    if len(panel.names) > 1 or any(name.endswith("/") for name in panel.names):
+        if sum(len(_label(name)) + 5 for name in names) <= 45:  # fits beside the unit
+            axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.99), borderaxespad=0.2, ncols=len(names))
+        else:
+            axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.26), borderaxespad=0.2, ncols=2)
+
+
+def _label(name: str) -> str:
+    """Write the legend of a metric without what title and unit say."""
+    if name.startswith("rl/reward/"):
+        return name.removeprefix("rl/reward/")
+    label = metric_label(name).removeprefix("logprob gap ")
+    return label.removesuffix(" tokens per second").removesuffix(" seconds").removesuffix(" tokens")
+
+
+def _scale(axes: Axes, metric: Metric, values: np.ndarray) -> None:
+    """Set limits and ticks; a constant is shown at its place, not magnified to rounding noise."""
+    from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+
+    finite = values[np.isfinite(values)]
+    low, high = float(finite.min()), float(finite.max())
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        low, high = (min(0.0, 2 * low), max(0.0, 2 * high)) if high else (0.0, 1.0)
+    margin = 0.06 * (high - low)
+    axes.set_ylim(low - margin, high + margin)
+    whole = metric.format == ".0f" and high - low <= 8
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=whole))
+    if metric.unit == "share":
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 4):g}%"))
+    elif metric.unit in ("tokens", "tokens/s"):
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    else:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+
+
+def _rolling_mean(values: np.ndarray, half: int) -> np.ndarray:
+    """Return the centred mean over 2 half + 1 points; the window shrinks at the ends."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
