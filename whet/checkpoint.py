@@ -1,4 +1,4 @@
-"""Run folders and checkpoints: written whole or not at all, verified before they are read; tensors and JSON only."""
+"""Run folders and checkpoints: written whole or not at all, verified before use; tensors and JSON only."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ def _first_difference(stored: str, given: str) -> str:
 def commit_folder(final: Path) -> Iterator[Path]:
     """Write a folder that appears under its name only when it is complete.
 
-    Files go to a temporary sibling; on success a manifest with size and SHA-256 of each is added, everything is synced to
-    disk, and the folder is renamed. After an error the temporary folder is removed and nothing has changed.
+    Files go to a temporary sibling; on success a manifest with size and SHA-256 of each is added, everything is
+    synced to disk, and the folder is renamed. After an error the temporary folder is removed and nothing has
+    changed.
 
     Args:
         final: The name; an older folder of that name is replaced.

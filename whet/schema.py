@@ -1,7 +1,7 @@
-"""ResponseSchema: one object makes the system prompt, the template prefix, the stop strings, the parser and the format reward.
+"""ResponseSchema: one object makes system prompt, template prefix, stop strings, parser and format reward.
 
-Runs have scored zero throughout because the prompt asked for one pair of tags while the reward looked for another
-(requirements, section 1b). Here nothing but this object knows the tags, and `preflight` proves it before a run starts.
+Runs have scored zero throughout because the prompt asked for one pair of tags while the reward looked for
+another. Here nothing but this object knows the tags, and `preflight` proves it before a run starts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class ResponseSchema:
         think_close: Closing tag of the thinking block.
         answer_open: Opening tag of the answer block.
         answer_close: Closing tag of the answer block; it ends the response.
-        opening_in_prompt: True when the generation prompt already ends with `think_open`; the tag is then not scored.
+        opening_in_prompt: True when the generation prompt already ends with `think_open`; the tag is then not
+            scored.
         answer_type: What the answer block holds; it words the system prompt.
     """
 
@@ -76,7 +77,8 @@ class ResponseSchema:
         return (
             "You are given a problem. Think about the problem and write your working between "
             f"{self.think_open} and {self.think_close}. "
-            f"Then write {ANSWER_TYPE_WORDS[self.answer_type]} between {self.answer_open} and {self.answer_close}."
+            f"Then write {ANSWER_TYPE_WORDS[self.answer_type]} between {self.answer_open} and "
+            f"{self.answer_close}."
         )
 
     @property
@@ -90,15 +92,16 @@ class ResponseSchema:
         return (self.answer_close,)
 
     def render(self, thinking: str, answer: str) -> str:
-        """Write the ideal completion, starting after `generation_prefix` and ending with the closing answer tag."""
+        """Write the ideal completion: what follows `generation_prefix`, up to the closing answer tag."""
         opening = "" if self.opening_in_prompt else self.think_open
         return f"{opening}{thinking}{self.think_close}{self.answer_open}{answer}{self.answer_close}"
 
     def parse(self, completion: str) -> ParsedResponse:
         """Read a completion in linear time, whatever it holds.
 
-        The answer is the text of the *last closed* answer block after the thinking was closed, so that tags quoted in the thinking
-        do not count. Completions that a stop string cut right after `answer_close` parse as perfect.
+        The answer is the text of the *last closed* answer block after the thinking was closed, so that tags quoted
+        in the thinking do not count. Completions that a stop string cut right after `answer_close` parse as
+        perfect.
 
         Args:
             completion: Decoded generated text, without the prompt.
@@ -121,7 +124,7 @@ class ResponseSchema:
         return ParsedResponse(thinking, answer, "partial" if found else "none")
 
     def _is_tight(self, body: str) -> bool:
-        """Say whether nothing but white space stands outside the two blocks (each tag is known to occur once)."""
+        """Say whether only white space stands outside the two blocks (each tag is known to occur once)."""
         before, _, rest = body.partition(self.think_open)
         _, _, rest = rest.partition(self.think_close)
         between, opened, rest = rest.partition(self.answer_open)
@@ -174,12 +177,12 @@ def preflight(
     best, empty = score(problem, ideal), score(problem, "")
     if best is None or abs(best - maximum) > 1e-6:
         raise UserError(
-            f"preflight: a perfect completion of problem {problem.uid} scores {best}, expected the maximum {maximum:g}; "
-            f"the rewards do not accept what the schema asks for: {ideal[:120]!r}"
+            f"preflight: a perfect completion of problem {problem.uid} scores {best}, expected the maximum "
+            f"{maximum:g}; the rewards do not accept what the schema asks for: {ideal[:120]!r}"
         )
     wrong = score(problem, schema.render("...", "no answer"))
     if empty is None or empty >= best or (wrong is not None and empty > wrong):
         raise UserError(
-            f"preflight: an empty completion of problem {problem.uid} scores {empty}, a wrong one {wrong}, a perfect one {best}; "
-            "expected empty <= wrong < perfect: mend the rewards or their weights"
+            f"preflight: an empty completion of problem {problem.uid} scores {empty}, a wrong one {wrong}, a perfect "
+            f"one {best}; expected empty <= wrong and empty < perfect: mend the rewards or their weights"
         )

@@ -69,15 +69,15 @@ class Sample:
     """One completion of one problem, with everything that training and logs need of it.
 
     Example:
-        >>> Sample(uid="ab12", index=0, prompt_ids=(1, 5), completion_ids=(7, 2), sampler_logprobs=(-0.1, 0.0),
-        ...        text="7", finish_reason="stop")
+        >>> Sample(uid="ab12", index=0, prompt_ids=(1, 5), completion_ids=(7, 2),
+        ...        sampler_logprobs=(-0.1, 0.0), text="7", finish_reason="stop")
 
     Attributes:
         uid: Uid of the problem.
         index: Index in its group, 0-based.
         prompt_ids: Token ids that were prefilled.
         completion_ids: Generated token ids **including the stop token**; never re-tokenised.
-        sampler_logprobs: Per generated token, log-probability under the distribution that was sampled (fp32, nats).
+        sampler_logprobs: Log-probability of each generated token under the sampled distribution (fp32, nats).
         text: Exactly the decoded completion_ids, without the final stop token.
         finish_reason: 'stop' (a stop token or string) or 'length' (cut off).
         rewards: Unweighted score of every reward function, by name.

@@ -1,4 +1,4 @@
-"""`answers_equal`: table of clear cases, an independent oracle, hostile input, and the gold answers of two data sets."""
+"""`answers_equal`: clear cases, independent oracles, hostile input, and the gold answers of two data sets."""
 
 import json
 import time
@@ -115,6 +115,7 @@ x≥2  ==  [2,\infty)  ##  √2  ==  \sqrt{2}  ##  π/2  ==  \frac{\pi}{2}  ##  
 """
 
 DIFFERENT = r"""
+2.00  !=  \sqrt{4.000001}  ##  400+\frac{1}{2}  !=  400
 5  !=  6  ##  5  !=  -5  ##  5 or 7  !=  5  ##  5 or 7  !=  7  ##  5,7  !=  5
 \boxed{5},\boxed{7}  !=  5  ##  \boxed{5,5}  !=  5  ##  5,5  !=  5  ##  1,1,1,1  !=  1  ##  1,2,3  !=  123
 12,34  !=  1234  ##  nan  !=  5  ##  inf  !=  5  ##  nan  !=  0  ##  ٣  !=  3  ##  ５  !=  5  ##  1_0  !=  10
@@ -160,23 +161,19 @@ VECTORS = [
     r"$\left[60, 270, 90, 180\right]$",
     r"\langle 60.0, 270, 90, 180 \rangle",
 ]
+# fmt: off
 NOT_THE_VECTOR = [
-    "600",
-    "60",
-    "60 270 90",
-    "60 270 90 181",
-    "270 60 90 180",
-    "[60, 270, 90, 180, 0]",
-    "6027090180",
+    "600", "60", "60 270 90", "60 270 90 181", "270 60 90 180", "[60, 270, 90, 180, 0]", "6027090180",
     "60+270+90+180",
 ]
+# fmt: on
 
 HOSTILE = {
     "tower": "10^{10^{10}}",
     "nines": "9^{9^{9^{9^9}}}",
     "factorial": "100000000!",
     "power": "(x+1)^{100000}",
-    "modular": "7^{10^9}",
+    "large power": "3^{100000000}",
     "parentheses": "(" * 3000 + "1" + ")" * 3000,
     "few parentheses": "(" * 400 + "1" + ")" * 400,
     "braces": "{" * 3900,
@@ -184,26 +181,20 @@ HOSTILE = {
     "fractions": r"\frac{1}{" * 200 + "1" + "}" * 200,
     "sum": "+".join(f"1/{i}" for i in range(2, 180)),
     "exponents": "2^" * 400 + "2",
-    "minuses": "-" * 900 + "1",
     "bangs": "5" + "!" * 900,
     "digits": "9" * 5000,
-    "some digits": "9" * 900,
     "ones": "1,1," * 900 + "1",
-    "groups": "1,234," * 600,
     "huge exponent": "1e999999",
     "roots of many": ",".join(f"x+{i}" for i in range(40)),
     "signs": r"1\pm" * 500,
     "text": r"\text{" * 600,
     "matrix": r"\begin{pmatrix}" + "1&" * 1500 + r"\end{pmatrix}",
-    "unions": r"(1,2)\cup" * 300,
     "equations": "x=1=" * 400,
     "spaces": " " * 100_000 + "1 " * 1900,
     "words": "a " * 1900,
     "long": r"\frac{1}{2}" * 20_000,
     "controls": "\x00\ud800\u200b\\" * 500,
     "binomial": r"\binom{1000000000}{500000000}",
-    "sines": r"\sin " * 700 + "x",
-    "bars": "|" * 900,
 }
 
 
@@ -246,6 +237,31 @@ def test_order_of_bare_lists_is_free_unless_the_caller_asks_for_it() -> None:
     assert not answers_equal("[270, 60]", "60, 270")
 
 
+@pytest.mark.parametrize(
+    "text", ["408", "408.0", "$408$", "408 apples", "\\frac{816}{2}", "407 3/3", "816/2"]
+)
+def test_a_plain_number_is_a_written_number(text: str) -> None:
+    assert answers_equal(text, "408", plain_number=True) == (text != "407 3/3")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "17*24",
+        "17 \\times 24",
+        "400+8",
+        "407+\\frac{2}{2}",
+        "(409-1)",
+        "408^1",
+        "\\sqrt{166464}",
+        "17*24=408",
+    ],
+)
+def test_copying_the_question_does_not_pay_where_a_plain_number_is_asked(text: str) -> None:
+    assert answers_equal(text, "408")
+    assert not answers_equal(text, "408", plain_number=True)
+
+
 def test_digits_of_other_scripts_are_not_digits() -> None:
     for text in ("\u0663", "\uff15", "\u0967", "\U0001d7d9"):
         for gold in "0123456789":
@@ -272,9 +288,14 @@ def test_any_text_is_judged_without_raising(left: str, right: str) -> None:
     assert answers_equal(left, left) == (bool(left.strip()))
 
 
-PIECES = ["\\frac", "{", "}", "1", "23", ",", " ", "(", ")", "[", "]", "^", "_", "x", "\\sqrt", "\\pm", "=", "<", "\\cup", "-", "+", "/", "%",
-          "\\text{", "cm", "or", "\\{", "\\}", "!", "|", "\\begin{pmatrix}", "\\end{pmatrix}", "&", "\\\\", "\\overline", ".", "\\log", "°",
-          "\\sin", "\\binom", "\\approx", "\\in", "\\infty", "$", "\\boxed", "\n", "e", "i"]  # fmt: skip
+# fmt: off
+PIECES = [
+    "\\frac", "{", "}", "1", "23", ",", " ", "(", ")", "[", "]", "^", "_", "x", "\\sqrt", "\\pm", "=",
+    "<", "\\cup", "-", "+", "/", "%", "\\text{", "cm", "or", "\\{", "\\}", "!", "|", "\\begin{pmatrix}",
+    "\\end{pmatrix}", "&", "\\\\", "\\overline", ".", "\\log", "°", "\\sin", "\\binom", "\\approx",
+    "\\in", "\\infty", "$", "\\boxed", "\n", "e", "i",
+]
+# fmt: on
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=14), st.lists(st.sampled_from(PIECES), max_size=14))
@@ -365,7 +386,7 @@ def test_gold_answers_of_math_are_found_and_equal_themselves(name: str) -> None:
 
 def test_distinct_gold_answers_of_math_hardly_ever_equal_each_other() -> None:
     golds = sorted({row["answer"] for row in _lines(SHARED / "math/math500_test.json")})
-    pairs = [(golds[i], golds[(i * 7 + 13) % len(golds)]) for i in range(len(golds))]
+    pairs = [(gold, golds[(i * 7 + 13) % len(golds)]) for i, gold in enumerate(golds)]
     equal = [pair for pair in pairs if pair[0] != pair[1] and answers_equal(*pair)]
     assert len(equal) <= 3, equal  # a few rows spell the same value differently
 

@@ -13,7 +13,9 @@ SPREAD_TOLERANCE = 1e-6
 
 
 def has_spread(rewards_PG: torch.Tensor, scored_PG: torch.Tensor) -> torch.Tensor:
-    """Say which groups have differing rewards [P]: max - min above a tolerance, never a rounding error of a standard deviation.
+    """Say which groups have differing rewards [P].
+
+    The test is max - min above a tolerance: the standard deviation of equal numbers can be a rounding error.
 
     Args:
         rewards_PG: Rewards; entries outside `scored_PG` are ignored.
@@ -37,24 +39,27 @@ def group_advantages(
 ) -> torch.Tensor:
     """Turn rewards into advantages, group by group.
 
-    GRPO is (group_mean, group); Dr. GRPO (group_mean, none); RLOO (leave_one_out, none); REINFORCE (none, none).
+    GRPO is (group_mean, group), Dr. GRPO (group_mean, none), RLOO (leave_one_out, none) and REINFORCE
+    (none, none).
 
     Args:
         rewards_PG: Total reward of each sample.
         scored_PG: True where a sample has a score; the others get 0 and enter no statistic. Default all.
         baseline: What is subtracted.
-        scale: What the difference is divided by: its group's standard deviation, the whole batch's, or nothing.
+        scale: What the difference is divided by: the standard deviation of its group or of the batch, or nothing.
         std_ddof: 1 for the sample, 0 for the population standard deviation.
         eps: Added to the standard deviation.
         clip: Largest absolute advantage, or None.
 
     Returns:
-        Advantages [P, G], float64; exactly 0 in groups whose rewards are all equal (unless the baseline is 'none').
+        Advantages [P, G], float64; exactly 0 in groups whose rewards are all equal (with baseline 'none' these
+        keep their reward, undivided).
 
     Raises:
         ValueError: If a scored reward is not finite, or a baseline or scale is undefined for the group size.
 
-    Source: GRPO 2402.03300 eq. 3 (ddof and eps are conventions: TRL's are the defaults); Dr. GRPO 2503.20783; RLOO 2402.14740.
+    Source: GRPO 2402.03300 eq. 3 (ddof and eps are conventions: TRL's are the defaults); Dr. GRPO 2503.20783;
+    RLOO 2402.14740. Deviation: where all rewards are equal, nothing is divided by their standard deviation.
     """
     rewards_PG = rewards_PG.double()
     scored_PG = torch.ones_like(rewards_PG, dtype=torch.bool) if scored_PG is None else scored_PG
@@ -62,7 +67,8 @@ def group_advantages(
         raise ValueError("rewards must be finite; use None for a sample that cannot be scored")
     if rewards_PG.shape[1] < 2 and (baseline != "none" or scale == "group"):
         raise ValueError(
-            f"group size {rewards_PG.shape[1]}: baseline {baseline!r} with scale {scale!r} needs at least 2 samples per prompt"
+            f"group size {rewards_PG.shape[1]}: baseline {baseline!r} with scale {scale!r} needs at least 2 "
+            "samples per prompt"
         )
     rewards_PG = rewards_PG.masked_fill(~scored_PG, 0.0)
     count_P = scored_PG.sum(1).double()
@@ -86,7 +92,7 @@ def group_advantages(
 
 
 def overlong_penalty(length: int, *, max_length: int, cache_length: int) -> float:
-    """Return DAPO's soft punishment of long completions: 0, then a ramp over the last `cache_length` tokens, then -1.
+    """Return DAPO's soft punishment of length: 0, then a ramp over the last `cache_length` tokens, then -1.
 
     Args:
         length: Tokens of the completion.

@@ -19,10 +19,10 @@ CHUNK_BYTES_GPU = 2**30
 def head_logits(
     hidden_MD: torch.Tensor, weight_VD: torch.Tensor, *, temperature: float, num_valid: int
 ) -> torch.Tensor:
-    """Compute float32 logits of the distribution that is sampled: head(hidden) / temperature over the valid ids.
+    """Compute float32 logits of the sampled distribution: head(hidden) / temperature over the valid ids.
 
-    Rows and columns are padded (columns with -inf), so that neither the matrix product nor a later reduction depends on how
-    many rows are computed together.
+    Rows and columns are padded (columns with -inf), so that neither the matrix product nor a later reduction
+    depends on how many rows are computed together.
 
     Args:
         hidden_MD: Hidden states.
@@ -78,10 +78,10 @@ def chunk_rows(vocab: int, device: torch.device) -> int:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Chunked head: the forward keeps hidden states and two numbers a row; the backward recomputes each chunk's logits.
+    """Chunked head: the forward keeps hidden states and two numbers a row, the backward recomputes logits.
 
     Gradient of a row's logits, for upstream g (of the log-probability) and e (of the entropy):
-    dz = g (onehot - p) - e p (log p + H). Source: math.md section 5, verified by finite differences in the tests.
+    dz = g (onehot - p) - e p (log p + H). The tests verify it by finite differences.
     """
 
     @staticmethod
@@ -156,7 +156,7 @@ def token_logprobs(
     num_valid: int | None = None,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score chosen tokens; differentiable in hidden states and head, never holding more than `chunk` rows of logits.
+    """Score chosen tokens, differentiably in hidden states and head, with at most `chunk` rows of logits at once.
 
     Args:
         hidden_MD: Hidden states of the rows that predict the targets.

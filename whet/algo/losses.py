@@ -1,4 +1,4 @@
-"""Losses of single tokens and how they add up. Nothing here divides by a count of its own: the caller owns denominators."""
+"""Losses of single tokens and how they add up. Nothing here divides by a count of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def aggregation_weight(num_tokens: int, aggregation: Aggregation) -> float:
 
     Args:
         num_tokens: Trained tokens of the sequence.
-        aggregation: 'token_mean' (DAPO), 'sequence_mean' (GRPO: mean over sequences of token means) or 'constant' (Dr. GRPO).
+        aggregation: 'token_mean' (DAPO), 'sequence_mean' (GRPO: mean over sequences of token means) or
+            'constant' (Dr. GRPO).
     """
     return 1.0 / num_tokens if aggregation == "sequence_mean" and num_tokens else 1.0
 
@@ -60,9 +61,10 @@ def policy_loss(
         clip_high: Upper clip range (above `clip_low` is DAPO's clip-higher).
 
     Returns:
-        Loss [M]; and where the clip is *active* (it changes the gradient), from above and from below, bool [M] each.
+        Loss [M]; and where the clip is *active* (it changes the gradient), from above and from below, bool [M]
+        each.
 
-    Source: PPO 1707.06347 eq. 7; DAPO 2503.14476 eq. 8. Deviation: the log-ratio is clamped to +-20 before exp.
+    Source: PPO 1707.06347 eq. 7; DAPO 2503.14476 eq. 8. Deviation: the log-ratio is clamped to +-20.
     """
     log_ratio_M = (policy_logprobs_M - sampler_logprobs_M.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio_M = log_ratio_M.exp()
@@ -80,8 +82,9 @@ def kl_estimate(
 ) -> torch.Tensor:
     """Estimate KL(policy || reference) of each trained token from the sampled token alone.
 
-    With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As a *number* k1 and k3 are unbiased; as a *loss* only k2 has
-    the gradient of KL(policy || reference), k3 has that of KL(reference || policy), and k1 has none in expectation.
+    With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As a *number* k1 and k3
+    are unbiased; as a *loss* only k2 has the gradient of KL(policy || reference), k3 has that of
+    KL(reference || policy), and k1 has none in expectation.
 
     Args:
         policy_logprobs_M: Log-probabilities under the policy (differentiable).
@@ -91,7 +94,7 @@ def kl_estimate(
     Returns:
         Estimates [M] in nats.
 
-    Source: Schulman, joschu.net/blog/kl-approx; 2510.01555; math.md section 4. Deviation: d is clamped to +-20.
+    Source: Schulman, joschu.net/blog/kl-approx; 2510.01555. Deviation: d is clamped to +-20.
     """
     delta_M = (policy_logprobs_M - ref_logprobs_M.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
@@ -102,6 +105,9 @@ def kl_estimate(
 
 
 def weighted_sum(values_M: torch.Tensor, weights_M: torch.Tensor, denominator: float) -> torch.Tensor:
-    """Add up tokens: sum(value * weight) / denominator. Tokens of weight 0 contribute exactly nothing, even where they are inf or nan."""
+    """Add up tokens: sum(value * weight) / denominator.
+
+    Tokens of weight 0 contribute exactly nothing, to value and gradient, even where they are inf or nan.
+    """
     used = weights_M != 0
     return (torch.where(used, values_M, torch.zeros_like(values_M)) * weights_M).sum() / denominator

@@ -34,7 +34,9 @@ class TrainingSequence:
 
 
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Group sequences into bins of at most `token_budget` tokens, best fit decreasing; similar lengths end up together.
+    """Group sequences into bins of at most `token_budget` tokens: best fit decreasing.
+
+    Similar lengths end up together.
 
     Args:
         lengths: Tokens of each sequence.
@@ -107,7 +109,7 @@ def _micro_batch(
     logprobs: list[float] = []
     for row, sequence in enumerate(sequences):
         count = len(sequence.completion_ids)
-        # The hidden state of a token predicts the next one: the last prompt row scores the first completion token.
+        # A token's hidden state predicts the next one: the last prompt row scores the first completion token.
         first = len(tokens) + len(sequence.prompt_ids) - 1
         source.extend(range(first, first + count))
         targets.extend(sequence.completion_ids)

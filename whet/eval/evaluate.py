@@ -225,7 +225,7 @@ def write_result(folder: Path, result: EvalResult, *, label: str, identity: dict
 
 
 def take_problems(task: Task, split: str, count: int) -> list[Problem]:
-    """Return the first `count` problems of a split in the order of their uids (0: all): a fixed random sample."""
+    """Return the first `count` problems of a split by uid (0: all): a fixed random sample."""
     try:
         problems = sorted(task.problems(split), key=lambda problem: problem.uid)
     except ValueError as error:
@@ -244,8 +244,8 @@ def fitting_problems(policy: Policy, problems: Sequence[Problem], max_new_tokens
     if problems and not kept:
         shortest = min(len(policy.prompt_ids(problem)) for problem in problems)
         raise UserError(
-            f"no prompt fits: the context holds {policy.model.config.max_positions} tokens, max_new_tokens takes "
-            f"{max_new_tokens}, the shortest prompt has {shortest}; lower sampling.max_new_tokens"
+            f"no prompt fits: the context holds {policy.model.config.max_positions} tokens, max_new_tokens "
+            f"takes {max_new_tokens}, the shortest prompt has {shortest}; lower sampling.max_new_tokens"
         )
     return kept
 
@@ -254,8 +254,8 @@ def plan(config: EvalConfig) -> str:
     """Describe the work without doing it."""
     count = config.num_problems or "all"
     return (
-        f"plan: {count} problems of {config.task.name}/{config.split} x ({config.num_samples} samples + 1 greedy), "
-        f"at most {config.sampling.max_new_tokens} new tokens each"
+        f"plan: {count} problems of {config.task.name}/{config.split} x ({config.num_samples} samples + 1 "
+        f"greedy), at most {config.sampling.max_new_tokens} new tokens each"
     )
 
 

@@ -1,7 +1,7 @@
 """Key/value cache of fixed rows, and the attention contexts that fill and read it.
 
-Live sequences occupy rows 0..B-1 without holes: when one ends, the last row moves into its place, so that decoding reads
-contiguous memory and never gathers.
+Live sequences occupy rows 0..B-1 without holes: when one ends, the last row moves into its place, so that
+decoding reads contiguous memory and never gathers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class KVCache:
         self.capacity = round_up(capacity, KEY_QUANTUM if capacity <= KEY_BLOCK else KEY_BLOCK)
         self.num_rows = num_rows
         shape = (config.num_layers, num_rows, config.num_kv_heads, self.capacity, config.head_dim)
-        # Zeros, not empty: a masked position still multiplies its value by an exact 0, and 0 x inf would be nan.
+        # Zeros, not empty: a masked position still multiplies its value by an exact 0, and 0 x inf would
+        # be nan.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 

@@ -1,6 +1,7 @@
 """Sampling with counter-based noise: the same token whatever the batch, slot, order, restart or device count.
 
-One uniform per (sequence seed, token index) from an integer hash, and an inverse-CDF draw: no generator state anywhere.
+One uniform per (sequence seed, token index) from an integer hash, and an inverse-CDF draw: no generator state
+anywhere.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class SamplingParams:
 
 
 def sequence_seed(*parts: int | str) -> int:
-    """Derive a 63-bit seed from the identity of a sequence, such as (run seed, step, problem uid, sample index)."""
+    """Derive a 63-bit seed from the identity of a sequence: (run seed, step, problem uid, sample index)."""
     text = "\x00".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -107,7 +108,7 @@ def filter_logits(logits_BV: torch.Tensor, params: SamplingParams) -> torch.Tens
 
 
 def _nucleus_floor(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Return the smallest kept logit of each row [B, 1]; a full sort only where the guess does not hold the nucleus."""
+    """Return the smallest kept logit of each row [B, 1]; sorts all only if the guess misses the nucleus."""
     probs = torch.softmax(logits_BV, dim=-1)
     count = min(NUCLEUS_GUESS, logits_BV.shape[1])
     while True:
@@ -122,7 +123,7 @@ def _nucleus_floor(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def draw_tokens(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Draw one id per row by inverse CDF, two-level for large vocabularies; rows do not influence each other.
+    """Draw one id per row by inverse CDF, two-level for large vocabularies; rows don't affect each other.
 
     Args:
         logits_BV: Float32 logits; -inf is never drawn. V a multiple of 16.
@@ -148,7 +149,7 @@ def draw_tokens(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tens
 
 
 def _search(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Return the first index whose cumulative weight exceeds uniform * total; never an index of zero weight."""
+    """Return the first index whose cumulative weight exceeds uniform * total; never one of zero weight."""
     cumulative = weights_BV.cumsum(-1)
     found = torch.searchsorted(cumulative, (uniforms_B * cumulative[:, -1])[:, None], right=True).squeeze(1)
     last = weights_BV.shape[1] - 1 - (weights_BV > 0).flip(-1).int().argmax(-1)
@@ -167,7 +168,8 @@ def sample_tokens(
         params: Temperature and filters.
 
     Returns:
-        Ids [B] and log-probabilities [B] (float32; renormalised over the kept set when filters are on; at temperature 1 when greedy).
+        Ids [B] and log-probabilities [B] (float32; renormalised over the kept set when filters are on; at
+        temperature 1 when greedy).
     """
     if params.temperature == 0:
         tokens = logits_BV.argmax(-1)

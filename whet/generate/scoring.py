@@ -1,4 +1,4 @@
-"""The trainer's side of a log-probability: packed sequences through the same module and the same head as the sampler's."""
+"""The trainer's side of a log-probability: packed sequences through the sampler's own module and head."""
 
 from __future__ import annotations
 

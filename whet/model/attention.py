@@ -1,13 +1,13 @@
 """Attention over packed sequences, and the one kernel that training, prefill and decode share.
 
-Everything in a decoder but attention is per token, so a flat [N, D] tensor serves training, prefill and decode alike. What a
-row may see is said by an `AttentionContext` alone.
+Everything in a decoder but attention is per token, so a flat [N, D] tensor serves training, prefill and
+decode alike. What a row may see is said by an `AttentionContext` alone.
 
-Why sampler and trainer agree to the last bit on a CPU (measured, engine.md part 4.1): (1) the model pads token rows to
-`ROW_QUANTUM`, so that matrix products never take the narrow code paths; (2) here at least `MIN_QUERY_ROWS` query rows are used,
-keys are padded to `KEY_QUANTUM`, and probabilities times values are summed in key blocks of fixed size, so that a row's
-result does not depend on how many masked keys follow it. `exact_attention` follows these rules; `fast_attention` is PyTorch's
-fused kernel, which does not.
+Why sampler and trainer agree to the last bit on a CPU (measured): (1) the model pads token rows to
+`ROW_QUANTUM`, so that matrix products never take the narrow code paths; (2) here at least `MIN_QUERY_ROWS`
+query rows are used, keys are padded to `KEY_QUANTUM`, and probabilities times values are summed in key blocks
+of fixed size, so that a row's result does not depend on how many masked keys follow it. `exact_attention`
+follows these rules; the kind 'fast' is PyTorch's fused kernel, which does not.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def exact_attention(
 
 
 def fold_queries(q_BTHC: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Bring queries [B, T, H, C] to [B, K, rep * T, C], so that the heads of one key/value head share a matrix product."""
+    """Bring queries [B, T, H, C] to [B, K, rep * T, C]: heads of one key/value head share a product."""
     rows, length, heads, channels = q_BTHC.shape
     rep = heads // num_kv_heads
     folded = q_BTHC.view(rows, length, num_kv_heads, rep, channels).permute(0, 2, 3, 1, 4)
@@ -87,8 +87,8 @@ def unfold_outputs(out_BKQC: torch.Tensor, length: int) -> torch.Tensor:
 class Packed:
     """Causal attention inside each of several sequences that lie one after the other in a flat batch.
 
-    Sequences of similar length are computed together as padded rows; a padded row's tail comes after every real token, so
-    the causal mask alone keeps it out.
+    Sequences of similar length are computed together as padded rows; a padded row's tail comes after every
+    real token, so the causal mask alone keeps it out.
 
     Args:
         lengths_B: Tokens of each sequence, in the order of the flat batch.

@@ -10,7 +10,10 @@ from whet.types import UserError
 
 Family = Literal["llama", "qwen2", "qwen3", "gpt2"]
 
-ARCHITECTURES: dict[str, str] = {
+MAX_SIZE = 2**24
+MAX_LAYERS = 1024
+
+ARCHITECTURES: dict[Family, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -63,7 +66,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     """Whether the output head is the embedding table."""
     attention_bias: bool = False
-    """Llama's biases on q, k, v and o (qwen2 and gpt2 have their own fixed biases)."""
+    """Biases on q, k, v and o, of llama and qwen3 (qwen2 and gpt2 have their own fixed biases)."""
     mlp_bias: bool = False
     """Llama's biases in the feed-forward part."""
 
@@ -79,19 +82,30 @@ class ModelConfig:
             "max_positions",
         )
         for name in sizes:
-            value = getattr(self, name)
-            if not 1 <= value <= 16_777_216:
-                raise ValueError(f"model.{name} = {value}: expected 1 to 16,777,216")
+            value, most = getattr(self, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
+            if not 1 <= value <= most:
+                raise ValueError(f"model.{name} = {value}: expected 1 to {most:,}")
+        for name in ("norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"model.{name} = {getattr(self, name)}: expected a positive number")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"model.num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads = {self.num_heads}"
+                f"model.num_kv_heads = {self.num_kv_heads}: "
+                f"expected a divisor of num_heads = {self.num_heads}"
             )
         if self.family != "gpt2" and self.head_dim % 2:
             raise ValueError(f"model.head_dim = {self.head_dim}: rotary positions need an even number")
         if self.family == "gpt2" and self.hidden_size != self.num_heads * self.head_dim:
             raise ValueError(
-                f"model.hidden_size = {self.hidden_size}: gpt2 needs num_heads * head_dim = {self.num_heads * self.head_dim}"
+                f"model.hidden_size = {self.hidden_size}: "
+                f"gpt2 needs num_heads * head_dim = {self.num_heads * self.head_dim}"
             )
+        if self.family == "gpt2" and (self.num_kv_heads != self.num_heads or self.rope_scaling is not None):
+            raise ValueError("model.family = gpt2: expected num_kv_heads = num_heads, and no rope_scaling")
+        if self.attention_bias and self.family not in ("llama", "qwen3"):
+            raise ValueError(f"model.attention_bias is for llama and qwen3: {self.family} has its own biases")
+        if self.mlp_bias and self.family != "llama":
+            raise ValueError(f"model.mlp_bias is for llama only: {self.family} has its own choice of biases")
 
 
 def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
@@ -107,20 +121,22 @@ def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConf
     Raises:
         UserError: If the family is not supported, or an option of it is not.
     """
-    family = data.get("model_type")
-    if family not in ARCHITECTURES:
+    asked = data.get("model_type")
+    family = next((name for name in ARCHITECTURES if name == asked), None)
+    if family is None:
         raise UserError(
-            f"{where}: model_type {family!r} is not supported; expected one of {', '.join(ARCHITECTURES)}"
+            f"{where}: model_type {str(asked)[:40]!r} is not supported; expected one of {', '.join(ARCHITECTURES)}"
         )
     if "auto_map" in data:
         raise UserError(
-            f"{where}: the model asks for remote code (auto_map), which whet never runs; use a plain {family} folder"
+            f"{where}: the model asks for remote code (auto_map), which whet never runs; "
+            f"use a plain {family} folder"
         )
     try:
-        return _from_gpt2(data) if family == "gpt2" else _from_llama_like(family, data, where)
+        return _from_gpt2(data) if family == "gpt2" else _from_llama_like(family, data)
     except KeyError as missing:
         raise UserError(f"{where}: field {missing} is missing") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:  # OverflowError: int(Infinity)
         raise UserError(f"{where}: {error}") from None
 
 
@@ -129,6 +145,10 @@ def _from_gpt2(data: Mapping[str, Any]) -> ModelConfig:
     activation = data.get("activation_function", "gelu_new")
     if activation != "gelu_new":
         raise ValueError(f"activation_function {activation!r} is not supported; expected 'gelu_new'")
+    fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    for name, expected in (fixed | {"add_cross_attention": False}).items():
+        if data.get(name, expected) != expected:
+            raise ValueError(f"{name} = {data[name]!r} is not supported; expected {expected}")
     return ModelConfig(
         family="gpt2",
         vocab_size=int(data["vocab_size"]),
@@ -144,12 +164,16 @@ def _from_gpt2(data: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _from_llama_like(family: Family, data: Mapping[str, Any], where: str) -> ModelConfig:
+def _from_llama_like(family: Family, data: Mapping[str, Any]) -> ModelConfig:
     if data.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {data['hidden_act']!r} is not supported; expected 'silu'")
     if data.get("use_sliding_window"):
         raise ValueError("use_sliding_window is not supported; expected false")
-    rope: Mapping[str, Any] = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    rope: Any = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters: expected an object, got {type(rope).__name__}")
+    if data.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported; expected 1")
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = None
     if kind == "llama3":
@@ -162,6 +186,7 @@ def _from_llama_like(family: Family, data: Mapping[str, Any], where: str) -> Mod
     elif kind != "default":
         raise ValueError(f"rope type {kind!r} is not supported; expected 'default' or 'llama3'")
     heads = int(data["num_attention_heads"])
+    channels = 128 if family == "qwen3" else int(data["hidden_size"]) // max(heads, 1)
     return ModelConfig(
         family=family,
         vocab_size=int(data["vocab_size"]),
@@ -170,14 +195,14 @@ def _from_llama_like(family: Family, data: Mapping[str, Any], where: str) -> Mod
         num_layers=int(data["num_hidden_layers"]),
         num_heads=heads,
         num_kv_heads=int(data.get("num_key_value_heads") or heads),
-        head_dim=int(data.get("head_dim") or int(data["hidden_size"]) // heads),
+        head_dim=int(data.get("head_dim") or channels),
         max_positions=int(data.get("max_position_embeddings", 2048)),
         norm_eps=float(data.get("rms_norm_eps", 1e-6)),
         rope_theta=float(data.get("rope_theta") or rope.get("rope_theta") or 10000.0),
         rope_scaling=scaling,
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         attention_bias=bool(data.get("attention_bias", False)) and family != "qwen2",
-        mlp_bias=bool(data.get("mlp_bias", False)),
+        mlp_bias=bool(data.get("mlp_bias", False)) and family == "llama",
     )
 
 

@@ -15,6 +15,8 @@ MAX_FILE_BYTES = 64 * 2**20
 
 def read_text(path: Path) -> str:
     """Read a UTF-8 file of bounded size; raise UserError otherwise."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
     if path.stat().st_size > MAX_FILE_BYTES:
         raise UserError(f"{path}: {path.stat().st_size:,} bytes; expected at most {MAX_FILE_BYTES:,}")
     try:
@@ -27,7 +29,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object of bounded size; raise UserError otherwise."""
     try:
         value = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:  # ValueError also for numbers of thousands of digits
         raise UserError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -53,9 +57,35 @@ def find_files(source: str | Path, names: Sequence[str]) -> dict[str, Path]:
         if names[0] not in files:
             raise UserError(f"{folder}: no {names[0]} there; point at a folder in the Hugging Face layout")
         return files
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", str(source)):
+    if not is_hub_name(str(source)):
         raise UserError(f"{str(source)!r}: no such folder, and not a hub name such as 'owner/name'")
     return _hub_files(str(source), names)
+
+
+def is_hub_name(source: str) -> bool:
+    """Say whether a text may name a model on the hub: 'owner/name', or 'name' for the oldest ones."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", source) is not None
+
+
+def hub_folder(source: str, patterns: Sequence[str]) -> Path:
+    """Download the files of a hub model that match the patterns, or find them in the hub's local cache.
+
+    Args:
+        source: Hub name.
+        patterns: Shell patterns of file names.
+
+    Returns:
+        The local folder.
+
+    Raises:
+        UserError: If the hub does not know the name or cannot be reached.
+    """
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(patterns), etag_timeout=10))
+    except Exception as error:  # network errors of many libraries
+        raise _no_hub(source, f"cannot be had from the hub ({_first_line(error)})") from error
 
 
 def _hub_files(source: str, names: Sequence[str]) -> dict[str, Path]:
@@ -72,9 +102,14 @@ def _hub_files(source: str, names: Sequence[str]) -> dict[str, Path]:
             )
             if is_absent and name != names[0]:
                 continue
-            text = (str(error).splitlines() or [type(error).__name__])[0][:160]
-            reason = f"has no {name} on the hub" if is_absent else f"cannot be had from the hub ({text})"
-            raise UserError(
-                f"{source!r}: no such folder, and {reason}; check the name, or download it to a folder"
-            ) from error
+            reason = f"cannot be had from the hub ({_first_line(error)})"
+            raise _no_hub(source, f"has no {name} on the hub" if is_absent else reason) from error
     return files
+
+
+def _no_hub(source: str, reason: str) -> UserError:
+    return UserError(f"{source!r}: no such folder, and {reason}; check the name, or download it to a folder")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -1,4 +1,4 @@
-"""GPT-2 on flat tokens: learned positions, LayerNorm, GELU, and Hugging Face's transposed ("Conv1D") weights."""
+"""GPT-2 on flat tokens: learned positions, LayerNorm, GELU, Hugging Face's transposed ("Conv1D") weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from whet.model.attention import AttentionContext
 from whet.model.config import ModelConfig
-from whet.model.transformer import LanguageModel
+from whet.model.transformer import LanguageModel, Linear, embedding
 
 
 class Conv1D(nn.Module):
@@ -74,8 +74,8 @@ class GPT2Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.wpe = nn.Embedding(config.max_positions, config.hidden_size)
+        self.wte = embedding(config.vocab_size, config.hidden_size)
+        self.wpe = embedding(config.max_positions, config.hidden_size)
         self.h = nn.ModuleList(GPT2Block(config) for _ in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
@@ -87,7 +87,7 @@ class GPT2(LanguageModel):
         super().__init__(config)
         self.transformer = GPT2Decoder(config)
         self.lm_head = (
-            None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         )
 
     @property

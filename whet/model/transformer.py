@@ -1,6 +1,7 @@
 """The Llama, Qwen2/2.5 and Qwen3 decoders on flat tokens: one module that trains, prefills and decodes.
 
-Parameter names are Hugging Face's. Positions are always explicit; rotary tables are float32; there is no dropout anywhere.
+Parameter names are Hugging Face's. Positions are always explicit; rotary tables are float32; there is no
+dropout anywhere.
 """
 
 from __future__ import annotations
@@ -14,6 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from whet.model.attention import ROW_QUANTUM, AttentionContext, round_up
 from whet.model.config import ModelConfig, RopeScaling
+
+
+class Linear(nn.Linear):
+    """A linear layer without PyTorch's default initialisation: weights are loaded, or drawn by `init_weights`."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights uninitialised."""
+
+
+def embedding(num_rows: int, width: int) -> nn.Embedding:
+    """Make an uninitialised embedding table (PyTorch's own initialisation would import its compiler, 3 s)."""
+    return nn.Embedding(num_rows, width, _weight=torch.empty(num_rows, width))
 
 
 class RMSNorm(nn.Module):
@@ -70,10 +83,10 @@ class Attention(nn.Module):
         width, channels = config.hidden_size, config.head_dim
         qkv_bias = config.attention_bias or config.family == "qwen2"
         self.head_dim = channels
-        self.q_proj = nn.Linear(width, config.num_heads * channels, bias=qkv_bias)
-        self.k_proj = nn.Linear(width, config.num_kv_heads * channels, bias=qkv_bias)
-        self.v_proj = nn.Linear(width, config.num_kv_heads * channels, bias=qkv_bias)
-        self.o_proj = nn.Linear(config.num_heads * channels, width, bias=config.attention_bias)
+        self.q_proj = Linear(width, config.num_heads * channels, bias=qkv_bias)
+        self.k_proj = Linear(width, config.num_kv_heads * channels, bias=qkv_bias)
+        self.v_proj = Linear(width, config.num_kv_heads * channels, bias=qkv_bias)
+        self.o_proj = Linear(config.num_heads * channels, width, bias=config.attention_bias)
         self.q_norm = RMSNorm(channels, config.norm_eps) if config.family == "qwen3" else None
         self.k_norm = RMSNorm(channels, config.norm_eps) if config.family == "qwen3" else None
 
@@ -102,9 +115,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Return down(silu(gate(x)) * up(x))."""
@@ -139,17 +152,18 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
 
 class LanguageModel(nn.Module):
-    """What both architectures share: flat tokens in, hidden states out, and a head whose logits the caller computes.
+    """What both architectures share: flat tokens in, hidden states out; the caller computes the logits.
 
     Attributes:
         config: Shape of the model.
-        num_valid_tokens: Ids at and above this are never scored nor sampled (unused rows of a padded vocabulary).
+        num_valid_tokens: Ids at and above this are never scored nor sampled (unused rows of a padded
+            vocabulary).
         checkpoint_layers: Whether training recomputes each layer's activations in the backward pass.
     """
 
@@ -202,7 +216,7 @@ class LlamaLike(LanguageModel):
         super().__init__(config)
         self.model = Decoder(config)
         self.lm_head = (
-            None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         )
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -215,7 +229,8 @@ class LlamaLike(LanguageModel):
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
         if self._rotary is None or self._rotary[0].device != tokens_N.device:
-            # Made under no autograd mode and kept float32: a bfloat16 or inference-mode table would break equality or training.
+            # Made under no autograd mode and kept float32: a bfloat16 or inference-mode table would break
+            # equality or training.
             with torch.inference_mode(False), torch.no_grad():
                 self._rotary = rotary_tables(self.config, tokens_N.device)
         cos_N1C, sin_N1C = (table.index_select(0, positions_N)[:, None, :] for table in self._rotary)
@@ -226,7 +241,7 @@ class LlamaLike(LanguageModel):
 
 
 def init_weights(model: LanguageModel, seed: int) -> None:
-    """Fill a model from scratch: N(0, 0.02), residual projections scaled by 1/sqrt(2 L), biases zero, norms one.
+    """Fill a model from scratch: N(0, 0.02), residual projections times 1/sqrt(2 L), biases 0, norms 1.
 
     Args:
         model: The model, changed in place.

@@ -1,4 +1,6 @@
-"""Strict loading and saving of model folders in the Hugging Face format: safetensors and JSON, nothing that can execute.
+"""Strict loading and saving of model folders in the Hugging Face format.
+
+They are safetensors and JSON: nothing in them can execute.
 
 A run folder counts as a model folder too: its best checkpoint is taken, else its newest.
 """
@@ -7,19 +9,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from whet.model.config import ModelConfig, from_hf, to_hf
+from whet.model.files import hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
 from whet.model.transformer import LanguageModel, LlamaLike
 from whet.types import UserError
 
-MAX_JSON_BYTES = 64 * 2**20
 SHARD_BYTES = 4 * 10**9
 HUB_PATTERNS = (
     "*.safetensors",
@@ -27,32 +29,14 @@ HUB_PATTERNS = (
     "config.json",
     "generation_config.json",
     "tokenizer*.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
 )
-HUB_PATTERNS += ("special_tokens_map.json", "chat_template.jinja")
 
 
 def build_model(config: ModelConfig) -> LanguageModel:
     """Make the module of a configuration, with uninitialised weights on the current default device."""
     return GPT2(config) if config.family == "gpt2" else LlamaLike(config)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of bounded size.
-
-    Raises:
-        UserError: If the file is missing, too large, malformed or not an object.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise UserError(f"{path}: {path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return data
 
 
 def model_folder(source: str | Path) -> Path:
@@ -72,31 +56,20 @@ def model_folder(source: str | Path) -> Path:
         return path
     checkpoints = path / "checkpoints"
     if checkpoints.is_dir():
-        steps = sorted(p for p in checkpoints.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
-        for candidate in [checkpoints / "best", *reversed(steps)]:
+        steps = [p for p in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{1,18}", p.name)]
+        newest_first = sorted(steps, key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
+        for candidate in [checkpoints / "best", *newest_first]:
             if (candidate / "config.json").is_file():
                 return candidate
         raise UserError(
-            f"{path}: the run folder has no finished checkpoint; let the run reach its first one, or give another folder"
+            f"{path}: the run folder has no finished checkpoint; "
+            "let the run reach its first one, or give another folder"
         )
     if path.exists():
         raise UserError(f"{path}: neither a model folder (no config.json) nor a run folder (no checkpoints/)")
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(source)):
-        return _from_hub(str(source))
-    raise UserError(f"{source}: no such folder, and not a hub name (owner/name)")
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_PATTERNS)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
-        raise UserError(
-            f"{name}: no such local folder, and the hub could not give it ({reason}); check the name or the network"
-        ) from None
+    if "/" not in str(source) or not is_hub_name(str(source)):
+        raise UserError(f"{str(source)!r}: no such folder, and not a hub name such as 'owner/name'")
+    return hub_folder(str(source), HUB_PATTERNS)
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -115,14 +88,13 @@ def _shards(folder: Path) -> list[Path]:
         raise UserError(f"{folder}: no model.safetensors{hint}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: 'weight_map' is missing")
-    names = sorted(set(weight_map.values()))
-    for name in names:
+        raise UserError(f"{index}: 'weight_map' is missing, or not an object")
+    for name in weight_map.values():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*\.safetensors", name):
-            raise UserError(f"{index}: shard name {name!r} is not a plain file name")
+            raise UserError(f"{index}: shard name {str(name)[:80]!r} is not a plain file name")
         if not (folder / name).is_file():
             raise UserError(f"{folder / name}: no such shard, though the index names it")
-    return [folder / name for name in names]
+    return [folder / name for name in sorted(set(weight_map.values()))]
 
 
 def _canonical_name(name: str, config: ModelConfig) -> str | None:
@@ -148,7 +120,8 @@ def load_model(
         The model in evaluation mode and its configuration.
 
     Raises:
-        UserError: If a file is missing or malformed, or tensors are missing, unexpected, repeated or of another shape.
+        UserError: If a file is missing or malformed, or tensors are missing, unexpected, repeated or of
+            another shape.
     """
     folder = model_folder(path)
     config = from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
@@ -172,7 +145,10 @@ def load_model(
                         raise UserError(
                             f"{shard}: tensor {stored!r} has shape {list(got)}, config.json says {list(want)}"
                         )
-                    loaded[name] = file.get_tensor(stored).to(device=device, dtype=dtype)
+                    tensor = file.get_tensor(stored)
+                    if not tensor.is_floating_point():
+                        raise UserError(f"{shard}: tensor {stored!r} is {tensor.dtype}, expected floats")
+                    loaded[name] = tensor.to(device=device, dtype=dtype)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{shard}: not a readable safetensors file ({error})") from None
     missing = sorted(set(expected) - set(loaded))
@@ -192,7 +168,7 @@ def save_model(
     eos_ids: tuple[int, ...] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder that `transformers` loads: config.json, generation_config.json and safetensors (sharded when large).
+    """Write a folder that `transformers` loads: two JSON files and safetensors, in shards when large.
 
     Args:
         model: The model; tied heads are stored once.
@@ -236,19 +212,20 @@ def save_model(
 
 
 def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> LanguageModel:
-    """Return the model with `num_rows` vocabulary rows; new rows start at the mean of the old ones plus N(0, 0.02 std) noise.
+    """Return the model with `num_rows` vocabulary rows; new rows start near the mean of the old ones.
+
+    The noise around that mean is normal, with 0.02 of the old rows' standard deviation.
 
     Args:
         model: The model; unchanged when it already has at least `num_rows`.
         num_rows: Rows wanted.
         seed: Seed of the noise.
     """
-    from dataclasses import replace
-
     old = model.config.vocab_size
     if num_rows <= old:
         return model
-    grown = build_model(replace(model.config, vocab_size=num_rows))
+    like = next(model.parameters())
+    grown = build_model(replace(model.config, vocab_size=num_rows)).to(device=like.device, dtype=like.dtype)
     generator = torch.Generator().manual_seed(seed)
     state = dict(model.named_parameters())
     with torch.no_grad():
@@ -257,10 +234,8 @@ def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> Languag
             if source.shape == parameter.shape:
                 parameter.copy_(source)
                 continue
-            noise = (
-                torch.empty(num_rows - old, source.shape[1]).normal_(0, 0.02, generator=generator)
-                * source.float().std()
-            )
+            noise = torch.empty(num_rows - old, source.shape[1]).normal_(0, 0.02, generator=generator)
+            noise = noise.to(source.device) * source.float().std()
             parameter[:old].copy_(source)
             parameter[old:].copy_(source.float().mean(0) + noise)
-    return grown.to(next(model.parameters()).dtype).eval()
+    return grown.eval()

@@ -86,8 +86,8 @@ def score_completion(
         score = reward.function(problem, completion)
         if score is not None and not (isinstance(score, (int, float)) and math.isfinite(score)):
             raise UserError(
-                f"reward '{reward.name}' returned {score!r} for problem {problem.uid}: expected a finite number, "
-                f"or None for 'unscorable'; the completion was {completion[:200]!r}"
+                f"reward '{reward.name}' returned {score!r} for problem {problem.uid}: expected a finite "
+                f"number, or None for 'unscorable'; the completion was {completion[:200]!r}"
             )
         scores[reward.name] = None if score is None else float(score)
         total += reward.weight * (score or 0.0)

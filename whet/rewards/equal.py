@@ -21,7 +21,14 @@ from fractions import Fraction
 from whet.rewards.calculator import close, evaluate_at
 from whet.rewards.expression import Node, ParseError, parse_expression
 from whet.rewards.latex import WORD_CLOSE, WORD_OPEN, clean
-from whet.rewards.numbers import Number, is_rounding, numbers_equal, parse_decimal_comma, parse_literal
+from whet.rewards.numbers import (
+    Number,
+    is_rounding,
+    numbers_equal,
+    parse_decimal_comma,
+    parse_literal,
+    parse_number,
+)
 from whet.rewards.structure import UNORDERED_KINDS, Equation, Leaf, Sequence, Value, parse_value
 from whet.rewards.units import units_conflict
 
@@ -43,20 +50,22 @@ _SIGNED_POINT = (-0.8414709, -1.2912859, 0.9297764, -2.1213203, 1.4324178, -0.56
 """Used in addition where an absolute value occurs."""
 _SINGLE = re.compile(r"\{([A-Za-z0-9])\}|(?<=_)\{([A-Za-z0-9]+)\}")
 _IDLE_SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
-_IDLE_PROSE = re.compile(rf"(?<![a-z0-9])(?:a|an|the)(?=\s)|[\s\"'`.,!?{WORD_OPEN}{WORD_CLOSE}]")
+_IDLE_PROSE = re.compile(rf"(?<![a-z0-9])(?:a|an|the)(?=\s[a-z]{{3}})|[\s\"'`.,!?{WORD_OPEN}{WORD_CLOSE}]")
 _CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
 _PROSE = re.compile(r"[^\\^_=+*/<>|{}()\[\]]*[A-Za-z][^\\^_=+*/<>|{}()\[\]]*")
 _NAME = re.compile(r"\(?[A-Za-z\\∠△❮][A-Za-z0-9_{}\\(), |'∠△°❮❯^-]{0,60}")
 _REALS = frozenset({"ℝ", "(-∞,∞)", "(-∞,+∞)", "allrealnumbers", "allreals", "allrealx"})
 
 
-def answers_equal(prediction: str, gold: str, *, ordered: bool = False) -> bool:
+def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_number: bool = False) -> bool:
     """Judge an extracted answer; the rules are in the docstring of this module.
 
     Args:
         prediction: Extracted final answer: untrusted text of any length.
         gold: The gold answer.
         ordered: True when bare comma lists are vectors, whose order matters.
+        plain_number: True when the prediction must be a written number and no sum to be done: in arithmetic,
+            copying the question ("17*24") must not pay.
 
     Returns:
         True when both are the same answer. Never raises; bounded in time.
@@ -69,6 +78,8 @@ def answers_equal(prediction: str, gold: str, *, ordered: bool = False) -> bool:
         other = parse_literal(right)
         if other is not None:
             return numbers_equal(literal, other)
+    if plain_number and not is_plain_number(left):
+        return False
     if left == right:
         return True
     if max(len(left), len(right)) > MAX_CHARACTERS:
@@ -79,6 +90,24 @@ def answers_equal(prediction: str, gold: str, *, ordered: bool = False) -> bool:
     if _squeeze(left) == _squeeze(right):
         return True
     return _values_equal(parse_value(left), parse_value(right), ordered)
+
+
+def is_plain_number(text: str) -> bool:
+    """Say whether an answer is one written number (literal, fraction, mixed), with or without a unit."""
+    if len(text) > MAX_CHARACTERS:
+        return False
+    leaf = parse_value(clean(text))
+    if not isinstance(leaf, Leaf):
+        return False
+    return parse_number(leaf.parts[0]) is not None or (leaf.tree is not None and _is_fraction(leaf.tree))
+
+
+def _is_fraction(node: Node) -> bool:
+    if node.op == "neg":
+        return _is_fraction(node.args[0])
+    if node.name == "mixed":
+        return _is_fraction(node.args[1])
+    return node.name == "frac" and all(part.op == "num" for part in (node.args[0], node.args[1].args[0]))
 
 
 def _squeeze(text: str) -> str:

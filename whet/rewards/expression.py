@@ -72,7 +72,8 @@ class Node:
         op: 'num', 'var', 'add', 'mul', 'neg', 'inv', 'pow', 'root', 'log', 'fn', 'fact', 'binom' or 'deg'.
         args: Operands.
         value: Value of a 'num'.
-        name: Name of a 'var' (constants 'π', 'e', 'i' included) or function of an 'fn'.
+        name: Name of a 'var' (constants 'π', 'e', 'i' included) or function of an 'fn'; 'frac' and 'mixed'
+            tell how a 'mul' and an 'add' were written.
     """
 
     op: str
@@ -355,5 +356,5 @@ def _mixed_number(left: Node, right: Node, spelling: str) -> list[Node]:
     top, bottom = right.args[0], right.args[1].args[0]
     if top.op != "num" or bottom.op != "num" or whole.value.denominator != 1:
         return [left, right]
-    total = Node("add", (whole, right))
+    total = Node("add", (whole, right), name="mixed")
     return [Node("neg", (total,)) if negative else total]

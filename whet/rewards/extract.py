@@ -13,6 +13,8 @@ ANSWER_OPEN = "<answer>"
 ANSWER_CLOSE = "</answer>"
 LONGEST_NUMBER = 2048
 """Characters of the longest number that the last step looks at; a longer run of digits is no answer."""
+LONGEST_TAIL = 64 * 1024
+"""A box that opens further than this from the end of the text is not looked at."""
 
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\.|\{+|\}+", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
@@ -20,7 +22,7 @@ _PHRASE = re.compile(r"answer(?: is|:)[:*]{0,3}", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s\"*]|$)")
 _NUMBER = re.compile(
     r"(?<![A-Za-z_0-9.^])"
-    r"(?:(?<![\w)])[-+\u2212])?[$]?"
+    r"(?:(?<!\))[-+\u2212])?[$]?"
     r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?(?:(?<![0-9,])\.[0-9]+|(?<=[0-9])(?:\.[0-9]+)?)"
     r"(?:/[0-9]+(?:\.[0-9]+)?)?(?:[ ]?\\?%)?"
 )
@@ -40,6 +42,7 @@ def from_box(text: str) -> str | None:
 
     Of nested boxes the outer one is returned. Escaped braces (`\{`) do not nest.
     """
+    text = text[-LONGEST_TAIL:]
     last_box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if last_box < 0:
         return None

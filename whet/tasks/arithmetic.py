@@ -13,8 +13,8 @@ TEST_PERCENT = 12
 class Arithmetic:
     """All ordered pairs of two-digit numbers, `47+85=`, worked digit by digit as on paper.
 
-    The scratch-pad adds the ones, then the carry and the tens: `7+5=12,1+4+8=13`. Splits go by the hash of the
-    *unordered* pair, so that no test problem has its mirror image in the training split.
+    The scratch-pad adds the ones, then the carry and the tens: `7+5=12,1+4+8=13`. Splits go by the hash of
+    the *unordered* pair, so that no test problem has its mirror image in the training split.
     """
 
     name = "arithmetic"
@@ -36,7 +36,7 @@ class Arithmetic:
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool:
         """Say whether the answer is the sum."""
-        return answer is not None and answers_equal(answer, problem.answer)
+        return answer is not None and answers_equal(answer, problem.answer, plain_number=True)
 
     def _split(self, left: int, right: int) -> str:
         pair = problem_uid(self.name, f"{min(left, right)}+{max(left, right)}")

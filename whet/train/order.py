@@ -1,4 +1,4 @@
-"""The order in which data is read: a pure function of (seed, position), so that a run resumes by remembering one number."""
+"""The order in which data is read: a function of (seed, position), so that a run resumes from one number."""
 
 from __future__ import annotations
 
