@@ -45,6 +45,7 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool) -> None:
             raise UserError(
                 f"{folder}: --resume needs the configuration that the run was started with; {changed}"
             )
+        recover(folder / "checkpoints")
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
@@ -55,6 +56,30 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool) -> None:
         path.write_text(config_yaml, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def recover(parent: Path) -> None:
+    """Clear what killed writers left in a folder of committed folders.
+
+    A folder that was set aside and whose successor never came gets its name back; half-written and
+    half-removed ones are deleted.
+
+    Args:
+        parent: Folder of the committed folders; it may be missing. Nobody may be writing to it.
+    """
+    for path in sorted(parent.glob(".old-*")):
+        final = parent / path.name.removeprefix(".old-").rpartition("-")[0]
+        if not final.exists():
+            path.rename(final)
+    for path in [*parent.glob(".old-*"), *parent.glob(".tmp-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a committed folder; killed in the middle it leaves no folder that looks whole."""
+    doomed = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _first_difference(stored: str, given: str) -> str:
@@ -69,9 +94,9 @@ def _first_difference(stored: str, given: str) -> str:
 def commit_folder(final: Path) -> Iterator[Path]:
     """Write a folder that appears under its name only when it is complete.
 
-    Files go to a temporary sibling; on success a manifest with size and SHA-256 of each is added, everything is
-    synced to disk, and the folder is renamed. After an error the temporary folder is removed and nothing has
-    changed.
+    Files go to a temporary sibling; on success a manifest with size and SHA-256 of each is added, everything
+    is synced to disk, and the folder is renamed. After an error the temporary folder is removed and nothing
+    has changed. What a killed process leaves is cleared by `recover`.
 
     Args:
         final: The name; an older folder of that name is replaced.
@@ -132,7 +157,7 @@ def verify_folder(folder: Path) -> None:
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         expected = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{folder}: no readable manifest ({type(error).__name__})") from None
     for name, (size, digest) in expected.items():
         path = folder / name
@@ -190,7 +215,7 @@ def save_step(
         )
         (training / "state.json").write_text(json.dumps({"step": step, **state}, indent=1) + "\n")
     for old in saved_steps(run)[: -max(keep, 2)]:
-        shutil.rmtree(step_folder(run, old), ignore_errors=True)
+        _remove(step_folder(run, old))
     return folder
 
 
@@ -216,7 +241,9 @@ def load_step(run: Path) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]
             state = json.loads((folder / "training" / "state.json").read_text())
         except (UserError, OSError, ValueError, SafetensorError) as error:
             problems.append(str(error))
-            folder.rename(folder.with_name(f".corrupt-{folder.name}"))
+            aside = folder.with_name(f".corrupt-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
             print(f"whet: warning: {error}; set aside, trying the checkpoint before it", flush=True)
             continue
         return folder, tensors, state

@@ -51,7 +51,8 @@ def all_reduce_max(value: float) -> float:
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Add gradients over all ranks.
 
-    Losses are divided by global counts, so the sum is the gradient of the whole batch. A parameter without a gradient here counts as zero, so that ranks with less work stay in step.
+    Losses are divided by global counts, so the sum is the gradient of the whole batch. A parameter without a
+    gradient here counts as zero, so that ranks with less work stay in step.
     """
     if not is_distributed():
         return

@@ -99,9 +99,9 @@ class ResponseSchema:
     def parse(self, completion: str) -> ParsedResponse:
         """Read a completion in linear time, whatever it holds.
 
-        The answer is the text of the *last closed* answer block after the thinking was closed, so that tags quoted
-        in the thinking do not count. Completions that a stop string cut right after `answer_close` parse as
-        perfect.
+        The answer is the text of the *last closed* answer block after the thinking was closed, so that tags
+        quoted in the thinking do not count. A completion that a stop string cut right after `answer_close`
+        parses as perfect.
 
         Args:
             completion: Decoded generated text, without the prompt.
@@ -138,11 +138,11 @@ class ResponseSchema:
 
 def _last_block(text: str, opening: str, closing: str) -> str | None:
     """Return the stripped text of the last closed opening...closing block, or None. Linear time."""
-    end = text.rfind(closing)
-    if end < 0:
+    start = text.rfind(opening, 0, max(text.rfind(closing), 0))
+    if start < 0:
         return None
-    start = text.rfind(opening, 0, end)
-    return text[start + len(opening) : end].strip() if start >= 0 else None
+    start += len(opening)
+    return text[start : text.find(closing, start)].strip()
 
 
 SCHEMAS: dict[str, ResponseSchema] = {
@@ -183,6 +183,6 @@ def preflight(
     wrong = score(problem, schema.render("...", "no answer"))
     if empty is None or empty >= best or (wrong is not None and empty > wrong):
         raise UserError(
-            f"preflight: an empty completion of problem {problem.uid} scores {empty}, a wrong one {wrong}, a perfect "
-            f"one {best}; expected empty <= wrong and empty < perfect: mend the rewards or their weights"
+            f"preflight: an empty completion of problem {problem.uid} scores {empty}, a wrong one {wrong}, a "
+            f"perfect one {best}; expected empty <= wrong and empty < perfect: mend the rewards or weights"
         )

@@ -46,13 +46,13 @@ def group_advantages(
         rewards_PG: Total reward of each sample.
         scored_PG: True where a sample has a score; the others get 0 and enter no statistic. Default all.
         baseline: What is subtracted.
-        scale: What the difference is divided by: the standard deviation of its group or of the batch, or nothing.
+        scale: The difference is divided by the standard deviation of its group, of the batch, or by nothing.
         std_ddof: 1 for the sample, 0 for the population standard deviation.
         eps: Added to the standard deviation.
         clip: Largest absolute advantage, or None.
 
     Returns:
-        Advantages [P, G], float64; exactly 0 in groups whose rewards are all equal (with baseline 'none' these
+        Advantages [P, G], float64; exactly 0 in groups whose rewards are all equal (with baseline 'none' they
         keep their reward, undivided).
 
     Raises:
@@ -79,11 +79,13 @@ def group_advantages(
     if scale == "group":
         deviation_PG = (rewards_PG - mean_P[:, None]).masked_fill(~scored_PG, 0.0)
         variance_P = deviation_PG.square().sum(1) / (count_P - std_ddof).clamp(min=1)
-        advantages_PG = advantages_PG / (variance_P.sqrt() + eps)[:, None]
+        divisor_P = torch.where(has_spread(rewards_PG, scored_PG), variance_P.sqrt() + eps, 1.0)
+        advantages_PG = advantages_PG / divisor_P[:, None]
     elif scale == "batch" and scored_PG.any():
         scored = rewards_PG[scored_PG]
         variance = (scored - scored.mean()).square().sum() / max(scored.numel() - std_ddof, 1)
-        advantages_PG = advantages_PG / (variance.sqrt() + eps)
+        if bool(has_spread(scored[None], torch.ones_like(scored[None], dtype=torch.bool))):
+            advantages_PG = advantages_PG / (variance.sqrt() + eps)
     if clip is not None:
         advantages_PG = advantages_PG.clamp(-clip, clip)
     if baseline != "none":

@@ -156,7 +156,7 @@ def token_logprobs(
     num_valid: int | None = None,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score chosen tokens, differentiably in hidden states and head, with at most `chunk` rows of logits at once.
+    """Score chosen tokens, differentiably in hidden states and head, holding at most `chunk` rows of logits.
 
     Args:
         hidden_MD: Hidden states of the rows that predict the targets.

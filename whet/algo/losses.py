@@ -61,8 +61,7 @@ def policy_loss(
         clip_high: Upper clip range (above `clip_low` is DAPO's clip-higher).
 
     Returns:
-        Loss [M]; and where the clip is *active* (it changes the gradient), from above and from below, bool [M]
-        each.
+        Loss [M]; and where the clip is *active* (it changes the gradient): from above, from below, bool [M].
 
     Source: PPO 1707.06347 eq. 7; DAPO 2503.14476 eq. 8. Deviation: the log-ratio is clamped to +-20.
     """

@@ -48,8 +48,8 @@ def grade(
         problem: The problem.
         text: Decoded completion.
         completion_ids: Its tokens.
-        answer_from: 'schema' takes the answer block only; 'anywhere' falls back to boxes, phrases and the last
-            number.
+        answer_from: 'schema' takes the answer block only; 'anywhere' falls back to boxes, phrases and the
+            last number.
 
     Returns:
         Answer, correctness, format and length of the thinking.

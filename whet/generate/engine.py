@@ -1,8 +1,8 @@
-"""Continuous batching on the trainer's own module: prompts to tokens and the log-probabilities they were drawn with.
+"""Continuous batching on the trainer's own module: prompts to tokens, with the log-probabilities they were drawn with.
 
-A prompt is prefilled once for all its samples. Rows that end leave at once and waiting prompts take their place. What a
-sequence becomes depends on its prompt and seed alone, not on batch, row or order (given row-invariant arithmetic, which
-`whet.generate.probe` measures).
+A prompt is prefilled once for all its samples. Rows that end leave at once and waiting prompts take their place. What
+a sequence becomes depends on its prompt and seed alone, not on batch, row or order (given row-invariant arithmetic,
+which `whet.generate.probe` measures).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Engine:
         decode: Turns completion ids into text, for stop strings.
         max_rows: Sequences decoded together.
         attention: 'exact' (rows do not depend on the batch) or 'fast'.
-        autocast: Compute dtype when the parameters are float32 but products run in bfloat16; None for the parameters' own.
+        autocast: Compute dtype of products when it is not the parameters' own (bfloat16 for float32 parameters).
     """
 
     def __init__(
@@ -205,7 +205,8 @@ class Engine:
                 )
             if max(request.prompt_ids) >= self.model.config.vocab_size or min(request.prompt_ids) < 0:
                 raise UserError(
-                    f"prompt {index} has token id {max(request.prompt_ids)}, the model's vocabulary has {self.model.config.vocab_size} rows: "
+                    f"prompt {index} has token id {max(request.prompt_ids)}, the model's vocabulary has "
+                    f"{self.model.config.vocab_size} rows: "
                     "the tokenizer does not fit the model"
                 )
 

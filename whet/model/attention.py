@@ -24,6 +24,7 @@ ROW_QUANTUM = 16
 KEY_QUANTUM = 32
 KEY_BLOCK = 128
 MIN_QUERY_ROWS = 4
+TILE_SCORES = 2**20
 
 
 class AttentionContext(Protocol):
@@ -56,8 +57,8 @@ def exact_attention(
         Outputs [B, K, Q, C] in the dtype of the values.
     """
     scale = q_BKQC.shape[-1] ** -0.5
-    scores = (q_BKQC * scale) @ k_BKSC.transpose(-1, -2)
-    probs = torch.softmax(scores.float() + bias, dim=-1).to(v_BKSC.dtype)
+    scores = ((q_BKQC * scale) @ k_BKSC.transpose(-1, -2)).float()
+    probs = torch.softmax(scores.add_(bias), dim=-1).to(v_BKSC.dtype)
     num_keys = k_BKSC.shape[-2]
     if num_keys <= KEY_BLOCK:
         return probs @ v_BKSC
@@ -72,7 +73,7 @@ def fold_queries(q_BTHC: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """Bring queries [B, T, H, C] to [B, K, rep * T, C]: heads of one key/value head share a product."""
     rows, length, heads, channels = q_BTHC.shape
     rep = heads // num_kv_heads
-    folded = q_BTHC.view(rows, length, num_kv_heads, rep, channels).permute(0, 2, 3, 1, 4)
+    folded = q_BTHC.reshape(rows, length, num_kv_heads, rep, channels).permute(0, 2, 3, 1, 4)
     return folded.reshape(rows, num_kv_heads, rep * length, channels)
 
 
@@ -149,8 +150,31 @@ class Packed:
                 q_BTHC.transpose(1, 2), k, v, is_causal=True, enable_gqa=k.shape[1] != q_BTHC.shape[2]
             )
             return out.transpose(1, 2)
-        length = q_BTHC.shape[1]
-        rep = q_BTHC.shape[2] // k.shape[1]
-        bias = torch.full((length, length), float("-inf"), device=q_BTHC.device).triu_(1).repeat(rep, 1)
-        out = exact_attention(fold_queries(q_BTHC, k.shape[1]), k.contiguous(), v.contiguous(), bias)
-        return unfold_outputs(out, length)
+        return _causal_exact(q_BTHC, k.contiguous(), v.contiguous())
+
+
+def _causal_exact(q_BTHC: torch.Tensor, k_BKTC: torch.Tensor, v_BKTC: torch.Tensor) -> torch.Tensor:
+    """Causal exact attention [B, T, H, C], in tiles that stay in the cache of a CPU core.
+
+    Queries go in blocks that read only the keys up to their own, and rows in slices: neither changes a row's result.
+    """
+    rows, length, heads, _ = q_BTHC.shape
+    kv_heads = k_BKTC.shape[1]
+    block = min(length, KEY_BLOCK)
+    outputs = []
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        hidden = (
+            torch.arange(stop, device=q_BTHC.device)[None, :]
+            > torch.arange(start, stop, device=q_BTHC.device)[:, None]
+        )
+        bias = torch.zeros(hidden.shape, device=q_BTHC.device).masked_fill_(hidden, float("-inf"))
+        bias = bias.repeat(heads // kv_heads, 1)
+        step = max(1, TILE_SCORES // (heads * (stop - start) * stop))
+        tiles = []
+        for row in range(0, rows, step):
+            queries = fold_queries(q_BTHC[row : row + step, start:stop], kv_heads)
+            keys, values = k_BKTC[row : row + step, :, :stop], v_BKTC[row : row + step, :, :stop]
+            tiles.append(unfold_outputs(exact_attention(queries, keys, values, bias), stop - start))
+        outputs.append(tiles[0] if len(tiles) == 1 else torch.cat(tiles))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)

@@ -122,10 +122,11 @@ def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConf
         UserError: If the family is not supported, or an option of it is not.
     """
     asked = data.get("model_type")
-    family = next((name for name in ARCHITECTURES if name == asked), None)
+    family: Family | None = next((name for name in ARCHITECTURES if name == asked), None)
     if family is None:
         raise UserError(
-            f"{where}: model_type {str(asked)[:40]!r} is not supported; expected one of {', '.join(ARCHITECTURES)}"
+            f"{where}: model_type {str(asked)[:40]!r} is not supported; "
+            f"expected one of {', '.join(ARCHITECTURES)}"
         )
     if "auto_map" in data:
         raise UserError(
@@ -157,7 +158,7 @@ def _from_gpt2(data: Mapping[str, Any]) -> ModelConfig:
         num_layers=int(data["n_layer"]),
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=width // heads,
+        head_dim=width // max(heads, 1),
         max_positions=int(data["n_positions"]),
         norm_eps=float(data.get("layer_norm_epsilon", 1e-5)),
         tie_embeddings=bool(data.get("tie_word_embeddings", True)),

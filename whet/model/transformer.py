@@ -18,7 +18,7 @@ from whet.model.config import ModelConfig, RopeScaling
 
 
 class Linear(nn.Linear):
-    """A linear layer without PyTorch's default initialisation: weights are loaded, or drawn by `init_weights`."""
+    """A linear layer without PyTorch's default initialisation: it is loaded, or drawn by `init_weights`."""
 
     def reset_parameters(self) -> None:
         """Leave the weights uninitialised."""

@@ -1,4 +1,4 @@
-"""`whet demo`: the whole story in a minute. Random weights, fine-tuning, reinforcement, and a table that proves the gain."""
+"""`whet demo`: the whole story in a minute: random weights, fine-tuning, reinforcement, and a table as proof."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class AlgoConfig:
     baseline: Baseline = "group_mean"
     """What is subtracted from a reward: group_mean (GRPO), leave_one_out (RLOO) or none (REINFORCE)."""
     scale: Scale = "group"
-    """What the difference is divided by: the standard deviation of its group (GRPO), of the batch, or none (Dr. GRPO)."""
+    """What the difference is divided by: its group's standard deviation (GRPO), the batch's, or none (Dr. GRPO)."""
     std_ddof: int = 1
     """1 for the sample, 0 for the population standard deviation."""
     eps: float = 1e-4
@@ -102,7 +102,7 @@ def with_advantages(groups: Sequence[Group], algo: AlgoConfig) -> list[Group]:
 
 
 def counted_samples(groups: Sequence[Group], *, mask_truncated: bool) -> list[Sample]:
-    """Return the samples that enter the loss's denominators: scored ones, without truncated ones where they are masked."""
+    """Return the samples that enter the loss's denominators: scored, and not cut off where those are masked."""
     return [
         sample
         for group in groups

@@ -329,7 +329,7 @@ class _Run:
         self.dead_steps = self.dead_steps + 1 if values["rl/zero_variance_groups"] == 1.0 else 0
         if self.dead_steps >= self.config.max_dead_steps and values["rl/correct"] < 0.5:
             raise UserError(
-                f"step {step}: {self.dead_steps} steps in a row without any difference between rewards: nothing to learn "
+                f"step {step}: {self.dead_steps} steps in a row without any difference in reward: nothing to learn "
                 "from; start from a better model (SFT first), take easier problems or more samples per prompt"
             )
 

@@ -1,0 +1,182 @@
+"""Advantages against closed forms."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.algo.advantages import group_advantages, has_spread, overlong_penalty
+
+GRID = st.integers(-256, 256).map(lambda number: number / 64)
+GROUPS = st.integers(2, 7).flatmap(
+    lambda size: st.lists(st.lists(GRID, min_size=size, max_size=size), min_size=1, max_size=3)
+)
+# Sums of at most 21 numbers of size 4 in float64; advantages are at most a few units.
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def matrix(rows: list[list[float]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "ddof", "expected"),
+    [
+        ([0, 0, 0, 1], 0, [-0.57735, -0.57735, -0.57735, 1.73205]),
+        ([0, 0, 0, 1], 1, [-0.5, -0.5, -0.5, 1.5]),
+        ([0, 0.25, 0.25, 1], 1, [-0.86603, -0.28868, -0.28868, 1.44338]),
+        ([0, 0.25, 0.25, 1], 0, [-1.0, -1 / 3, -1 / 3, 5 / 3]),
+    ],
+)
+def test_golden_z_scores(rewards: list[float], ddof: int, expected: list[float]) -> None:
+    got = group_advantages(matrix([rewards]), std_ddof=ddof, eps=0.0)
+    # The published numbers have five digits.
+    torch.testing.assert_close(got, matrix([expected]), rtol=0, atol=1e-5)
+
+
+@given(GROUPS, st.sampled_from([0, 1]))
+@settings(deadline=None, max_examples=60)
+def test_group_scale_is_the_z_score(rows: list[list[float]], ddof: int) -> None:
+    got = group_advantages(matrix(rows), std_ddof=ddof, eps=1e-4)
+    for row, advantages in zip(rows, got.tolist(), strict=True):
+        deviation = (statistics.stdev if ddof else statistics.pstdev)(row)
+        mean = statistics.fmean(row)
+        expected = [(reward - mean) / (deviation + 1e-4) if deviation else 0.0 for reward in row]
+        assert advantages == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@given(GROUPS)
+@settings(deadline=None, max_examples=60)
+def test_baselines_without_scale(rows: list[list[float]]) -> None:
+    size = len(rows[0])
+    centred = group_advantages(matrix(rows), scale="none")
+    left_out = group_advantages(matrix(rows), baseline="leave_one_out", scale="none")
+    by_hand = [[r - (sum(row) - r) / (size - 1) for r in row] for row in rows]
+    torch.testing.assert_close(left_out, matrix(by_hand), **CLOSE)
+    torch.testing.assert_close(left_out, size / (size - 1) * centred, **CLOSE)
+    assert torch.equal(group_advantages(matrix(rows), baseline="none", scale="none"), matrix(rows))
+
+
+@given(GROUPS, st.sampled_from(["group", "batch", "none"]), GRID, st.sampled_from([0.5, 2.0, 3.0]))
+@settings(deadline=None, max_examples=60)
+def test_shift_scale_sum_and_permutation(
+    rows: list[list[float]], scale: str, shift: float, factor: float
+) -> None:
+    rewards_PG = matrix(rows)
+    base = group_advantages(rewards_PG, scale=scale, eps=0.0)  # type: ignore[arg-type]
+    shifted = group_advantages(rewards_PG + shift, scale="group", eps=0.0)
+    torch.testing.assert_close(shifted, group_advantages(rewards_PG, scale="group", eps=0.0), **CLOSE)
+    scaled = group_advantages(rewards_PG * factor, scale=scale, eps=0.0)  # type: ignore[arg-type]
+    torch.testing.assert_close(scaled, base * (factor if scale == "none" else 1.0), **CLOSE)
+    torch.testing.assert_close(base.sum(1), torch.zeros(len(rows), dtype=torch.float64), **CLOSE)
+    order = torch.randperm(rewards_PG.shape[1], generator=torch.Generator().manual_seed(len(rows)))
+    permuted = group_advantages(rewards_PG[:, order], scale=scale, eps=0.0)  # type: ignore[arg-type]
+    torch.testing.assert_close(permuted, base[:, order], **CLOSE)
+
+
+VALUES = (0.1, 0.3, 0.7, 1 / 3, 1.1, -0.2, 5.6, 1e-3, 123.456, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+def test_equal_rewards_give_exactly_zero(dtype: torch.dtype, baseline: str) -> None:
+    # The mean of equal floats is often an ulp off; a division by that ulp would make advantages of size 1.
+    for value, size, scale in itertools.product(VALUES, range(2, 18), ("group", "batch", "none")):
+        rewards_PG = torch.full((2, size), value, dtype=dtype)
+        rewards_PG[1, 0] += 1.0
+        got = group_advantages(rewards_PG, baseline=baseline, scale=scale, eps=0.0)  # type: ignore[arg-type]
+        assert not got[0].any(), (value, size, scale)
+        assert got[1].all(), (value, size, scale)
+        alone = group_advantages(rewards_PG[:1], baseline=baseline, scale=scale, eps=0.0)  # type: ignore[arg-type]
+        assert not alone.any(), (value, size, scale)
+
+
+def test_rounding_errors_of_summed_rewards_are_no_spread() -> None:
+    noisy = matrix([[0.1 + 0.2, 0.3, 0.3], [0.1 + 0.2, 0.3, 0.301]])
+    assert has_spread(noisy, torch.ones(2, 3, dtype=torch.bool)).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_without_a_baseline_equal_rewards_are_not_blown_up(scale: str) -> None:
+    got = group_advantages(matrix([[1.0, 1.0, 1.0]]), baseline="none", scale=scale)  # type: ignore[arg-type]
+    assert got.tolist() == [[1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_unscorable_samples_leave_statistics(baseline: str, scale: str) -> None:
+    rewards_PG = matrix([[1.0, math.nan, 0.0, 0.5], [2.0, 0.0, math.inf, 1.0]])
+    scored_PG = torch.tensor([[True, False, True, True], [True, True, False, True]])
+    got = group_advantages(rewards_PG, scored_PG, baseline=baseline, scale=scale)  # type: ignore[arg-type]
+    without = group_advantages(
+        matrix([[1.0, 0.0, 0.5], [2.0, 0.0, 1.0]]),
+        baseline=baseline,
+        scale=scale,  # type: ignore[arg-type]
+    )
+    torch.testing.assert_close(got[scored_PG], without.flatten(), **CLOSE)
+    assert got[~scored_PG].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("num_scored", [0, 1])
+def test_a_group_with_hardly_any_score_has_no_advantage(num_scored: int) -> None:
+    scored_PG = torch.arange(4)[None] < num_scored
+    for baseline, scale in itertools.product(("group_mean", "leave_one_out"), ("group", "batch", "none")):
+        got = group_advantages(
+            matrix([[3.0, 1.0, 2.0, 0.0]]),
+            scored_PG,
+            baseline=baseline,
+            scale=scale,  # type: ignore[arg-type]
+        )
+        assert not got.any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_scored_reward_must_be_finite(bad: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        group_advantages(matrix([[0.0, bad]]))
+
+
+def test_a_group_of_one_needs_no_group_statistics() -> None:
+    one = matrix([[2.0]])
+    for baseline, scale in (("group_mean", "none"), ("leave_one_out", "batch"), ("none", "group")):
+        with pytest.raises(ValueError, match="at least 2"):
+            group_advantages(one, baseline=baseline, scale=scale)  # type: ignore[arg-type]
+    assert group_advantages(one, baseline="none", scale="none").tolist() == [[2.0]]
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_batch_scale_divides_by_the_deviation_of_all_rewards(ddof: int) -> None:
+    rows = [[0.0, 1.0, 1.0], [2.0, 2.0, 5.0]]
+    flat = [reward for row in rows for reward in row]
+    deviation = (statistics.stdev if ddof else statistics.pstdev)(flat)
+    expected = [[(r - statistics.fmean(row)) / (deviation + 0.01) for r in row] for row in rows]
+    got = group_advantages(matrix(rows), scale="batch", std_ddof=ddof, eps=0.01)
+    torch.testing.assert_close(got, matrix(expected), **CLOSE)
+
+
+def test_clip() -> None:
+    got = group_advantages(matrix([[0.0, 0.0, 0.0, 1.0]]), eps=0.0, clip=1.0)
+    torch.testing.assert_close(got, matrix([[-0.5, -0.5, -0.5, 1.0]]), **CLOSE)
+
+
+def test_arguments_are_not_written_to() -> None:
+    rewards_PG = matrix([[1.0, math.nan, 0.0]])
+    scored_PG = torch.tensor([[True, False, True]])
+    group_advantages(rewards_PG, scored_PG, clip=0.1)
+    assert rewards_PG[0, 0] == 1.0
+    assert rewards_PG[0, 1].isnan()
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(16384, 0.0), (17408, -0.25), (18432, -0.5), (20480, -1.0), (20481, -1.0), (1, 0.0), (40000, -1.0)],
+)
+def test_overlong_penalty(length: int, expected: float) -> None:
+    # DAPO's own lengths; all of these fractions are exact in binary.
+    assert overlong_penalty(length, max_length=20480, cache_length=4096) == expected

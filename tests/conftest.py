@@ -1,0 +1,51 @@
+"""Flags, threads and the tiny model that several tests train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from whet.generate.policy import PolicyConfig
+from whet.model.config import ModelConfig
+from whet.recipes.models import demo_policy
+
+TINY_SHAPE = ModelConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = pytest.mark.skip(reason="longer than a few seconds: run with --slow")
+    gpu = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(slow)
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(gpu)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Run every test with one thread, unless it sets another number itself."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny_policy() -> PolicyConfig:
+    """The demo's policy, small enough that a training step takes milliseconds."""
+    return replace(demo_policy(), model=TINY_SHAPE, max_rows=64)
