@@ -11,6 +11,7 @@ import torch
 from whet.generate.policy import PolicyConfig
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
+from whet.tasks.arithmetic import Arithmetic
 
 TINY_SHAPE = ModelConfig(
     hidden_size=32,
@@ -21,6 +22,8 @@ TINY_SHAPE = ModelConfig(
     head_dim=8,
     max_positions=64,
 )
+
+FEW = 200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,3 +52,10 @@ def one_thread() -> Iterator[None]:
 def tiny_policy() -> PolicyConfig:
     """The demo's policy, small enough that a training step takes milliseconds."""
     return replace(demo_policy(), model=TINY_SHAPE, max_rows=64)
+
+
+@pytest.fixture
+def few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the arithmetic splits short: encoding thousands of problems is most of a tiny run's time."""
+    original = Arithmetic.problems
+    monkeypatch.setattr(Arithmetic, "problems", lambda self, split: original(self, split)[:FEW])

@@ -226,12 +226,7 @@ def write_result(folder: Path, result: EvalResult, *, label: str, identity: dict
 
 def take_problems(task: Task, split: str, count: int) -> list[Problem]:
     """Return the first `count` problems of a split by uid (0: all): a fixed random sample."""
-    try:
-        problems = sorted(task.problems(split), key=lambda problem: problem.uid)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"split: {error}") from None
+    problems = sorted(task.problems(split), key=lambda problem: problem.uid)
     return problems[:count] if count else problems
 
 

@@ -95,6 +95,11 @@ class GPT2(LanguageModel):
         """Output projection [V, D]."""
         return self.transformer.wte.weight if self.lm_head is None else self.lm_head.weight
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's layers, first to last."""
+        return self.transformer.h
+
     def _forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:

@@ -203,6 +203,11 @@ class LanguageModel(nn.Module):
         """Output projection [V, D]."""
         raise AssertionError("abstract")
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's layers, first to last."""
+        raise AssertionError("abstract")
+
     def _run(self, layer: nn.Module, *arguments: object) -> torch.Tensor:
         if self.checkpoint_layers and torch.is_grad_enabled():
             return checkpoint(layer, *arguments, use_reentrant=False)  # pyright: ignore[reportReturnType]
@@ -224,6 +229,11 @@ class LlamaLike(LanguageModel):
     def head_weight(self) -> torch.Tensor:
         """Output projection [V, D]."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's layers, first to last."""
+        return self.model.layers
 
     def _forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext

@@ -216,6 +216,7 @@ class RunLog:
             "answer": _encodable(problem.answer),
             "completion": _encodable(sample.text),
             "num_completion_tokens": len(sample.completion_ids),
+            "completion_ids": list(sample.completion_ids),
             "finish_reason": sample.finish_reason,
             "rewards": {name: self._finite(score) for name, score in sample.rewards.items()},
             "reward": self._finite(sample.reward),

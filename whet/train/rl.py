@@ -28,7 +28,14 @@ from whet.telemetry.report import write_report
 from whet.train.objective import AlgoConfig, Objective, with_advantages
 from whet.train.order import EpochOrder
 from whet.train.rollout import Rollout, collect_groups, is_informative, rollout_metrics
-from whet.train.step import OptimConfig, Optimizer, autocast_dtype, learning_rate, parameter_dtype
+from whet.train.step import (
+    OptimConfig,
+    Optimizer,
+    autocast_dtype,
+    learning_rate,
+    parameter_dtype,
+    prepare_model,
+)
 from whet.types import Group, Problem, Task, UserError
 
 APPROX_GAP_LIMIT = 0.1
@@ -126,6 +133,7 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
         )
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
+    prepare_model(policy.model, config.optim)
     problems = task.problems("train")
     kept = fitting_problems(policy, problems, config.sampling.max_new_tokens)
     rewards = build_rewards(config.rewards, policy.schema, task)

@@ -36,6 +36,7 @@ from whet.train.step import (
     forward_backward,
     learning_rate,
     parameter_dtype,
+    prepare_model,
 )
 from whet.types import MicroBatch, Problem, UserError
 
@@ -165,6 +166,7 @@ def train(config: SFTConfig, *, resume: bool = False) -> Policy:
     folder = Path(config.out)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
+    prepare_model(policy.model, config.optim)
     problems = task.problems("train")
     kept = fitting(policy, problems)
     if not kept:

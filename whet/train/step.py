@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from whet.model.transformer import LanguageModel
 from whet.types import MicroBatch
 
 Precision = Literal["float32", "bfloat16_autocast", "bfloat16_master"]
@@ -45,7 +46,7 @@ class OptimConfig:
     checkpoint_layers: bool = False
     """Recompute each layer's activations in the backward pass (less memory, more time)."""
     compile: bool = False
-    """Compile the layers with torch.compile."""
+    """Compile the per-token parts of the layers with torch.compile."""
 
     def __post_init__(self) -> None:
         for name, low in (("lr", 0.0), ("max_grad_norm", 0.0), ("eps", 0.0)):
@@ -127,8 +128,10 @@ class Optimizer:
             if not chosen:
                 continue
             indices = [used[place] for place in chosen]
-            torch._foreach_add_([self._steps[index] for index in indices], 1.0)
-            torch._fused_adamw_(
+            torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
+                [self._steps[index] for index in indices], 1.0
+            )
+            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                 [self._masters[index] for index in indices],
                 [gradients[place] for place in chosen],
                 [self._first[index] for index in indices],
@@ -168,6 +171,20 @@ class Optimizer:
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
     """Return the dtype that products run in when it is not the parameters' own."""
     return torch.bfloat16 if precision == "bfloat16_autocast" else None
+
+
+def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
+    """Apply the options that change how a model runs, not what it computes: recomputation and compilation.
+
+    Compiled are the parts of a layer that see one token at a time; attention keeps its own kernels, since its context
+    differs in every call and would be compiled again and again.
+    """
+    model.checkpoint_layers = config.checkpoint_layers
+    if config.compile:
+        for layer in model.layers:
+            for name, part in layer.named_children():
+                if "attn" not in name or "norm" in name:
+                    part.compile(dynamic=True)
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:

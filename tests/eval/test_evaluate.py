@@ -1,0 +1,222 @@
+"""Evaluation: scripted completions give metrics that were worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from whet.eval.evaluate import (
+    EvalConfig,
+    EvalResult,
+    evaluate,
+    fitting_problems,
+    main,
+    plan,
+    print_result,
+    take_problems,
+    write_result,
+)
+from whet.eval.grade import grade
+from whet.generate.engine import Completion, Request
+from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.sampling import SamplingParams
+from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.base import TaskConfig
+from whet.types import Problem, UserError
+
+TASK = Arithmetic()
+FIRST = Problem(uid="a", task="arithmetic", prompt="47+85=", answer="132")
+SECOND = Problem(uid="b", task="arithmetic", prompt="10+11=", answer="21")
+RIGHT, SHORT = "7+5=12,1+4+8=13</think><answer>132</answer>", "</think><answer>132</answer>"
+WRONG, OTHER, NONE = "1</think><answer>7</answer>", "</think><answer>8</answer>", "1+1+1+1+1"
+
+SCRIPT = {
+    FIRST.prompt: ([RIGHT, SHORT, WRONG, NONE], RIGHT),
+    SECOND.prompt: ([OTHER, OTHER, "</think><answer>21</answer>", WRONG], NONE),
+}
+
+
+class Scripted:
+    """An engine that says what the script says."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.calls: list[tuple[Sequence[Request], SamplingParams]] = []
+
+    def generate(
+        self, requests: Sequence[Request], params: SamplingParams, *, on_finished: object = None
+    ) -> list[list[Completion]]:
+        self.calls.append((requests, params))
+        prompts = {self.policy.prompt_ids(p): SCRIPT[p.prompt] for p in (FIRST, SECOND)}
+        result = []
+        for request in requests:
+            samples, greedy = prompts[request.prompt_ids]
+            texts = [greedy] if params.temperature == 0 else samples[: len(request.seeds)]
+            result.append([self.complete(text) for text in texts])
+        return result
+
+    def complete(self, text: str) -> Completion:
+        ids = tuple(self.policy.tokenizer.encode(text))
+        stopped = ids[-1] in self.policy.stop_ids
+        return Completion(
+            ids=ids, logprobs=(0.0,) * len(ids), finish_reason="stop" if stopped else "length"
+        )
+
+
+@pytest.fixture
+def policy(tiny_policy: PolicyConfig) -> Policy:
+    return load_policy(tiny_policy, seed=0)
+
+
+def run(policy: Policy, monkeypatch: pytest.MonkeyPatch, num_samples: int = 4) -> tuple[EvalResult, Scripted]:
+    engine = Scripted(policy)
+    monkeypatch.setattr(policy, "engine", lambda autocast=None: engine)
+    sampling = SamplingParams(temperature=0.7, top_k=5, max_new_tokens=40)
+    result = evaluate(policy, TASK, [FIRST, SECOND], num_samples=num_samples, sampling=sampling, seed=0)
+    return result, engine
+
+
+def test_metrics_by_hand(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, engine = run(policy, monkeypatch)
+    means = {name: interval.mean for name, interval in result.metrics.items()}
+    # RIGHT has 15 thinking tokens and, with three tags and three digits, 21 in all; SHORT 0 and 6; WRONG 1 and 5;
+    # NONE never closes its thinking: 9 and 9. OTHER 0 and 4; the answer 21: 0 and 5.
+    assert means == pytest.approx(
+        {
+            "pass@1": (2 / 4 + 1 / 4) / 2,
+            "pass@2": ((1 - 1 / 6) + (1 - 3 / 6)) / 2,  # 1 - C(4 - c, 2) / C(4, 2) for c = 2 and 1
+            "pass@4": 1.0,
+            "maj@4": (1 + 0) / 2,  # 132, 132, 7, -: right;  8, 8, 21, 7: wrong
+            "greedy": (1 + 0) / 2,
+            "format": (3 / 4 + 4 / 4) / 2,
+            "truncated": (1 / 4 + 0) / 2,
+            "thinking_tokens": ((15 + 0 + 1 + 9) / 4 + (0 + 0 + 0 + 1) / 4) / 2,
+            "completion_tokens": ((21 + 6 + 5 + 9) / 4 + (4 + 4 + 5 + 5) / 4) / 2,
+        }
+    )
+    assert all(interval.low <= interval.mean <= interval.high for interval in result.metrics.values())
+    (requests, sampled), (once, greedy) = engine.calls
+    assert sampled.temperature == 0.7
+    assert (greedy.temperature, greedy.top_k, greedy.max_new_tokens) == (0.0, 0, 40)
+    assert [len(request.seeds) for request in once] == [1, 1]
+    assert len({seed for request in requests for seed in request.seeds}) == 8
+
+
+def test_one_sample_has_neither_pass_at_k_nor_majority(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, _ = run(policy, monkeypatch, num_samples=1)
+    assert {name for name in result.metrics if "@" in name} == {"pass@1"}
+    print_result({"tiny": result}, 2, 1)
+    assert "50.0 %" in capsys.readouterr().out
+
+
+def test_files(policy: Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result, _ = run(policy, monkeypatch)
+    write_result(tmp_path, result, label="tiny", identity={"split": "test"})
+    content = json.loads((tmp_path / "eval.json").read_text())
+    assert content["label"] == "tiny"
+    assert (content["num_problems"], content["num_samples"]) == (2, 4)
+    assert content["identity"] == {"split": "test"}
+    assert content["metrics"]["pass@1"]["mean"] == pytest.approx(0.375)
+    assert set(content["metrics"]) == set(result.metrics)
+    assert {"mean", "low", "high"} <= set(content["metrics"]["pass@1"])
+    rows = [json.loads(line) for line in (tmp_path / "eval_samples.jsonl").read_text().splitlines()]
+    assert [(row["uid"], row["sample"]) for row in rows] == [
+        (uid, sample) for uid in "ab" for sample in ("greedy", 0, 1, 2, 3)
+    ]
+    assert rows[4] == {
+        "uid": "a",
+        "prompt": "47+85=",
+        "gold": "132",
+        "sample": 3,
+        "text": NONE,
+        "answer": None,
+        "correct": False,
+        "format": "none",
+        "thinking_tokens": 9,
+        "completion_tokens": 9,
+        "finish_reason": "length",
+    }
+    assert sum(row["correct"] for row in rows if row["sample"] != "greedy") == 3
+
+
+def test_grade_takes_the_answer_block_unless_told_otherwise(policy: Policy) -> None:
+    text = "1+1=2, so the answer is 132"
+    ids = policy.tokenizer.encode("1+1=2")
+    strict = grade(policy, TASK, FIRST, text, ids)
+    assert (strict.answer, strict.is_correct, strict.verdict) == (None, False, "none")
+    assert strict.thinking_tokens == len(ids)
+    lenient = grade(policy, TASK, FIRST, text, ids, answer_from="anywhere")
+    assert (lenient.answer, lenient.is_correct) == ("132", True)
+    # A block that is there is what counts, even where another number is right.
+    block = grade(policy, TASK, FIRST, "132</think><answer>7</answer>", [], answer_from="anywhere")
+    assert (block.answer, block.is_correct) == ("7", False)
+
+
+def test_problems_are_a_fixed_sample(policy: Policy) -> None:
+    every = take_problems(TASK, "test", 0)
+    assert [p.uid for p in every] == sorted(p.uid for p in TASK.problems("test"))
+    assert take_problems(TASK, "test", 10) == every[:10]
+    with pytest.raises(UserError, match=r"split 'nonsense'"):
+        take_problems(TASK, "nonsense", 10)
+
+
+def test_only_problems_that_fit(policy: Policy) -> None:
+    long = replace(FIRST, prompt="1+" * 20)
+    assert fitting_problems(policy, [FIRST, long], 40) == [FIRST]
+    with pytest.raises(UserError, match=r"no prompt fits: the context holds 64 tokens, max_new_tokens takes 40"):
+        fitting_problems(policy, [long], 40)
+    assert fitting_problems(policy, [], 40) == []
+
+
+def test_nothing_to_evaluate(policy: Policy) -> None:
+    with pytest.raises(UserError, match="no problems"):
+        evaluate(policy, TASK, [], num_samples=1, sampling=SamplingParams(), seed=0)
+
+
+def make_config(tiny_policy: PolicyConfig, folder: Path) -> EvalConfig:
+    return EvalConfig(
+        out=str(folder),
+        policy=tiny_policy,
+        task=TaskConfig(),
+        num_problems=3,
+        num_samples=2,
+        sampling=SamplingParams(max_new_tokens=12),
+    )
+
+
+def test_main_is_reproducible(
+    tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("first", "second"):
+        main(make_config(tiny_policy, tmp_path / name))
+    assert "accuracy is near zero" in capsys.readouterr().out
+    first, second = (json.loads((tmp_path / name / "eval.json").read_text()) for name in ("first", "second"))
+    for content in (first, second):
+        del content["seconds"]
+    assert first == second
+    texts = [(tmp_path / name / "eval_samples.jsonl").read_text() for name in ("first", "second")]
+    assert texts[0] == texts[1]
+    assert len(texts[0].splitlines()) == 3 * (2 + 1)
+    assert first["identity"]["split"] == "test"
+    assert (tmp_path / "first" / "report.md").is_file()
+    with pytest.raises(UserError, match="already exists"):
+        main(make_config(tiny_policy, tmp_path / "first"))
+
+
+def test_config_refuses_what_makes_no_sense(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    config = make_config(tiny_policy, tmp_path)
+    assert "3 problems of arithmetic/test" in plan(config)
+    for wrong in (
+        {"num_samples": 0},
+        {"num_problems": -1},
+        {"precision": "float8"},
+        {"sampling": SamplingParams(temperature=0.0)},
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            replace(config, **wrong)  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""How rewards become one number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from whet.rewards.base import REWARDS, WeightedReward, best_total, build_rewards, score_completion
+from whet.schema import ResponseSchema
+from whet.tasks.arithmetic import Arithmetic
+from whet.types import Problem, UserError
+
+SCHEMA = ResponseSchema()
+TASK = Arithmetic()
+PROBLEM = Problem(uid="ab", task="arithmetic", prompt="47+85=", answer="132")
+
+TABLE = [
+    (SCHEMA.render("work", "132"), 1.0, 1.0),
+    (SCHEMA.render("", "132"), 1.0, 1.0),
+    (SCHEMA.render("work", " 132 "), 1.0, 1.0),
+    (SCHEMA.render("work", "131"), 0.0, 1.0),
+    (SCHEMA.render("work", ""), 0.0, 1.0),
+    ("work</think><answer>132", 0.0, 0.5),
+    ("132", 0.0, 0.0),
+    ("", 0.0, 0.0),
+    ("</think>" * 10000, 0.0, 0.5),
+    (SCHEMA.render("work", "132 or 133"), 0.0, 1.0),
+    (SCHEMA.render("work", "9" * 100_000), 0.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("completion", "correct", "style"), TABLE)
+def test_table(completion: str, correct: float, style: float) -> None:
+    rewards = build_rewards({"format": 0.25, "correct": 2.0}, SCHEMA, TASK)
+    scores, total = score_completion(rewards, PROBLEM, completion)
+    assert scores == {"correct": correct, "format": style}
+    assert total == 2.0 * correct + 0.25 * style
+
+
+def test_order_is_that_of_the_table_and_the_best_is_reached() -> None:
+    rewards = build_rewards({"format": 0.25, "correct": 2.0}, SCHEMA, TASK)
+    assert [reward.name for reward in rewards] == list(REWARDS) == ["correct", "format"]
+    assert best_total(rewards) == 2.25
+    assert score_completion(rewards, PROBLEM, SCHEMA.render("x", "132"))[1] == best_total(rewards)
+    assert best_total(build_rewards({"correct": 1.0, "format": -1.0}, SCHEMA, TASK)) == 1.0
+
+
+def fixed(name: str, weight: float, score: object) -> WeightedReward:
+    return WeightedReward(name, weight, lambda problem, completion: score)  # type: ignore[arg-type, return-value]
+
+
+def test_unscorable_makes_the_total_unscorable_but_keeps_the_others() -> None:
+    rewards = [fixed("a", 1.0, 0.5), fixed("b", 2.0, None), fixed("c", 0.0, 3)]
+    assert score_completion(rewards, PROBLEM, "") == ({"a": 0.5, "b": None, "c": 3.0}, None)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1", [1.0]])
+def test_anything_but_a_finite_number_or_none_stops_the_run(bad: object) -> None:
+    with pytest.raises(UserError, match=r"reward 'a' returned .* problem ab.*completion was 'text'"):
+        score_completion([fixed("a", 1.0, bad)], PROBLEM, "text")
+
+
+def test_mistakes_of_the_user() -> None:
+    with pytest.raises(UserError, match=r"rewards\.corect: no such reward; expected one of correct, format"):
+        build_rewards({"corect": 1.0}, SCHEMA, TASK)
+    with pytest.raises(UserError, match="expected a finite weight"):
+        build_rewards({"correct": math.nan}, SCHEMA, TASK)
+    with pytest.raises(UserError, match="empty"):
+        build_rewards({}, SCHEMA, TASK)

@@ -1,0 +1,324 @@
+"""Supervised fine-tuning: what is trained, and exact resume."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whet.algo.packing import TrainingSequence
+from whet.checkpoint import saved_steps
+from whet.config import dump_yaml
+from whet.generate.policy import PolicyConfig, load_policy
+from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.base import TaskConfig
+from whet.train import sft
+from whet.train.order import EpochOrder
+from whet.train.sft import SFTConfig, is_empty, main, plan, train, train_step
+from whet.train.step import OptimConfig, Optimizer
+from whet.types import UserError
+
+pytestmark = pytest.mark.usefixtures("few_problems")
+
+TIME_FIELDS = {"time_s", "sft/tokens_per_second"}
+
+
+def make_config(tiny_policy: PolicyConfig, folder: Path, **changes: Any) -> SFTConfig:
+    return replace(
+        SFTConfig(
+            out=str(folder),
+            policy=tiny_policy,
+            optim=OptimConfig(lr=3e-3, warmup_steps=2, token_budget=100, weight_decay=0.1),
+            num_steps=12,
+            batch_size=4,
+            empty_thinking_share=0.5,
+            validation_problems=6,
+            validate_every=4,
+            save_every=6,
+        ),
+        **changes,
+    )
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in TIME_FIELDS} for row in rows]
+
+
+def final_files(folder: Path, step: int) -> dict[str, bytes]:
+    """Weights and optimizer state, byte for byte, and everything else that the run remembers."""
+    checkpoint = folder / "checkpoints" / f"step_{step:08d}"
+    names = ("model.safetensors", "training/optimizer.safetensors")
+    files = {name: (checkpoint / name).read_bytes() for name in names}
+    files["best"] = (folder / "checkpoints" / "best" / "model.safetensors").read_bytes()
+    state = json.loads((checkpoint / "training" / "state.json").read_text())
+    state["last"] = {name: value for name, value in state["last"].items() if name not in TIME_FIELDS}
+    return files | {"state": json.dumps(state).encode()}
+
+
+class Killed(Exception):
+    """Stands for a crash."""
+
+
+def fail_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    calls = 0
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise Killed
+        return function(*arguments, **options)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16_master"])
+def test_resume_is_exact(
+    precision: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_policy, tmp_path / "straight")
+    config = replace(config, optim=replace(config.optim, precision=precision))  # type: ignore[arg-type]
+    train(config)
+    broken = replace(config, out=str(tmp_path / "broken"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "train_step", fail_at(10, sft.train_step))
+        with pytest.raises(Killed):
+            train(broken)
+    assert len(metrics(tmp_path / "broken")) == 9
+    assert saved_steps(tmp_path / "broken") == [6]
+    policy = train(broken, resume=True)
+    assert metrics(tmp_path / "broken") == metrics(tmp_path / "straight")
+    assert final_files(tmp_path / "broken", 12) == final_files(tmp_path / "straight", 12)
+    assert policy.model.head_weight.dtype == (
+        torch.float32 if precision == "float32" else torch.bfloat16
+    )
+
+
+KILLER = """
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from whet.config import load_yaml
+from whet.tasks.arithmetic import Arithmetic
+from whet.train import sft
+problems = Arithmetic.problems
+Arithmetic.problems = lambda self, split: problems(self, split)[:200]  # as the fixture few_problems does
+original, calls = sft.train_step, 0
+def train_step(*arguments):
+    global calls
+    calls += 1
+    if calls == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments)
+sft.train_step = train_step
+sft.train(load_yaml(Path(sys.argv[1]), sft.SFTConfig))
+"""
+
+
+def test_resume_after_sigkill_in_another_process(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    config = make_config(tiny_policy, tmp_path / "straight")
+    train(config)
+    broken = replace(config, out=str(tmp_path / "broken"))
+    (tmp_path / "config.yaml").write_text(dump_yaml(broken))
+    process = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path / "config.yaml")], capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    train(broken, resume=True)
+    assert metrics(tmp_path / "broken") == metrics(tmp_path / "straight")
+    assert final_files(tmp_path / "broken", 12) == final_files(tmp_path / "straight", 12)
+
+
+def test_resume_before_the_first_checkpoint_and_after_the_last(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_policy, tmp_path / "straight")
+    train(config)
+    broken = replace(config, out=str(tmp_path / "broken"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "train_step", fail_at(3, sft.train_step))
+        with pytest.raises(Killed):
+            train(broken)
+    for _ in range(2):  # the second time there is nothing left to do
+        train(broken, resume=True)
+        assert metrics(tmp_path / "broken") == metrics(tmp_path / "straight")
+        assert final_files(tmp_path / "broken", 12) == final_files(tmp_path / "straight", 12)
+
+
+def test_an_old_folder_is_never_written_to(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    config = make_config(tiny_policy, tmp_path / "run", num_steps=2)
+    train(config)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"already exists.*--resume"):
+        train(config)
+    with pytest.raises(UserError, match=r"line \d+ has 'batch_size: 4', you gave 'batch_size: 5'"):
+        train(replace(config, batch_size=5), resume=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_nothing_to_resume(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing to resume"):
+        train(make_config(tiny_policy, tmp_path / "missing"), resume=True)
+    assert not (tmp_path / "missing").exists()
+
+
+def test_main_writes_the_run_folder(
+    tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tiny_policy, tmp_path / "run", num_steps=3)
+    main(config)
+    run = tmp_path / "run"
+    assert "done:" in capsys.readouterr().out
+    assert (run / "config.yaml").read_text() == dump_yaml(config)
+    summary = json.loads((run / "summary.json").read_text())
+    rows = metrics(run)
+    assert summary["loss"] == rows[-1]["sft/loss"]
+    assert summary["left_out"] == 0
+    assert summary["best_validation_loss"] == rows[-1]["sft/validation_loss"]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert (run / "report.md").is_file()
+    assert "12 demonstrations" in plan(config)
+
+
+def test_it_overfits_eight_rows(tiny_policy: PolicyConfig) -> None:
+    policy = load_policy(tiny_policy, seed=0)
+    rows = [sft.demonstration(policy, problem) for problem in Arithmetic().problems("train")[::25]]
+    assert len(rows) == 8
+    config = OptimConfig(lr=1e-2)
+    optimizer = Optimizer(policy.model, config)
+    losses = []
+    for _ in range(150):
+        losses.append(train_step(policy, rows, config)[0])
+        optimizer.step(config.lr)
+    # At first every one of the 19 tokens is about as likely: ln 19 = 2.94.
+    assert losses[0] == pytest.approx(2.944, abs=0.1)
+    assert losses[-1] < 0.05
+
+
+def test_only_the_completion_is_trained(tiny_policy: PolicyConfig) -> None:
+    policy = load_policy(tiny_policy, seed=0)
+    problem = Arithmetic().problems("train")[0]
+    row = sft.demonstration(policy, problem)
+    assert policy.tokenizer.decode(row.prompt_ids).endswith(problem.prompt + "<think>")
+    assert policy.tokenizer.decode(row.completion_ids) == (
+        f"{problem.solution}</think><answer>{problem.answer}</answer>"
+    )
+    empty = sft.demonstration(policy, problem, empty=True)
+    assert policy.tokenizer.decode(empty.completion_ids) == f"</think><answer>{problem.answer}</answer>"
+    assert empty.prompt_ids == row.prompt_ids
+    loss, trained, read = train_step(policy, [row], OptimConfig())
+    assert (trained, read) == (len(row.completion_ids), row.num_tokens)
+    # The loss is the completion's alone: cutting the last token off changes it by that token's score only.
+    cut = TrainingSequence(prompt_ids=row.prompt_ids, completion_ids=row.completion_ids[:-1])
+    moved = TrainingSequence(
+        prompt_ids=(*row.prompt_ids, *row.completion_ids[:-1]), completion_ids=row.completion_ids[-1:]
+    )
+    parts = [train_step(policy, [part], OptimConfig())[0] for part in (cut, moved)]
+    # Three float32 sums of some twenty numbers of size 3.
+    assert loss * trained == pytest.approx(parts[0] * (trained - 1) + parts[1], abs=1e-4)
+
+
+def test_prompt_tokens_get_no_gradient_as_targets(tiny_policy: PolicyConfig) -> None:
+    # Untied head: its row of a token has a gradient through softmax from every trained position, but the pull
+    # towards a token, -(1 - p) times a hidden state, comes from targets only. With a head of zeros p = 1/V for all.
+    config = replace(tiny_policy, model=replace(tiny_policy.model, tie_embeddings=False))
+    policy = load_policy(config, seed=0)
+    row = TrainingSequence(prompt_ids=(1, 2, 3), completion_ids=(5, 6))
+    head = policy.model.head_weight
+    assert isinstance(head, torch.nn.Parameter)
+    with torch.no_grad():
+        head.zero_()
+    train_step(policy, [row], OptimConfig())
+    assert head.grad is not None
+    rest = [index for index in range(head.shape[0]) if index not in (5, 6)]
+    # All tokens but the two targets, prompt tokens included, are pushed away alike.
+    for index in rest[1:]:
+        torch.testing.assert_close(head.grad[index], head.grad[rest[0]], rtol=1e-5, atol=1e-7)  # float32
+    for index in (5, 6):
+        assert float((head.grad[index] - head.grad[rest[0]]).norm()) > 0.1
+
+
+def test_empty_thinking_share(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    problems = [replace(p, uid=f"{p.uid}{i}") for p in Arithmetic().problems("train") for i in range(10)]
+    for share in (0.0, 0.3, 1.0):
+        config = make_config(tiny_policy, tmp_path, empty_thinking_share=share)
+        drawn = [is_empty(config, 0, problem) for problem in problems]
+        # 2000 independent draws: one standard deviation is at most 0.011.
+        assert sum(drawn) / 2000 == pytest.approx(share, abs=0.045 if 0 < share < 1 else 0)
+        assert drawn == [is_empty(config, 0, problem) for problem in problems]
+    config = make_config(tiny_policy, tmp_path)
+    assert [is_empty(config, 0, p) for p in problems] != [is_empty(config, 1, p) for p in problems]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_share_reaches_the_trainer(
+    share: float, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[TrainingSequence] = []
+    original = sft.train_step
+
+    def record(policy: Any, sequences: Any, config: Any) -> Any:
+        seen.extend(sequences)
+        return original(policy, sequences, config)
+
+    monkeypatch.setattr(sft, "train_step", record)
+    config = make_config(tiny_policy, tmp_path / "run", num_steps=3, empty_thinking_share=share)
+    policy = train(config)
+    order = EpochOrder(Arithmetic().problems("train"), config.seed).next(12)
+    expected = [policy.solution_ids(problem, thinking="" if share else None) for _, problem in order]
+    assert [sequence.completion_ids for sequence in seen] == expected
+
+
+def test_demonstrations_that_do_not_fit_are_left_out_with_a_note(
+    tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2", "solution": "1+1" * count} for count in (1, 2, 30)]
+    rows += [{"prompt": f"{n}+1=", "answer": str(n + 1), "solution": "1"} for n in range(60)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy = load_policy(tiny_policy, seed=0)
+    task = TaskConfig(name="jsonl", path=str(data))
+    config = make_config(tiny_policy, tmp_path / "run", task=task, num_steps=1)
+    problems = sft.load_task(task).problems("train")
+    long = [problem for problem in problems if len(problem.solution) == 90]
+    kept = sft.fitting(policy, problems)
+    assert kept == [problem for problem in problems if problem not in long]
+    train(config)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["train_problems"], summary["left_out"]) == (len(kept), len(long))
+    if long:
+        assert f"1 of {len(problems)} demonstrations do not fit" in capsys.readouterr().out
+
+
+def test_no_demonstration_fits(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    small = replace(tiny_policy, model=replace(tiny_policy.model, max_positions=8))
+    with pytest.raises(UserError, match="no demonstration fits in the context of 8 tokens"):
+        train(make_config(small, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Optimizer, "step", lambda self, lr: float("nan"))
+    with pytest.raises(UserError, match="step 1: loss .*gradient norm nan"):
+        train(make_config(tiny_policy, tmp_path / "run"))
+    assert saved_steps(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_steps": 0}, {"batch_size": 0}, {"save_every": 0}, {"empty_thinking_share": 1.5}]
+)
+def test_wrong_settings(wrong: dict[str, float], tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} = .*expected"):
+        make_config(tiny_policy, tmp_path, **wrong)
