@@ -38,7 +38,9 @@ def write_model(folder: Path) -> None:
 
 def save(run: Path, step: int, keep: int = 2) -> Path:
     tensors = {"w/exp_avg": torch.full((3, 2), float(step)), "w/step": torch.tensor(float(step))}
-    return save_step(run, step, write_model=write_model, tensors=tensors, state={"cursor": 10 * step}, keep=keep)
+    return save_step(
+        run, step, write_model=write_model, tensors=tensors, state={"cursor": 10 * step}, keep=keep
+    )
 
 
 def names(folder: Path) -> list[str]:
@@ -58,18 +60,22 @@ def test_round_trip(tmp_path: Path) -> None:
     assert state == {"step": 7, "cursor": 70}
 
 
+def commit(final: Path, content: str, error: BaseException | None = None) -> None:
+    with commit_folder(final) as folder:
+        (folder / "a").write_text(content)
+        if error is not None:
+            raise error
+
+
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
     final = tmp_path / "step_00000001"
-    for error in (RuntimeError, KeyboardInterrupt):
-        with pytest.raises(error), commit_folder(final) as folder:
-            write_model(folder)
-            raise error
+    for error in (RuntimeError("disk"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            commit(final, "new", error)
         assert names(tmp_path) == []
-    with commit_folder(final) as folder:
-        (folder / "a").write_text("old")
-    with pytest.raises(RuntimeError), commit_folder(final) as folder:
-        (folder / "a").write_text("new")
-        raise RuntimeError
+    commit(final, "old")
+    with pytest.raises(RuntimeError):
+        commit(final, "new", RuntimeError("disk"))
     assert names(tmp_path) == ["step_00000001"]
     assert (final / "a").read_text() == "old"
     verify_folder(final)
@@ -84,7 +90,9 @@ def test_a_commit_replaces_the_whole_folder(tmp_path: Path) -> None:
     assert names(tmp_path / "best") == [MANIFEST, "new"]
 
 
-def test_everything_is_on_disk_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_on_disk_before_the_name_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[str] = []
     sync, rename = checkpoint._sync, Path.rename
     monkeypatch.setattr(checkpoint, "_sync", lambda path: (events.append(f"sync {path.name}"), sync(path)))
@@ -138,7 +146,9 @@ def test_damage_is_noticed_and_the_checkpoint_before_is_used(
     assert load_step(tmp_path) is not None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', '{"files": {"a": {}}}', '{"files": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"files": 3}', '{"files": {"a": {}}}', '{"files": {"a": 1}}']
+)
 def test_a_broken_manifest_is_noticed(text: str, tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)

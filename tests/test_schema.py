@@ -95,7 +95,9 @@ def test_the_opening_tag_is_scored_only_where_the_model_has_to_write_it() -> Non
 
 
 @BOTH
-@pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<think>", "</think>", "<answer></think>", "<", " "])
+@pytest.mark.parametrize(
+    "piece", ["<answer>", "</answer>", "<think>", "</think>", "<answer></think>", "<", " "]
+)
 def test_hostile_repetition_is_bounded(schema: ResponseSchema, piece: str) -> None:
     text = piece * (128 * 1024 // len(piece))
     best = min(_seconds(schema, text) for _ in range(3))

@@ -62,9 +62,7 @@ class Scripted:
     def complete(self, text: str) -> Completion:
         ids = tuple(self.policy.tokenizer.encode(text))
         stopped = ids[-1] in self.policy.stop_ids
-        return Completion(
-            ids=ids, logprobs=(0.0,) * len(ids), finish_reason="stop" if stopped else "length"
-        )
+        return Completion(ids=ids, logprobs=(0.0,) * len(ids), finish_reason="stop" if stopped else "length")
 
 
 @pytest.fixture
@@ -169,7 +167,9 @@ def test_problems_are_a_fixed_sample(policy: Policy) -> None:
 def test_only_problems_that_fit(policy: Policy) -> None:
     long = replace(FIRST, prompt="1+" * 20)
     assert fitting_problems(policy, [FIRST, long], 40) == [FIRST]
-    with pytest.raises(UserError, match=r"no prompt fits: the context holds 64 tokens, max_new_tokens takes 40"):
+    with pytest.raises(
+        UserError, match=r"no prompt fits: the context holds 64 tokens, max_new_tokens takes 40"
+    ):
         fitting_problems(policy, [long], 40)
     assert fitting_problems(policy, [], 40) == []
 

@@ -73,7 +73,14 @@ def test_rewards() -> None:
 
         assert score(schema.render(problem.solution, problem.answer)) == best_total(rewards)
         assert score(schema.render("", problem.answer)) == best_total(rewards)
-        wrong = [str(int(problem.answer) + 1), problem.answer + "0", "-" + problem.answer, "", "x", problem.prompt]
+        wrong = [
+            str(int(problem.answer) + 1),
+            problem.answer + "0",
+            "-" + problem.answer,
+            "",
+            "x",
+            problem.prompt,
+        ]
         hostile = [problem.answer + "," + problem.answer, problem.answer + " " + wrong[0], "9" * 50_000]
         hostile += ["9**9**9**9", "[" * 5000, "\x00", "\ud800", problem.prompt[:-1] + "+0" * 2000]
         for answer in wrong + hostile:

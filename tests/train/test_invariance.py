@@ -1,7 +1,8 @@
 """The loss and its gradient do not depend on micro-batches, order, padding or the number of ranks.
 
-The model runs in float64 throughout (its float32 islands are lifted), so that 1e-10 separates rounding from mistakes: sums
-of a few hundred terms of size 1 differ by 1e-13, a lost or doubled token by 1e-3. Run as a script, this file is one rank.
+The model runs in float64 throughout (its float32 islands are lifted), so that 1e-10 separates rounding from
+mistakes: sums of a few hundred terms of size 1 differ by 1e-13, a lost or doubled token by 1e-3. Run as a script,
+this file is one rank.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def final_files(folder: Path, step: int) -> dict[str, bytes]:
     return files | {"state": json.dumps(state).encode()}
 
 
-class Killed(Exception):
+class CrashError(Exception):
     """Stands for a crash."""
 
 
@@ -75,7 +76,7 @@ def fail_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal calls
         calls += 1
         if calls == call:
-            raise Killed
+            raise CrashError
         return function(*arguments, **options)
 
     return wrapped
@@ -91,16 +92,14 @@ def test_resume_is_exact(
     broken = replace(config, out=str(tmp_path / "broken"))
     with monkeypatch.context() as patch:
         patch.setattr(sft, "train_step", fail_at(10, sft.train_step))
-        with pytest.raises(Killed):
+        with pytest.raises(CrashError):
             train(broken)
     assert len(metrics(tmp_path / "broken")) == 9
     assert saved_steps(tmp_path / "broken") == [6]
     policy = train(broken, resume=True)
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "straight")
     assert final_files(tmp_path / "broken", 12) == final_files(tmp_path / "straight", 12)
-    assert policy.model.head_weight.dtype == (
-        torch.float32 if precision == "float32" else torch.bfloat16
-    )
+    assert policy.model.head_weight.dtype == (torch.float32 if precision == "float32" else torch.bfloat16)
 
 
 KILLER = """
@@ -131,7 +130,10 @@ def test_resume_after_sigkill_in_another_process(tiny_policy: PolicyConfig, tmp_
     broken = replace(config, out=str(tmp_path / "broken"))
     (tmp_path / "config.yaml").write_text(dump_yaml(broken))
     process = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path / "config.yaml")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", KILLER, str(tmp_path / "config.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert process.returncode == -signal.SIGKILL, process.stderr
     train(broken, resume=True)
@@ -147,7 +149,7 @@ def test_resume_before_the_first_checkpoint_and_after_the_last(
     broken = replace(config, out=str(tmp_path / "broken"))
     with monkeypatch.context() as patch:
         patch.setattr(sft, "train_step", fail_at(3, sft.train_step))
-        with pytest.raises(Killed):
+        with pytest.raises(CrashError):
             train(broken)
     for _ in range(2):  # the second time there is nothing left to do
         train(broken, resume=True)
@@ -200,8 +202,8 @@ def test_it_overfits_eight_rows(tiny_policy: PolicyConfig) -> None:
     for _ in range(150):
         losses.append(train_step(policy, rows, config)[0])
         optimizer.step(config.lr)
-    # At first every one of the 19 tokens is about as likely: ln 19 = 2.94.
-    assert losses[0] == pytest.approx(2.944, abs=0.1)
+    # At first every token is about as likely; the weights' spread of 0.02 moves that by a few hundredths.
+    assert losses[0] == pytest.approx(math.log(policy.tokenizer.vocab_size), abs=0.1)
     assert losses[-1] < 0.05
 
 

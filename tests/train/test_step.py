@@ -132,7 +132,9 @@ def test_clipping_scales_the_whole_gradient() -> None:
     state = optimizer.tensors()
     for name, gradient in zip(("matrix", "vector"), gradients, strict=True):
         # A norm of 60 in float32, and 1e-6 added to the norm before the division.
-        torch.testing.assert_close(state[f"{name}/exp_avg"], 0.2 * gradient * (1.5 / norm), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            state[f"{name}/exp_avg"], 0.2 * gradient * (1.5 / norm), rtol=1e-5, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -13,7 +13,7 @@ import torch
 from whet.checkpoint import open_run
 from whet.config import dump_yaml
 from whet.eval.grade import AnswerFrom, Grade, grade
-from whet.eval.stats import Interval, bootstrap_interval, majority_at_k, pass_at_k
+from whet.eval.stats import Interval, bootstrap_interval, majority_at_k, pass_at_k, wilson_interval
 from whet.generate.engine import Completion, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
@@ -179,7 +179,14 @@ def _metrics(
     per_problem["truncated"] = [_mean([s.finish_reason == "length" for s in row]) for row in samples]
     per_problem["thinking_tokens"] = [_mean([s.grade.thinking_tokens for s in row]) for row in samples]
     per_problem["completion_tokens"] = [_mean([s.num_tokens for s in row]) for row in samples]
-    return {name: bootstrap_interval(values, seed=seed) for name, values in per_problem.items()}
+    return {name: _interval(values, seed) for name, values in per_problem.items()}
+
+
+def _interval(values: Sequence[float], seed: int) -> Interval:
+    """Bootstrap over problems; Wilson where each counts 0 or 1 (a bootstrap of nothing but ones claims certainty)."""
+    if all(value in (0.0, 1.0) for value in values):
+        return wilson_interval(int(sum(values)), len(values))
+    return bootstrap_interval(values, seed=seed)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -310,27 +317,31 @@ def main(config: EvalConfig) -> None:
 
 def print_result(results: dict[str, EvalResult], num_problems: int, num_samples: int) -> None:
     """Print a table of results, one row each, with 95 % intervals over problems."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     names = ["pass@1", "greedy", f"pass@{num_samples}", f"maj@{num_samples}", "format", "thinking_tokens"]
     names = [name for name in dict.fromkeys(names) if name in next(iter(results.values())).metrics]
-    table = Table(
-        title=f"{num_problems} held-out problems x {num_samples} samples, 95 % intervals over problems"
-    )
-    table.add_column("")
+    title = f"{num_problems} held-out problems x {num_samples} samples; percent, with 95 % intervals over problems"
+    table = Table(title=title, box=SIMPLE_HEAD, leading=1, title_justify="left")
+    table.add_column("", style="bold", no_wrap=True, min_width=4)
     for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
+        table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True)
     for label, result in results.items():
-        table.add_row(Text(label), *(Text(_show(name, result.metrics[name])) for name in names))
+        table.add_row(Text(label), *(Text(show_metric(name, result.metrics[name])) for name in names))
     Console().print(table)
     only = next(iter(results.values())).metrics["pass@1"].mean if len(results) == 1 else 1.0
     if only < 0.02:
         print("accuracy is near zero: the model cannot do this task (yet); read format and samples instead")
 
 
-def _show(name: str, interval: Interval) -> str:
-    if name.endswith("tokens"):
-        return f"{interval.mean:.1f}\n{interval.low:.1f}-{interval.high:.1f}"
-    return f"{100 * interval.mean:.1f} %\n{100 * interval.low:.1f}-{100 * interval.high:.1f}"
+def show_metric(name: str, interval: Interval) -> str:
+    """Write a metric and, on a second line, its interval: shares in percent, lengths in tokens."""
+    scale = 1.0 if name.endswith("tokens") else 100.0
+    mean, low, high = (
+        f"{scale * value:.1f}".replace("100.0", "100")
+        for value in (interval.mean, interval.low, interval.high)
+    )
+    return f"{mean}\n{low}-{high}"

@@ -15,7 +15,14 @@ from rich.text import Text
 
 from whet.checkpoint import open_run
 from whet.config import dump_yaml
-from whet.eval.evaluate import EvalResult, evaluate, print_result, take_problems, write_result
+from whet.eval.evaluate import (
+    EvalResult,
+    evaluate,
+    print_result,
+    show_metric,
+    take_problems,
+    write_result,
+)
 from whet.generate.policy import Policy, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.recipes import rl as rl_recipes
@@ -81,7 +88,7 @@ def main(config: DemoConfig) -> None:
     _show_samples(console, results)
     for part in ("sft", "rl"):
         write_report(folder / part)
-    write_report(folder)
+    _write_story(folder, results, config)
     gain = results["rl"].metrics["pass@1"].mean - results["sft"].metrics["pass@1"].mean
     console.print(
         Text(
@@ -167,3 +174,49 @@ def _show_samples(console: Console, results: Mapping[str, EvalResult]) -> None:
             text.append("right  " if is_correct else "wrong  ", style="green" if is_correct else "red")
             text.append(f"{judged.text!r}\n" if stage == "base" else f"{judged.text}\n")
     console.print(text)
+
+
+def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoConfig) -> None:
+    """Write report.md: the table, the curve of the reinforcement stage and the same samples as on the screen."""
+    names = [
+        "pass@1",
+        "greedy",
+        f"pass@{config.num_samples}",
+        f"maj@{config.num_samples}",
+        "format",
+        "thinking_tokens",
+    ]
+    names = [name for name in dict.fromkeys(names) if name in results["rl"].metrics]
+    count = len(results["rl"].problems)
+    lines = [
+        "# A model learns to think",
+        "",
+        f"{count} held-out problems x {config.num_samples} samples; in brackets 95 % intervals over problems.",
+        "",
+        "| | " + " | ".join(name.replace("_", " ") for name in names) + " |",
+        "|---|" + "--:|" * len(names),
+    ]
+    for stage, result in results.items():
+        cells = [show_metric(name, result.metrics[name]).replace("\n", " [") + "]" for name in names]
+        lines.append(f"| {stage} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "![learning curve](rl/plots/rl_learning.png)",
+        "",
+        "First samples of the first problems:",
+        "",
+        "```text",
+    ]
+    for row in range(min(NUM_SHOWN, count)):
+        lines.append(f"{results['rl'].problems[row].prompt}  (gold {results['rl'].problems[row].answer})")
+        for stage, result in results.items():
+            judged = result.samples[row][0]
+            lines.append(f"  {stage:<5}{'right' if judged.grade.is_correct else 'wrong'}  {judged.text!r}")
+    lines += [
+        "```",
+        "",
+        "Details: [fine-tuning](sft/report.md), [reinforcement](rl/report.md);",
+        "every completion: eval/*/eval_samples.jsonl.",
+        "",
+    ]
+    (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")

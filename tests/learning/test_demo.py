@@ -1,0 +1,93 @@
+"""The demo: its files always, its promise (reinforcement lifts accuracy) with --slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.generate.policy import PolicyConfig
+from whet.recipes import demo, rl, sft
+from whet.types import UserError
+
+METRICS = {"pass@1", "greedy", "pass@16", "maj@16", "format", "thinking_tokens"}
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    summary = json.loads((folder / "summary.json").read_text())
+    for stage in ("sft", "rl"):
+        assert set(summary[stage]) >= METRICS
+        for name in METRICS:
+            low, high = summary[stage]["intervals_95"][name]
+            assert low <= summary[stage][name] <= high
+        for name in METRICS - {"thinking_tokens"}:
+            assert 0 <= summary[stage][name] <= 1
+        assert summary[stage]["pass@1"] <= summary[stage]["pass@16"]
+    return summary
+
+
+@pytest.mark.usefixtures("few_problems")
+def test_structure(
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few_sft = replace(sft.demo(), policy=tiny_policy, num_steps=4, batch_size=4, validation_problems=4)
+    sampling = replace(rl.demo().sampling, max_new_tokens=12)
+    few_rl = replace(rl.demo(), sampling=sampling, num_steps=2, num_prompts=2, group_size=2)
+    monkeypatch.setattr(sft, "demo", lambda: few_sft)
+    monkeypatch.setattr(rl, "demo", lambda: few_rl)
+    folder = tmp_path / "demo"
+    demo.main(demo.DemoConfig(out=str(folder), num_problems=5, num_threads=1))
+    summary = read_summary(folder)
+    assert set(summary) >= {"base", "sft", "rl", "seconds"}
+    for stage in ("base", "sft", "rl"):
+        content = json.loads((folder / "eval" / stage / "eval.json").read_text())
+        assert (content["num_problems"], content["num_samples"]) == (5, 16)
+        assert content["metrics"]["pass@1"]["mean"] == summary[stage]["pass@1"]
+        rows = (folder / "eval" / stage / "eval_samples.jsonl").read_text().splitlines()
+        assert len(rows) == 5 * 17
+    for part in ("", "sft", "rl"):
+        assert (folder / part / "report.md").is_file()
+    assert "pass@1" in capsys.readouterr().out
+    with pytest.raises(UserError, match="already exists"):
+        demo.main(demo.DemoConfig(out=str(folder)))
+
+
+def test_stages_are_measured_on_problems_that_no_training_sees() -> None:
+    from whet.tasks.arithmetic import Arithmetic
+
+    task = Arithmetic()
+    measured = {problem.uid for problem in task.problems(demo.DemoConfig().split)}
+    assert len(measured) >= demo.DemoConfig().num_problems
+    assert not measured & {problem.uid for name in ("train", "dev") for problem in task.problems(name)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_reinforcement_lifts_accuracy(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    process = subprocess.run(
+        [sys.executable, "-m", "whet", "demo", "--out", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        env=os.environ | {"TERM": "dumb"},
+    )
+    assert process.returncode == 0, process.stderr
+    summary = read_summary(folder)
+    assert summary["rl"]["pass@1"] >= 0.9
+    assert summary["rl"]["pass@1"] - summary["sft"]["pass@1"] >= 0.25
+    assert summary["base"]["pass@1"] <= 0.05
+    assert summary["rl"]["format"] >= 0.95
+    # It learned to use its scratch-pad, rather than to guess.
+    assert summary["rl"]["thinking_tokens"] > summary["sft"]["thinking_tokens"] + 2
+    drift = [json.loads(line)["rl/ratio_drift"] for line in (folder / "rl" / "metrics.jsonl").open()]
+    assert set(drift) == {0.0}
