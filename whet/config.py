@@ -58,6 +58,13 @@ def dump_yaml(config: DataclassInstance) -> str:
     return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
 
 
+def align(title: str, rows: Mapping[str, str | int]) -> str:
+    """Lay out what --dry-run tells below the config: a title and aligned names and numbers."""
+    width = max(map(len, rows))
+    texts = {name: f"{value:,}" if isinstance(value, int) else value for name, value in rows.items()}
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in texts.items())])
+
+
 def load_yaml(path: Path, cls: type[Config]) -> Config:
     """Read a config from a YAML file.
 

@@ -189,9 +189,9 @@ def test_draws_are_the_inverse_cdf(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [16, 1024, 1040, 5008, 50272])
-@pytest.mark.parametrize("uniform", [2.0**-25, 0.5, 1 - 2.0**-25])
+@pytest.mark.parametrize("uniform", [2.0**-25, 0.5, 1 - 2.0**-25, 1 - 2.0**-53])
 def test_cut_columns_are_never_drawn(vocab: int, uniform: float) -> None:
-    """The extremes of the 24-bit uniforms, with support at one end, the other, or a single column."""
+    """The extremes of the 24-bit uniforms, and the last double before 1, with support at one end, the other, or a single column."""
     keeps: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda column: column == vocab // 2,
         lambda column: column == 0,

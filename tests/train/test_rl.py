@@ -257,7 +257,7 @@ def test_kl_to_the_starting_policy(
     for coefficient in (1e-6, 5.0):
         algo = AlgoConfig(kl=kl, kl_coef=coefficient)  # type: ignore[arg-type]
         folder = tmp_path / str(coefficient)
-        train(make_config(tiny_policy, folder, algo=algo, optim=optim, num_steps=8))
+        train(make_config(tiny_policy, folder, algo=algo, optim=optim, num_steps=5))
         values[coefficient] = [row["rl/kl"] for row in metrics(folder)]
         assert values[coefficient][0] == 0.0  # the reference is the policy that the run began with
         assert min(values[coefficient][2:]) > 0  # and does not move along with it

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from whet.checkpoint import open_run
-from whet.config import dump_yaml
+from whet.config import align, dump_yaml
 from whet.eval.grade import AnswerFrom, Grade, grade
 from whet.eval.stats import Interval, bootstrap_interval, majority_at_k, pass_at_k, wilson_interval
 from whet.generate.engine import Completion, Request
@@ -256,10 +256,13 @@ def fitting_problems(policy: Policy, problems: Sequence[Problem], max_new_tokens
 
 def plan(config: EvalConfig) -> str:
     """Describe the work without doing it."""
-    count = config.num_problems or "all"
-    return (
-        f"plan: {count} problems of {config.task.name}/{config.split} x ({config.num_samples} samples + 1 "
-        f"greedy), at most {config.sampling.max_new_tokens} new tokens each"
+    return align(
+        "work",
+        {
+            "problems": f"{config.num_problems or 'all'} of {config.task.name}/{config.split}",
+            "completions per problem": f"{config.num_samples} sampled + 1 greedy",
+            "new tokens per completion, at most": config.sampling.max_new_tokens,
+        },
     )
 
 

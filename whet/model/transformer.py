@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from whet.model.attention import ROW_QUANTUM, AttentionContext, round_up
+from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, round_up
 from whet.model.config import ModelConfig, RopeScaling
 
 
@@ -197,6 +197,17 @@ class LanguageModel(nn.Module):
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
         raise AssertionError("abstract")
+
+    def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, T, V] of whole rows, for a quick look; training and sampling never build them.
+
+        Args:
+            tokens_BT: int64 token ids, without padding.
+        """
+        rows, length = tokens_BT.shape
+        positions_N = torch.arange(length, device=tokens_BT.device).repeat(rows)
+        hidden_ND = self(tokens_BT.reshape(-1), positions_N, Packed([length] * rows, tokens_BT.device))
+        return F.linear(hidden_ND, self.head_weight).view(rows, length, -1)
 
     @property
     def head_weight(self) -> torch.Tensor:

@@ -71,6 +71,11 @@ class AlgoConfig:
             )
         if self.kl_coef < 0 or self.eps < 0 or self.max_refills < 0 or self.overlong_cache < 0:
             raise ValueError("kl_coef, eps, max_refills and overlong_cache: expected 0 or more")
+        if self.baseline == "none" and self.uninformative != "keep":
+            raise ValueError(
+                f"uninformative = {self.uninformative} with baseline = none: without a baseline equal rewards teach "
+                "too; set uninformative to keep"
+            )
         if self.std_ddof not in (0, 1):
             raise ValueError(f"std_ddof = {self.std_ddof}: expected 0 or 1")
 
@@ -175,7 +180,7 @@ class Objective:
             aggregation=algo.aggregation,
             device=self._policy.device,
         )
-        num_tokens, num_sequences, num_scored = all_reduce_sum(
+        num_tokens, num_sequences, num_scored_tokens = all_reduce_sum(
             sum(len(s.completion_ids) for s in counted), len(counted), batch.num_trained_tokens
         )
         denominator = loss_denominator(
@@ -184,12 +189,14 @@ class Objective:
             num_sequences=num_sequences,
             max_length=self._max_length,
         )
-        num_scored = max(num_scored, 1.0)
+        num_scored = max(num_scored_tokens, 1.0)
         totals = forward_backward(
             batch.micro_batches, lambda micro: self._micro_loss(micro, denominator, num_scored)
         )
         sum_gradients(self._policy.model.parameters())
-        norm = optimizer.step(lr) if num_scored > 1 else 0.0
+        if num_scored_tokens == 0:
+            return {"rl/loss": 0.0, "rl/grad_norm": 0.0, "rl/logprob_gap_mean": 0.0, "rl/ratio_drift": 0.0}
+        norm = optimizer.step(lr)
         names = ["loss", "entropy", "kl", "clip_high", "clip_low", "logprob_gap_mean"]
         summed = dict(zip(names, all_reduce_sum(*(totals.get(name, 0.0) for name in names)), strict=True))
         gap = all_reduce_max(totals.get("logprob_gap_max", 0.0))

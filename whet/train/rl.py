@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from whet.checkpoint import commit_folder, load_step, open_run, save_step
-from whet.config import dump_yaml
+from whet.config import align, dump_yaml
 from whet.distributed import all_reduce_sum, rank, shard, world_size
 from whet.eval.evaluate import evaluate, fitting_problems, take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
@@ -103,11 +103,18 @@ def plan(config: RLConfig) -> str:
     samples = config.num_prompts * config.group_size
     tokens = samples * config.sampling.max_new_tokens
     budget = config.optim.token_budget
-    return (
-        f"plan: each of {config.num_steps} steps samples {config.num_prompts} prompts x {config.group_size} samples "
-        f"= {samples} completions of at most {config.sampling.max_new_tokens} tokens = {tokens:,} tokens,\n"
-        f"      trains them in about {-(-tokens // budget)} or fewer micro-batches of {budget:,} tokens plus prompts, "
-        "and updates the weights once"
+    return align(
+        "batch of one step",
+        {
+            "prompts": config.num_prompts,
+            "samples per prompt": config.group_size,
+            "completions": samples,
+            "new tokens, at most": tokens,
+            "tokens per micro-batch": budget,
+            "micro-batches, at most": f"{-(-tokens // budget)}, and more by the share of prompts",
+            "optimizer steps": f"{config.num_steps:,}, one per batch",
+            "completions in all": samples * config.num_steps,
+        },
     )
 
 
@@ -130,6 +137,10 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     if config.num_prompts % world_size():
         raise UserError(
             f"num_prompts = {config.num_prompts}: expected a multiple of the {world_size()} ranks"
+        )
+    if config.algo.scale == "batch" and world_size() > 1:
+        raise UserError(
+            "algo.scale = batch: the batch's standard deviation is not shared between ranks; use group"
         )
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
@@ -288,15 +299,16 @@ class _Run:
 
     def _sample(self, num_prompts: int, step: int) -> Rollout:
         drawn = self.order.next(num_prompts)
+        mine = [drawn[index] for index in shard(num_prompts)]
         return collect_groups(
             self.policy,
             self.engine,
             self.task,
             self.rewards,
-            [drawn[index][1] for index in shard(num_prompts)],
+            [problem for _, problem in mine],
+            seeds=[(self.config.seed, step, epoch) for epoch, _ in mine],
             group_size=self.config.group_size,
             sampling=self.config.sampling,
-            seed=(self.config.seed, step),
             overlong_cache=self.config.algo.overlong_cache,
         )
 

@@ -36,9 +36,9 @@ def collect_groups(
     rewards: list[WeightedReward],
     problems: Sequence[Problem],
     *,
+    seeds: Sequence[tuple[int, ...]],
     group_size: int,
     sampling: SamplingParams,
-    seed: tuple[int, int],
     overlong_cache: int = 0,
 ) -> Rollout:
     """Sample and score a group of completions for each problem.
@@ -49,9 +49,10 @@ def collect_groups(
         task: Judges answers, for the metrics.
         rewards: The run's rewards.
         problems: One group each.
+        seeds: Run seed, step and epoch of each problem: with its uid and the sample index they name a sequence's noise
+            (the epoch, because a small data set may come round within one step).
         group_size: Samples per problem.
         sampling: How they are drawn.
-        seed: Run seed and step: with problem and sample index they name every sequence's noise.
         overlong_cache: Width of DAPO's soft length punishment in tokens; 0 for none.
 
     Returns:
@@ -63,7 +64,7 @@ def collect_groups(
             prompt_ids=policy.prompt_ids(problem),
             seeds=tuple(sequence_seed(*seed, problem.uid, index) for index in range(group_size)),
         )
-        for problem in problems
+        for problem, seed in zip(problems, seeds, strict=True)
     ]
     completions = engine.generate(requests, sampling)
     generated = time.perf_counter()

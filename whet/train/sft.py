@@ -14,7 +14,7 @@ import torch
 from whet.algo.losses import weighted_sum
 from whet.algo.packing import TrainingSequence, pack
 from whet.checkpoint import commit_folder, load_step, open_run, save_step
-from whet.config import dump_yaml
+from whet.config import align, dump_yaml
 from whet.distributed import all_reduce_sum, rank, shard, sum_gradients
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
@@ -140,11 +140,15 @@ def validation_loss(policy: Policy, problems: Sequence[Problem], config: OptimCo
 
 def plan(config: SFTConfig) -> str:
     """Describe the work without doing it."""
-    budget = config.optim.token_budget
-    return (
-        f"plan: {config.num_steps} optimizer steps x {config.batch_size} sequences = "
-        f"{config.num_steps * config.batch_size:,} demonstrations; micro-batches of at most {budget:,} tokens; "
-        f"validation on {config.validation_problems} problems every {config.validate_every} steps"
+    return align(
+        "batch of one step",
+        {
+            "demonstrations": config.batch_size,
+            "tokens per micro-batch, at most": config.optim.token_budget,
+            "optimizer steps": f"{config.num_steps:,}, one per batch",
+            "demonstrations in all": config.batch_size * config.num_steps,
+            "validation": f"{config.validation_problems:,} problems every {config.validate_every:,} steps",
+        },
     )
 
 
