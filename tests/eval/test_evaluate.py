@@ -24,6 +24,7 @@ from whet.eval.grade import grade
 from whet.generate.engine import Completion, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.schema import SCHEMAS
 from whet.tasks.arithmetic import Arithmetic
 from whet.tasks.base import TaskConfig
 from whet.types import Problem, UserError
@@ -151,8 +152,10 @@ def test_grade_takes_the_answer_block_unless_told_otherwise(policy: Policy) -> N
     assert strict.thinking_tokens == len(ids)
     lenient = grade(policy, TASK, FIRST, text, ids, answer_from="anywhere")
     assert (lenient.answer, lenient.is_correct) == ("132", True)
-    # A block that is there is what counts, even where another number is right.
-    block = grade(policy, TASK, FIRST, "132</think><answer>7</answer>", [], answer_from="anywhere")
+    # A block of the run's own schema is what counts, even where another number stands in a box.
+    other = Policy(policy.model, policy.tokenizer, SCHEMAS["working_out_solution"])
+    text = r"1<end_working_out><SOLUTION>7</SOLUTION> \boxed{132}"
+    block = grade(other, TASK, FIRST, text, [], answer_from="anywhere")
     assert (block.answer, block.is_correct) == ("7", False)
 
 
@@ -211,7 +214,7 @@ def test_main_is_reproducible(
 
 def test_config_refuses_what_makes_no_sense(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     config = make_config(tiny_policy, tmp_path)
-    assert "3 problems of arithmetic/test" in plan(config)
+    assert "3 of arithmetic/test" in plan(config)
     for wrong in (
         {"num_samples": 0},
         {"num_problems": -1},

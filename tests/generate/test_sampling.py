@@ -191,7 +191,7 @@ def test_draws_are_the_inverse_cdf(vocab: int) -> None:
 @pytest.mark.parametrize("vocab", [16, 1024, 1040, 5008, 50272])
 @pytest.mark.parametrize("uniform", [2.0**-25, 0.5, 1 - 2.0**-25, 1 - 2.0**-53])
 def test_cut_columns_are_never_drawn(vocab: int, uniform: float) -> None:
-    """The extremes of the 24-bit uniforms, and the last double before 1, with support at one end, the other, or a single column."""
+    """Extremes of the 24-bit uniforms and the last double before 1; support at an end, or in one column."""
     keeps: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda column: column == vocab // 2,
         lambda column: column == 0,
@@ -207,6 +207,13 @@ def test_cut_columns_are_never_drawn(vocab: int, uniform: float) -> None:
         noise.masked_fill(~kept, CUT), torch.full((len(keeps),), uniform, dtype=torch.float64)
     )
     assert kept.gather(1, drawn[:, None]).all()
+
+
+def test_a_share_rounded_up_to_one_stays_inside() -> None:
+    """The second level divides a difference by a float32 block sum: its share of the block can round to 1."""
+    weights = torch.tensor([[0.5, 0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    for share in (1.0, 1.0 + 1e-7):
+        assert sampling._search(weights, torch.full((2,), share, dtype=torch.float64)).tolist() == [2, 4]
 
 
 def test_draws_do_not_depend_on_the_batch() -> None:

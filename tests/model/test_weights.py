@@ -375,7 +375,8 @@ def test_a_run_folder_is_its_best_checkpoint_else_its_newest(folder: Path, tmp_p
     newest = add("step_00000010")
     assert model_folder(run) == newest
     assert model_folder(str(run)) == newest
-    assert model_folder(run) == add("step_99999999")
+    full = add("step_99999999")
+    assert model_folder(run) == full
     wide = add("step_100000000")  # one digit more than the padding: by number, not by letter
     assert model_folder(run) == wide
     best = add("best")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +22,10 @@ from whet.schema import SCHEMAS, ResponseSchema
 from whet.tasks.arithmetic import Arithmetic
 from whet.tasks.base import TaskConfig
 from whet.train import rl
-from whet.train.objective import AlgoConfig
+from whet.train.objective import AlgoConfig, Objective
 from whet.train.rl import RLConfig, main, plan, train
 from whet.train.step import OptimConfig
-from whet.types import Problem, Task, UserError
+from whet.types import Group, Problem, Sample, Task, UserError
 
 pytestmark = pytest.mark.usefixtures("few_problems")
 
@@ -193,7 +194,7 @@ def test_resume_is_exact(
     original = rl.collect_groups
 
     def fail(*arguments: Any, **options: Any) -> Any:
-        if options["seed"][1] == 4:
+        if options["seeds"][0][1] == 4:
             raise CrashError
         return original(*arguments, **options)
 
@@ -372,8 +373,9 @@ def test_a_run_without_any_signal_stops(tiny_policy: PolicyConfig, tmp_path: Pat
 def test_a_run_that_solves_everything_is_not_dead(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Arithmetic, "is_correct", lambda self, problem, answer: answer != "no answer")
-    set_reward(monkeypatch, "correct", lambda schema, problem, completion: 1.0 if completion else 0.0)
+    monkeypatch.setattr(Arithmetic, "is_correct", lambda self, problem, answer: True)
+    monkeypatch.setattr(rl, "preflight", lambda *arguments: None)
+    set_reward(monkeypatch, "correct", lambda schema, problem, completion: 1.0)
     config = make_config(tiny_policy, tmp_path, rewards={"correct": 1.0}, max_dead_steps=2, num_steps=4)
     train(config)
     assert [row["rl/zero_variance_groups"] for row in metrics(tmp_path)] == [1.0] * 4
@@ -476,7 +478,7 @@ def test_main_writes_the_run_folder(
     assert (run / "checkpoints" / "best" / "model.safetensors").is_file()
     assert all("eval/greedy" in row for row in metrics(run))
     assert json.loads((run / "summary.json").read_text())["reward_mean"] == metrics(run)[-1]["rl/reward_mean"]
-    assert "16 completions of at most 14 tokens = 224 tokens" in plan(config)
+    assert re.search(r"\b16\b(.|\n)*\b224\b", plan(config))  # completions, and their tokens at most
     # The saved folder is a policy with the same prompt protocol and weights.
     again = load_policy(PolicyConfig(init=str(run)), seed=9)
     stored = load_policy(PolicyConfig(init=str(run / "checkpoints" / "best")), seed=9)
@@ -484,9 +486,6 @@ def test_main_writes_the_run_folder(
     assert again.schema == SCHEMAS["think_answer"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="seeds are (run, step, uid, index): a problem drawn twice in a step repeats"
-)
 def test_a_problem_drawn_twice_in_a_step_is_sampled_anew(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(40)]
@@ -497,3 +496,75 @@ def test_a_problem_drawn_twice_in_a_step_is_sampled_anew(tiny_policy: PolicyConf
         assert len(group) >= 8  # drawn at least twice
         first, second = ([s["completion"] for s in group[start : start + 4]] for start in (0, 4))
         assert first != second
+
+
+@pytest.mark.xfail(
+    strict=True, reason="samples.jsonl normalises over all groups, the trainer over those it uses"
+)
+def test_logged_advantages_are_the_trained_ones_with_batch_scale(
+    tiny_policy: PolicyConfig, tmp_path: Path
+) -> None:
+    algo = AlgoConfig(scale="batch", aggregation="sequence_mean", uninformative="drop")
+    train(make_config(tiny_policy, tmp_path, algo=algo, num_steps=1, num_prompts=8))
+    (row,) = metrics(tmp_path)
+    counted = [s for group in groups_of(samples(tmp_path)) if differ(group) for s in group]
+    # Means over sequences of advantages sum to zero, token losses do not show their scale: the gradient does.
+    assert row["rl/zero_variance_groups"] > 0
+    rewards = torch.tensor([s["reward"] for s in counted], dtype=torch.float64)
+    centred = [
+        s["reward"] - sum(other["reward"] for other in group) / len(group)
+        for group in groups_of(counted)
+        for s in group
+    ]
+    expected = torch.tensor(centred, dtype=torch.float64) / (rewards.std() + 1e-4)
+    advantages = [s["advantage"] for group in groups_of(counted) for s in group]
+    assert advantages == pytest.approx(expected.tolist(), abs=1e-9)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="kept[0] of an empty list: IndexError instead of one line for the user"
+)
+def test_no_training_problems_is_a_user_error(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Arithmetic, "problems", lambda self, split: [])
+    with pytest.raises(UserError):
+        train(make_config(tiny_policy, tmp_path / "run"))
+
+
+@pytest.mark.xfail(strict=True, reason="the divisor counts wholly scored samples, the sum every scored part")
+def test_the_mean_of_one_reward_counts_the_samples_that_it_scored(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_reward(monkeypatch, "format", unless_ideal(None))
+    set_reward(monkeypatch, "correct", lambda schema, problem, completion: float(bool(completion)))
+    train(make_config(tiny_policy, tmp_path, num_steps=1))
+    (row,) = metrics(tmp_path)
+    scores = [s["rewards"]["correct"] for s in samples(tmp_path)]
+    assert row["rl/unscorable"] > 0
+    assert row["rl/reward/correct"] == pytest.approx(sum(scores) / len(scores))
+
+
+def test_a_step_with_a_single_trained_token_is_taken(tiny_policy: PolicyConfig) -> None:
+    policy = load_policy(tiny_policy, seed=0)
+    problem = Arithmetic().problems("train")[0]
+    sample = Sample(
+        uid=problem.uid,
+        index=0,
+        prompt_ids=policy.prompt_ids(problem),
+        completion_ids=(5,),
+        sampler_logprobs=(-3.0,),
+        text="",
+        finish_reason="stop",
+        reward=1.0,
+        advantage=1.0,
+    )
+    objective = Objective(
+        policy, AlgoConfig(), temperature=1.0, max_length=8, token_budget=100, autocast=None
+    )
+    before = policy.model.head_weight.detach().clone()
+    optimizer = rl.Optimizer(policy.model, OptimConfig(lr=0.1))
+    result = objective.update([Group(problem=problem, samples=(sample,))], optimizer, 0.1)
+    assert result["rl/grad_norm"] > 0
+    assert not torch.equal(policy.model.head_weight, before)
+    assert all(parameter.grad is None for parameter in policy.model.parameters())

@@ -22,7 +22,6 @@ from whet.model.transformer import LanguageModel
 from whet.types import FinishReason, UserError
 
 PREFILL_TOKENS = 8192
-STOP_STRING_TAIL = 48
 CHECK_EVERY_GPU = 8
 CHECK_EVERY_TEXT = 4
 
@@ -61,6 +60,7 @@ class _Rows:
     seeds: torch.Tensor
     positions: torch.Tensor
     counts: torch.Tensor
+    checked: torch.Tensor
     limits: torch.Tensor
     last: torch.Tensor
     done: torch.Tensor
@@ -80,6 +80,7 @@ class _Rows:
             seeds=whole(torch.int64),
             positions=whole(torch.int64),
             counts=whole(torch.int64),
+            checked=whole(torch.int64),
             limits=whole(torch.int64),
             last=whole(torch.int64),
             done=whole(torch.bool),
@@ -140,11 +141,14 @@ class Engine:
         self.stats = EngineStats()
         self._stop_ids = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=self.device)
         self._stop_strings = tuple(stop_strings)
+        # Every token spells at least a byte, and a character may begin a few tokens earlier.
+        self._stop_tail = max((len(stop.encode()) for stop in stop_strings), default=0) + 4
         self._decode = decode
         self._max_rows = max_rows
         self._attention: AttentionKind = attention
         self._autocast = autocast
         self._cache: KVCache | None = None
+        self._head: torch.Tensor | None = None
 
     def generate(
         self,
@@ -179,13 +183,15 @@ class Engine:
             context = torch.autocast(self.device.type, dtype=self._autocast)
         was_training = self.model.training
         self.model.eval()
-        with torch.inference_mode(), context:
-            rows = min(self._max_rows, num_samples)
-            self._head = self._head_for_sampling()
-            self._reserve(rows, capacity)
-            self._run(requests, params, results, rows, on_finished)
-        del self._head
-        self.model.train(was_training)
+        try:
+            with torch.inference_mode(), context:
+                rows = min(self._max_rows, num_samples)
+                self._head = self._head_for_sampling()
+                self._reserve(rows, capacity)
+                self._run(requests, params, results, rows, on_finished)
+        finally:
+            self._head = None
+            self.model.train(was_training)
         self.stats.seconds += time.perf_counter() - began
         return [[completion for completion in row if completion is not None] for row in results]
 
@@ -204,8 +210,9 @@ class Engine:
                     f"prompt {index} has {length} tokens, the model's context holds {context}: shorten or drop it"
                 )
             if max(request.prompt_ids) >= self.model.config.vocab_size or min(request.prompt_ids) < 0:
+                bad = min(request.prompt_ids) if min(request.prompt_ids) < 0 else max(request.prompt_ids)
                 raise UserError(
-                    f"prompt {index} has token id {max(request.prompt_ids)}, the model's vocabulary has "
+                    f"prompt {index} has token id {bad}, the model's vocabulary has "
                     f"{self.model.config.vocab_size} rows: "
                     "the tokenizer does not fit the model"
                 )
@@ -293,12 +300,13 @@ class Engine:
         state.positions[new] = torch.tensor(lengths, device=self.device).repeat_interleave(repeats) - 1
         limits = [min(params.max_new_tokens, self.model.config.max_positions - length) for length in lengths]
         state.limits[new] = torch.tensor(limits, device=self.device).repeat_interleave(repeats)
-        for flags in (state.counts, state.done, state.stopped):
+        for flags in (state.counts, state.checked, state.done, state.stopped):
             flags[new] = 0
         self.stats.prompt_tokens += tokens
         self._append(logits, params, state, new)
 
     def _logits(self, hidden_BD: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+        assert self._head is not None
         temperature = params.temperature or 1.0
         return head_logits(
             hidden_BD, self._head, temperature=temperature, num_valid=self.model.num_valid_tokens
@@ -331,26 +339,32 @@ class Engine:
         self.stats.decode_steps += 1
 
     def _stop_on_text(self, state: _Rows) -> None:
-        """End rows whose text has a stop string, and cut them at the token that completed it."""
+        """End rows whose text has a stop string, and cut them at the token that completed it.
+
+        Every token of every row is looked at before the row leaves, a stop id's row too: where a sequence ends does not
+        depend on when this is called.
+        """
         assert self._decode is not None
-        counts = state.counts.tolist()
-        stopped = state.stopped.tolist()
+        counts, checked = state.counts.tolist(), state.checked.tolist()
         for row in range(len(state.owner)):
-            if stopped[row]:
+            if checked[row] == counts[row]:
                 continue
-            recent = state.tokens[row, max(0, counts[row] - STOP_STRING_TAIL) : counts[row]].tolist()
-            text = self._decode(recent)
-            if not any(stop in text for stop in self._stop_strings):
+            first = max(0, checked[row] - self._stop_tail)
+            window = state.tokens[row, first : counts[row]].tolist()
+            state.checked[row] = counts[row]
+            if not self._has_stop(window):
                 continue
-            length = next(
-                n
-                for n in range(1, len(recent) + 1)
-                if any(stop in self._decode(recent[:n]) for stop in self._stop_strings)
-            )
-            cut = counts[row] - len(recent) + length
-            state.counts[row] = cut
-            state.done[row] = True
-            state.stopped[row] = True
+            fresh = range(checked[row] - first + 1, len(window) + 1)
+            length = next((n for n in fresh if self._has_stop(window[:n])), None)
+            if length is not None:
+                state.counts[row] = state.checked[row] = first + length
+                state.done[row] = True
+                state.stopped[row] = True
+
+    def _has_stop(self, ids: Sequence[int]) -> bool:
+        assert self._decode is not None
+        text = self._decode(ids)
+        return any(stop in text for stop in self._stop_strings)
 
     def _harvest(self, state: _Rows, results: list[list[Completion | None]]) -> None:
         """Hand out ended rows and close the holes with rows from the end."""

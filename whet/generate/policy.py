@@ -17,10 +17,11 @@ import torch
 from whet.generate.engine import Engine
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig
+from whet.model.files import read_json
 from whet.model.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
-from whet.model.weights import build_model, load_model, model_folder, read_json, resize_vocabulary, save_model
+from whet.model.weights import build_model, load_model, model_folder, resize_vocabulary, save_model
 from whet.schema import SCHEMAS, ResponseSchema
 from whet.types import Problem, UserError
 
@@ -223,6 +224,10 @@ def load_policy(config: PolicyConfig, *, seed: int, dtype: torch.dtype = torch.f
         template = PLAIN_TEMPLATE
     if template is not None:
         tokenizer = tokenizer.with_template(template)
+    if 0 < config.padded_vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"policy.padded_vocab_size = {config.padded_vocab_size}: the tokenizer has {tokenizer.vocab_size} ids"
+        )
     if folder is None:
         shape = replace(config.model, vocab_size=max(tokenizer.vocab_size, config.padded_vocab_size))
         model = build_model(shape)
@@ -257,8 +262,10 @@ def _protocol(config: PolicyConfig, folder: Path | None) -> tuple[ResponseSchema
             if config.schema == "inherit":
                 schema = ResponseSchema(**stored["schema"])
             if config.template == "auto":
-                template = str(stored["template"])
-                system_prompt = bool(stored["system_prompt"]) and config.system_prompt
+                template, stored_prompt = stored["template"], stored["system_prompt"]
+                if not isinstance(template, str) or not isinstance(stored_prompt, bool):
+                    raise TypeError("template must be text, system_prompt true or false")
+                system_prompt = stored_prompt and config.system_prompt
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{folder}/protocol.json: malformed ({error})") from None
     return schema, template, system_prompt
