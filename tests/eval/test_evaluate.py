@@ -169,12 +169,12 @@ def test_problems_are_a_fixed_sample(policy: Policy) -> None:
 
 def test_only_problems_that_fit(policy: Policy) -> None:
     long = replace(FIRST, prompt="1+" * 20)
-    assert fitting_problems(policy, [FIRST, long], 40) == [FIRST]
+    assert fitting_problems(policy, [FIRST, long], min_new_tokens=40) == [FIRST]
     with pytest.raises(
         UserError, match=r"no prompt fits: the context holds 64 tokens, max_new_tokens takes 40"
     ):
-        fitting_problems(policy, [long], 40)
-    assert fitting_problems(policy, [], 40) == []
+        fitting_problems(policy, [long], min_new_tokens=40)
+    assert fitting_problems(policy, [], min_new_tokens=40) == []
 
 
 def test_nothing_to_evaluate(policy: Policy) -> None:

@@ -237,19 +237,29 @@ def take_problems(task: Task, split: str, count: int) -> list[Problem]:
     return problems[:count] if count else problems
 
 
-def fitting_problems(policy: Policy, problems: Sequence[Problem], max_new_tokens: int) -> list[Problem]:
-    """Return the problems whose prompt and longest completion fit in the model's context.
+def fitting_problems(policy: Policy, problems: Sequence[Problem], *, min_new_tokens: int) -> list[Problem]:
+    """Return the problems whose prompt leaves room in the model's context.
+
+    Args:
+        policy: Gives tokenizer and context.
+        problems: Candidates.
+        min_new_tokens: Room wanted. Training asks for the longest completion, so that the context cuts none off; an
+            evaluation asks for one token and counts what is cut off, so that hard problems do not drop out.
 
     Raises:
         UserError: If none fits.
     """
-    room = policy.model.config.max_positions - max_new_tokens
-    kept = [problem for problem in problems if len(policy.prompt_ids(problem)) <= room]
+    context = policy.model.config.max_positions
+    lengths = [len(policy.prompt_ids(problem)) for problem in problems]
+    kept = [
+        problem
+        for problem, length in zip(problems, lengths, strict=True)
+        if length + min_new_tokens <= context
+    ]
     if problems and not kept:
-        shortest = min(len(policy.prompt_ids(problem)) for problem in problems)
         raise UserError(
-            f"no prompt fits: the context holds {policy.model.config.max_positions} tokens, max_new_tokens "
-            f"takes {max_new_tokens}, the shortest prompt has {shortest}; lower sampling.max_new_tokens"
+            f"no prompt fits: the context holds {context} tokens, the shortest prompt has {min(lengths)}, completions "
+            f"need {min_new_tokens}; lower sampling.max_new_tokens or take a model with a longer context"
         )
     return kept
 
@@ -273,7 +283,7 @@ def main(config: EvalConfig) -> None:
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     policy = load_policy(config.policy, seed=config.seed, dtype=dtype)
     wanted = take_problems(task, config.split, config.num_problems)
-    problems = fitting_problems(policy, wanted, config.sampling.max_new_tokens)
+    problems = fitting_problems(policy, wanted, min_new_tokens=1)
     open_run(folder, dump_yaml(config), resume=False)
     write_environment(folder)
     total = len(problems) * (config.num_samples + 1)
@@ -314,7 +324,7 @@ def main(config: EvalConfig) -> None:
             "eval", 0, {f"eval/{name}": interval.mean for name, interval in result.metrics.items()}
         )
     write_report(folder)
-    print_result({config.policy.init or "random weights": result}, len(problems), config.num_samples)
+    print_result({Path(config.policy.init).name or "random": result}, len(problems), config.num_samples)
     print(f"report: {folder / 'report.md'}")
 
 
@@ -329,7 +339,7 @@ def print_result(results: dict[str, EvalResult], num_problems: int, num_samples:
     names = [name for name in dict.fromkeys(names) if name in next(iter(results.values())).metrics]
     title = f"{num_problems} held-out problems x {num_samples} samples; percent, with 95 % intervals over problems"
     table = Table(title=title, box=SIMPLE_HEAD, leading=1, title_justify="left")
-    table.add_column("", style="bold", no_wrap=True, min_width=4)
+    table.add_column("", style="bold", overflow="fold", min_width=4, max_width=16)
     for name in names:
         table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True)
     for label, result in results.items():

@@ -95,6 +95,7 @@ class _Rows:
             "seeds",
             "positions",
             "counts",
+            "checked",
             "limits",
             "last",
             "done",

@@ -27,7 +27,7 @@ def gsm8k() -> EvalConfig:
         out="runs/gsm8k-eval",
         policy=PolicyConfig(init=STORIES, system_prompt=False),
         task=TaskConfig(name="gsm8k", path=GSM8K),
-        sampling=SamplingParams(temperature=0.7, top_k=50, max_new_tokens=256),
+        sampling=SamplingParams(temperature=0.7, top_k=50, max_new_tokens=400),
     )
 
 

@@ -146,7 +146,7 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     prepare_model(policy.model, config.optim)
     problems = task.problems("train")
-    kept = fitting_problems(policy, problems, config.sampling.max_new_tokens)
+    kept = fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
     rewards = build_rewards(config.rewards, policy.schema, task)
     preflight(
         policy.schema, lambda p, text: score_completion(rewards, p, text)[1], kept[0], best_total(rewards)
@@ -158,9 +158,8 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     probe = probe_policy(policy, temperature=config.sampling.temperature, autocast=autocast)
     held_out: list[Problem] = []
     if config.validation_problems:
-        held_out = fitting_problems(
-            policy, take_problems(task, "dev", config.validation_problems), config.sampling.max_new_tokens
-        )
+        wanted = take_problems(task, "dev", config.validation_problems)
+        held_out = fitting_problems(policy, wanted, min_new_tokens=1)
     run = _Run(config, policy, task, EpochOrder(kept, config.seed), held_out, probe)
     start = run.restore(folder) if resume else 0
     headline = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/ratio_drift")
