@@ -246,6 +246,13 @@ def load_step(run: Path) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]
             folder.rename(aside)
             print(f"whet: warning: {error}; set aside, trying the checkpoint before it", flush=True)
             continue
+        threads = json.loads((folder / MANIFEST).read_text()).get("threads")
+        if threads != torch.get_num_threads():
+            now = torch.get_num_threads()
+            print(
+                f"whet: warning: saved with {threads} CPU threads, resumed with {now}: not bitwise the same run",
+                flush=True,
+            )
         return folder, tensors, state
     if problems:
         raise UserError(f"{run}: no checkpoint can be read; the newest says: {problems[0]}")

@@ -48,6 +48,12 @@ def all_reduce_max(value: float) -> float:
     return float(tensor[0])
 
 
+def barrier() -> None:
+    """Wait for all ranks, for instance until rank 0 has prepared a folder that all of them read."""
+    if is_distributed():
+        dist.barrier()
+
+
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Add gradients over all ranks.
 

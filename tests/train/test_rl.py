@@ -498,9 +498,6 @@ def test_a_problem_drawn_twice_in_a_step_is_sampled_anew(tiny_policy: PolicyConf
         assert first != second
 
 
-@pytest.mark.xfail(
-    strict=True, reason="samples.jsonl normalises over all groups, the trainer over those it uses"
-)
 def test_logged_advantages_are_the_trained_ones_with_batch_scale(
     tiny_policy: PolicyConfig, tmp_path: Path
 ) -> None:
@@ -521,9 +518,6 @@ def test_logged_advantages_are_the_trained_ones_with_batch_scale(
     assert advantages == pytest.approx(expected.tolist(), abs=1e-9)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="kept[0] of an empty list: IndexError instead of one line for the user"
-)
 def test_no_training_problems_is_a_user_error(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,7 +526,6 @@ def test_no_training_problems_is_a_user_error(
         train(make_config(tiny_policy, tmp_path / "run"))
 
 
-@pytest.mark.xfail(strict=True, reason="the divisor counts wholly scored samples, the sum every scored part")
 def test_the_mean_of_one_reward_counts_the_samples_that_it_scored(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

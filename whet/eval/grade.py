@@ -68,5 +68,8 @@ def grade(
 def _count_thinking(policy: Policy, thinking: str, completion_ids: Sequence[int]) -> int:
     closing = policy.tokenizer.encode(policy.schema.think_close)
     if len(closing) == 1 and closing[0] in completion_ids:
-        return list(completion_ids).index(closing[0])
+        opening = policy.tokenizer.encode(policy.schema.think_open)
+        ids = list(completion_ids)
+        end = ids.index(closing[0])
+        return end - ids.index(opening[0]) - 1 if len(opening) == 1 and opening[0] in ids[:end] else end
     return len(policy.tokenizer.encode(thinking))

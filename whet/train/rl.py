@@ -11,7 +11,7 @@ from pathlib import Path
 
 from whet.checkpoint import commit_folder, load_step, open_run, save_step
 from whet.config import align, dump_yaml
-from whet.distributed import all_reduce_sum, rank, shard, world_size
+from whet.distributed import all_reduce_sum, barrier, rank, shard, world_size
 from whet.eval.evaluate import evaluate, fitting_problems, take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.probe import ProbeResult, probe_policy
@@ -147,6 +147,8 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     prepare_model(policy.model, config.optim)
     problems = task.problems("train")
     kept = fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
+    if not kept:
+        raise UserError(f"task {task.name}: the train split has no problems")
     rewards = build_rewards(config.rewards, policy.schema, task)
     preflight(
         policy.schema, lambda p, text: score_completion(rewards, p, text)[1], kept[0], best_total(rewards)
@@ -154,6 +156,7 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     if rank() == 0:
         open_run(folder, dump_yaml(config), resume=resume)
         write_environment(folder)
+    barrier()
     autocast = autocast_dtype(config.optim.precision)
     probe = probe_policy(policy, temperature=config.sampling.temperature, autocast=autocast)
     held_out: list[Problem] = []
@@ -258,7 +261,9 @@ class _Run:
             values["eval/greedy"] = self.validate()
         self.last |= values
         log.write_metrics("rl", count, values)
-        log.write_samples(count, with_advantages(rollout.groups, config.algo))
+        trained = {id(before): after for before, after in zip(used, groups, strict=True)}
+        unused = with_advantages([g for g in rollout.groups if id(g) not in trained], config.algo)
+        log.write_samples(count, [*groups, *unused])
         for warning in health_warnings("rl", values, self.history):
             display.note(warning, warning=True)
         self.history.append(values)

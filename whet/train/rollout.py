@@ -134,13 +134,14 @@ def rollout_metrics(
         sum(sample.finish_reason == "length" for sample in samples),
         dull,
         len(rollout.groups),
-        *(sum(s.rewards[reward.name] or 0.0 for s in samples) for reward in rewards),
+        *(value for reward in rewards for value in _total(samples, reward.name)),
     )
     count, num_scored = max(sums[0], 1.0), max(sums[1], 1.0)
     mean = sums[2] / num_scored
     names = ["rl/correct", "rl/format", "rl/thinking_tokens", "rl/completion_tokens", "rl/truncated"]
     metrics = {name: value / count for name, value in zip(names, sums[4:9], strict=True)}
-    metrics |= {f"rl/reward/{r.name}": v / num_scored for r, v in zip(rewards, sums[11:], strict=True)}
+    totals = zip(rewards, sums[11::2], sums[12::2], strict=True)
+    metrics |= {f"rl/reward/{reward.name}": total / max(number, 1.0) for reward, total, number in totals}
     return metrics | {
         "rl/reward_mean": mean,
         "rl/reward_std": math.sqrt(max(sums[3] / num_scored - mean * mean, 0.0)),
@@ -148,3 +149,9 @@ def rollout_metrics(
         "rl/unscorable": sums[0] - sums[1],
         "rl/groups_refilled": float(num_refilled),
     }
+
+
+def _total(samples: Sequence[Sample], name: str) -> tuple[float, int]:
+    """Return the sum of one reward's scores, and how many samples have one."""
+    scores = [score for sample in samples if (score := sample.rewards[name]) is not None]
+    return sum(scores), len(scores)

@@ -15,7 +15,7 @@ from whet.algo.losses import weighted_sum
 from whet.algo.packing import TrainingSequence, pack
 from whet.checkpoint import commit_folder, load_step, open_run, save_step
 from whet.config import align, dump_yaml
-from whet.distributed import all_reduce_sum, rank, shard, sum_gradients
+from whet.distributed import all_reduce_sum, barrier, rank, shard, sum_gradients
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import sequence_seed
@@ -183,6 +183,7 @@ def train(config: SFTConfig, *, resume: bool = False) -> Policy:
     if rank() == 0:
         open_run(folder, dump_yaml(config), resume=resume)
         write_environment(folder)
+    barrier()
     run = _Run(config, policy, EpochOrder(kept, config.seed), held_out)
     start = run.restore(folder) if resume else 0
     title = f"sft {task.name}"
