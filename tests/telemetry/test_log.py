@@ -110,6 +110,7 @@ def test_samples_hold_everything_of_a_rollout(tmp_path):
         "answer": "7",
         "completion": "7",
         "num_completion_tokens": 3,
+        "completion_ids": [7, 8, 2],
         "finish_reason": "stop",
         "rewards": {"correct": 1.0},
         "reward": 1.0,

@@ -262,7 +262,7 @@ class LlamaLike(LanguageModel):
 
 
 def init_weights(model: LanguageModel, seed: int) -> None:
-    """Fill a model from scratch: N(0, 0.02), residual projections times 1/sqrt(2 L), biases 0, norms 1.
+    """Fill a model from scratch: N(0, init_std), residual projections times 1/sqrt(2 L), biases 0, norms 1.
 
     Args:
         model: The model, changed in place.
@@ -271,7 +271,8 @@ def init_weights(model: LanguageModel, seed: int) -> None:
     Source: GPT-2 (Radford et al. 2019), section 2.3.
     """
     generator = torch.Generator().manual_seed(seed)
-    residual = 0.02 / math.sqrt(2 * model.config.num_layers)
+    std = model.config.init_std
+    residual = std / math.sqrt(2 * model.config.num_layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -281,6 +282,6 @@ def init_weights(model: LanguageModel, seed: int) -> None:
             else:
                 is_residual = name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight"))
                 drawn = torch.empty(parameter.shape).normal_(
-                    0.0, residual if is_residual else 0.02, generator=generator
+                    0.0, residual if is_residual else std, generator=generator
                 )
                 parameter.copy_(drawn)

@@ -43,7 +43,7 @@ NUM_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """The demo: two-digit addition, from random weights to a model that thinks before it answers."""
+    """The demo: sums of two-digit numbers, from random weights to a model that thinks before it answers."""
 
     out: str = ""
     """Run folder to make; empty for runs/demo-DATE-TIME."""
@@ -103,9 +103,9 @@ def _introduction() -> Panel:
     text = Text()
     text.append("A model learns to think\n\n", style="bold")
     text.append(
-        "A 0.4 M parameter Llama starts from random weights. It reads worked additions (47+85=, on paper: 7+5=12, "
-        "1+4+8=13), of which half skip the working, so that it can work an answer out but often does not bother. "
-        "Then it practises alone: it tries, and only right answers are rewarded (GRPO).\n\n"
+        "A 0.4 M parameter Llama starts from random weights. It reads worked sums (47+85+39=, digit by digit: "
+        "7+5=12+9=21, 2+4=6+8=14+3=17, so 171), of which half skip the working: it can then work an answer out, "
+        "but often does not bother. Then it practises alone: it tries, and right answers are rewarded (GRPO).\n\n"
     )
     for number, (name, what) in enumerate(STAGES.items(), start=1):
         text.append(f"  {number}  {name:<5}", style="bold")

@@ -12,12 +12,12 @@ from whet.tasks.base import TaskConfig
 
 
 def demo() -> EvalConfig:
-    """The demo's trained model on 512 held-out additions."""
+    """The demo's trained model on 512 held-out sums."""
     return EvalConfig(
         out="runs/demo-eval",
         policy=demo_policy("runs/demo-rl"),
         num_problems=512,
-        sampling=SamplingParams(max_new_tokens=40),
+        sampling=SamplingParams(max_new_tokens=48),
     )
 
 

@@ -20,6 +20,8 @@ def demo_policy(init: str = "") -> PolicyConfig:
         num_kv_heads=2,
         head_dim=32,
         max_positions=64,
+        rope_theta=30.0,
+        init_std=0.06,
     )
     if init:
         return PolicyConfig(init=init, max_rows=512)

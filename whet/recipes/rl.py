@@ -30,12 +30,12 @@ def dapo() -> AlgoConfig:
 
 
 def demo() -> RLConfig:
-    """GRPO on two-digit addition, from the demo's fine-tuned model."""
+    """GRPO on sums of two-digit numbers, from the demo's fine-tuned model."""
     return RLConfig(
         out="runs/demo-rl",
         policy=demo_policy("runs/demo-sft"),
         rewards={"correct": 1.0, "format": 0.1},
-        sampling=SamplingParams(temperature=1.0, max_new_tokens=40),
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=48),
         algo=AlgoConfig(clip_high=0.28),
         optim=OptimConfig(
             lr=5e-4, schedule="linear", final_lr_share=0.0, warmup_steps=5, beta2=0.99, max_grad_norm=0.3

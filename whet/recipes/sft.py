@@ -13,19 +13,19 @@ from whet.train.step import OptimConfig
 
 
 def demo() -> SFTConfig:
-    """Two-digit addition from random weights; half of the demonstrations have an empty scratch-pad."""
+    """Sums of two-digit numbers from random weights; half of the demonstrations have an empty scratch-pad."""
     return SFTConfig(
         out="runs/demo-sft",
         policy=demo_policy(),
         optim=OptimConfig(
             lr=2e-3, warmup_steps=30, final_lr_share=0.02, beta2=0.95, weight_decay=0.1, max_grad_norm=1.0
         ),
-        num_steps=900,
+        num_steps=600,
         batch_size=32,
         empty_thinking_share=0.5,
         validation_problems=128,
-        validate_every=300,
-        save_every=900,
+        validate_every=200,
+        save_every=600,
     )
 
 
