@@ -24,6 +24,8 @@ from whet.telemetry.log import RunLog
 from whet.telemetry.report import write_report
 from whet.types import Problem, Task, UserError
 
+NEAR_ZERO = 0.05
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
@@ -206,6 +208,7 @@ def write_result(folder: Path, result: EvalResult, *, label: str, identity: dict
     metrics = {name: asdict(interval) for name, interval in result.metrics.items()}
     content = {
         "label": label,
+        "remark": remark(result),
         **counts,
         "metrics": metrics,
         "seconds": round(result.seconds, 2),
@@ -229,6 +232,17 @@ def write_result(folder: Path, result: EvalResult, *, label: str, identity: dict
                     "finish_reason": done.finish_reason,
                 }
                 file.write(json.dumps(record) + "\n")
+
+
+def remark(result: EvalResult) -> str:
+    """Say plainly what the numbers must not be taken for."""
+    accuracy = result.metrics["pass@1"].mean
+    if accuracy >= NEAR_ZERO:
+        return ""
+    return (
+        f"accuracy is near zero (pass@1 {100 * accuracy:.1f} %): the model does not solve this task; right answers of "
+        "this share, and the pass@k made of them, are what lucky guesses give. Read format and samples instead."
+    )
 
 
 def take_problems(task: Task, split: str, count: int) -> list[Problem]:
@@ -325,6 +339,8 @@ def main(config: EvalConfig) -> None:
         )
     write_report(folder)
     print_result({Path(config.policy.init).name or "random": result}, len(problems), config.num_samples)
+    if remark(result):
+        print(remark(result))
     print(f"report: {folder / 'report.md'}")
 
 
@@ -345,9 +361,6 @@ def print_result(results: dict[str, EvalResult], num_problems: int, num_samples:
     for label, result in results.items():
         table.add_row(Text(label), *(Text(show_metric(name, result.metrics[name])) for name in names))
     Console().print(table)
-    only = next(iter(results.values())).metrics["pass@1"].mean if len(results) == 1 else 1.0
-    if only < 0.02:
-        print("accuracy is near zero: the model cannot do this task (yet); read format and samples instead")
 
 
 def show_metric(name: str, interval: Interval) -> str:

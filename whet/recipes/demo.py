@@ -36,7 +36,7 @@ from whet.train import rl, sft
 STAGES = {
     "base": "random weights",
     "sft": "after fine-tuning on worked solutions, half of which skip the working",
-    "rl": "after reinforcement: only right answers are rewarded",
+    "rl": "after reinforcement: right answers are rewarded (and, a little, the format)",
 }
 NUM_SHOWN = 3
 
@@ -105,7 +105,7 @@ def _introduction() -> Panel:
     text.append(
         "A 0.4 M parameter Llama starts from random weights. It reads worked sums (47+85+39=, digit by digit: "
         "7+5=12+9=21, 2+4=6+8=14+3=17, so 171), of which half skip the working: it can then work an answer out, "
-        "but often does not bother. Then it practises alone: it tries, and right answers are rewarded (GRPO).\n\n"
+        "but often does not bother. Then it practises alone: it tries, and right answers pay (GRPO).\n\n"
     )
     for number, (name, what) in enumerate(STAGES.items(), start=1):
         text.append(f"  {number}  {name:<5}", style="bold")
