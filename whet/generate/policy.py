@@ -55,8 +55,8 @@ class PolicyConfig:
     """Begin with the schema's instruction (plain prompts have none)."""
     max_rows: int = 256
     """Sequences decoded together."""
-    attention: AttentionKind = "exact"
-    """exact: sampler and trainer agree bitwise on CPU; fast: PyTorch's fused kernel."""
+    attention: Literal["auto", "exact", "fast"] = "auto"
+    """exact: sampler and trainer agree bitwise on CPU; fast: PyTorch's fused kernel; auto: exact on CPU only."""
     device: str = "auto"
     """Device such as cpu or cuda; auto takes cuda where there is one."""
     num_threads: int = 0
@@ -245,9 +245,15 @@ def load_policy(config: PolicyConfig, *, seed: int, dtype: torch.dtype = torch.f
         tokenizer,
         schema,
         system_prompt=has_system,
-        attention=config.attention,
+        attention=_attention(config, device),
         max_rows=config.max_rows,
     )
+
+
+def _attention(config: PolicyConfig, device: torch.device) -> AttentionKind:
+    if config.attention == "auto":
+        return "exact" if device.type == "cpu" else "fast"
+    return config.attention
 
 
 def _protocol(config: PolicyConfig, folder: Path | None) -> tuple[ResponseSchema, str | None, bool]:
