@@ -36,7 +36,7 @@ from whet.train import rl, sft
 STAGES = {
     "base": "random weights",
     "sft": "after fine-tuning on worked solutions, half of which skip the working",
-    "rl": "after reinforcement: right answers are rewarded (and, a little, the format)",
+    "rl": "after reinforcement: right answers pay (and, a little, the format)",
 }
 NUM_SHOWN = 3
 
