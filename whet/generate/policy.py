@@ -73,6 +73,10 @@ class PolicyConfig:
             raise ValueError(
                 "policy.init is empty (random weights): give policy.tokenizer, such as bytes or a folder"
             )
+        if self.init and self.model != ModelConfig():
+            raise ValueError(
+                "policy.model is read for random weights only: leave it out, or leave out policy.init"
+            )
         if self.tokenizer == "characters" and not self.alphabet:
             raise ValueError("policy.tokenizer = characters needs policy.alphabet")
         if self.alphabet and self.tokenizer != "characters":

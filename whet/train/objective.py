@@ -137,6 +137,9 @@ class Objective:
         max_length: Longest completion in tokens, the constant of Dr. GRPO.
         token_budget: Tokens of one micro-batch.
         autocast: Compute dtype when it is not the parameters' own.
+
+    Attributes:
+        num_tokens_read: Tokens, prompts included, that the last update's training pass read, over all ranks.
     """
 
     def __init__(
@@ -155,6 +158,7 @@ class Objective:
         self._max_length = max_length
         self._token_budget = token_budget
         self._autocast = autocast
+        self.num_tokens_read = 0.0
         self._reference: LanguageModel | None = None
         if algo.kl != "none":
             self._reference = copy.deepcopy(policy.model).requires_grad_(False)
@@ -180,8 +184,11 @@ class Objective:
             aggregation=algo.aggregation,
             device=self._policy.device,
         )
-        num_tokens, num_sequences, num_scored_tokens = all_reduce_sum(
-            sum(len(s.completion_ids) for s in counted), len(counted), batch.num_trained_tokens
+        num_tokens, num_sequences, num_scored_tokens, self.num_tokens_read = all_reduce_sum(
+            sum(len(s.completion_ids) for s in counted),
+            len(counted),
+            batch.num_trained_tokens,
+            sum(sequence.num_tokens for sequence in trained),
         )
         denominator = loss_denominator(
             algo.aggregation,

@@ -254,6 +254,7 @@ class _Run:
             "rl/train_seconds": done - sampled,
             "rl/tokens_per_second": tokens / (done - began),
             "rl/generate_tokens_per_second": tokens / max(rollout.generate_seconds, 1e-9),
+            "rl/train_tokens_per_second": self.objective.num_tokens_read / (done - sampled),
             "rl/lr": lr,
         }
         count = step + 1
