@@ -89,5 +89,6 @@ def test_reinforcement_lifts_accuracy(tmp_path: Path) -> None:
     assert summary["rl"]["format"] >= 0.95
     # It learned to use its scratch-pad, rather than to guess.
     assert summary["rl"]["thinking_tokens"] > summary["sft"]["thinking_tokens"] + 2
-    drift = [json.loads(line)["rl/ratio_drift"] for line in (folder / "rl" / "metrics.jsonl").open()]
+    rows = (folder / "rl" / "metrics.jsonl").read_text().splitlines()
+    drift = [json.loads(row)["rl/ratio_drift"] for row in rows]
     assert set(drift) == {0.0}
