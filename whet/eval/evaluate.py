@@ -18,7 +18,7 @@ from whet.generate.engine import Completion, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.tasks.base import TaskConfig, load_task
-from whet.telemetry.display import open_display
+from whet.telemetry.display import advancing, open_display
 from whet.telemetry.environment import write_environment
 from whet.telemetry.log import RunLog
 from whet.telemetry.report import write_report
@@ -301,17 +301,11 @@ def main(config: EvalConfig) -> None:
     open_run(folder, dump_yaml(config), resume=False)
     write_environment(folder)
     total = len(problems) * (config.num_samples + 1)
-    done = 0
     with open_display(f"eval {task.name}/{config.split}", total, ()) as display:
         if len(problems) < len(wanted):
             display.note(
                 f"{len(wanted) - len(problems)} of {len(wanted)} problems do not fit the context; left out"
             )
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            display.update(done, {})
 
         result = evaluate(
             policy,
@@ -321,7 +315,7 @@ def main(config: EvalConfig) -> None:
             sampling=config.sampling,
             seed=config.seed,
             answer_from=config.answer_from,
-            on_finished=advance,
+            on_finished=advancing(display),
         )
     identity: dict[str, object] = {
         "protocol": policy.protocol(),

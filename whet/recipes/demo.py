@@ -28,7 +28,7 @@ from whet.generate.sampling import SamplingParams
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
 from whet.tasks.arithmetic import Arithmetic
-from whet.telemetry.display import open_display
+from whet.telemetry.display import advancing, open_display
 from whet.telemetry.environment import write_environment
 from whet.telemetry.report import write_report
 from whet.train import rl, sft
@@ -120,14 +120,7 @@ def _measure(policy: Policy, config: DemoConfig, folder: Path, stage: str) -> Ev
     problems = take_problems(task, config.split, config.num_problems)
     sampling = SamplingParams(temperature=1.0, max_new_tokens=rl_recipes.demo().sampling.max_new_tokens)
     total = len(problems) * (config.num_samples + 1)
-    done = 0
     with open_display(f"measure {stage}: {STAGES[stage]}", total, ()) as display:
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            display.update(done, {})
-
         result = evaluate(
             policy,
             task,
@@ -135,7 +128,7 @@ def _measure(policy: Policy, config: DemoConfig, folder: Path, stage: str) -> Ev
             num_samples=config.num_samples,
             sampling=sampling,
             seed=config.seed,
-            on_finished=advance,
+            on_finished=advancing(display),
         )
     target = folder / "eval" / stage
     target.mkdir(parents=True)

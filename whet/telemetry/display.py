@@ -11,7 +11,7 @@ import threading
 import time
 import unicodedata
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, TextIO
 
@@ -87,6 +87,18 @@ def open_display(title: str, total_steps: int, headline: tuple[str, ...], *, ena
     if sys.stdout.isatty() and unicode and not dumb:
         return LiveDisplay(title, total_steps, headline)
     return PlainDisplay(title, total_steps, headline, stream=sys.stdout)
+
+
+def advancing(display: Display) -> Callable[[int], None]:
+    """Return a function that moves a display's progress on by a count, for work that is done in irregular portions."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        display.update(done, {})
+
+    return advance
 
 
 class LiveDisplay:
