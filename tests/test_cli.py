@@ -217,6 +217,10 @@ ALL = "(whet toy toy-small --help lists all)"
             ["toy-smal"],
             "unknown recipe 'toy-smal' for 'whet toy'; did you mean 'toy-small'? (whet toy --help lists all)",
         ),
+        (
+            ["smlal"],
+            "unknown recipe 'smlal' for 'whet toy'; did you mean 'toy-small'? (whet toy --help lists all)",
+        ),
         (["qwertz"], "unknown recipe 'qwertz' for 'whet toy' (whet toy --help lists all)"),
         (["runs/none"], "no recipe, file or folder 'runs/none' for 'whet toy' (whet toy --help lists all)"),
         (["none.yaml"], "none.yaml: cannot be read: No such file or directory"),

@@ -171,10 +171,15 @@ def show(value: Any) -> str:
 
 
 def closest(name: str, candidates: Sequence[str]) -> str | None:
-    """Return the candidate most likely meant: the same last word in another group, else a near spelling."""
+    """Return the candidate most likely meant: the same last word in another group, a near spelling, or part of one."""
     last = name.lstrip("-").rpartition(".")[2]
     moved = [candidate for candidate in candidates if candidate.lstrip("-").rpartition(".")[2] == last]
     matches = difflib.get_close_matches(name, moved or candidates, n=1, cutoff=0.0 if moved else 0.6)
+    if not matches:  # 'gms8k' means 'gpt2-gsm8k' more than nothing
+        parts = {
+            part: candidate for candidate in reversed(candidates) for part in candidate.split("-") if part
+        }
+        matches = [parts[part] for part in difflib.get_close_matches(name, parts, n=1, cutoff=0.75)]
     return matches[0] if matches else None
 
 

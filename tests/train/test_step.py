@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from whet.train.step import OptimConfig, Optimizer, Precision, autocast_dtype, forward_backward, learning_rate
+from whet.model.config import ModelConfig
+from whet.model.transformer import init_weights
+from whet.model.weights import build_model
+from whet.train.step import (
+    OptimConfig,
+    Optimizer,
+    Precision,
+    autocast_dtype,
+    forward_backward,
+    learning_rate,
+    prepare_model,
+)
 from whet.train.step import parameter_dtype as dtype_of
 
 NUM_STEPS = 50
@@ -227,3 +238,24 @@ def test_forward_backward_adds_up() -> None:
     assert totals == {"loss": 14.0, "a": 3.5, "gap_max": -5.0}
     assert weight.grad == 7.0
     assert forward_backward([], lambda micro: next(shares)) == {"loss": 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
+def test_compiled_layers_compute_the_same() -> None:
+    config = ModelConfig(vocab_size=48, hidden_size=32, intermediate_size=64, num_layers=2, head_dim=8)
+    plain, compiled = build_model(config), build_model(config)
+    init_weights(plain, 0)
+    compiled.load_state_dict(plain.state_dict())
+    prepare_model(compiled, OptimConfig(compile=True, checkpoint_layers=True))
+    tokens = torch.arange(24).view(2, 12)
+    expected, got = plain.logits(tokens), compiled.logits(tokens)
+    # Fused kernels may round differently in the last place of float32.
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    for left, right in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=1e-4)
+    assert any(
+        hasattr(part, "_compiled_call_impl") and part._compiled_call_impl for part in compiled.modules()
+    )
