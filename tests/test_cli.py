@@ -276,6 +276,59 @@ def test_resume_is_unknown_where_nothing_resumes() -> None:
     assert message == f"unknown field '--resume' for 'whet toy toy-small' {ALL}"
 
 
+PRESETS = {
+    "optim": {"fast": lambda: Optim(lr=2.0, fused=True), "sgd": lambda: Optim(lr=0.1, kind="sgd")},
+}
+
+
+@pytest.mark.parametrize(
+    ("argv", "optim"),
+    [
+        ("", Optim(lr=0.5)),
+        ("--optim fast", Optim(lr=2.0, fused=True)),
+        ("--optim=sgd", Optim(lr=0.1, kind="sgd")),
+        ("--optim fast --optim.no-fused --optim.kind sgd", Optim(lr=2.0, kind="sgd")),
+        ("--optim.lr 3 --optim fast", Optim(lr=3.0, fused=True)),  # in either order
+    ],
+)
+def test_a_preset_replaces_its_whole_group(argv: str, optim: Optim) -> None:
+    assert parse("toy-small", *argv.split(), presets=PRESETS).config == replace(SMALL, optim=optim)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--optim slow", "--optim: got 'slow', expected one of fast, sgd"),
+        ("--optim", "--optim: got '', expected one of fast, sgd"),
+        ("--optim fast sgd", "--optim: got 'fast sgd', expected one of fast, sgd"),
+        ("--optim fast --optim.lr -1", "whet toy toy-small: optim: lr=-1.0, expected > 0"),
+        ("--lora fast", "--lora is a group of fields; set one of them, as in --lora.rank"),
+    ],
+)
+def test_mistakes_with_presets_are_one_line(argv: str, message: str) -> None:
+    assert error_of(lambda: parse("toy-small", *argv.split(), presets=PRESETS)) == message
+
+
+def test_every_named_algorithm_is_a_preset_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    from whet.recipes.rl import ALGORITHMS
+
+    for name, make in ALGORITHMS.items():
+        # DAPO's ramp for long completions is longer than the demo's completions, and the message says so.
+        ramp = ["--algo.overlong-cache", "16"] if make().overlong_cache else []
+        if ramp:
+            assert __main__.main(["rl", "demo", "--algo", name, "--dry-run"]) == 2
+            assert "algo.overlong_cache = 128: expected at most" in capsys.readouterr().err
+        assert __main__.main(["rl", "demo", "--algo", name, *ramp, "--dry-run"]) == 0
+        out = capsys.readouterr().out
+        assert f"  aggregation: {make().aggregation}\n" in out
+        assert f"  clip_high: {make().clip_high}\n" in out
+    argv = ["rl", "demo", "--algo", "gspo", "--algo.clip-high", "0.1", "--dry-run"]
+    assert __main__.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "  ratio: sequence\n" in out
+    assert "  clip_low: 0.0003\n  clip_high: 0.1\n" in out
+
+
 names = st.text(max_size=8)
 floats = st.floats(allow_nan=False)  # nan is not equal to itself
 optims = st.builds(

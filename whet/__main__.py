@@ -24,6 +24,7 @@ class Program:
         main: Runs it; `main(config, resume=...)` when resumable, else `main(config)`.
         recipes: Name -> function returning a full config; empty when the command takes no RECIPE.
         plan: Text that --dry-run prints below the config.
+        presets: Named values of a group of fields, as `--algo gspo`.
         resumable: Whether it knows --resume.
     """
 
@@ -31,6 +32,7 @@ class Program:
     main: Callable[..., None]
     recipes: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     plan: Callable[[Any], str] | None = None
+    presets: Mapping[str, Mapping[str, Callable[[], Any]]] = field(default_factory=dict)
     resumable: bool = False
 
 
@@ -49,11 +51,29 @@ def _sft() -> Program:
     return Program(config_class=SFTConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
 
 
-def _rl() -> Program:
-    from whet.recipes.rl import RECIPES
-    from whet.train.rl import RLConfig, main, plan
+def _dpo() -> Program:
+    from whet.recipes.dpo import RECIPES
+    from whet.train.dpo import DPOConfig, main, plan
 
-    return Program(config_class=RLConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
+    return Program(config_class=DPOConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
+
+
+def _rft() -> Program:
+    from whet.recipes.rft import RECIPES
+    from whet.train.rft import RFTConfig, main, plan
+
+    return Program(config_class=RFTConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
+
+
+def _rl() -> Program:
+    from whet.recipes.rl import ALGORITHMS, RECIPES
+    from whet.train.rl import main
+    from whet.train.rl_config import RLConfig, plan
+
+    presets = {"algo": ALGORITHMS}
+    return Program(
+        config_class=RLConfig, main=main, recipes=RECIPES, plan=plan, resumable=True, presets=presets
+    )
 
 
 def _eval() -> Program:
@@ -63,23 +83,49 @@ def _eval() -> Program:
     return Program(config_class=EvalConfig, main=main, recipes=RECIPES, plan=plan)
 
 
+def _data() -> Program:
+    from whet.inspect.data import DataReportConfig, main
+
+    return Program(config_class=DataReportConfig, main=main)
+
+
 def _demo() -> Program:
     from whet.recipes.demo import DemoConfig, main
 
     return Program(config_class=DemoConfig, main=main)
 
 
+def _explain() -> Program:
+    from whet.inspect.explain import ExplainConfig, main
+
+    return Program(config_class=ExplainConfig, main=main)
+
+
+def _seeds() -> Program:
+    from whet.inspect.seeds import SeedsConfig, main, plan
+
+    return Program(config_class=SeedsConfig, main=main, plan=plan, resumable=True)
+
+
 COMMANDS: dict[str, Command] = {
     "sft": Command(load=_sft, help="fine-tune a model on worked solutions"),
+    "rft": Command(load=_rft, help="fine-tune a model on those of its own completions that are right"),
+    "dpo": Command(load=_dpo, help="teach a model to prefer better completions over worse ones"),
     "rl": Command(load=_rl, help="reinforce a model with verifiable rewards"),
     "eval": Command(load=_eval, help="measure a model: accuracy with its confidence interval"),
+    "data": Command(load=_data, help="report on a task's data: lengths, repetitions, train/test overlap"),
     "demo": Command(load=_demo, help="the whole story in minutes on a laptop: base model, SFT, RL, report"),
+    "seeds": Command(
+        load=_seeds, help="one recipe with several seeds: stop the hopeless ones, report the spread"
+    ),
+    "explain": Command(load=_explain, help="the arithmetic behind it, by worked examples with plots"),
 }
 
 
 def usage() -> str:
     """Return the table of commands."""
-    rows = [f"  {name:<6}{command.help}" for name, command in COMMANDS.items()]
+    width = max(map(len, COMMANDS)) + 2
+    rows = [f"  {name:<{width}}{command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: whet COMMAND [RECIPE] [--field value ...]",
@@ -113,7 +159,12 @@ def run(argv: Sequence[str]) -> int:
         raise cli.unknown("command", name, "whet", list(COMMANDS), help_command="whet --help")
     program = COMMANDS[name].load()
     parsed = cli.parse(
-        f"whet {name}", program.config_class, program.recipes, argv[1:], resumable=program.resumable
+        f"whet {name}",
+        program.config_class,
+        program.recipes,
+        argv[1:],
+        resumable=program.resumable,
+        presets=program.presets,
     )
     if parsed.dry_run:
         print(cli.describe(parsed.config))

@@ -80,6 +80,7 @@ def parse(
     argv: Sequence[str],
     *,
     resumable: bool = True,
+    presets: Mapping[str, Mapping[str, Callable[[], Any]]] | None = None,
 ) -> Parsed[Config]:
     """Understand `RECIPE [--field value ...] [--dry-run] [--resume]`.
 
@@ -92,6 +93,7 @@ def parse(
         recipes: Name -> function returning a full config; empty for a program that takes no RECIPE.
         argv: The words after the program.
         resumable: Whether the program knows `--resume`; otherwise that is an unknown field.
+        presets: For a group of fields, named values of it: `--algo gspo`; fields given beside it change it further.
 
     Returns:
         The config and the switches.
@@ -118,6 +120,8 @@ def parse(
             f"unexpected argument {stray[0]!r} for '{program}'; an override is written --field value"
         )
     data = default_data(config_class) if start is None else to_dict(start)
+    for dotted, table in (presets or {}).items():
+        overrides = _preset(command, data, overrides, dotted, table)
     _apply(command, config_class, data, overrides)
     config = from_dict(config_class, data, where=command)
     return Parsed(config=config, recipe=recipe, dry_run="dry_run" in switches, resume="resume" in switches)
@@ -212,6 +216,22 @@ def _start(
     if os.sep in recipe:
         raise UserError(f"no recipe, file or folder {recipe!r} for '{program}' ({program} --help lists all)")
     raise unknown("recipe", recipe, program, list(recipes), help_command=f"{program} --help")
+
+
+def _preset(
+    command: str,
+    data: dict[str, Any],
+    overrides: Sequence[tuple[str, list[str]]],
+    group: str,
+    table: Mapping[str, Callable[[], Any]],
+) -> list[tuple[str, list[str]]]:
+    """Replace a top-level group by a named value where `--group NAME` asks for it; return the other overrides."""
+    for option, texts in overrides:
+        if option == _flag(group):
+            if len(texts) != 1 or texts[0] not in table:
+                raise UserError(f"{option}: got {' '.join(texts)!r}, expected one of {', '.join(table)}")
+            data[group] = to_dict(table[texts[0]]())
+    return [pair for pair in overrides if pair[0] != _flag(group)]
 
 
 def _apply(
@@ -345,11 +365,8 @@ def _overview(program: str, recipes: Mapping[str, Callable[[], Any]], *, resumab
 
 def _switch_lines(*, resumable: bool) -> list[str]:
     lines = ["  --dry-run       print the resolved config and the plan, create nothing"]
-    return (
-        lines + ["  --resume        continue the earlier run of this config from its last checkpoint"]
-        if resumable
-        else lines
-    )
+    more = ["  --resume        continue the earlier run of this config from its last checkpoint"]
+    return lines + more * resumable
 
 
 def _print_help(command: str, cls: type[Config], start: Config | None, *, resumable: bool) -> None:

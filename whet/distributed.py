@@ -48,6 +48,23 @@ def all_reduce_max(value: float) -> float:
     return float(tensor[0])
 
 
+def all_gather_values(values: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of all ranks, one after the other in the order of ranks.
+
+    Args:
+        values: This rank's numbers, one-dimensional; their count may differ between ranks.
+    """
+    if not is_distributed():
+        return values
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+    dist.all_gather(counts, torch.tensor([values.numel()]))
+    padded = torch.zeros(int(max(counts)), dtype=values.dtype)
+    padded[: values.numel()] = values
+    parts = [torch.zeros_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
+
 def barrier() -> None:
     """Wait for all ranks, for instance until rank 0 has prepared a folder that all of them read."""
     if is_distributed():

@@ -115,9 +115,15 @@ class MicroBatch:
         source_M: int64 row in [0, N) whose hidden state scores each trained token (its predecessor's row).
         targets_M: int64 trained token ids.
         sequence_M: int64 index in [0, B) of each trained token's sequence.
-        weights_M: Per-token loss weight (1 for all in plain losses), float32.
-        advantages_M: Per-token advantage, float32 (zeros in supervised training).
-        sampler_logprobs_M: Log-probability at sampling time, float32 (zeros in supervised training).
+        indices_B: Index of each sequence in the list that was packed.
+        weights_M: Per-token weight of the aggregation (1 for plain means).
+        advantages_M: Per-token advantage (zeros in supervised training).
+        sampler_logprobs_M: Log-probability at sampling time (zeros in supervised training).
+        proximal_logprobs_M: Log-probability that the ratio starts from: the sampler's, unless it was recomputed.
+        ref_logprobs_M: Log-probability under the reference (zeros without one).
+        policy_weights_M: Factor of the policy loss alone: off-policy correction and token selection (ones without).
+        start_values_M: Value estimates before the update (zeros without a critic).
+        returns_M: Targets of the value estimates (zeros without a critic).
     """
 
     tokens_N: torch.Tensor
@@ -125,9 +131,15 @@ class MicroBatch:
     source_M: torch.Tensor
     targets_M: torch.Tensor
     sequence_M: torch.Tensor
+    indices_B: tuple[int, ...]
     weights_M: torch.Tensor
     advantages_M: torch.Tensor
     sampler_logprobs_M: torch.Tensor
+    proximal_logprobs_M: torch.Tensor
+    ref_logprobs_M: torch.Tensor
+    policy_weights_M: torch.Tensor
+    start_values_M: torch.Tensor
+    returns_M: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -168,7 +168,7 @@ def test_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "chess"}, "task.name = 'chess': expected one of arithmetic, gsm8k, math, jsonl"),
+        ({"name": "chess"}, "task.name = 'chess': expected one of arithmetic, gsm8k, math, jsonl, mixture"),
         ({"max_bad_rows": -1}, "task.max_bad_rows = -1: expected 0 or more"),
         ({"name": "math"}, "task math needs data: give its folder or file with --task.path"),
         ({"path": "x"}, "task.path is not read by task arithmetic; leave it out"),

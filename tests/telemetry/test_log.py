@@ -1,5 +1,6 @@
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def strict_rows(path):
 def test_every_metric_is_declared_well():
     for name, metric in METRICS.items():
         group, quantity = name.split("/", 1)
-        assert group in ("sft", "rl", "eval")
+        assert group in ("sft", "dpo", "rft", "rl", "eval")
         assert quantity
         assert metric.unit
         assert metric.meaning
@@ -249,3 +250,10 @@ def test_warning_comes_again_after_a_quiet_time():
     assert [index for index, _ in replay("rl", [bad, good, bad])] == [0]
     rows = [bad] + [good] * QUIET_ROWS + [bad]
     assert [index for index, _ in replay("rl", rows)] == [0, QUIET_ROWS + 1]
+
+
+def test_the_metrics_page_names_every_metric():
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for name, metric in METRICS.items():
+        assert f"| `{name}` | {metric.unit} | {metric.meaning} |" in page, name
+    assert all(f"| `{prefix}NAME` |" in page for prefix in FAMILIES)

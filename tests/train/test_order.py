@@ -6,7 +6,11 @@ from collections import Counter
 
 import pytest
 
-from whet.train.order import EpochOrder
+from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.mixture import Mixture
+from whet.train import order as order_module
+from whet.train.order import EpochOrder, MixtureOrder, data_order
+from whet.types import UserError
 
 ITEMS = [f"item {number}" for number in range(23)]
 
@@ -61,3 +65,87 @@ def test_epochs_counts_parts() -> None:
 
 def test_a_single_item() -> None:
     assert EpochOrder(["only"], seed=0).next(3) == [(0, "only"), (1, "only"), (2, "only")]
+
+
+PARTS = {"a": [f"a{number}" for number in range(7)], "b": [f"b{number}" for number in range(40)], "c": ["c0"]}
+WEIGHTS = {"a": 5.0, "b": 3.0, "c": 0.5}
+
+
+def mixed(cursor: int = 0, seed: int = 3, **weights: float) -> MixtureOrder[str]:
+    return MixtureOrder(PARTS, WEIGHTS | weights, seed, cursor)
+
+
+def of_part(drawn: list[tuple[int, str]], part: str) -> list[tuple[int, str]]:
+    return [(epoch, item) for epoch, item in drawn if item.startswith(part)]
+
+
+def test_a_mixture_draws_by_weight() -> None:
+    count = 20_000
+    drawn = mixed().next(count)
+    for part, weight in WEIGHTS.items():
+        share = weight / sum(WEIGHTS.values())
+        deviation = (count * share * (1 - share)) ** 0.5
+        assert abs(len(of_part(drawn, part)) - count * share) < 4 * deviation
+    follows = Counter(zip((i[0] for _, i in drawn), (i[0] for _, i in drawn[1:]), strict=False))
+    share = (5 / 8.5) ** 2  # an 'a' after an 'a', if draws are independent
+    assert abs(follows["a", "a"] - count * share) < 5 * (count * share * (1 - share)) ** 0.5
+
+
+def test_each_part_has_epochs_of_its_own() -> None:
+    drawn = mixed().next(2_000)
+    for part, items in PARTS.items():
+        mine = of_part(drawn, part)
+        for epoch in range(mine[-1][0]):
+            assert Counter(item for number, item in mine if number == epoch) == Counter(items)
+        assert [epoch for epoch, _ in mine] == sorted(epoch for epoch, _ in mine)
+    firsts = [[item for epoch, item in of_part(drawn, "a") if epoch == number] for number in range(4)]
+    assert len({tuple(items) for items in firsts}) > 1
+
+
+def test_weights_do_not_change_the_order_within_a_part() -> None:
+    few, many = (of_part(mixed(a=weight).next(3_000), "a") for weight in (1.0, 50.0))
+    assert many[: len(few)] == few
+    assert of_part(mixed(seed=4).next(100), "a") != of_part(mixed().next(100), "a")
+
+
+def test_parts_of_one_length_have_different_orders() -> None:
+    items = list(range(50))
+    order = MixtureOrder(
+        {"x": [("x", i) for i in items], "y": [("y", i) for i in items]}, {"x": 1, "y": 1}, 0
+    )
+    drawn = [item for epoch, item in order.next(400) if epoch == 0]
+    assert [i for part, i in drawn if part == "x"] != [i for part, i in drawn if part == "y"]
+
+
+@pytest.mark.parametrize("cursor", [0, 1, 7, 8, 100, 999])
+def test_a_mixture_goes_on_from_a_cursor_alone(cursor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order_module, "REPLAY_BLOCK", 8)
+    whole = take(mixed(), 400, 1, 0, 799)
+    assert mixed(cursor).next(1_200 - cursor) == whole[cursor:]
+    moved = mixed()
+    moved.next(50)
+    moved.cursor = cursor
+    assert moved.cursor == cursor
+    assert take(moved, 3, 1_197 - cursor) == whole[cursor:]
+
+
+def test_mixture_epochs() -> None:
+    order = mixed()
+    order.next(72)
+    assert order.cursor == 72
+    assert order.epochs == 72 / 48
+
+
+def test_data_order_of_a_mixture_and_of_a_task() -> None:
+    task = Mixture(
+        {"arithmetic": Arithmetic(), "arithmetic:2": Arithmetic()}, {"arithmetic": 1, "arithmetic:2": 9}
+    )
+    problems = task.problems("dev")
+    order = data_order(task, problems, 0)
+    assert isinstance(order, MixtureOrder)
+    drawn = [problem.meta["part"] for _, problem in order.next(1_000)]
+    assert 50 < drawn.count("arithmetic") < 150
+    plain = Arithmetic().problems("dev")
+    assert data_order(Arithmetic(), plain, 5).next(9) == EpochOrder(plain, 5).next(9)
+    with pytest.raises(UserError, match=r"no problem of arithmetic:2 is left to train on"):
+        data_order(task, [p for p in problems if p.meta["part"] == "arithmetic"], 0)

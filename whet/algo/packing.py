@@ -15,17 +15,35 @@ from whet.types import Batch, MicroBatch
 class TrainingSequence:
     """One sequence to train on: prompt, then completion; every completion token is trained.
 
+    The columns (names in `_T`) have one number per completion token; an absent one takes the default in brackets.
+
     Attributes:
         prompt_ids: Ids that are only conditioned on (at least one).
         completion_ids: Ids that are trained.
-        advantage: Advantage of every completion token (0 in supervised training).
+        advantage: Advantage of every completion token (0 in supervised training), unless there are `advantages_T`.
+        group: Name of the prompt that it belongs to; its number of tokens is `num_group_tokens`.
+        num_group_tokens: Trained tokens of all counted sequences of the group.
         sampler_logprobs: Log-probabilities at sampling time; empty in supervised training.
+        advantages_T: Advantage of each token [advantage].
+        proximal_logprobs_T: Recomputed log-probabilities before the update [sampler_logprobs].
+        ref_logprobs_T: Log-probabilities under the reference [0].
+        policy_weights_T: Factor of the policy loss [1].
+        start_values_T: Value estimates before the update [0].
+        returns_T: Their targets [0].
     """
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     advantage: float = 0.0
+    group: str = ""
+    num_group_tokens: int = 0
     sampler_logprobs: tuple[float, ...] = ()
+    advantages_T: torch.Tensor | None = None
+    proximal_logprobs_T: torch.Tensor | None = None
+    ref_logprobs_T: torch.Tensor | None = None
+    policy_weights_T: torch.Tensor | None = None
+    start_values_T: torch.Tensor | None = None
+    returns_T: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +83,7 @@ def pack(
     token_budget: int,
     aggregation: Aggregation = "token_mean",
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Batch:
     """Pack a step's sequences into micro-batches; what each token weighs does not depend on the cut.
 
@@ -73,6 +92,7 @@ def pack(
         token_budget: Tokens per micro-batch.
         aggregation: Decides the tokens' weights.
         device: Where the tensors go.
+        dtype: Dtype of weights, advantages and log-probabilities.
 
     Returns:
         The batch, with the counts that denominators are made of.
@@ -80,54 +100,77 @@ def pack(
     Raises:
         ValueError: If a prompt is empty (its first completion token would have no predecessor).
     """
-    trained = [sequence for sequence in sequences if sequence.completion_ids]
-    if any(not sequence.prompt_ids for sequence in trained):
+    trained = [index for index, sequence in enumerate(sequences) if sequence.completion_ids]
+    if any(not sequences[index].prompt_ids for index in trained):
         raise ValueError(
             "a training sequence has an empty prompt: expected at least one token before the completion"
         )
-    bins = split_by_budget([sequence.num_tokens for sequence in trained], token_budget)
+    bins = split_by_budget([sequences[index].num_tokens for index in trained], token_budget)
     micro_batches = tuple(
-        _micro_batch([trained[index] for index in members], aggregation, torch.device(device))
+        _micro_batch(
+            [(trained[place], sequences[trained[place]]) for place in members],
+            aggregation,
+            torch.device(device),
+            dtype,
+        )
         for members in bins
     )
     return Batch(
         micro_batches=micro_batches,
-        num_trained_tokens=sum(len(sequence.completion_ids) for sequence in trained),
+        num_trained_tokens=sum(len(sequences[index].completion_ids) for index in trained),
         num_trained_sequences=len(trained),
     )
 
 
 def _micro_batch(
-    sequences: Sequence[TrainingSequence], aggregation: Aggregation, device: torch.device
+    sequences: Sequence[tuple[int, TrainingSequence]],
+    aggregation: Aggregation,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> MicroBatch:
     tokens: list[int] = []
     source: list[int] = []
     targets: list[int] = []
     rows: list[int] = []
     weights: list[float] = []
-    advantages: list[float] = []
-    logprobs: list[float] = []
-    for row, sequence in enumerate(sequences):
+    for row, (_, sequence) in enumerate(sequences):
         count = len(sequence.completion_ids)
         # A token's hidden state predicts the next one: the last prompt row scores the first completion token.
         first = len(tokens) + len(sequence.prompt_ids) - 1
         source.extend(range(first, first + count))
         targets.extend(sequence.completion_ids)
         rows.extend([row] * count)
-        weights.extend([aggregation_weight(count, aggregation)] * count)
-        advantages.extend([sequence.advantage] * count)
-        logprobs.extend(sequence.sampler_logprobs or [0.0] * count)
+        weights.extend([aggregation_weight(count, sequence.num_group_tokens, aggregation)] * count)
         tokens.extend(sequence.prompt_ids)
         tokens.extend(sequence.completion_ids)
+
+    def column(name: str, fill: float) -> torch.Tensor:
+        parts = []
+        for _, sequence in sequences:
+            part = getattr(sequence, name)
+            default = sequence.advantage if name == "advantages_T" else fill
+            count = len(sequence.completion_ids)
+            parts.append(torch.full((count,), default, dtype=dtype) if part is None else part)
+        return torch.cat([part.to(device=device, dtype=dtype) for part in parts])
+
+    # Float32 first: that is what the sampler computed.
+    logprobs = [p for _, s in sequences for p in s.sampler_logprobs or [0.0] * len(s.completion_ids)]
+    sampler_M = torch.tensor(logprobs, dtype=torch.float32).to(device=device, dtype=dtype)
+    is_recomputed = sequences[0][1].proximal_logprobs_T is not None
     long = {"dtype": torch.int64, "device": device}
-    real = {"dtype": torch.float32, "device": device}
     return MicroBatch(
         tokens_N=torch.tensor(tokens, **long),
-        lengths_B=tuple(sequence.num_tokens for sequence in sequences),
+        lengths_B=tuple(sequence.num_tokens for _, sequence in sequences),
         source_M=torch.tensor(source, **long),
         targets_M=torch.tensor(targets, **long),
         sequence_M=torch.tensor(rows, **long),
-        weights_M=torch.tensor(weights, **real),
-        advantages_M=torch.tensor(advantages, **real),
-        sampler_logprobs_M=torch.tensor(logprobs, **real),
+        indices_B=tuple(index for index, _ in sequences),
+        weights_M=torch.tensor(weights, dtype=dtype, device=device),
+        advantages_M=column("advantages_T", 0.0),
+        sampler_logprobs_M=sampler_M,
+        proximal_logprobs_M=column("proximal_logprobs_T", 0.0) if is_recomputed else sampler_M,
+        ref_logprobs_M=column("ref_logprobs_T", 0.0),
+        policy_weights_M=column("policy_weights_T", 1.0),
+        start_values_M=column("start_values_T", 0.0),
+        returns_M=column("returns_T", 0.0),
     )

@@ -12,6 +12,28 @@ from whet.model.transformer import LanguageModel
 from whet.types import MicroBatch
 
 
+def hidden_rows(
+    model: LanguageModel,
+    micro: MicroBatch,
+    *,
+    autocast: torch.dtype | None = None,
+    attention: AttentionKind = "exact",
+) -> torch.Tensor:
+    """Return the hidden states [M, D] that score a micro-batch's trained tokens.
+
+    Args:
+        model: The model.
+        micro: Packed sequences.
+        autocast: Compute dtype when it is not the parameters' own.
+        attention: Attention kernel; 'exact' equals the sampler's.
+    """
+    device = micro.tokens_N.device
+    positions_N = torch.cat([torch.arange(length) for length in micro.lengths_B]).to(device)
+    with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast):
+        hidden_ND = model(micro.tokens_N, positions_N, Packed(micro.lengths_B, device, attention))
+    return hidden_ND.index_select(0, micro.source_M)
+
+
 def score_micro_batch(
     model: LanguageModel,
     micro: MicroBatch,
@@ -32,12 +54,8 @@ def score_micro_batch(
     Returns:
         Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
     """
-    device = micro.tokens_N.device
-    positions_N = torch.cat([torch.arange(length) for length in micro.lengths_B]).to(device)
-    with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast):
-        hidden_ND = model(micro.tokens_N, positions_N, Packed(micro.lengths_B, device, attention))
     return token_logprobs(
-        hidden_ND.index_select(0, micro.source_M),
+        hidden_rows(model, micro, autocast=autocast, attention=attention),
         model.head_weight,
         micro.targets_M,
         temperature=temperature,

@@ -10,8 +10,26 @@ from whet.generate.sampling import SamplingParams
 from whet.recipes.models import GSM8K, demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.objective import AlgoConfig
-from whet.train.rl import RLConfig
+from whet.train.rl_config import RLConfig
 from whet.train.step import OptimConfig
+
+
+def reinforce() -> AlgoConfig:
+    """REINFORCE: the reward itself times the log-probability; no baseline, no ratio."""
+    return AlgoConfig(
+        baseline="none", scale="none", surrogate="logprob", aggregation="sequence_sum", uninformative="keep"
+    )
+
+
+def rloo() -> AlgoConfig:
+    """RLOO: REINFORCE with the mean of the other samples as baseline (2402.14740)."""
+    return AlgoConfig(
+        baseline="leave_one_out",
+        scale="none",
+        surrogate="logprob",
+        aggregation="sequence_sum",
+        uninformative="keep",
+    )
 
 
 def grpo() -> AlgoConfig:
@@ -24,9 +42,90 @@ def dr_grpo() -> AlgoConfig:
     return AlgoConfig(scale="none", aggregation="constant", uninformative="keep")
 
 
-def dapo() -> AlgoConfig:
+def dapo(*, overlong_cache: int = 128) -> AlgoConfig:
     """DAPO: clip-higher, dynamic sampling with refill, token-level loss, soft overlong punishment (2503.14476)."""
-    return AlgoConfig(clip_high=0.28, aggregation="token_mean", uninformative="refill", overlong_cache=128)
+    return AlgoConfig(
+        clip_high=0.28,
+        aggregation="token_mean",
+        uninformative="refill",
+        overlong="soft",
+        overlong_cache=overlong_cache,
+    )
+
+
+def gspo() -> AlgoConfig:
+    """GSPO: ratio and clip of whole sequences (2507.18071)."""
+    return AlgoConfig(
+        ratio="sequence",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        aggregation="sequence_mean",
+        uninformative="keep",
+    )
+
+
+def gmpo() -> AlgoConfig:
+    """GMPO: geometric mean of token ratios, each clipped in log space (2507.20673)."""
+    return AlgoConfig(
+        ratio="sequence",
+        surrogate="geometric",
+        clip_low=0.4,
+        clip_high=0.4,
+        aggregation="sequence_mean",
+        uninformative="keep",
+    )
+
+
+def cispo() -> AlgoConfig:
+    """CISPO: truncated importance weights times the log-probability: no token loses its gradient (2506.13585)."""
+    return AlgoConfig(surrogate="weight", clip_low=1.0, clip_high=4.0)
+
+
+def sapo() -> AlgoConfig:
+    """SAPO: a soft gate in place of the clip (2511.20347)."""
+    return AlgoConfig(surrogate="sigmoid", aggregation="sequence_mean", uninformative="keep")
+
+
+def reinforce_pp() -> AlgoConfig:
+    """REINFORCE++: rewards with a KL penalty by token, whitened over the whole batch (2501.03262)."""
+    return AlgoConfig(
+        baseline="none", scale="none", whiten=True, kl="k1_reward", kl_coef=0.01, uninformative="keep"
+    )
+
+
+def reinforce_pp_baseline() -> AlgoConfig:
+    """REINFORCE++-baseline: less the group's mean, then whitened over the whole batch (2501.03262)."""
+    return AlgoConfig(scale="none", whiten=True, kl="k2_loss", kl_coef=0.01, uninformative="keep")
+
+
+def ppo() -> AlgoConfig:
+    """PPO: a critic with GAE, advantages whitened, two passes of two updates over each batch (1707.06347)."""
+    return AlgoConfig(
+        baseline="value", scale="none", whiten=True, uninformative="keep", num_minibatches=2, num_epochs=2
+    )
+
+
+def gdpo() -> AlgoConfig:
+    """GDPO: each reward normalised in its group before they are added (2601.05242)."""
+    return AlgoConfig(multi_reward="normalise", uninformative="keep")
+
+
+ALGORITHMS: dict[str, Callable[[], AlgoConfig]] = {
+    "reinforce": reinforce,
+    "rloo": rloo,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "ppo": ppo,
+    "gdpo": gdpo,
+}
+"""Named algorithms as arguments of the one objective: `whet rl RECIPE --algo NAME`."""
 
 
 def demo() -> RLConfig:
@@ -117,7 +216,9 @@ def qwen25_15b_math() -> RLConfig:
 
 def qwen25_3b_math_grpo() -> RLConfig:
     """GRPO with KL 0.1 to the reference on MATH from the fine-tuned Qwen2.5-3B (source 001)."""
-    return replace(_hub("qwen2.5-3b", replace(grpo(), kl="k3", kl_coef=0.1)), out="runs/qwen2.5-3b-math-grpo")
+    return replace(
+        _hub("qwen2.5-3b", replace(grpo(), kl="k3_loss", kl_coef=0.1)), out="runs/qwen2.5-3b-math-grpo"
+    )
 
 
 def qwen25_3b_math_dr_grpo() -> RLConfig:

@@ -10,10 +10,14 @@ from typing import Any
 QUIET_ROWS = 20
 """A warning comes when its problem begins, and again only after this many rows without the problem."""
 
-HISTORY_ROWS = QUIET_ROWS + 10
+TREND_ROWS = 40
+"""A trend compares the first and the last five of this many rows."""
+
+HISTORY_ROWS = QUIET_ROWS + TREND_ROWS
 """Rows of history that are looked at: the quiet ones and the longest window."""
 
 LOSS_HIGH, LOSS_BROKEN = 3.0, 8.0
+SAME_SHARE = 0.95
 RATIO_DRIFT_MAX = 1e-4
 """Float rounding between two exact forward passes stays below this."""
 
@@ -27,7 +31,7 @@ def health_warnings(stage: str, values: Mapping[str, Any], history: Sequence[Map
     Args:
         stage: 'sft' or 'rl'; other stages have no warnings.
         values: Metrics of the step.
-        history: Metrics of earlier steps, oldest first, without this one; the last 30 are looked at.
+        history: Metrics of earlier steps, oldest first, without this one; the last 60 are looked at.
 
     Returns:
         One line per new problem.
@@ -84,7 +88,76 @@ def _rl_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         problems["kl"] = (
             "rl/kl is above 1 nat per token: the policy left its reference; lower lr or raise the KL weight"
         )
+    return problems | _signal_problems(rows) | _trend_problems(rows)
+
+
+def _signal_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return what is wrong with the signal that the last steps learned from."""
+    problems: dict[str, str] = {}
+    clipped = _mean(rows, "rl/clip_high") + _mean(rows, "rl/clip_low")
+    if clipped > 0.3:
+        problems["clip"] = (
+            f"the clip holds back {clipped:.0%} of tokens: lower lr, fewer updates per batch, or a wider clip range"
+        )
+    if _mean(rows, "rl/effective_samples", missing=1.0) < 0.8:
+        problems["mismatch"] = (
+            "rl/effective_samples is below 80%: the sampler is far from the trained policy; lower "
+            "off_policy.staleness or lr, or set off_policy.proximal = recomputed with a correction"
+        )
+    if _mean(rows, "rl/repetition") > 0.5:
+        problems["repetition"] = (
+            "over half of the completions' 4-grams repeat: degenerate text is being rewarded; look at samples.jsonl"
+        )
+    if _mean(rows, "rl/cancellation") > 0.5:
+        problems["cancellation"] = (
+            "rewards cancel: over half of their spread inside groups is lost in the sum; check weights and signs, or "
+            "set algo.multi_reward = normalise"
+        )
+    shares = {name: _mean(rows, name) for name in rows[-1] if name.startswith("rl/signal/")}
+    if shares and _mean(rows, "rl/correct", missing=1.0) < 0.9:
+        name, share = max(shares.items(), key=lambda item: item[1])
+        if len(shares) > 1 and share > 0.9 and name != "rl/signal/correct":
+            reward = name.removeprefix("rl/signal/")
+            problems["share"] = (
+                f"{share:.0%} of the signal comes from the reward '{reward}' while answers are wrong: lower its weight"
+            )
     return problems
+
+
+def _trend_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return trends over the last rows that end badly."""
+    correct, format_, length = (
+        _trend(rows, name) for name in ("rl/correct", "rl/format", "rl/completion_tokens")
+    )
+    problems: dict[str, str] = {}
+    if correct is None or correct[1] - correct[0] > 0.02 or correct[1] > 0.9:
+        return problems
+    if format_ is not None and format_[1] - format_[0] > 0.15:
+        problems["format"] = (
+            f"rl/format rose from {format_[0]:.0%} to {format_[1]:.0%} while rl/correct stayed at {correct[1]:.0%}: "
+            "the format alone is learned; lower its weight, or fine-tune first"
+        )
+    if length is not None and length[1] > 1.5 * length[0]:
+        problems["length"] = (
+            f"completions grew from {length[0]:.0f} to {length[1]:.0f} tokens while rl/correct stayed at "
+            f"{correct[1]:.0%}: use algo.aggregation = constant or an overlong punishment"
+        )
+    return problems
+
+
+def dead_reason(values: Mapping[str, float]) -> str:
+    """Say why no group of a step had a signal, and what to do."""
+    if values["rl/all_wrong_groups"] > SAME_SHARE:
+        return (
+            "every answer is wrong: start from a better model (fine-tune first), take easier problems or more samples "
+            "per prompt"
+        )
+    if values["rl/all_right_groups"] > SAME_SHARE:
+        return "every answer is right: take harder problems"
+    return (
+        "all groups have equal rewards: take problems of middling difficulty (curriculum.num_samples measures them), "
+        "more samples per prompt, or a higher temperature"
+    )
 
 
 def _non_finite_problems(stage: str, row: Mapping[str, Any]) -> dict[str, str]:
@@ -106,3 +179,9 @@ def _mean(rows: Sequence[Mapping[str, Any]], name: str, missing: float = 0.0) ->
     """Return the mean of the last five values of a metric."""
     values = _last(rows, name, 5)
     return sum(values) / len(values) if values else missing
+
+
+def _trend(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float] | None:
+    """Return the means of the first and of the last five of the last `TREND_ROWS` values."""
+    values = _last(rows, name, TREND_ROWS)
+    return (sum(values[-5:]) / 5, sum(values[:5]) / 5) if values else None

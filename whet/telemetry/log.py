@@ -50,6 +50,31 @@ METRICS: dict[str, Metric] = {
     "sft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
     "sft/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
     "sft/epoch": Metric("epochs", "passes over the data so far", ".2f"),
+    "dpo/loss": Metric("1", "mean loss of a pair, the fine-tuning term included", ".4f"),
+    "dpo/validation_loss": Metric("1", "the same on held-out pairs", ".4f"),
+    "dpo/accuracy": _share("pairs whose chosen completion has the higher implicit reward"),
+    "dpo/validation_accuracy": _share("the same on held-out pairs"),
+    "dpo/margin": Metric("score", "mean implicit reward of the chosen minus that of the rejected completion"),
+    "dpo/chosen_reward": Metric("score", "mean implicit reward of the chosen completions: beta x log-ratio"),
+    "dpo/rejected_reward": Metric("score", "the same of the rejected completions"),
+    "dpo/chosen_logprob": Metric("nats", "mean log-probability of a whole chosen completion", ".1f"),
+    "dpo/rejected_logprob": Metric("nats", "mean log-probability of a whole rejected completion", ".1f"),
+    "dpo/nll": Metric("nats/token", "mean over pairs of the chosen completion's nats per token"),
+    "dpo/lr": Metric("1", "learning rate of this step", ".2e"),
+    "dpo/grad_norm": Metric("1", "gradient norm before clipping"),
+    "dpo/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
+    "dpo/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
+    "dpo/epoch": Metric("epochs", "passes over the pairs so far", ".2f"),
+    "rft/loss": Metric("nats/token", "mean negative log-probability of the kept completions' tokens"),
+    "rft/sampled": Metric("completions", "completions sampled in the round that begins", ",.0f"),
+    "rft/right": _share("sampled completions that are right and in perfect format"),
+    "rft/kept": Metric("completions", "different right completions kept for training", ",.0f"),
+    "rft/covered": _share("problems with at least one kept completion"),
+    "rft/lr": Metric("1", "learning rate of this step", ".2e"),
+    "rft/grad_norm": Metric("1", "gradient norm before clipping"),
+    "rft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
+    "rft/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
+    "rft/epoch": Metric("epochs", "passes over the round's completions so far", ".2f"),
     "rl/reward_mean": Metric("score", "mean total reward of the scorable samples"),
     "rl/reward_std": Metric("score", "standard deviation of the total reward over all samples of the step"),
     "rl/correct": _share("samples whose answer is right"),
@@ -58,16 +83,38 @@ METRICS: dict[str, Metric] = {
     "rl/completion_tokens": Metric("tokens", "mean length of a completion", ".0f"),
     "rl/truncated": _share("samples cut off by the length limit"),
     "rl/zero_variance_groups": _share("groups whose rewards are all equal: nothing to learn from"),
+    "rl/groups_with_signal": Metric(
+        "groups", "groups of which a sample has an advantage, so that they teach", ".0f"
+    ),
+    "rl/all_right_groups": _share("groups all of whose answers are right"),
+    "rl/all_wrong_groups": _share("groups all of whose answers are wrong"),
+    "rl/cancellation": _share(
+        "spread of the rewards inside groups that is lost in their sum; 1 when they cancel"
+    ),
+    "rl/repetition": _share("4-grams of a completion's tokens that occurred in it before"),
     "rl/groups_refilled": Metric("groups", "groups sampled to replace uninformative ones", ".0f"),
     "rl/unscorable": Metric(
         "samples", "samples that no reward could score; they leave every denominator", ".0f"
     ),
     "rl/entropy": Metric("nats/token", "entropy of the policy on the trained tokens"),
     "rl/kl": Metric("nats/token", "divergence from the reference model", ".4f"),
+    "rl/kl_coef": Metric("1", "present weight of the KL term", ".2e"),
+    "rl/entropy_coef": Metric("1", "present weight of the entropy bonus", ".2e"),
     "rl/clip_high": _share("trained tokens held back by the upper clip"),
     "rl/clip_low": _share("trained tokens held back by the lower clip"),
-    "rl/staleness": Metric(
-        "steps", "optimizer steps between the sampling and the trained weights; 0 is on-policy", ".0f"
+    "rl/staleness": Metric("steps", "steps between sampling and training; 0 is on-policy", ".0f"),
+    "rl/updates": Metric("updates", "optimizer updates made of the step's rollouts", ".0f"),
+    "rl/mismatch_k3": Metric(
+        "nats/token", "estimated KL of the sampler from the trainer before the first update", ".1e"
+    ),
+    "rl/effective_samples": _share(
+        "tokens that count after weighing trainer / sampler: (sum w)^2 / (n sum w^2)"
+    ),
+    "rl/correction_active": _share("tokens whose off-policy weight is truncated or masked"),
+    "rl/value_loss": Metric("1", "half the mean squared error of the critic"),
+    "rl/value_clipped": _share("tokens where the critic's clip holds"),
+    "rl/value_explained": Metric(
+        "1", "share of the returns' variance that the critic explains; 1 is perfect", ".2f"
     ),
     "rl/ratio_drift": Metric(
         "1", "largest |ratio - 1| at the first update of the step; 0 when on-policy", ".1e"
@@ -95,6 +142,9 @@ METRICS: dict[str, Metric] = {
 
 FAMILIES: dict[str, Metric] = {
     "rl/reward/": Metric("score", "mean unweighted score of this reward"),
+    "rl/signal/": _share(
+        "part of this reward in the spread of rewards inside groups; negative works against the rest"
+    ),
     "eval/": _share("evaluation score"),
 }
 """Prefixes of metrics whose last part is a name that the user chose (a reward, a subject, a k)."""

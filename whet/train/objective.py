@@ -1,145 +1,54 @@
-"""The policy objective of a step: from groups with advantages to one update of the weights.
+"""The policy objective of a step: from groups with advantages to one or more updates of the weights.
 
-GRPO, Dr. GRPO and DAPO differ in the arguments of `AlgoConfig` alone.
+Every algorithm takes this path; they differ in the arguments (`AlgoConfig`, `OffPolicyConfig`, `ValueConfig`) alone.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from whet.algo.advantages import Baseline, Scale, group_advantages
-from whet.algo.losses import Aggregation, kl_estimate, loss_denominator, policy_loss, weighted_sum
+from whet.algo.corrections import correction_weights
+from whet.algo.losses import (
+    kl_estimate,
+    loss_denominator,
+    policy_loss,
+    unbiased_kl,
+    value_loss,
+    weighted_sum,
+)
 from whet.algo.packing import TrainingSequence, pack
-from whet.distributed import all_reduce_max, all_reduce_sum, sum_gradients
+from whet.distributed import all_gather_values, all_reduce_sum, sum_gradients
 from whet.generate.policy import Policy
+from whet.generate.sampling import sequence_seed
 from whet.generate.scoring import score_micro_batch
-from whet.model.transformer import LanguageModel
-from whet.train.rollout import reward_matrix
-from whet.train.step import Optimizer, forward_backward
-from whet.types import Group, MicroBatch, Sample
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgoConfig:
-    """The policy objective: advantage, clip, aggregation, KL. GRPO by default."""
-
-    baseline: Baseline = "group_mean"
-    """What is subtracted from a reward: group_mean (GRPO), leave_one_out (RLOO) or none (REINFORCE)."""
-    scale: Scale = "group"
-    """What the difference is divided by: its group's standard deviation (GRPO), the batch's, or none (Dr. GRPO)."""
-    std_ddof: int = 1
-    """1 for the sample, 0 for the population standard deviation."""
-    eps: float = 1e-4
-    """Added to the standard deviation."""
-    advantage_clip: float | None = None
-    """Largest absolute advantage, or none."""
-    aggregation: Aggregation = "token_mean"
-    """token_mean (DAPO), sequence_mean (GRPO as published) or constant (Dr. GRPO); denominators are global."""
-    clip_low: float = 0.2
-    """Lower clip range of the ratio."""
-    clip_high: float = 0.2
-    """Upper clip range; 0.28 is DAPO's clip-higher."""
-    kl: Literal["none", "k2", "k3"] = "none"
-    """KL to the starting policy in the loss: k2 has the gradient of KL(policy || reference), k3 is GRPO's."""
-    kl_coef: float = 0.0
-    """Weight of the KL term; read only when kl is not none."""
-    entropy_coef: float = 0.0
-    """Weight of an entropy bonus."""
-    uninformative: Literal["keep", "drop", "refill"] = "drop"
-    """Groups whose rewards are all equal: keep them in the denominators, drop them, or sample others (DAPO)."""
-    max_refills: int = 4
-    """refill: rounds of further sampling before the step goes on with what there is."""
-    overlong_cache: int = 0
-    """DAPO's soft length punishment ramps over this many tokens before max_new_tokens; 0 for none."""
-    mask_truncated: bool = False
-    """Leave cut-off completions out of the loss and its denominators (DAPO's overlong filter)."""
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
-            raise ValueError(
-                f"clip_low = {self.clip_low}, clip_high = {self.clip_high}: expected 0 to 1, and 0 or more"
-            )
-        if (self.kl == "none") != (self.kl_coef == 0):
-            raise ValueError(
-                f"kl = {self.kl} with kl_coef = {self.kl_coef}: give both or neither (0 loads no reference)"
-            )
-        if self.kl_coef < 0 or self.eps < 0 or self.max_refills < 0 or self.overlong_cache < 0:
-            raise ValueError("kl_coef, eps, max_refills and overlong_cache: expected 0 or more")
-        if self.baseline == "none" and self.uninformative != "keep":
-            raise ValueError(
-                f"uninformative = {self.uninformative} with baseline = none: without a baseline equal rewards teach "
-                "too; set uninformative to keep"
-            )
-        if self.std_ddof not in (0, 1):
-            raise ValueError(f"std_ddof = {self.std_ddof}: expected 0 or 1")
-
-
-def with_advantages(groups: Sequence[Group], algo: AlgoConfig) -> list[Group]:
-    """Return the groups with every sample's advantage filled in (None stays for unscorable samples)."""
-    if not groups:
-        return []
-    rewards_PG, scored_PG = reward_matrix(groups)
-    advantages_PG = group_advantages(
-        rewards_PG,
-        scored_PG,
-        baseline=algo.baseline,
-        scale=algo.scale,
-        std_ddof=algo.std_ddof,
-        eps=algo.eps,
-        clip=algo.advantage_clip,
-    ).tolist()
-    return [
-        replace(
-            group,
-            samples=tuple(
-                sample if sample.reward is None else replace(sample, advantage=advantage)
-                for sample, advantage in zip(group.samples, row, strict=True)
-            ),
-        )
-        for group, row in zip(groups, advantages_PG, strict=True)
-    ]
-
-
-def counted_samples(groups: Sequence[Group], *, mask_truncated: bool) -> list[Sample]:
-    """Return the samples that enter the loss's denominators: scored, and not cut off where those are masked."""
-    return [
-        sample
-        for group in groups
-        for sample in group.samples
-        if sample.advantage is not None and not (mask_truncated and sample.finish_reason == "length")
-    ]
-
-
-def training_sequence(sample: Sample) -> TrainingSequence:
-    """Turn a sample into what the trainer reads: its very tokens and log-probabilities, never re-encoded text."""
-    assert sample.advantage is not None
-    return TrainingSequence(
-        prompt_ids=sample.prompt_ids,
-        completion_ids=sample.completion_ids,
-        advantage=sample.advantage,
-        sampler_logprobs=sample.sampler_logprobs,
-    )
+from whet.train.advantage import token_advantages, training_sequences
+from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
+from whet.train.reference import Coefficients, Critic, Reference
+from whet.train.step import OptimConfig, Optimizer, autocast_dtype, forward_backward
+from whet.train.tally import Tally, critic_metrics, gap_sums, mean_of, sampler_metrics, value_sums
+from whet.types import Group, MicroBatch
 
 
 class Objective:
-    """The objective of one run, with its frozen reference where a KL term is on.
+    """The objective of one run, with its reference and its critic where the arguments ask for them.
 
     Args:
-        policy: The policy that is trained; as it is now, it becomes the reference.
+        policy: The policy that is trained; as it is now, it becomes reference and critic.
         algo: The objective.
+        off_policy: What is done about samples of another policy.
+        value: The critic's arguments; read with baseline 'value'.
+        optim: Optimizer arguments; the critic's are made from them, and the micro-batches' budget and precision.
         temperature: Sampling temperature of the rollouts.
         max_length: Longest completion in tokens, the constant of Dr. GRPO.
-        token_budget: Tokens of one micro-batch.
-        autocast: Compute dtype when it is not the parameters' own.
+        seed: Seed of the order of minibatches.
 
     Attributes:
-        num_tokens_read: Tokens, prompts included, that the last update's training pass read, over all ranks.
+        num_tokens_read: Tokens, prompts included, that the last step's training passes read, over all ranks.
     """
 
     def __init__(
@@ -147,109 +56,305 @@ class Objective:
         policy: Policy,
         algo: AlgoConfig,
         *,
+        optim: OptimConfig,
         temperature: float,
         max_length: int,
-        token_budget: int,
-        autocast: torch.dtype | None,
+        off_policy: OffPolicyConfig | None = None,
+        value: ValueConfig | None = None,
+        seed: int = 0,
     ) -> None:
         self._policy = policy
         self._algo = algo
+        self._off_policy = off_policy or OffPolicyConfig()
+        self._value = value or ValueConfig()
         self._temperature = temperature
         self._max_length = max_length
-        self._token_budget = token_budget
-        self._autocast = autocast
+        self._token_budget = optim.token_budget
+        self._autocast = autocast_dtype(optim.precision)
+        self._seed = seed
         self.num_tokens_read = 0.0
-        self._reference: LanguageModel | None = None
-        if algo.kl != "none":
-            self._reference = copy.deepcopy(policy.model).requires_grad_(False)
+        self._coefficients = Coefficients(algo)
+        self._reference = Reference(policy.model, algo) if algo.kl != "none" else None
+        self._critic = Critic(policy, self._value, optim) if algo.baseline == "value" else None
+        wide = policy.model.head_weight.dtype == torch.float64
+        self._dtype = torch.float64 if wide else torch.float32
 
-    def update(self, groups: Sequence[Group], optimizer: Optimizer, lr: float) -> dict[str, float]:
-        """Backpropagate the objective over all micro-batches and ranks, and update the weights once.
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint needs of reference and critic."""
+        return {
+            name: tensor
+            for part in (self._reference, self._critic)
+            if part is not None
+            for name, tensor in part.tensors().items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the rest of what a checkpoint needs."""
+        return self._coefficients.state()
+
+    def load(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Put back what `tensors` and `state` returned."""
+        for part in (self._reference, self._critic):
+            if part is not None:
+                part.load_tensors(tensors)
+        self._coefficients.load_state(state)
+
+    def update(
+        self,
+        groups: Sequence[Group],
+        optimizer: Optimizer,
+        lr: float,
+        *,
+        step: int = 0,
+        progress: float = 0.0,
+    ) -> dict[str, float]:
+        """Do the step's updates: backpropagate over all micro-batches and ranks, then change the weights.
 
         Args:
-            groups: Groups that the loss uses, with advantages.
+            groups: This rank's groups that the loss uses, with advantages.
             optimizer: Optimizer of the policy's model.
             lr: Learning rate of this step.
+            step: Steps done before this one.
+            progress: Share of the run that is done, 0 to 1.
 
         Returns:
-            Metrics of the update.
+            Metrics of the step: means over its updates.
         """
         algo = self._algo
-        counted = counted_samples(groups, mask_truncated=algo.mask_truncated)
-        needs_all = algo.kl != "none" or algo.entropy_coef != 0
-        trained = [training_sequence(s) for s in counted if needs_all or s.advantage != 0]
+        self._coefficients.begin_step(progress)
+        self.num_tokens_read = 0.0
+        sequences, tally = self._prepare(training_sequences(groups, algo))
+        is_warmup = self._critic is not None and step < self._value.warmup_steps
+        results: list[dict[str, float]] = []
+        for epoch in range(algo.num_epochs):
+            for part in self._minibatches(sequences, step, epoch):
+                if not is_warmup:
+                    gap = tally if not results and not self._is_recomputed else Tally()
+                    result = self._update_policy(part, optimizer, lr, gap)
+                    results += [result] if result else []
+                if self._critic is not None:
+                    self._update_critic(part, lr * self._critic.lr_ratio, tally)
+        metrics = mean_of(results) | sampler_metrics(
+            tally, has_correction=self._off_policy.correction != "none"
+        )
+        metrics |= {"rl/updates": float(len(results))}
+        if self._critic is not None:
+            metrics |= critic_metrics(tally)
+        if self._reference is not None:
+            self._reference.follow(self._policy.model, step + 1)
+            metrics["rl/kl_coef"] = self._coefficients.kl
+        else:
+            metrics.pop("rl/kl", None)
+        if algo.entropy_coef:
+            metrics["rl/entropy_coef"] = self._coefficients.entropy
+        if results:
+            self._coefficients.end_step(kl=metrics.get("rl/kl", 0.0), entropy=metrics["rl/entropy"])
+        return metrics
+
+    @property
+    def _is_recomputed(self) -> bool:
+        return self._off_policy.proximal == "recomputed"
+
+    @property
+    def _kl_in_loss(self) -> bool:
+        return self._algo.kl not in ("none", "k1_reward")
+
+    def _prepare(self, sequences: list[TrainingSequence]) -> tuple[list[TrainingSequence], Tally]:
+        """Measure what the objective needs before its first update, and make the advantages of tokens from it."""
+        algo = self._algo
+        tally = Tally()
+        needs_policy = self._is_recomputed or algo.entropy_top_share < 1
+        if needs_policy or self._reference is not None or self._critic is not None:
+            batch = pack(
+                sequences, token_budget=self._token_budget, device=self._policy.device, dtype=self._dtype
+            )
+            entropies: dict[int, torch.Tensor] = {}
+            with torch.no_grad():
+                for micro in batch.micro_batches:
+                    columns = self._measure(micro, needs_policy, tally)
+                    ends = torch.bincount(micro.sequence_M).cumsum(0).tolist()
+                    for index, start, end in zip(micro.indices_B, [0, *ends], ends, strict=False):
+                        parts = {name: column_M[start:end] for name, column_M in columns.items()}
+                        entropies[index] = parts.pop("entropy")
+                        sequences[index] = replace(sequences[index], **parts)
+            if algo.entropy_top_share < 1:
+                ordered = [entropies[index] for index in range(len(sequences))]
+                sequences = self._keep_top_entropy(sequences, ordered)
+        if algo.is_token_level:
+            sequences = token_advantages(sequences, algo, self._value, self._coefficients.kl)
+        return sequences, tally
+
+    def _measure(self, micro: MicroBatch, needs_policy: bool, tally: Tally) -> dict[str, torch.Tensor]:
+        """Score a micro-batch before the first update; return columns by the names of `TrainingSequence`."""
+        options: dict[str, Any] = {"autocast": self._autocast, "attention": self._policy.attention}
+        columns: dict[str, torch.Tensor] = {"entropy": torch.zeros_like(micro.weights_M)}
+        if needs_policy:
+            logprobs_M, columns["entropy"] = score_micro_batch(
+                self._policy.model, micro, temperature=self._temperature, **options
+            )
+            if self._is_recomputed:
+                low, high = self._off_policy.bounds
+                kind = self._off_policy.correction
+                columns["proximal_logprobs_T"] = logprobs_M
+                columns["policy_weights_T"], active_M = correction_weights(
+                    logprobs_M, micro.sampler_logprobs_M, micro.sequence_M, kind, low=low, high=high
+                )
+                tally.add(gap_sums(logprobs_M, micro.sampler_logprobs_M))
+                tally.add({"correction_active": float(active_M.sum())})
+        if self._reference is not None:
+            columns["ref_logprobs_T"], _ = score_micro_batch(
+                self._reference.model, micro, temperature=self._temperature, **options
+            )
+        if self._critic is not None:
+            columns["start_values_T"] = self._critic.values(micro, **options)
+        return columns
+
+    def _keep_top_entropy(
+        self, sequences: Sequence[TrainingSequence], entropies: Sequence[torch.Tensor]
+    ) -> list[TrainingSequence]:
+        """Give policy weight 0 to all tokens but the share of highest entropy in the whole step; keep ties."""
+        mine = torch.cat([*entropies, torch.zeros(0, dtype=self._dtype)]).cpu()
+        everywhere = all_gather_values(mine)
+        count = max(1, math.ceil(self._algo.entropy_top_share * everywhere.numel() - 1e-9))
+        if not everywhere.numel():
+            return list(sequences)
+        floor = everywhere.topk(count).values[-1]
+        kept = []
+        for sequence, entropy_T in zip(sequences, entropies, strict=True):
+            chosen_T = (entropy_T >= floor.to(entropy_T.device)).to(self._dtype)
+            weights_T = sequence.policy_weights_T
+            kept.append(
+                replace(sequence, policy_weights_T=chosen_T if weights_T is None else weights_T * chosen_T)
+            )
+        return kept
+
+    def _minibatches(
+        self, sequences: Sequence[TrainingSequence], step: int, epoch: int
+    ) -> list[list[TrainingSequence]]:
+        """Deal whole groups into minibatches by a hash of their names: the same whatever rank holds a group."""
+        count = self._algo.num_minibatches
+        if count == 1:
+            return [list(sequences)]
+        keys = {s.group: sequence_seed("minibatch", self._seed, step, epoch, s.group) for s in sequences}
+        mine = torch.tensor(list(keys.values()), dtype=torch.int64)
+        everywhere = sorted(set(all_gather_values(mine).tolist()))
+        place = {key: index * count // len(everywhere) for index, key in enumerate(everywhere)}
+        return [[s for s in sequences if place[keys[s.group]] == number] for number in range(count)]
+
+    def _update_policy(
+        self, counted: Sequence[TrainingSequence], optimizer: Optimizer, lr: float, tally: Tally
+    ) -> dict[str, float]:
+        """Do one update of the policy; return its metrics, or none where no token teaches and nothing is done."""
+        algo = self._algo
+        needs_all = self._kl_in_loss or algo.entropy_coef != 0
+        trained = [s for s in counted if needs_all or _has_advantage(s)]
         batch = pack(
             trained,
             token_budget=self._token_budget,
             aggregation=algo.aggregation,
             device=self._policy.device,
+            dtype=self._dtype,
         )
-        num_tokens, num_sequences, num_scored_tokens, self.num_tokens_read = all_reduce_sum(
+        num_tokens, num_sequences, num_prompts, num_scored_tokens, num_read = all_reduce_sum(
             sum(len(s.completion_ids) for s in counted),
             len(counted),
+            sum(len(s.completion_ids) / s.num_group_tokens for s in counted),
             batch.num_trained_tokens,
             sum(sequence.num_tokens for sequence in trained),
         )
+        self.num_tokens_read += num_read
         denominator = loss_denominator(
             algo.aggregation,
             num_tokens=num_tokens,
             num_sequences=num_sequences,
+            num_prompts=round(num_prompts),
             max_length=self._max_length,
         )
-        num_scored = max(num_scored_tokens, 1.0)
         totals = forward_backward(
-            batch.micro_batches, lambda micro: self._micro_loss(micro, denominator, num_scored)
+            batch.micro_batches, lambda micro: self._micro_loss(micro, denominator, tally)
         )
         sum_gradients(self._policy.model.parameters())
         if num_scored_tokens == 0:
-            return {"rl/loss": 0.0, "rl/grad_norm": 0.0, "rl/logprob_gap_mean": 0.0, "rl/ratio_drift": 0.0}
+            return {}
         norm = optimizer.step(lr)
-        names = ["loss", "entropy", "kl", "clip_high", "clip_low", "logprob_gap_mean"]
-        summed = dict(zip(names, all_reduce_sum(*(totals.get(name, 0.0) for name in names)), strict=True))
-        gap = all_reduce_max(totals.get("logprob_gap_max", 0.0))
-        if self._reference is None:
-            summed.pop("kl")
-        metrics = {f"rl/{name}": value for name, value in summed.items()}
-        return metrics | {
-            "rl/grad_norm": norm,
-            "rl/logprob_gap_max": gap,
-            "rl/ratio_drift": math.expm1(min(gap, 20.0)),
+        names = ["loss", "entropy", "kl", "clip_high", "clip_low"]
+        sums = all_reduce_sum(*(totals.get(name, 0.0) for name in names))
+        loss, *counts = sums
+        shares = {
+            f"rl/{name}": value / num_scored_tokens for name, value in zip(names[1:], counts, strict=True)
         }
+        return {"rl/loss": loss, **shares, "rl/grad_norm": norm}
 
     def _micro_loss(
-        self, micro: MicroBatch, denominator: float, num_scored: float
+        self, micro: MicroBatch, denominator: float, tally: Tally
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return a micro-batch's share of the objective and of the metrics."""
+        """Return a micro-batch's share of the objective, and its sums for the metrics."""
         algo = self._algo
-        options = {
-            "temperature": self._temperature,
-            "autocast": self._autocast,
-            "attention": self._policy.attention,
-        }
-        logprobs_M, entropy_M = score_micro_batch(self._policy.model, micro, **options)
-        loss_M, high_M, low_M = policy_loss(
+        logprobs_M, entropy_M = score_micro_batch(
+            self._policy.model,
+            micro,
+            temperature=self._temperature,
+            autocast=self._autocast,
+            attention=self._policy.attention,
+        )
+        policy_M, high_M, low_M = policy_loss(
             logprobs_M,
-            micro.sampler_logprobs_M,
+            micro.proximal_logprobs_M,
             micro.advantages_M,
+            sequence_M=micro.sequence_M,
+            ratio=algo.ratio,
+            surrogate=algo.surrogate,
             clip_low=algo.clip_low,
             clip_high=algo.clip_high,
+            dual_clip=algo.dual_clip,
+            tau_positive=algo.tau_positive,
+            tau_negative=algo.tau_negative,
         )
+        used_M = micro.policy_weights_M != 0
+        loss_M = torch.where(used_M, policy_M, 0.0) * micro.policy_weights_M
         kl_sum = 0.0
-        if self._reference is not None and algo.kl != "none":
-            with torch.no_grad():
-                ref_logprobs_M, _ = score_micro_batch(self._reference, micro, **options)
-            loss_M = loss_M + algo.kl_coef * kl_estimate(logprobs_M, ref_logprobs_M, algo.kl)
-            kl_sum = float(kl_estimate(logprobs_M.detach(), ref_logprobs_M, "k3").sum())
-        if algo.entropy_coef:
-            loss_M = loss_M - algo.entropy_coef * entropy_M
+        if self._reference is not None:
+            kl_sum = float(kl_estimate(logprobs_M.detach(), micro.ref_logprobs_M, "k3").sum())
+        if algo.kl == "k3_unbiased":
+            kl_M = unbiased_kl(logprobs_M, micro.ref_logprobs_M, micro.sampler_logprobs_M)
+            loss_M = loss_M + self._coefficients.kl * kl_M
+        elif algo.kl in ("k2_loss", "k3_loss"):
+            estimator = "k2" if algo.kl == "k2_loss" else "k3"
+            loss_M = loss_M + self._coefficients.kl * kl_estimate(logprobs_M, micro.ref_logprobs_M, estimator)
+        if self._coefficients.entropy:
+            loss_M = loss_M - self._coefficients.entropy * entropy_M
         with torch.no_grad():
-            gap_M = (logprobs_M - micro.sampler_logprobs_M).abs()
-            metrics = {
-                "entropy": float(entropy_M.sum()) / num_scored,
-                "kl": kl_sum / num_scored,
-                "clip_high": float(high_M.sum()) / num_scored,
-                "clip_low": float(low_M.sum()) / num_scored,
-                "logprob_gap_mean": float(gap_M.sum()) / num_scored,
-                "logprob_gap_max": float(gap_M.max()),
+            tally.add(gap_sums(logprobs_M, micro.sampler_logprobs_M))
+            sums = {
+                "entropy": float(entropy_M.sum()),
+                "kl": kl_sum,
+                "clip_high": float((high_M & used_M).sum()),
+                "clip_low": float((low_M & used_M).sum()),
             }
-        return weighted_sum(loss_M, micro.weights_M, denominator), metrics
+        return weighted_sum(loss_M, micro.weights_M, denominator), sums
+
+    def _update_critic(self, counted: Sequence[TrainingSequence], lr: float, tally: Tally) -> None:
+        """Do one update of the critic on all tokens of a minibatch, their mean squared error halved."""
+        assert self._critic is not None
+        critic = self._critic
+        batch = pack(counted, token_budget=self._token_budget, device=self._policy.device, dtype=self._dtype)
+        (num_tokens,) = all_reduce_sum(batch.num_trained_tokens)
+
+        def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
+            values_M = critic.values(micro, autocast=self._autocast, attention=self._policy.attention)
+            loss_M, clipped_M = value_loss(
+                values_M, micro.start_values_M, micro.returns_M, clip=self._value.clip
+            )
+            tally.add(value_sums(values_M, micro.start_values_M, micro.returns_M, clipped_M))
+            return weighted_sum(loss_M, torch.ones_like(loss_M), max(num_tokens, 1.0)), {}
+
+        forward_backward(batch.micro_batches, score)
+        sum_gradients(critic.parameters())
+        if num_tokens:
+            critic.optimizer.step(lr)
+
+
+def _has_advantage(sequence: TrainingSequence) -> bool:
+    if sequence.advantages_T is None:
+        return sequence.advantage != 0
+    return bool((sequence.advantages_T != 0).any())

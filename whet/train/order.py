@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
 
-from whet.generate.sampling import sequence_seed
+from whet.generate.sampling import counter_uniforms, sequence_seed
+from whet.tasks.mixture import PART, Mixture
+from whet.types import Problem, Task, UserError
 
 Item = TypeVar("Item")
+
+REPLAY_BLOCK = 1 << 20
+"""Draws that are replayed at once when a mixture goes on from a cursor."""
 
 
 class EpochOrder(Generic[Item]):
@@ -46,3 +51,89 @@ class EpochOrder(Generic[Item]):
             taken.append((epoch, self._items[self._permutation[index]]))
             self.cursor += 1
         return taken
+
+
+class MixtureOrder(Generic[Item]):
+    """Endless draws from several parts by weight; within a part, passes as in `EpochOrder`.
+
+    The part of the k-th item is a hash of (seed, k), so that the cursor alone says how often each was drawn. The order
+    within a part depends on its own items and label only: weights and other parts do not change it.
+
+    Args:
+        parts: Items by label; none empty.
+        weights: Weight by label, above 0.
+        seed: Seed of the draws and of the permutations.
+        cursor: Items read so far, over all parts.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Sequence[Item]], weights: Mapping[str, float], seed: int, cursor: int = 0
+    ) -> None:
+        labels = sorted(parts)
+        self._orders = [EpochOrder(parts[label], sequence_seed("part", seed, label)) for label in labels]
+        self._num_items = sum(map(len, parts.values()))
+        sums = torch.tensor([weights[label] for label in labels], dtype=torch.float64).cumsum(0)
+        self._bounds = sums / sums[-1]
+        self._seed = torch.tensor([sequence_seed("mixture", seed)])
+        if cursor:
+            self.cursor = cursor
+
+    @property
+    def cursor(self) -> int:
+        """Items read so far."""
+        return sum(order.cursor for order in self._orders)
+
+    @cursor.setter
+    def cursor(self, value: int) -> None:
+        """Go on from a cursor, by counting how often each part was drawn before it."""
+        counts = torch.zeros(len(self._orders), dtype=torch.int64)
+        for start in range(0, value, REPLAY_BLOCK):
+            drawn = self._draw(start, min(REPLAY_BLOCK, value - start))
+            counts += torch.bincount(drawn, minlength=len(self._orders))
+        for order, count in zip(self._orders, counts.tolist(), strict=True):
+            order.cursor = count
+
+    @property
+    def epochs(self) -> float:
+        """Items read, in passes over all parts together; a part of more than its share of weight has had more."""
+        return self.cursor / self._num_items
+
+    def next(self, count: int) -> list[tuple[int, Item]]:
+        """Return the next `count` items, each with the number of its part's epoch."""
+        return [self._orders[part].next(1)[0] for part in self._draw(self.cursor, count).tolist()]
+
+    def _draw(self, start: int, count: int) -> torch.Tensor:
+        """Return the index of the part of each item from `start` on."""
+        uniforms = counter_uniforms(self._seed, torch.arange(start, start + count))
+        return torch.searchsorted(self._bounds, uniforms, right=True)
+
+
+DataOrder = EpochOrder[Problem] | MixtureOrder[Problem]
+"""The order of a run's problems."""
+
+
+def data_order(task: Task, problems: Sequence[Problem], seed: int) -> DataOrder:
+    """Make the order of a run: by weight for a mixture, else passes over everything.
+
+    Args:
+        task: Where the problems come from.
+        problems: Those that are kept for training; not empty.
+        seed: The run's seed.
+
+    Returns:
+        The order, at its beginning.
+
+    Raises:
+        UserError: If a part of a mixture has no problem left.
+    """
+    if not isinstance(task, Mixture):
+        return EpochOrder(problems, seed)
+    parts: dict[str, list[Problem]] = {label: [] for label in task.weights}
+    for problem in problems:
+        parts[problem.meta[PART]].append(problem)
+    for label, kept in parts.items():
+        if not kept:
+            raise UserError(
+                f"mixture: no problem of {label} is left to train on; drop it from task.weights or loosen the filters"
+            )
+    return MixtureOrder(parts, task.weights, seed)

@@ -1,4 +1,4 @@
-"""`whet rl`: reinforcement learning with verifiable rewards. GRPO, Dr. GRPO and DAPO are arguments of one loop."""
+"""`whet rl`: reinforcement learning with verifiable rewards. Every algorithm is a set of arguments of one loop."""
 
 from __future__ import annotations
 
@@ -6,116 +6,42 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from whet.checkpoint import commit_folder, load_step, open_run, save_step
-from whet.config import align, dump_yaml
-from whet.distributed import all_reduce_sum, barrier, rank, shard, world_size
+from whet.config import dump_yaml
+from whet.distributed import all_reduce_sum, barrier, rank, world_size
 from whet.eval.evaluate import evaluate, fitting_problems, take_problems
-from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.policy import Policy, load_policy
 from whet.generate.probe import ProbeResult, probe_policy
-from whet.generate.sampling import SamplingParams
 from whet.model.weights import load_model
 from whet.rewards.base import best_total, build_rewards, score_completion
 from whet.schema import preflight
-from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.base import load_task
+from whet.tasks.mixture import PART
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.environment import write_environment
-from whet.telemetry.health import health_warnings
+from whet.telemetry.health import dead_reason, health_warnings
 from whet.telemetry.log import RunLog, read_metrics
 from whet.telemetry.report import write_report
-from whet.train.objective import AlgoConfig, Objective, with_advantages
-from whet.train.order import EpochOrder
-from whet.train.rollout import Rollout, collect_groups, is_informative, rollout_metrics
+from whet.train.advantage import counted_samples, with_advantages, without_advantages
+from whet.train.curriculum import select_problems
+from whet.train.objective import Objective
+from whet.train.order import DataOrder, data_order
+from whet.train.rl_config import RLConfig
+from whet.train.rollout import rollout_metrics
+from whet.train.source import RolloutSource
 from whet.train.step import (
-    OptimConfig,
     Optimizer,
     autocast_dtype,
     learning_rate,
     parameter_dtype,
     prepare_model,
 )
-from whet.types import Group, Problem, Task, UserError
+from whet.types import Problem, Task, UserError
 
 APPROX_GAP_LIMIT = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class RLConfig:
-    """Reinforcement learning with verifiable rewards, one update per rollout batch (strictly on-policy)."""
-
-    out: str
-    """Run folder to make."""
-    policy: PolicyConfig
-    """The model to start from."""
-    task: TaskConfig = field(default_factory=TaskConfig)
-    """The problems."""
-    rewards: dict[str, float] = field(default_factory=lambda: {"correct": 1.0, "format": 0.1})
-    """Weight of each reward by name."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How rollouts are drawn; filters (top-k, top-p, min-p) are refused in training."""
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
-    """The objective."""
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6, schedule="constant", beta2=0.99))
-    """Optimizer, schedule and precision."""
-    num_steps: int = 100
-    """Optimizer steps."""
-    num_prompts: int = 32
-    """Problems per step, over all ranks."""
-    group_size: int = 8
-    """Samples per problem."""
-    validation_problems: int = 0
-    """Problems of the dev split that are answered greedily while training; 0 for none."""
-    validate_every: int = 20
-    """Steps between validations; the best is kept as checkpoints/best."""
-    save_every: int = 100
-    """Steps between checkpoints (one at the end always)."""
-    ratio_tolerance: float = 0.0
-    """Largest |ratio - 1| accepted on-policy where the start-up probe says exact; more stops the run."""
-    max_dead_steps: int = 50
-    """Steps in a row without any reward difference after which the run stops."""
-    seed: int = 0
-    """Seed of data order and of every sample."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "num_prompts", "validate_every", "save_every", "max_dead_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
-        if self.group_size < 2 and self.algo.baseline != "none":
-            raise ValueError(f"group_size = {self.group_size}: a group-relative baseline needs at least 2")
-        if self.sampling.temperature == 0:
-            raise ValueError(
-                "sampling.temperature = 0: greedy rollouts have no ratio and no variety; use 1.0 for training"
-            )
-        if self.sampling.is_filtered:
-            raise ValueError(
-                "sampling.top_k, top_p, min_p: filters make the trained ratio wrong; leave them out in training"
-            )
-        if self.algo.overlong_cache > self.sampling.max_new_tokens:
-            raise ValueError(
-                f"algo.overlong_cache = {self.algo.overlong_cache}: expected at most sampling.max_new_tokens"
-            )
-
-
-def plan(config: RLConfig) -> str:
-    """Describe the batch of a step without doing it."""
-    samples = config.num_prompts * config.group_size
-    tokens = samples * config.sampling.max_new_tokens
-    budget = config.optim.token_budget
-    return align(
-        "batch of one step",
-        {
-            "prompts": config.num_prompts,
-            "samples per prompt": config.group_size,
-            "completions": samples,
-            "new tokens, at most": tokens,
-            "tokens per micro-batch": budget,
-            "micro-batches, at most": f"{-(-tokens // budget)}, and more by the share of prompts",
-            "optimizer steps": f"{config.num_steps:,}, one per batch",
-            "completions in all": samples * config.num_steps,
-        },
-    )
+SOLVED = 0.99
 
 
 def main(config: RLConfig, *, resume: bool = False) -> None:
@@ -134,25 +60,19 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
         UserError: If inputs do not fit together, or the run cannot go on.
     """
     folder = Path(config.out)
-    if config.num_prompts % world_size():
-        raise UserError(
-            f"num_prompts = {config.num_prompts}: expected a multiple of the {world_size()} ranks"
-        )
-    if config.algo.scale == "batch" and world_size() > 1:
-        raise UserError(
-            "algo.scale = batch: the batch's standard deviation is not shared between ranks; use group"
-        )
+    _check_ranks(config)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     prepare_model(policy.model, config.optim)
     problems = task.problems("train")
-    kept = fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
-    if not kept:
-        raise UserError(f"task {task.name}: the train split has no problems")
+    fitting = fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
+    if not fitting:
+        raise UserError(f"task {task.name}: no problem of the train split fits the context")
     rewards = build_rewards(config.rewards, policy.schema, task)
-    preflight(
-        policy.schema, lambda p, text: score_completion(rewards, p, text)[1], kept[0], best_total(rewards)
-    )
+    for problem in {problem.meta.get(PART): problem for problem in reversed(fitting)}.values():
+        preflight(
+            policy.schema, lambda p, text: score_completion(rewards, p, text)[1], problem, best_total(rewards)
+        )
     if rank() == 0:
         open_run(folder, dump_yaml(config), resume=resume)
         write_environment(folder)
@@ -163,18 +83,29 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     if config.validation_problems:
         wanted = take_problems(task, "dev", config.validation_problems)
         held_out = fitting_problems(policy, wanted, min_new_tokens=1)
-    run = _Run(config, policy, task, EpochOrder(kept, config.seed), held_out, probe)
+    kept, notes = select_problems(
+        policy,
+        task,
+        fitting,
+        config.curriculum,
+        folder,
+        sampling=config.sampling,
+        seed=config.seed,
+        autocast=autocast,
+    )
+    if len(fitting) < len(problems):
+        left_out = len(problems) - len(fitting)
+        notes.insert(0, f"{left_out} of {len(problems)} prompts do not fit the context; left out")
+    run = _Run(config, policy, task, data_order(task, kept, config.seed), held_out, probe)
     start = run.restore(folder) if resume else 0
-    headline = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/ratio_drift")
+    headline = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
     with (
         RunLog(folder, resume_step=start if resume else None, enabled=rank() == 0) as log,
         open_display(f"rl {task.name}", config.num_steps, headline, enabled=rank() == 0) as display,
     ):
         display.note(f"sampler vs trainer: {probe}")
-        if len(kept) < len(problems):
-            display.note(
-                f"{len(problems) - len(kept)} of {len(problems)} prompts do not fit the context; left out"
-            )
+        for note in notes:
+            display.note(note)
         for step in range(start, config.num_steps):
             run.advance(step, folder, log, display)
     if rank() == 0:
@@ -182,6 +113,18 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
         content |= {"sampler_vs_trainer": str(probe)}
         (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
     return policy
+
+
+def _check_ranks(config: RLConfig) -> None:
+    """Refuse what several ranks cannot do."""
+    if config.off_policy.staleness and world_size() > 1:
+        raise UserError(
+            "off_policy.staleness: checkpoints do not hold waiting samples of several ranks; use 0, or one rank"
+        )
+    if config.num_prompts % world_size():
+        raise UserError(
+            f"num_prompts = {config.num_prompts}: expected a multiple of the {world_size()} ranks"
+        )
 
 
 class _Run:
@@ -192,27 +135,43 @@ class _Run:
         config: RLConfig,
         policy: Policy,
         task: Task,
-        order: EpochOrder[Problem],
+        order: DataOrder,
         held_out: Sequence[Problem],
         probe: ProbeResult,
     ) -> None:
         self.config = config
         self.policy = policy
         self.task = task
-        self.order = order
         self.held_out = held_out
         self.probe = probe
-        self.rewards = build_rewards(config.rewards, policy.schema, task)
+        self.weights = config.reward_weights
         self.autocast = autocast_dtype(config.optim.precision)
-        self.engine = policy.engine(self.autocast)
+        self.source = RolloutSource(
+            policy,
+            task,
+            build_rewards(config.rewards, policy.schema, task),
+            order,
+            algo=config.algo,
+            weights=self.weights,
+            num_prompts=config.num_prompts,
+            group_size=config.group_size,
+            sampling=config.sampling,
+            staleness=config.off_policy.staleness,
+            num_steps=config.num_steps,
+            seed=config.seed,
+            autocast=self.autocast,
+            random_reward=config.control == "random_reward",
+        )
         self.optimizer = Optimizer(policy.model, config.optim)
         self.objective = Objective(
             policy,
             config.algo,
+            optim=config.optim,
             temperature=config.sampling.temperature,
             max_length=config.sampling.max_new_tokens,
-            token_budget=config.optim.token_budget,
-            autocast=self.autocast,
+            off_policy=config.off_policy,
+            value=config.value,
+            seed=config.seed,
         )
         self.best = -math.inf
         self.dead_steps = 0
@@ -228,7 +187,9 @@ class _Run:
         model, _ = load_model(model_folder, dtype=parameter_dtype(self.config.optim.precision))
         self.policy.model.load_state_dict(model.state_dict())
         self.optimizer.load_tensors(tensors)
-        self.order.cursor, self.dead_steps = int(state["cursor"]), int(state["dead_steps"])
+        self.source.load_state(state["source"])
+        self.objective.load(tensors, state["objective"])
+        self.dead_steps = int(state["dead_steps"])
         self.best = -math.inf if state["best"] is None else float(state["best"])
         self.last = dict(state["last"])
         self.history = [
@@ -240,12 +201,20 @@ class _Run:
         """Sample, score, train; validate and save where due."""
         config = self.config
         began = time.perf_counter()
-        rollout, used, num_refilled = self.collect(step)
-        groups = with_advantages(used, config.algo)
+        collected = self.source.next(step)
+        rollout = collected.rollout
+        groups = with_advantages(
+            [rollout.groups[place] for place in collected.used], config.algo, self.weights
+        )
         sampled = time.perf_counter()
-        values = rollout_metrics(rollout, self.rewards, num_refilled)
+        values = rollout_metrics(rollout, self.weights, collected.num_refilled)
+        teaching = sum(any(s.advantage for s in members) for members in counted_samples(groups, config.algo))
+        values["rl/groups_with_signal"] = all_reduce_sum(teaching)[0]
+        values["rl/staleness"] = float(step - collected.step)
         lr = learning_rate(config.optim, step, config.num_steps)
-        values |= self.objective.update(groups, self.optimizer, lr)
+        values |= self.objective.update(
+            groups, self.optimizer, lr, step=step, progress=step / max(1, config.num_steps - 1)
+        )
         done = time.perf_counter()
         tokens = all_reduce_sum(sum(len(s.completion_ids) for g in rollout.groups for s in g.samples))[0]
         values |= {
@@ -259,12 +228,11 @@ class _Run:
         }
         count = step + 1
         if self.held_out and (count % config.validate_every == 0 or count == config.num_steps):
-            values["eval/greedy"] = self.validate()
+            values |= self.validate()
         self.last |= values
         log.write_metrics("rl", count, values)
-        trained = {id(before): after for before, after in zip(used, groups, strict=True)}
-        unused = with_advantages([g for g in rollout.groups if id(g) not in trained], config.algo)
-        log.write_samples(count, [*groups, *unused])
+        unused = [group for place, group in enumerate(rollout.groups) if place not in collected.used]
+        log.write_samples(count, [*groups, *without_advantages(unused)])
         for warning in health_warnings("rl", values, self.history):
             display.note(warning, warning=True)
         self.history.append(values)
@@ -273,62 +241,18 @@ class _Run:
         if rank() == 0:
             self.save(folder, count, values)
 
-    def collect(self, step: int) -> tuple[Rollout, list[Group], int]:
-        """Sample the step's groups; refill uninformative ones where the recipe says so.
-
-        Returns:
-            Everything that was sampled, the groups that the loss uses, and how many groups were sampled as refills.
-        """
-        config = self.config
-        rollout = self._sample(config.num_prompts, step)
-        if config.algo.uninformative == "keep":
-            return rollout, rollout.groups, 0
-        used = [g for g, useful in zip(rollout.groups, is_informative(rollout.groups), strict=True) if useful]
-        num_refilled = 0
-        for _ in range(config.algo.max_refills if config.algo.uninformative == "refill" else 0):
-            (total,) = all_reduce_sum(len(used))
-            missing = config.num_prompts - int(total)
-            if missing <= 0:
-                break
-            missing += -missing % world_size()
-            more = self._sample(missing, step)
-            num_refilled += missing
-            used += [g for g, useful in zip(more.groups, is_informative(more.groups), strict=True) if useful]
-            rollout = Rollout(
-                rollout.groups + more.groups,
-                rollout.grades + more.grades,
-                rollout.generate_seconds + more.generate_seconds,
-                rollout.reward_seconds + more.reward_seconds,
-            )
-        return rollout, used, num_refilled
-
-    def _sample(self, num_prompts: int, step: int) -> Rollout:
-        drawn = self.order.next(num_prompts)
-        mine = [drawn[index] for index in shard(num_prompts)]
-        return collect_groups(
-            self.policy,
-            self.engine,
-            self.task,
-            self.rewards,
-            [problem for _, problem in mine],
-            seeds=[(self.config.seed, step, epoch) for epoch, _ in mine],
-            group_size=self.config.group_size,
-            sampling=self.config.sampling,
-            overlong_cache=self.config.algo.overlong_cache,
-        )
-
-    def validate(self) -> float:
-        """Return the share of dev problems answered right by greedy decoding."""
+    def validate(self) -> dict[str, float]:
+        """Return the share of dev problems answered right, greedily and by samples."""
         result = evaluate(
             self.policy,
             self.task,
             self.held_out,
-            num_samples=1,
+            num_samples=self.config.validation_samples,
             sampling=self.config.sampling,
             seed=self.config.seed,
             autocast=self.autocast,
         )
-        return result.metrics["greedy"].mean
+        return {f"eval/{name}": result.metrics[name].mean for name in ("greedy", "pass@1")}
 
     def check(self, values: dict[str, float], step: int) -> None:
         """Stop a run that cannot be trusted or cannot learn.
@@ -337,12 +261,13 @@ class _Run:
             UserError: With the reason and the remedy.
         """
         drift, gap = values["rl/ratio_drift"], values["rl/logprob_gap_mean"]
-        if self.probe.exact and drift > self.config.ratio_tolerance:
+        is_fresh = values["rl/staleness"] == 0
+        if is_fresh and self.probe.exact and drift > self.config.ratio_tolerance:
             raise UserError(
                 f"step {step}: on-policy ratio drifts by {drift:.1e}, expected at most {self.config.ratio_tolerance:g} "
                 "since the probe said exact; sampler and trainer disagree: raise ratio_tolerance only if you know why"
             )
-        if not self.probe.exact and gap > APPROX_GAP_LIMIT:
+        if is_fresh and not self.probe.exact and gap > APPROX_GAP_LIMIT:
             raise UserError(
                 f"step {step}: sampler and trainer differ by {gap:.2f} nats per token on average, expected at most "
                 f"{APPROX_GAP_LIMIT}; use policy.attention = exact or a higher precision"
@@ -351,11 +276,10 @@ class _Run:
             raise UserError(
                 f"step {step}: gradient norm {values['rl/grad_norm']}; nothing was updated: lower optim.lr"
             )
-        self.dead_steps = self.dead_steps + 1 if values["rl/zero_variance_groups"] == 1.0 else 0
-        if self.dead_steps >= self.config.max_dead_steps and values["rl/correct"] < 0.5:
+        self.dead_steps = self.dead_steps + 1 if values["rl/groups_with_signal"] == 0 else 0
+        if self.dead_steps >= self.config.max_dead_steps and values["rl/correct"] < SOLVED:
             raise UserError(
-                f"step {step}: {self.dead_steps} steps in a row without any difference in reward: nothing to learn "
-                "from; start from a better model (SFT first), take easier problems or more samples per prompt"
+                f"step {step}: {self.dead_steps} steps in a row without a signal: {dead_reason(values)}"
             )
 
     def save(self, folder: Path, step: int, values: dict[str, float]) -> None:
@@ -368,9 +292,11 @@ class _Run:
         if step % self.config.save_every and step != self.config.num_steps:
             return
         state = {
-            "cursor": self.order.cursor,
+            "source": self.source.state(),
+            "objective": self.objective.state(),
             "dead_steps": self.dead_steps,
             "best": self.best if math.isfinite(self.best) else None,
             "last": self.last,
         }
-        save_step(folder, step, write_model=self.policy.save, tensors=self.optimizer.tensors(), state=state)
+        tensors = self.optimizer.tensors() | self.objective.tensors()
+        save_step(folder, step, write_model=self.policy.save, tensors=tensors, state=state)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from whet.algo.advantages import has_spread, overlong_penalty
+from whet.algo.signal import cancellation, repeated_share, signal_sums
 from whet.distributed import all_reduce_sum
 from whet.eval.grade import Grade, grade
 from whet.generate.engine import Engine, Request
@@ -17,6 +19,9 @@ from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.rewards.base import WeightedReward, score_completion
 from whet.types import Group, Problem, Sample, Task
+
+Overlong = Literal["none", "soft", "hard", "filter"]
+HARD_PENALTY = -0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,9 @@ def collect_groups(
     seeds: Sequence[tuple[int, ...]],
     group_size: int,
     sampling: SamplingParams,
+    overlong: Overlong = "none",
     overlong_cache: int = 0,
+    random_reward: bool = False,
 ) -> Rollout:
     """Sample and score a group of completions for each problem.
 
@@ -53,7 +60,9 @@ def collect_groups(
             (the epoch, because a small data set may come round within one step).
         group_size: Samples per problem.
         sampling: How they are drawn.
-        overlong_cache: Width of DAPO's soft length punishment in tokens; 0 for none.
+        overlong: Punishment of length that is added to the reward.
+        overlong_cache: Width of the soft punishment's ramp in tokens.
+        random_reward: Control experiment: a coin decides the reward instead, right answers still count in the metrics.
 
     Returns:
         Groups in the order of the problems.
@@ -74,10 +83,17 @@ def collect_groups(
         for index, done in enumerate(row):
             text = policy.completion_text(request.prompt_ids, done.ids)
             scores, total = score_completion(rewards, problem, text)
-            if overlong_cache:
+            if random_reward:
+                total = float(sequence_seed("coin", request.seeds[index]) % 2)
+                scores = {"random": total}
+            penalty = 0.0
+            if overlong == "soft":
                 penalty = overlong_penalty(
                     len(done.ids), max_length=sampling.max_new_tokens, cache_length=overlong_cache
                 )
+            elif overlong == "hard" and done.finish_reason == "length":
+                penalty = HARD_PENALTY if policy.schema.parse(text).answer is None else 0.0
+            if overlong in ("soft", "hard"):
                 scores = scores | {"overlong": penalty}
                 total = None if total is None else total + penalty
             samples.append(
@@ -109,19 +125,28 @@ def reward_matrix(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
     return rewards_PG, scored_PG
 
 
-def is_informative(groups: Sequence[Group]) -> list[bool]:
-    """Say which groups' rewards differ, so that a group-relative advantage teaches something."""
-    return has_spread(*reward_matrix(groups)).tolist() if groups else []
+def score_planes(groups: Sequence[Group], names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return unweighted scores [P, G, X] by reward name in float64, and where a sample is scored, bool [P, G]."""
+    rewards_PGX = torch.tensor(
+        [[[s.rewards.get(name) or 0.0 for name in names] for s in group.samples] for group in groups],
+        dtype=torch.float64,
+    )
+    return rewards_PGX, torch.tensor([[s.reward is not None for s in group.samples] for group in groups])
 
 
-def rollout_metrics(
-    rollout: Rollout, rewards: Sequence[WeightedReward], num_refilled: int
-) -> dict[str, float]:
-    """Average what was sampled, over all ranks."""
+def rollout_metrics(rollout: Rollout, weights: Mapping[str, float], num_refilled: int) -> dict[str, float]:
+    """Average what was sampled, over all ranks.
+
+    Args:
+        rollout: This rank's groups.
+        weights: Weight of each reward by name.
+        num_refilled: Groups that were sampled to replace uninformative ones, over all ranks.
+    """
     samples = [sample for group in rollout.groups for sample in group.samples]
     grades = [graded for row in rollout.grades for graded in row]
     scored = [sample.reward for sample in samples if sample.reward is not None]
-    dull = sum(not useful for useful in is_informative(rollout.groups))
+    spread = has_spread(*reward_matrix(rollout.groups)).tolist() if rollout.groups else []
+    right = [sum(graded.is_correct for graded in row) for row in rollout.grades]
     sums = all_reduce_sum(
         len(samples),
         len(scored),
@@ -132,26 +157,47 @@ def rollout_metrics(
         sum(graded.thinking_tokens for graded in grades),
         sum(len(sample.completion_ids) for sample in samples),
         sum(sample.finish_reason == "length" for sample in samples),
-        dull,
+        sum(repeated_share(sample.completion_ids) for sample in samples),
         len(rollout.groups),
-        *(value for reward in rewards for value in _total(samples, reward.name)),
+        len(spread) - sum(spread),
+        sum(count == len(row) for count, row in zip(right, rollout.grades, strict=True)),
+        sum(count == 0 for count in right),
+        *(value for name in weights for value in _total(samples, name)),
     )
-    count, num_scored = max(sums[0], 1.0), max(sums[1], 1.0)
+    count, num_scored, num_groups = max(sums[0], 1.0), max(sums[1], 1.0), max(sums[10], 1.0)
     mean = sums[2] / num_scored
-    names = ["rl/correct", "rl/format", "rl/thinking_tokens", "rl/completion_tokens", "rl/truncated"]
-    metrics = {name: value / count for name, value in zip(names, sums[4:9], strict=True)}
-    totals = zip(rewards, sums[11::2], sums[12::2], strict=True)
-    metrics |= {f"rl/reward/{reward.name}": total / max(number, 1.0) for reward, total, number in totals}
+    names = ["correct", "format", "thinking_tokens", "completion_tokens", "truncated", "repetition"]
+    metrics = {f"rl/{name}": value / count for name, value in zip(names, sums[4:10], strict=True)}
+    totals = zip(weights, sums[14::2], sums[15::2], strict=True)
+    metrics |= {f"rl/reward/{name}": total / max(number, 1.0) for name, total, number in totals}
     return metrics | {
         "rl/reward_mean": mean,
         "rl/reward_std": math.sqrt(max(sums[3] / num_scored - mean * mean, 0.0)),
-        "rl/zero_variance_groups": sums[9] / max(sums[10], 1.0),
+        "rl/zero_variance_groups": sums[11] / num_groups,
+        "rl/all_right_groups": sums[12] / num_groups,
+        "rl/all_wrong_groups": sums[13] / num_groups,
         "rl/unscorable": sums[0] - sums[1],
         "rl/groups_refilled": float(num_refilled),
+        **_signal_metrics(rollout.groups, weights),
     }
+
+
+def _signal_metrics(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
+    """Say which reward the spread inside groups comes from, and how much of it cancels; over all ranks."""
+    shared, own, total = [0.0] * len(weights), [0.0] * len(weights), 0.0
+    if groups:
+        rewards_PGX, scored_PG = score_planes(groups, list(weights))
+        shared, own, total = signal_sums(rewards_PGX, list(weights.values()), scored_PG)
+    *sums, total = all_reduce_sum(*shared, *own, total)
+    shared, own = sums[: len(weights)], sums[len(weights) :]
+    shares = {
+        f"rl/signal/{name}": value / total if total > 0 else 0.0
+        for name, value in zip(weights, shared, strict=True)
+    }
+    return shares | ({"rl/cancellation": cancellation(own, total)} if len(weights) > 1 else {})
 
 
 def _total(samples: Sequence[Sample], name: str) -> tuple[float, int]:
     """Return the sum of one reward's scores, and how many samples have one."""
-    scores = [score for sample in samples if (score := sample.rewards[name]) is not None]
+    scores = [score for sample in samples if (score := sample.rewards.get(name)) is not None]
     return sum(scores), len(scores)

@@ -1,0 +1,79 @@
+"""An independent forward pass on padded rows: what packed log-probabilities and values are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import Parameter
+
+from whet.model.config import ModelConfig
+from whet.types import Sample
+
+Weights = dict[str, Parameter]
+
+
+def padded_hidden(
+    config: ModelConfig, weights: Weights, rows: Sequence[Sequence[int]], prefix: str = ""
+) -> torch.Tensor:
+    """An independent forward: right-padded rows [B, T], a dense mask, complex rotations; hidden states [B, T, D]."""
+    dtype = weights[prefix + "model.norm.weight"].dtype
+    longest = max(len(row) for row in rows)
+    tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    heads, kv_heads, channels = config.num_heads, config.num_kv_heads, config.head_dim
+    exponents = torch.arange(0, channels, 2, dtype=dtype) / channels
+    angles = torch.arange(longest, dtype=dtype)[:, None] / config.rope_theta**exponents
+    turn = torch.polar(torch.ones_like(angles), angles)[None, :, None, :]
+    blocked = torch.ones(longest, longest, dtype=torch.bool).triu(1)
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[prefix + name]
+
+    def project(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ weights[prefix + name].T
+
+    def rotate(x_BTHC: torch.Tensor) -> torch.Tensor:
+        left, right = x_BTHC[..., : channels // 2], x_BTHC[..., channels // 2 :]
+        turned = torch.complex(left, right) * turn
+        return torch.cat((turned.real, turned.imag), -1)
+
+    x = weights[prefix + "model.embed_tokens.weight"][tokens_BT]
+    for layer in range(config.num_layers):
+        name = f"model.layers.{layer}."
+        y = norm(x, name + "input_layernorm.weight")
+        q = rotate(project(y, name + "self_attn.q_proj.weight").unflatten(-1, (heads, channels)))
+        k = rotate(project(y, name + "self_attn.k_proj.weight").unflatten(-1, (kv_heads, channels)))
+        v = project(y, name + "self_attn.v_proj.weight").unflatten(-1, (kv_heads, channels))
+        k, v = (z.repeat_interleave(heads // kv_heads, dim=2) for z in (k, v))
+        scores = torch.einsum("bqhc,bkhc->bhqk", q, k) / channels**0.5
+        probs = scores.masked_fill(blocked, float("-inf")).softmax(-1)
+        out = torch.einsum("bhqk,bkhc->bqhc", probs, v).flatten(2)
+        x = x + project(out, name + "self_attn.o_proj.weight")
+        y = norm(x, name + "post_attention_layernorm.weight")
+        gate = torch.nn.functional.silu(project(y, name + "mlp.gate_proj.weight"))
+        x = x + project(gate * project(y, name + "mlp.up_proj.weight"), name + "mlp.down_proj.weight")
+    return norm(x, "model.norm.weight")
+
+
+def score_rows(
+    config: ModelConfig, weights: Weights, samples: Sequence[Sample], temperature: float
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Log-probability and entropy of each completion token, one tensor [T] per sample."""
+    rows = [(*s.prompt_ids, *s.completion_ids) for s in samples]
+    hidden = padded_hidden(config, weights, rows)
+    spread = torch.log_softmax(hidden @ weights["model.embed_tokens.weight"].T / temperature, -1)
+    logps, entropies = [], []
+    for number, s in enumerate(samples):
+        start = len(s.prompt_ids) - 1
+        part = spread[number, start : start + len(s.completion_ids)]
+        logps.append(part[torch.arange(len(part)), torch.tensor(s.completion_ids)])
+        entropies.append(-(part.exp() * part).sum(-1))
+    return logps, entropies
+
+
+def value_rows(config: ModelConfig, critic: Weights, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    """Value estimate from before each completion token, one tensor [T] per sample."""
+    rows = [(*s.prompt_ids, *s.completion_ids) for s in samples]
+    values = padded_hidden(config, critic, rows, "trunk.") @ critic["head"]
+    cuts = [(len(s.prompt_ids) - 1, len(s.completion_ids)) for s in samples]
+    return [values[number, start : start + count] for number, (start, count) in enumerate(cuts)]

@@ -1,0 +1,208 @@
+"""Where the matrix starts: its cases, a tiny policy, and off-policy groups with every oddity of real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from unittest.mock import patch
+
+import torch
+from padded import score_rows
+
+from whet.algo.corrections import Correction
+from whet.generate.policy import Policy
+from whet.model.config import ModelConfig
+from whet.model.tokenizer import Tokenizer
+from whet.model.weights import build_model
+from whet.recipes.rl import ALGORITHMS
+from whet.schema import ResponseSchema
+from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
+from whet.train.step import OptimConfig
+from whet.types import Group, Problem, Sample
+
+TEMPERATURE, MAX_LENGTH, GROUP_SIZE, SEED = 0.7, 12, 4, 2
+REWARD_WEIGHTS = {"correct": 1.0, "format": 0.5}
+LR = 0.01
+# A large eps makes AdamW's first step depend on the size of the gradient, not on its sign alone.
+OPTIM = OptimConfig(lr=LR, eps=0.3, max_grad_norm=2.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Arguments of one row of the matrix."""
+
+    algo: AlgoConfig
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    value: ValueConfig = ValueConfig(lr=LR)
+
+
+def _corrected(correction: Correction, low: float | None, high: float | None, **algo: object) -> Case:
+    """Decoupled PPO with a correction, and a second update so that its ratio leaves 1."""
+    return Case(
+        algo=AlgoConfig(aggregation="sequence_mean", uninformative="keep", num_minibatches=2, **algo),
+        off_policy=OffPolicyConfig(proximal="recomputed", correction=correction, low=low, high=high),
+    )
+
+
+def _cases() -> dict[str, Case]:
+    grpo, ppo = ALGORITHMS["grpo"](), ALGORITHMS["ppo"]()
+    variants = {
+        "kl k1_reward": replace(grpo, kl="k1_reward", kl_coef=0.3),
+        "kl k2_loss": replace(grpo, kl="k2_loss", kl_coef=0.3),
+        "kl k3_loss": replace(grpo, kl="k3_loss", kl_coef=0.3),
+        "kl k3_unbiased": replace(grpo, kl="k3_unbiased", kl_coef=0.3),
+        "entropy bonus": replace(grpo, entropy_coef=0.05),
+        "entropy top 20 %": replace(ALGORITHMS["dapo"](), entropy_top_share=0.2),
+        "dual clip": replace(grpo, dual_clip=1.3),
+        "overlong filter": AlgoConfig(overlong="filter"),
+        "prompt mean": AlgoConfig(aggregation="prompt_mean"),
+        "batch scale": AlgoConfig(scale="batch"),
+        "mean scale (MaxRL)": AlgoConfig(scale="mean"),
+        "population std, clipped": AlgoConfig(std_ddof=0, advantage_clip=0.8),
+        "2 x 2 updates": replace(grpo, num_minibatches=2, num_epochs=2),
+        "gspo 2 x 2 updates": replace(ALGORITHMS["gspo"](), num_minibatches=2, num_epochs=2),
+        "everything": AlgoConfig(
+            whiten=True,
+            kl="k3_unbiased",
+            kl_coef=0.2,
+            entropy_coef=0.03,
+            entropy_top_share=0.5,
+            overlong="filter",
+            aggregation="prompt_mean",
+            dual_clip=1.4,
+            num_minibatches=2,
+            num_epochs=2,
+        ),
+    }
+    cases = {name: Case(algo=build()) for name, build in ALGORITHMS.items()}
+    cases |= {name: Case(algo=algo) for name, algo in variants.items()}
+    cases |= {
+        "decoupled": _corrected("none", None, None),
+        "token_truncate": _corrected("token_truncate", None, 1.2),
+        "token_mask": _corrected("token_mask", 0.7, 1.3),
+        "sequence_truncate": _corrected("sequence_truncate", None, 1.5, ratio="sequence"),
+        "sequence_mask": _corrected("sequence_mask", 0.4, 2.0),
+        "geometric_mask": _corrected("geometric_mask", 0.9, 1.1, kl="k1_reward", kl_coef=0.1),
+        "k3_mask": _corrected("k3_mask", None, 0.05, whiten=True),
+    }
+    cases["ppo gae, kl in reward"] = Case(
+        algo=replace(ppo, kl="k1_reward", kl_coef=0.1),
+        off_policy=OffPolicyConfig(proximal="recomputed"),
+        value=ValueConfig(lr=LR / 2, gamma=0.95, lam=0.8, clip=0.02),
+    )
+    return cases
+
+
+CASES = _cases()
+
+
+@contextmanager
+def islands_as(dtype: torch.dtype) -> Iterator[None]:
+    """Lift the model's float32 islands (norms, rotary, softmax) to float64 where the model is in float64."""
+    lifted = torch.Tensor.double if dtype == torch.float64 else torch.Tensor.float
+    with patch.object(torch.Tensor, "float", lifted):
+        yield
+
+
+def make_policy(dtype: torch.dtype = torch.float64) -> Policy:
+    """A two-layer model with clearly non-uniform outputs."""
+    tokenizer = Tokenizer.characters("0123456789+=,", ResponseSchema().tags)
+    shape = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        max_positions=64,
+    )
+    model = build_model(shape).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return Policy(model.to(dtype), tokenizer, ResponseSchema())
+
+
+@torch.no_grad()
+def nudge(module: torch.nn.Module, seed: int) -> None:
+    """Move the weights a little, so that ratios leave 1, the KL to the old weights 0, and the critic's head 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in sorted(module.named_parameters()):
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+
+@cache
+def make_groups() -> tuple[Group, ...]:
+    """Off-policy groups of odd lengths, with unscorable, truncated and zero-advantage samples, and equal rewards."""
+    policy, generator = make_policy(), torch.Generator().manual_seed(1)
+    nudge(policy.model, 7)
+
+    def ids(low: int, high: int) -> tuple[int, ...]:
+        count = int(torch.randint(low, high, (1,), generator=generator))
+        return tuple(torch.randint(0, policy.tokenizer.vocab_size, (count,), generator=generator).tolist())
+
+    # Rewards of the two kinds; the second group's last two samples have the mean of their group, but for rounding.
+    scores = [
+        [(1, 1), (0, 1), (0, 0), (1, 0)],
+        [(0.55, 0), (0.05, 0), (0.3, 0), (0, 0.6)],
+        [(0, 1)] * GROUP_SIZE,
+    ]
+    scores += [
+        [(1, 1), (1, 1), (0, 1), (0, 0)],
+        [(0, 1), (0, 0), (0, 1), (1, 0)],
+        [(0, 0), (1, 1), (0, 1), (0, 1)],
+    ]
+    groups = []
+    for number, row in enumerate(scores):
+        prompt, samples = ids(1, 9), []
+        for index, pair in enumerate(row):
+            rewards = dict(zip(REWARD_WEIGHTS, map(float, pair), strict=True))
+            is_lost = (number, index) == (0, 0)
+            samples.append(
+                Sample(
+                    uid=str(number),
+                    index=index,
+                    prompt_ids=prompt,
+                    completion_ids=ids(1, MAX_LENGTH),
+                    sampler_logprobs=(),
+                    text="",
+                    finish_reason="length" if (number, index) in ((1, 0), (4, 3)) else "stop",
+                    rewards=rewards,
+                    reward=None if is_lost else sum(w * rewards[n] for n, w in REWARD_WEIGHTS.items()),
+                )
+            )
+        problem = Problem(uid=str(number), task="arithmetic", prompt=f"{number}+5=", answer=f"{number + 5}")
+        groups.append(Group(problem=problem, samples=tuple(samples)))
+    everyone = [sample for group in groups for sample in group.samples]
+    with torch.no_grad():
+        weights = dict(policy.model.named_parameters())
+        logps, _ = score_rows(policy.model.config, weights, everyone, TEMPERATURE)
+    drawn = iter(logps)
+
+    def sampled(sample: Sample) -> Sample:
+        logp_T = next(drawn)
+        noise_T = 0.3 * torch.randn(logp_T.shape, generator=generator, dtype=torch.float64)
+        return replace(sample, sampler_logprobs=tuple((logp_T + noise_T).tolist()))
+
+    return tuple(replace(group, samples=tuple(map(sampled, group.samples))) for group in groups)
+
+
+def shuffled(groups: Sequence[Group]) -> list[Group]:
+    """Other orders of groups, and of samples in them."""
+    generator = torch.Generator().manual_seed(5)
+
+    def permuted(items: Sequence) -> list:
+        return [items[place] for place in torch.randperm(len(items), generator=generator).tolist()]
+
+    return permuted([replace(group, samples=tuple(permuted(group.samples))) for group in groups])
+
+
+def shares(groups: Sequence[Group], rank: int, mode: int) -> list[Group]:
+    """Return a rank's groups: even shares, uneven ones, or all of them on one of two ranks."""
+    if mode == 0:
+        return list(groups[rank::2])
+    end = len(groups) - 2 if mode == 1 else len(groups)
+    return list((groups[:end], groups[end:])[rank])

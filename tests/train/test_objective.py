@@ -1,0 +1,294 @@
+"""The objective's updates: named algorithms, minibatches, critic, reference and coefficients, on hand-made groups."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from handmade import WEIGHTS, make_group, new_policy, on_policy, play, problems, random_groups, weights_of
+
+from whet.generate.policy import Policy
+from whet.recipes.rl import ALGORITHMS
+from whet.train.advantage import token_advantages, training_sequences, with_advantages
+from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
+from whet.train.objective import Objective
+from whet.train.reference import Coefficients
+from whet.train.step import OptimConfig, Optimizer
+from whet.types import Group
+
+OPTIM = OptimConfig(lr=1e-2, token_budget=400)
+RECOMPUTED = OffPolicyConfig(proximal="recomputed")
+
+
+def first_gradient(algo: AlgoConfig, policy: Policy, groups: list[Group]) -> tuple[torch.Tensor, float]:
+    """Return gradient and loss of the first update, without clipping and without moving the policy."""
+    taken: list[torch.Tensor] = []
+
+    class Spy(Optimizer):
+        def step(self, lr: float) -> float:
+            taken.append(torch.cat([p.grad.flatten().clone() for _, p in self._named if p.grad is not None]))
+            for _, parameter in self._named:
+                parameter.grad = None
+            return 1.0
+
+    objective = Objective(policy, algo, optim=OPTIM, temperature=1.0, max_length=10)
+    row = objective.update(with_advantages(groups, algo, WEIGHTS), Spy(policy.model, OPTIM), 0.0)
+    return taken[0], row["rl/loss"]
+
+
+def test_on_policy_the_ratio_algorithms_have_one_gradient() -> None:
+    """At ratio 1 every surrogate has the slope of the policy gradient, whatever its clip and level."""
+    policy = new_policy()
+    groups = on_policy(policy, random_groups(policy))
+    expected, _ = first_gradient(ALGORITHMS["grpo"](), policy, groups)
+    assert expected.norm() > 0.1
+    others = [ALGORITHMS[name]() for name in ("gspo", "sapo", "gmpo")]
+    others.append(replace(ALGORITHMS["cispo"](), aggregation="sequence_mean", uninformative="keep"))
+    others.append(replace(ALGORITHMS["grpo"](), surrogate="logprob"))
+    for algo in others:
+        gradient, _ = first_gradient(algo, policy, groups)
+        # Float32 sums of a few hundred terms in another order.
+        assert torch.allclose(gradient, expected, atol=2e-6), algo.surrogate
+    token_mean, _ = first_gradient(replace(ALGORITHMS["grpo"](), aggregation="token_mean"), policy, groups)
+    assert not torch.allclose(token_mean, expected, atol=1e-3)
+
+
+def test_updates_are_made_and_counted() -> None:
+    for minibatches, epochs in ((1, 1), (2, 1), (1, 3), (3, 2)):
+        algo = AlgoConfig(num_minibatches=minibatches, num_epochs=epochs)
+        done = play(algo, off_policy=RECOMPUTED, num_steps=1)
+        assert done.rows[0]["rl/updates"] == minibatches * epochs
+
+
+def test_an_update_without_a_token_that_teaches_is_none() -> None:
+    """Groups that are left after dropping may be fewer than minibatches; norms are means over real updates."""
+    policy = new_policy()
+    one = random_groups(policy, 1)
+    whole = play(AlgoConfig(), groups=one, num_steps=1)
+    parted = play(AlgoConfig(num_minibatches=3), groups=one, num_steps=1)
+    assert parted.rows[0]["rl/updates"] == 1
+    assert parted.rows[0]["rl/grad_norm"] == whole.rows[0]["rl/grad_norm"] > 0
+    assert parted.rows[0]["rl/ratio_drift"] == whole.rows[0]["rl/ratio_drift"] > 0
+    assert torch.equal(parted.weights, whole.weights)
+    nothing = play(AlgoConfig(), groups=[], num_steps=1)
+    assert nothing.rows[0] | {"rl/loss": 0.0, "rl/grad_norm": 0.0, "rl/updates": 0.0} == nothing.rows[0]
+    assert "rl/entropy" not in nothing.rows[0]  # unknown is not 0
+
+
+def membership(groups: list[Group], *, seed: int = 0, step: int = 0, epoch: int = 0) -> dict[str, int]:
+    algo = AlgoConfig(num_minibatches=3)
+    policy = new_policy()
+    objective = Objective(policy, algo, optim=OPTIM, temperature=1.0, max_length=10, seed=seed)
+    sequences = training_sequences(with_advantages(groups, algo, WEIGHTS), algo)
+    parts = objective._minibatches(sequences, step, epoch)
+    assert sorted(id(s) for part in parts for s in part) == sorted(map(id, sequences))
+    places: dict[str, int] = {}
+    for number, part in enumerate(parts):
+        for sequence in part:
+            assert places.setdefault(sequence.group, number) == number  # a group is never cut
+    return places
+
+
+def test_minibatches_are_a_function_of_seed_step_epoch_and_names() -> None:
+    groups = random_groups(new_policy())
+    places = membership(groups)
+    assert sorted(places.values()) == [0, 0, 1, 1, 2, 2]
+    assert membership(groups[::-1]) == places
+    assert membership([*groups[2:], *groups[:3]]) == places  # one problem drawn twice
+    for other in ({"seed": 1}, {"step": 1}, {"epoch": 1}):
+        assert any(
+            membership(groups, **{name: value + i for name, value in other.items()}) != places
+            for i in range(3)
+        )
+
+
+def prompt_only_groups(policy: Policy) -> list[Group]:
+    """The return is a function of the prompt alone."""
+    return [
+        make_group(policy, problem, [{"correct": float(index % 2), "format": 0.0}] * 4)
+        for index, problem in enumerate(problems())
+    ]
+
+
+PPO = replace(ALGORITHMS["ppo"](), whiten=False)
+
+
+def critic_of(objective: Objective) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in objective.tensors().items() if "optimizer" not in name}
+
+
+def test_the_critic_learns_what_the_prompt_decides() -> None:
+    groups = prompt_only_groups(new_policy())
+    done = play(PPO, value=ValueConfig(lr=2e-2, clip=None), groups=groups, num_steps=30, lr=1e-4)
+    explained = [row["rl/value_explained"] for row in done.rows]
+    assert explained[0] == pytest.approx(0.0, abs=1e-9)  # its head begins at 0
+    assert explained[-1] > 0.9
+    assert done.rows[-1]["rl/value_loss"] < 0.2 * done.rows[0]["rl/value_loss"]
+
+
+def test_warm_up_steps_train_the_critic_alone() -> None:
+    policy = new_policy()
+    objective = Objective(
+        policy, PPO, optim=OPTIM, temperature=1.0, max_length=10, value=ValueConfig(warmup_steps=2, lr=1e-2)
+    )
+    optimizer = Optimizer(policy.model, OPTIM)
+    groups = with_advantages(random_groups(policy), PPO, WEIGHTS)
+    start, critics = weights_of(policy), [critic_of(objective)]
+    for step in range(3):
+        row = objective.update(groups, optimizer, 1e-2, step=step)
+        critics.append(critic_of(objective))
+        assert not torch.equal(critics[-1]["critic/head"], critics[-2]["critic/head"])
+        assert torch.equal(weights_of(policy), start) == (step < 2)
+        assert row["rl/updates"] == (0 if step < 2 else 4)
+
+
+def reference_of(objective: Objective) -> torch.Tensor:
+    assert objective._reference is not None
+    return torch.cat([p.flatten().clone() for p in objective._reference.model.parameters()])
+
+
+@pytest.mark.parametrize("options", [{}, {"ref_refresh_every": 2}, {"ref_ema": 0.75}])
+def test_the_reference_follows_as_told(options: dict[str, Any]) -> None:
+    policy = new_policy()
+    algo = AlgoConfig(kl="k2_loss", kl_coef=0.1, **options)
+    objective = Objective(policy, algo, optim=OPTIM, temperature=1.0, max_length=10)
+    optimizer = Optimizer(policy.model, OPTIM)
+    groups = with_advantages(random_groups(policy), algo, WEIGHTS)
+    start = expected = weights_of(policy)
+    for step in range(4):
+        objective.update(groups, optimizer, 1e-2, step=step)
+        now = weights_of(policy)
+        assert not torch.equal(now, start)
+        if "ref_ema" in options:
+            expected = 0.75 * expected + 0.25 * now
+        elif options and step % 2 == 1:
+            expected = now
+        # One float32 rounding of a weight of size 1 per step; exact where it is a copy.
+        assert torch.allclose(
+            reference_of(objective), expected, rtol=0, atol=5e-7 if "ref_ema" in options else 0
+        )
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(0.31, 1.5), (0.29, 1.0), (0.14, 1.0), (0.13, 0.8)])
+def test_the_kl_weight_adapts(kl: float, factor: float) -> None:
+    coefficients = Coefficients(AlgoConfig(kl="k2_loss", kl_coef=0.1, kl_target=0.2))
+    coefficients.end_step(kl=kl, entropy=0.0)
+    assert coefficients.kl == pytest.approx(0.1 * factor)
+
+
+def test_adapted_weights_stay_within_bounds() -> None:
+    high = Coefficients(
+        AlgoConfig(kl="k2_loss", kl_coef=9.0, kl_target=0.1, entropy_coef=0.998, entropy_target=2.0)
+    )
+    low = Coefficients(
+        AlgoConfig(kl="k2_loss", kl_coef=1e-5, kl_target=0.1, entropy_coef=0.004, entropy_target=2.0)
+    )
+    high.end_step(kl=5.0, entropy=1.0)
+    low.end_step(kl=0.0, entropy=3.0)
+    assert (high.kl, low.kl) == (10.0, 1e-5)
+    assert high.state()["entropy"] == 1.0
+    assert low.state()["entropy"] == 0.0
+
+
+def test_the_entropy_weight_adapts_and_rests_above_its_target() -> None:
+    coefficients = Coefficients(AlgoConfig(entropy_coef=0.1, entropy_target=0.5))
+    seen = []
+    for entropy in (0.4, 0.45, 0.6, 0.7, 0.4):
+        seen.append(coefficients.entropy)
+        coefficients.end_step(kl=0.0, entropy=entropy)
+    assert seen == pytest.approx([0.1, 0.105, 0.11, 0.0, 0.0])
+    assert coefficients.entropy == pytest.approx(0.105)  # 0.11 less two steps, and one more
+
+
+def test_the_entropy_weight_follows_its_schedule() -> None:
+    done = play(AlgoConfig(entropy_coef=0.1, entropy_coef_final=0.3), num_steps=5)
+    assert [row["rl/entropy_coef"] for row in done.rows] == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3])
+
+
+def test_a_step_that_measures_nothing_adapts_nothing() -> None:
+    algo = AlgoConfig(kl="k2_loss", kl_coef=0.1, kl_target=0.2, entropy_coef=0.1, entropy_target=0.5)
+    done = play(algo, groups=[], num_steps=2)
+    assert [row["rl/kl_coef"] for row in done.rows] == [0.1, 0.1]
+    assert [row["rl/entropy_coef"] for row in done.rows] == [0.1, 0.1]
+
+
+def gdpo_groups(policy: Policy) -> list[Group]:
+    table = [[(1, 0), (1, 1), (0, 0), (0, 1)], [(0, 1), (0, 0), (0, 0), (0, 0)], [(1, 1)] * 4]
+    return [
+        make_group(policy, problem, [{"correct": float(c), "format": float(f)} for c, f in row])
+        for problem, row in zip(problems(), table, strict=False)
+    ]
+
+
+def test_gdpo_by_hand() -> None:
+    """Each reward is a z-score in its group (sample deviation), then weighted, then whitened over 12 samples."""
+    groups = with_advantages(gdpo_groups(new_policy()), ALGORITHMS["gdpo"](), WEIGHTS)
+    half = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    rare, others = 0.75 / (0.5 + 1e-4), -0.25 / (0.5 + 1e-4)
+    sums = [
+        *(half - 0.5 * half, half + 0.5 * half, -half - 0.5 * half, -half + 0.5 * half),
+        *(0.5 * rare, 0.5 * others, 0.5 * others, 0.5 * others),
+        *(0.0, 0.0, 0.0, 0.0),
+    ]
+    scale = math.sqrt(sum(value * value for value in sums) / 11) + 1e-4
+    advantages = [sample.advantage for group in groups for sample in group.samples]
+    assert advantages == pytest.approx([value / scale for value in sums])
+    assert advantages[8:] == [0.0] * 4  # exactly: this group does not teach
+
+
+def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens() -> None:
+    policy = new_policy()
+    algo = replace(ALGORITHMS["reinforce_pp"](), kl="none", kl_coef=0.0)
+    groups = with_advantages(random_groups(policy), algo, WEIGHTS)
+    sequences = token_advantages(training_sequences(groups, algo), algo, ValueConfig(), 0.0)
+    tokens = torch.cat([s.advantages_T for s in sequences if s.advantages_T is not None])
+    assert len(tokens) == sum(len(s.completion_ids) for s in sequences)
+    assert float(tokens.mean()) == pytest.approx(0.0, abs=1e-12)
+    assert float(tokens.var()) == pytest.approx(1.0, abs=1e-6)  # the 1e-8 in the denominator
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_the_top_entropy_share_counts_tokens(share: float) -> None:
+    policy = new_policy()
+    algo = AlgoConfig(entropy_top_share=share)
+    objective = Objective(policy, algo, optim=OPTIM, temperature=1.0, max_length=10)
+    groups = random_groups(policy)
+    # Different entropies: all are alike in a model that has learned nothing.
+    play_on = Optimizer(policy.model, OPTIM)
+    plain = Objective(policy, AlgoConfig(), optim=OPTIM, temperature=1.0, max_length=10)
+    for _ in range(3):
+        plain.update(with_advantages(groups, AlgoConfig(), WEIGHTS), play_on, 3e-2)
+    sequences, _ = objective._prepare(training_sequences(with_advantages(groups, algo, WEIGHTS), algo))
+    weights = torch.cat([s.policy_weights_T for s in sequences if s.policy_weights_T is not None])
+    num_tokens = sum(len(s.completion_ids) for s in sequences)
+    assert len(weights) == num_tokens
+    assert set(weights.tolist()) == {0.0, 1.0}
+    # Ties are kept: first tokens of the 4 samples of a group have one context.
+    assert 0 <= int(weights.sum()) - math.ceil(share * num_tokens) < 4
+    counts = [
+        int(s.policy_weights_T.sum()) / len(s.completion_ids)
+        for s in sequences
+        if s.policy_weights_T is not None
+    ]
+    assert max(counts) - min(counts) > 0.2  # the share is of the step's tokens, not of each completion's
+
+
+def test_gdpo_leaves_groups_that_do_not_teach_at_exactly_0() -> None:
+    """The mean of all sums is a rounding error, no advantage: else every group would count as a signal."""
+    policy = new_policy()
+    for seed in range(8):
+        draw = random.Random(seed)
+        groups = [
+            make_group(
+                policy, problem, [{"correct": draw.random(), "format": draw.random()} for _ in range(3)]
+            )
+            for problem in problems(5)
+        ]
+        groups.append(make_group(policy, problems(6)[5], [{"correct": 1 / 3, "format": 1 / 7}] * 3))
+        *others, dull = with_advantages(groups, ALGORITHMS["gdpo"](), WEIGHTS)
+        assert [sample.advantage for sample in dull.samples] == [0.0] * 3
+        assert all(sample.advantage for group in others for sample in group.samples)

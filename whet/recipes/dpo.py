@@ -1,0 +1,63 @@
+"""Recipes of `whet dpo`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from whet.generate.policy import PolicyConfig
+from whet.generate.sampling import SamplingParams
+from whet.recipes.models import demo_policy
+from whet.tasks.base import TaskConfig
+from whet.train.dpo import DPOConfig
+from whet.train.step import OptimConfig
+
+
+def demo() -> DPOConfig:
+    """Right against wrong sums of the demo's fine-tuned model, with RPO's fine-tuning term, which keeps the format."""
+    return DPOConfig(
+        out="runs/demo-dpo",
+        policy=demo_policy("runs/demo-sft"),
+        num_problems=1024,
+        sampling=SamplingParams(max_new_tokens=48),
+        sft_coef=1.0,
+        optim=OptimConfig(lr=2e-4, warmup_steps=10, beta2=0.99),
+        num_steps=100,
+        batch_size=32,
+    )
+
+
+def qwen25_05b_math() -> DPOConfig:
+    """DPO with RPO's fine-tuning term on MATH problems, from the fine-tuned Qwen2.5-0.5B."""
+    return DPOConfig(
+        out="runs/qwen2.5-0.5b-math-dpo",
+        policy=PolicyConfig(init="runs/qwen2.5-0.5b-math-sft", max_rows=256),
+        task=TaskConfig(name="math", path="EleutherAI/hendrycks_math"),
+        sampling=SamplingParams(max_new_tokens=1024),
+        sft_coef=1.0,
+        optim=OptimConfig(
+            lr=5e-7, warmup_steps=20, beta2=0.99, precision="bfloat16_master", checkpoint_layers=True
+        ),
+        num_steps=300,
+        batch_size=64,
+    )
+
+
+def qwen25_05b_pairs() -> DPOConfig:
+    """DPO on pairs of your own (--pairs FILE: prompt, chosen, rejected) from Qwen2.5-0.5B-Instruct."""
+    return DPOConfig(
+        out="runs/qwen2.5-0.5b-pairs-dpo",
+        policy=PolicyConfig(init="Qwen/Qwen2.5-0.5B-Instruct", system_prompt=False),
+        pairs="pairs.jsonl",
+        optim=OptimConfig(
+            lr=5e-7, warmup_steps=20, beta2=0.99, precision="bfloat16_master", checkpoint_layers=True
+        ),
+        num_steps=300,
+        batch_size=64,
+    )
+
+
+RECIPES: dict[str, Callable[[], DPOConfig]] = {
+    "demo": demo,
+    "qwen2.5-0.5b-math": qwen25_05b_math,
+    "qwen2.5-0.5b-pairs": qwen25_05b_pairs,
+}

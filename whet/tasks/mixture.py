@@ -1,0 +1,52 @@
+"""Several tasks in one run, each with a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from whet.types import Problem, Task, problem_uid
+
+PART = "part"
+
+
+class Mixture:
+    """The union of several tasks; `whet.train.order` draws from it by weight.
+
+    Every problem carries the label of its part in `meta['part']`. Splits are those of the parts; an evaluation takes
+    the union as it is, whatever the weights.
+
+    Attributes:
+        name: 'mixture'.
+        parts: Task by label.
+        weights: Weight of each part by label, all above 0; their sum is free.
+    """
+
+    name = "mixture"
+
+    def __init__(self, parts: Mapping[str, Task], weights: Mapping[str, float]) -> None:
+        """Join tasks.
+
+        Args:
+            parts: Task by label; a label is the task's name, or 'name:anything'.
+            weights: Weight by label.
+        """
+        assert parts.keys() == weights.keys()
+        self.parts = dict(parts)
+        self.weights = dict(weights)
+
+    def problems(self, split: str) -> list[Problem]:
+        """Return the problems of a split of all parts, part after part."""
+        return [
+            _owned(problem, label) for label, task in self.parts.items() for problem in task.problems(split)
+        ]
+
+    def is_correct(self, problem: Problem, answer: str | None) -> bool:
+        """Let the part that a problem came from judge an answer."""
+        return self.parts[problem.meta[PART]].is_correct(problem, answer)
+
+
+def _owned(problem: Problem, label: str) -> Problem:
+    """Write the label into a problem; of two parts of one task the same question gets two uids."""
+    uid = problem_uid(label, problem.uid) if ":" in label else problem.uid
+    return replace(problem, uid=uid, meta={**problem.meta, PART: label})

@@ -1,0 +1,350 @@
+"""`whet dpo`: learn from pairs of a better and a worse completion, without a reward. DPO, IPO and RPO are arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+
+import torch
+
+from whet.algo.packing import TrainingSequence, pack, split_by_budget
+from whet.algo.preference import PreferenceLoss, agreement, dpo_loss, ipo_loss, log_ratios, mean_nll
+from whet.config import align
+from whet.distributed import all_reduce_sum, barrier, rank, shard, sum_gradients
+from whet.eval.evaluate import fitting_problems, take_problems
+from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.generate.scoring import score_micro_batch
+from whet.tasks.base import TaskConfig, load_task
+from whet.telemetry.display import advancing, open_display
+from whet.train.fit import FIT_ATTENTION, Fit, StepResult, finish, open_folder
+from whet.train.harvest import check_sampling, gather_rows, load_rows, sample_judged, write_rows
+from whet.train.order import EpochOrder
+from whet.train.pairs import Pair, Pairing, is_held_out, read_pairs
+from whet.train.step import OptimConfig, autocast_dtype, forward_backward, parameter_dtype, prepare_model
+from whet.types import MicroBatch, UserError
+
+PAIRS = "pairs.jsonl"
+ROLLOUT_FIELDS = ("task", "num_problems", "num_samples", "max_pairs_per_problem", "sampling")
+METRICS: tuple[str, ...] = (
+    "dpo/accuracy",
+    "dpo/margin",
+    "dpo/chosen_reward",
+    "dpo/rejected_reward",
+    "dpo/chosen_logprob",
+    "dpo/rejected_logprob",
+)
+PORTION = 512
+"""Pairs whose reference log-probabilities are computed between two movements of the progress bar."""
+
+Score = Callable[[MicroBatch], tuple[torch.Tensor, dict[str, float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig:
+    """Preference optimisation on pairs of completions."""
+
+    out: str
+    """Run folder to make."""
+    policy: PolicyConfig
+    """The model to start from; as it is at the start it is also the reference."""
+    pairs: str = ""
+    """JSON-lines file with prompt, chosen and rejected (texts or chat messages); empty to make pairs from rollouts."""
+    max_bad_rows: int = 0
+    """How many malformed rows of that file are left out before it is an error."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """The problems whose completions are paired."""
+    num_problems: int = 0
+    """Problems of the train split that are sampled; 0 for all."""
+    num_samples: int = 8
+    """Completions per problem."""
+    max_pairs_per_problem: int = 4
+    """Pairs of a right and a wrong completion kept per problem, chosen by hash."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How completions are drawn."""
+    loss: PreferenceLoss = "dpo"
+    """dpo (logistic) or ipo (squared distance to a finite gap)."""
+    beta: float = 0.1
+    """Strength of the tie to the reference, above 0 (for ipo the paper's tau)."""
+    label_smoothing: float = 0.0
+    """dpo: assumed share of pairs that are the wrong way round, 0 to 0.5."""
+    per_token: bool = False
+    """Compare log-ratios per token instead of per completion (TRL's ipo and sigmoid_norm)."""
+    sft_coef: float = 0.0
+    """Weight of the chosen completion's mean negative log-probability per token (RPO's alpha)."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6, beta2=0.99))
+    """Optimizer, schedule and precision."""
+    num_steps: int = 100
+    """Optimizer steps."""
+    batch_size: int = 32
+    """Pairs per optimizer step, over all ranks."""
+    validation_share: float = 0.05
+    """Share of prompts whose pairs are held out, by hash."""
+    validate_every: int = 50
+    """Steps between validations (one at the end always); the best is kept as checkpoints/best."""
+    save_every: int = 100
+    """Steps between checkpoints (one at the end always)."""
+    seed: int = 0
+    """Seed of samples, choice of pairs, held-out prompts and data order."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "batch_size", "max_pairs_per_problem", "validate_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
+        if not self.beta > 0:
+            raise ValueError(
+                f"beta = {self.beta}: expected above 0 (at 0 nothing ties the policy to its reference)"
+            )
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing = {self.label_smoothing}: expected 0 to below 0.5")
+        if self.label_smoothing and self.loss == "ipo":
+            raise ValueError("label_smoothing is read by loss = dpo only; leave it out")
+        if not self.sft_coef >= 0:
+            raise ValueError(f"sft_coef = {self.sft_coef}: expected 0 or more")
+        if not 0 <= self.validation_share < 1:
+            raise ValueError(f"validation_share = {self.validation_share}: expected 0 to below 1")
+        if self.num_problems < 0 or self.max_bad_rows < 0:
+            raise ValueError(
+                f"num_problems = {self.num_problems}, max_bad_rows = {self.max_bad_rows}: expected 0 or more"
+            )
+        if not self.pairs and self.max_bad_rows:
+            raise ValueError("max_bad_rows is read with a file of pairs only; leave it out")
+        check_sampling(self.sampling, self.num_samples)
+        for item in fields(self) if self.pairs else ():
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            if item.name in ROLLOUT_FIELDS and getattr(self, item.name) != default:
+                raise ValueError(
+                    f"{item.name} is not read with a file of pairs: put back its default, or leave out pairs"
+                )
+
+
+def pair_micro_batches(pairs: Sequence[Pair], token_budget: int, device: torch.device) -> list[MicroBatch]:
+    """Pack pairs; the two completions of a pair stand in one micro-batch.
+
+    Args:
+        pairs: This rank's pairs.
+        token_budget: Tokens per micro-batch; a longer pair gets one of its own.
+        device: Where the tensors go.
+
+    Returns:
+        Micro-batches in which `indices_B` is 2 i for the chosen and 2 i + 1 for the rejected completion of pair i.
+    """
+    micro_batches = []
+    for members in split_by_budget([pair.num_tokens for pair in pairs], token_budget):
+        sides = [2 * member + side for member in members for side in (0, 1)]
+        sequences = [
+            TrainingSequence(
+                prompt_ids=pairs[side // 2].prompt_ids,
+                completion_ids=pairs[side // 2].rejected_ids if side % 2 else pairs[side // 2].chosen_ids,
+            )
+            for side in sides
+        ]
+        num_tokens = sum(sequence.num_tokens for sequence in sequences)
+        (micro,) = pack(sequences, token_budget=num_tokens, device=device).micro_batches
+        micro_batches.append(replace(micro, indices_B=tuple(sides[index] for index in micro.indices_B)))
+    return micro_batches
+
+
+def pair_logprobs(
+    policy: Policy, micro: MicroBatch, config: OptimConfig
+) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Score a micro-batch of pairs.
+
+    Returns:
+        Indices of its pairs, and the summed log-probabilities of their chosen and rejected completions, float64.
+    """
+    logprobs_M, _ = score_micro_batch(
+        policy.model, micro, autocast=autocast_dtype(config.precision), attention=FIT_ATTENTION
+    )
+    parts = logprobs_M.double().split(torch.bincount(micro.sequence_M).tolist())
+    sums = {side: part.sum() for side, part in zip(micro.indices_B, parts, strict=True)}
+    members = sorted(side // 2 for side in sums if side % 2 == 0)
+    chosen_B = torch.stack([sums[2 * member] for member in members])
+    return members, chosen_B, torch.stack([sums[2 * member + 1] for member in members])
+
+
+def scorer(policy: Policy, pairs: Sequence[Pair], num_pairs: float, config: DPOConfig) -> Score:
+    """Return a function from a micro-batch of these pairs to its share of the mean loss and of the metrics.
+
+    Args:
+        policy: The policy.
+        pairs: This rank's pairs, those of the micro-batches.
+        num_pairs: Pairs of all micro-batches and ranks: the denominator.
+        config: The objective.
+    """
+
+    def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
+        members, chosen_B, rejected_B = pair_logprobs(policy, micro, config.optim)
+        own = [pairs[member] for member in members]
+
+        def column(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=chosen_B.device)
+
+        chosen_length_B = column([len(pair.chosen_ids) for pair in own])
+        rejected_length_B = column([len(pair.rejected_ids) for pair in own])
+        chosen_ratio_B = log_ratios(chosen_B, column([pair.ref_chosen_logprob for pair in own]))
+        rejected_ratio_B = log_ratios(rejected_B, column([pair.ref_rejected_logprob for pair in own]))
+        ratios = (chosen_ratio_B, rejected_ratio_B)
+        if config.per_token:
+            ratios = (chosen_ratio_B / chosen_length_B, rejected_ratio_B / rejected_length_B)
+        if config.loss == "ipo":
+            loss_B = ipo_loss(*ratios, beta=config.beta)
+        else:
+            loss_B = dpo_loss(*ratios, beta=config.beta, label_smoothing=config.label_smoothing)
+        nll_B = mean_nll(chosen_B, chosen_length_B)
+        gap_B = chosen_ratio_B - rejected_ratio_B
+        rewards = (config.beta * gap_B, config.beta * chosen_ratio_B, config.beta * rejected_ratio_B)
+        metrics = dict(zip(METRICS, (agreement(gap_B), *rewards, chosen_B, rejected_B), strict=True))
+        if config.sft_coef:
+            loss_B = loss_B + config.sft_coef * nll_B
+            metrics["dpo/nll"] = nll_B
+        shares = {name: float(values_B.detach().sum()) / num_pairs for name, values_B in metrics.items()}
+        return loss_B.sum() / num_pairs, shares
+
+    return score
+
+
+def train_step(policy: Policy, pairs: Sequence[Pair], config: DPOConfig) -> StepResult:
+    """Backpropagate the mean loss over all pairs of the step, on all ranks."""
+    trained = sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in pairs)
+    read = sum(pair.num_tokens for pair in pairs)
+    num_pairs, num_trained_tokens, num_tokens = all_reduce_sum(len(pairs), trained, read)
+    micro_batches = pair_micro_batches(pairs, config.optim.token_budget, policy.device)
+    totals = forward_backward(micro_batches, scorer(policy, pairs, num_pairs, config))
+    sum_gradients(policy.model.parameters())
+    names = [*METRICS, "dpo/nll"] if config.sft_coef else METRICS
+    loss, *sums = all_reduce_sum(totals["loss"], *(totals.get(name, 0.0) for name in names))
+    return StepResult(loss, int(num_trained_tokens), int(num_tokens), dict(zip(names, sums, strict=True)))
+
+
+@torch.no_grad()
+def validate(policy: Policy, pairs: Sequence[Pair], config: DPOConfig) -> dict[str, float]:
+    """Return loss and accuracy on held-out pairs."""
+    mine = [pairs[index] for index in shard(len(pairs))]
+    score = scorer(policy, mine, len(pairs), config)
+    found = [score(micro) for micro in pair_micro_batches(mine, config.optim.token_budget, policy.device)]
+    loss, accuracy = all_reduce_sum(
+        sum(float(loss) for loss, _ in found), sum(metrics["dpo/accuracy"] for _, metrics in found)
+    )
+    return {"dpo/validation_loss": loss, "dpo/validation_accuracy": accuracy}
+
+
+@torch.no_grad()
+def with_reference(policy: Policy, pairs: Sequence[Pair], config: OptimConfig) -> list[Pair]:
+    """Write the policy's own log-probabilities into pairs, as those of the reference."""
+    scored: list[Pair] = []
+    total = max(len(pairs), 1)
+    with open_display("dpo: reference log-probabilities", total, (), enabled=rank() == 0) as display:
+        advance = advancing(display)
+        for start in range(0, len(pairs), PORTION):
+            part = list(pairs[start : start + PORTION])
+            for micro in pair_micro_batches(part, config.token_budget, policy.device):
+                members, chosen_B, rejected_B = pair_logprobs(policy, micro, config)
+                sums = zip(members, chosen_B.tolist(), rejected_B.tolist(), strict=True)
+                for member, chosen, rejected in sums:
+                    part[member] = replace(
+                        part[member], ref_chosen_logprob=chosen, ref_rejected_logprob=rejected
+                    )
+            scored += part
+            advance(len(part))
+    return scored
+
+
+def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]:
+    """Make the run's pairs and write them to pairs.jsonl, or read those that an interrupted run made.
+
+    Raises:
+        UserError: If there is none.
+    """
+    path = folder / PAIRS
+    if not path.is_file():
+        pairing = Pairing(config.max_pairs_per_problem, config.seed)
+        if config.pairs:
+            pairs, left_out = read_pairs(config.pairs, policy, config.max_bad_rows)
+            if left_out:
+                print(
+                    f"whet: warning: {left_out} of {left_out + len(pairs)} pairs do not fit the context; left out"
+                )
+        else:
+            task = load_task(config.task)
+            problems = take_problems(task, "train", config.num_problems)
+            judged = sample_judged(
+                policy,
+                task,
+                fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens),
+                num_samples=config.num_samples,
+                sampling=config.sampling,
+                seed=sequence_seed("dpo", config.seed),
+                title=f"dpo {task.name}: sampling",
+                autocast=autocast_dtype(config.optim.precision),
+            )
+            pairs = [pair for problem, row in judged for pair in pairing(problem, row)]
+        rows = gather_rows([pair.as_row() for pair in with_reference(policy, pairs, config.optim)])
+        if not rows and config.pairs:
+            raise UserError(
+                f"{config.pairs}: no pair fits in the context of {policy.model.config.max_positions} tokens"
+            )
+        if not rows:
+            raise pairing.none_found()
+        if rank() == 0:
+            write_rows(path, rows)
+        barrier()
+    return [Pair.from_row(row) for row in load_rows(path)]
+
+
+def plan(config: DPOConfig) -> str:
+    """Describe the work without doing it."""
+    made = f"{config.num_problems or 'all'} problems x {config.num_samples} completions"
+    return align(
+        "batch of one step",
+        {
+            "pairs": config.batch_size,
+            "tokens per micro-batch, at most": config.optim.token_budget,
+            "optimizer steps": f"{config.num_steps:,}, one per batch",
+            "pairs in all": config.batch_size * config.num_steps,
+            "pairs come from": config.pairs or made,
+            "validation": f"{config.validation_share:.0%} of the prompts, every {config.validate_every:,} steps",
+        },
+    )
+
+
+def main(config: DPOConfig, *, resume: bool = False) -> None:
+    """Run the training, write its folder and its report."""
+    train(config, resume=resume)
+    finish(config)
+
+
+def train(config: DPOConfig, *, resume: bool = False) -> Policy:
+    """Run the training, write its run folder (without a report) and return the trained policy.
+
+    Raises:
+        UserError: If inputs do not fit together, there are no pairs, or the run cannot go on.
+    """
+    policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
+    prepare_model(policy.model, config.optim)
+    folder = open_folder(config, resume=resume)
+    pairs = prepare_pairs(config, policy, folder)
+    held_out = [pair for pair in pairs if is_held_out(pair.uid, config.seed, config.validation_share)]
+    kept = [pair for pair in pairs if not is_held_out(pair.uid, config.seed, config.validation_share)]
+    if not kept:
+        raise UserError(f"all {len(pairs)} pairs are held out; lower validation_share")
+
+    def train_batch(drawn: Sequence[tuple[int, Pair]]) -> StepResult:
+        return train_step(policy, [pair for _, pair in drawn], config)
+
+    fit = Fit(
+        "dpo",
+        config,
+        policy,
+        train_batch,
+        (lambda: validate(policy, held_out, config)) if held_out else None,
+        best="dpo/validation_loss",
+        headline=("dpo/loss", "dpo/accuracy", "dpo/margin", "dpo/validation_accuracy"),
+    )
+    if resume:
+        fit.restore()
+    note = f"{len(kept):,} pairs of {len({pair.uid for pair in kept}):,} prompts; {len(held_out):,} pairs held out"
+    fit.run(EpochOrder(kept, config.seed), title="dpo", notes=[note])
+    fit.write_summary({"train_pairs": len(kept), "held_out_pairs": len(held_out)})
+    return policy

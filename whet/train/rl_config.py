@@ -1,0 +1,131 @@
+"""The configuration of `whet rl`, what it refuses, and its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from whet.config import align
+from whet.generate.policy import PolicyConfig
+from whet.generate.sampling import SamplingParams
+from whet.tasks.base import TaskConfig
+from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
+from whet.train.curriculum import CurriculumConfig
+from whet.train.step import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    """Reinforcement learning with verifiable rewards: on-policy, one update per batch, unless told otherwise."""
+
+    out: str
+    """Run folder to make."""
+    policy: PolicyConfig
+    """The model to start from."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """The problems."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """Which of the task's problems are trained on."""
+    rewards: dict[str, float] = field(default_factory=lambda: {"correct": 1.0, "format": 0.1})
+    """Weight of each reward by name."""
+    control: Literal["none", "random_reward"] = "none"
+    """random_reward: a coin decides every reward. What then still rises was not learned from rewards."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How rollouts are drawn; filters (top-k, top-p, min-p) are refused in training."""
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    """The objective."""
+    off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
+    """What is done when the policy that sampled is not the one that is trained."""
+    value: ValueConfig = field(default_factory=ValueConfig)
+    """The critic; read with algo.baseline = value."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6, schedule="constant", beta2=0.99))
+    """Optimizer, schedule and precision."""
+    num_steps: int = 100
+    """Optimizer steps."""
+    num_prompts: int = 32
+    """Problems per step, over all ranks."""
+    group_size: int = 8
+    """Samples per problem."""
+    validation_problems: int = 0
+    """Problems of the dev split that are answered greedily while training; 0 for none."""
+    validation_samples: int = 1
+    """Answers per problem that are sampled besides, at the rollouts' temperature, for pass@1."""
+    validate_every: int = 20
+    """Steps between validations; the best is kept as checkpoints/best."""
+    save_every: int = 100
+    """Steps between checkpoints (one at the end always)."""
+    ratio_tolerance: float = 0.0
+    """Largest |ratio - 1| accepted on-policy where the start-up probe says exact; more stops the run."""
+    max_dead_steps: int = 50
+    """Steps in a row without any reward difference after which the run stops."""
+    seed: int = 0
+    """Seed of data order and of every sample."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_steps",
+            "num_prompts",
+            "group_size",
+            "validate_every",
+            "save_every",
+            "max_dead_steps",
+            "validation_samples",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
+        for name in ("validation_problems", "ratio_tolerance"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
+        if self.value.warmup_steps >= self.num_steps:
+            raise ValueError(
+                f"value.warmup_steps = {self.value.warmup_steps}: expected below num_steps = {self.num_steps}, or the "
+                "policy is never trained"
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature = 0: greedy rollouts have no ratio and no variety; use 1.0 for training"
+            )
+        if self.sampling.is_filtered:
+            raise ValueError(
+                "sampling.top_k, top_p, min_p: filters make the trained ratio wrong; leave them out in training"
+            )
+        if self.algo.ref_ema is not None and self.optim.precision == "bfloat16_master":
+            raise ValueError(
+                "algo.ref_ema with optim.precision = bfloat16_master: bfloat16 cannot hold its small moves; use "
+                "ref_refresh_every, or float32 parameters"
+            )
+        check_combination(
+            self.algo,
+            self.off_policy,
+            self.value,
+            num_prompts=self.num_prompts,
+            group_size=self.group_size,
+            num_rewards=len(self.reward_weights),
+            max_new_tokens=self.sampling.max_new_tokens,
+        )
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Weight of everything that adds to a sample's reward, by name."""
+        weights = {"random": 1.0} if self.control == "random_reward" else dict(self.rewards)
+        return weights | ({"overlong": 1.0} if self.algo.overlong in ("soft", "hard") else {})
+
+
+def plan(config: RLConfig) -> str:
+    """Describe the batch of a step without doing it."""
+    samples = config.num_prompts * config.group_size
+    tokens = samples * config.sampling.max_new_tokens
+    budget = config.optim.token_budget
+    return align(
+        "batch of one step",
+        {
+            "prompts": config.num_prompts,
+            "samples per prompt": config.group_size,
+            "completions": samples,
+            "new tokens, at most": tokens,
+            "tokens per micro-batch": budget,
+            "micro-batches, at most": f"{-(-tokens // budget)}, and more by the share of prompts",
+            "optimizer updates": f"{config.num_steps * config.algo.num_updates:,}, {config.algo.num_updates} per batch",
+            "completions in all": samples * config.num_steps,
+        },
+    )

@@ -1,0 +1,176 @@
+"""Where a step's rollouts come from: sampled, refilled where groups teach nothing, and aged where that is asked."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from whet.distributed import all_reduce_sum, shard, world_size
+from whet.eval.grade import Grade
+from whet.generate.policy import Policy
+from whet.generate.sampling import SamplingParams
+from whet.rewards.base import WeightedReward
+from whet.train.advantage import is_informative
+from whet.train.algorithm import AlgoConfig
+from whet.train.order import DataOrder
+from whet.train.rollout import Rollout, collect_groups
+from whet.types import Group, Problem, Sample, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What one step trains on.
+
+    Attributes:
+        step: Steps that were done when it was sampled.
+        rollout: Everything that was sampled.
+        used: Places in `rollout.groups` of the groups that the loss uses.
+        num_refilled: Groups sampled as refills, over all ranks.
+    """
+
+    step: int
+    rollout: Rollout
+    used: tuple[int, ...]
+    num_refilled: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Collected:
+        """Put back together what `to_json` returned."""
+
+        def sample(fields: dict[str, Any]) -> Sample:
+            frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+            return Sample(**frozen)
+
+        rollout = data["rollout"]
+        groups = [
+            Group(problem=Problem(**group["problem"]), samples=tuple(map(sample, group["samples"])))
+            for group in rollout["groups"]
+        ]
+        grades = [[Grade(**grade) for grade in row] for row in rollout["grades"]]
+        seconds = (rollout["generate_seconds"], rollout["reward_seconds"])
+        return cls(data["step"], Rollout(groups, grades, *seconds), tuple(data["used"]), data["num_refilled"])
+
+
+class RolloutSource:
+    """Samples the rollouts of a run, `staleness` steps ahead of their training.
+
+    Args:
+        policy: The policy that samples, with its present weights.
+        task: Judges answers.
+        rewards: The run's rewards.
+        order: The problems' order.
+        algo: Says what happens to groups without differences, and to long completions.
+        weights: Weight of each reward by name, as `is_informative` reads them.
+        num_prompts: Problems per step, over all ranks.
+        group_size: Samples per problem.
+        sampling: How they are drawn.
+        staleness: Steps between sampling and training.
+        num_steps: Steps of the run: nothing is sampled beyond its end.
+        seed: The run's seed.
+        autocast: Compute dtype when it is not the parameters' own.
+        random_reward: Control experiment: a coin decides every reward.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        task: Task,
+        rewards: list[WeightedReward],
+        order: DataOrder,
+        *,
+        algo: AlgoConfig,
+        weights: dict[str, float],
+        num_prompts: int,
+        group_size: int,
+        sampling: SamplingParams,
+        staleness: int,
+        num_steps: int,
+        seed: int,
+        autocast: torch.dtype | None,
+        random_reward: bool,
+    ) -> None:
+        self._policy, self._task, self._rewards, self._order = policy, task, rewards, order
+        self._algo, self._weights = algo, weights
+        self._num_prompts, self._group_size, self._sampling = num_prompts, group_size, sampling
+        self._staleness, self._num_steps, self._seed = staleness, num_steps, seed
+        self._random_reward = random_reward
+        self._engine = policy.engine(autocast)
+        self._pending: deque[Collected] = deque()
+        self._num_collected = 0
+
+    def next(self, step: int) -> Collected:
+        """Return what a step trains on.
+
+        Args:
+            step: Steps done before it.
+        """
+        ahead = min(step + self._staleness, self._num_steps - 1)
+        while self._num_collected <= ahead:
+            self._pending.append(self._collect(step))
+            self._num_collected += 1
+        return self._pending.popleft()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, as JSON values: position, and samples that wait for their training."""
+        return {
+            "cursor": self._order.cursor,
+            "collected": self._num_collected,
+            "pending": [collected.to_json() for collected in self._pending],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` returned."""
+        self._order.cursor = int(state["cursor"])
+        self._num_collected = int(state["collected"])
+        self._pending = deque(Collected.from_json(data) for data in state["pending"])
+
+    def _collect(self, step: int) -> Collected:
+        """Sample groups; refill uninformative ones where the recipe says so."""
+        rollout = self._sample(self._num_prompts)
+        if self._algo.uninformative == "keep":
+            return Collected(step, rollout, tuple(range(len(rollout.groups))), 0)
+        num_refilled = 0
+        for _ in range(self._algo.max_refills if self._algo.uninformative == "refill" else 0):
+            (total,) = all_reduce_sum(sum(self._informative(rollout)))
+            missing = self._num_prompts - int(total)
+            if missing <= 0:
+                break
+            missing += -missing % world_size()
+            more = self._sample(missing)
+            num_refilled += missing
+            rollout = Rollout(
+                rollout.groups + more.groups,
+                rollout.grades + more.grades,
+                rollout.generate_seconds + more.generate_seconds,
+                rollout.reward_seconds + more.reward_seconds,
+            )
+        used = tuple(place for place, useful in enumerate(self._informative(rollout)) if useful)
+        return Collected(step, rollout, used, num_refilled)
+
+    def _informative(self, rollout: Rollout) -> list[bool]:
+        return is_informative(rollout.groups, self._algo, self._weights)
+
+    def _sample(self, num_prompts: int) -> Rollout:
+        drawn = self._order.next(num_prompts)
+        mine = [drawn[index] for index in shard(num_prompts)]
+        return collect_groups(
+            self._policy,
+            self._engine,
+            self._task,
+            self._rewards,
+            [problem for _, problem in mine],
+            seeds=[(self._seed, self._num_collected, epoch) for epoch, _ in mine],
+            group_size=self._group_size,
+            sampling=self._sampling,
+            overlong=self._algo.overlong,
+            overlong_cache=self._algo.overlong_cache,
+            random_reward=self._random_reward,
+        )

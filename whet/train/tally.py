@@ -1,0 +1,112 @@
+"""Sums over the tokens of a step, and the metrics that they become once all ranks have added theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from whet.algo.losses import log_ratio
+from whet.distributed import all_reduce_max, all_reduce_sum
+
+
+class Tally:
+    """Sums by name over this rank's tokens; a name that ends in '_max' keeps its largest value instead."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def add(self, more: Mapping[str, float]) -> None:
+        """Add to the sums."""
+        for name, value in more.items():
+            old = self._values.get(name)
+            if old is None:
+                self._values[name] = value
+            else:
+                self._values[name] = max(old, value) if name.endswith("_max") else old + value
+
+    def reduced(self, *names: str) -> list[float]:
+        """Return sums over all ranks."""
+        return all_reduce_sum(*(self._values.get(name, 0.0) for name in names))
+
+    def largest(self, name: str) -> float:
+        """Return the maximum over all ranks."""
+        return all_reduce_max(self._values.get(name, 0.0))
+
+
+def gap_sums(logprobs_M: torch.Tensor, sampler_logprobs_M: torch.Tensor) -> dict[str, float]:
+    """Sum over tokens what tells trainer and sampler apart, with rho = trainer / sampler."""
+    log_rho_M = log_ratio(logprobs_M.detach(), sampler_logprobs_M).double()
+    rho_M = log_rho_M.exp()
+    return {
+        "tokens": float(len(rho_M)),
+        "gap": float(log_rho_M.abs().sum()),
+        "gap_max": float(log_rho_M.abs().max()),
+        "k3": float((log_rho_M.expm1() - log_rho_M).sum()),
+        "rho": float(rho_M.sum()),
+        "rho_square": float(rho_M.square().sum()),
+    }
+
+
+def sampler_metrics(tally: Tally, *, has_correction: bool) -> dict[str, float]:
+    """Say how far sampler and trainer are apart before the first update, over all ranks."""
+    tokens, gap, k3, rho, rho_square, active = tally.reduced(
+        "tokens", "gap", "k3", "rho", "rho_square", "correction_active"
+    )
+    count, largest = max(tokens, 1.0), tally.largest("gap_max")
+    metrics = {
+        "rl/logprob_gap_mean": gap / count,
+        "rl/logprob_gap_max": largest,
+        "rl/ratio_drift": math.expm1(min(largest, 20.0)),
+        "rl/mismatch_k3": k3 / count,
+        "rl/effective_samples": rho**2 / (rho_square * count) if rho_square else 1.0,
+    }
+    return metrics | ({"rl/correction_active": active / count} if has_correction else {})
+
+
+def value_sums(
+    values_M: torch.Tensor, start_values_M: torch.Tensor, returns_M: torch.Tensor, clipped_M: torch.Tensor
+) -> dict[str, float]:
+    """Sum over tokens what the critic's metrics are made of."""
+    error_M, start_error_M = (values_M.detach() - returns_M).double(), (start_values_M - returns_M).double()
+    returns_M = returns_M.double()
+    return {
+        "value_tokens": float(len(error_M)),
+        "value_square": float(error_M.square().sum()),
+        "value_clipped": float(clipped_M.sum()),
+        "start_error": float(start_error_M.sum()),
+        "start_square": float(start_error_M.square().sum()),
+        "return": float(returns_M.sum()),
+        "return_square": float(returns_M.square().sum()),
+    }
+
+
+def critic_metrics(tally: Tally) -> dict[str, float]:
+    """Return the critic's loss, its clipped share, and the share of the returns' variance that it explained."""
+    tokens, square, clipped, start_error, start_square, total, total_square = tally.reduced(
+        "value_tokens",
+        "value_square",
+        "value_clipped",
+        "start_error",
+        "start_square",
+        "return",
+        "return_square",
+    )
+    count = max(tokens, 1.0)
+    variance = total_square / count - (total / count) ** 2
+    unexplained = start_square / count - (start_error / count) ** 2
+    return {
+        "rl/value_loss": 0.5 * square / count,
+        "rl/value_clipped": clipped / count,
+        "rl/value_explained": 1.0 - unexplained / variance if variance > 1e-12 else 0.0,
+    }
+
+
+def mean_of(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the updates that have it; loss and norm are 0 where none has."""
+    means = {"rl/loss": 0.0, "rl/grad_norm": 0.0}
+    for name in dict.fromkeys(name for result in results for name in result):
+        values = [result[name] for result in results if name in result]
+        means[name] = sum(values) / len(values)
+    return means
