@@ -300,7 +300,7 @@ def test_a_preset_replaces_its_whole_group(argv: str, optim: Optim) -> None:
     [
         ("--optim slow", "--optim: got 'slow', expected one of fast, sgd"),
         ("--optim", "--optim: got '', expected one of fast, sgd"),
-        ("--optim fast sgd", "--optim: got 'fast sgd', expected one of fast, sgd"),
+        ("--optim fast sgd", "--optim: got 'fast sgd', expected one of fast, sgd; did you mean 'fast'?"),
         ("--optim fast --optim.lr -1", "whet toy toy-small: optim: lr=-1.0, expected > 0"),
         ("--lora fast", "--lora is a group of fields; set one of them, as in --lora.rank"),
     ],

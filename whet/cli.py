@@ -11,7 +11,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_origin
 
 from whet.config import (
     closest,
@@ -19,8 +19,8 @@ from whet.config import (
     dump_yaml,
     expected,
     from_dict,
+    from_texts,
     groups,
-    item_hints,
     leaves,
     load_yaml,
     show,
@@ -113,7 +113,8 @@ def parse(
     start = _start(program, config_class, recipes, recipe) if recipes else None
     command = f"{program} {recipe}".rstrip()
     if "help" in switches:
-        _print_help(command, config_class, start, resumable=resumable)
+        named = [f"--{group} NAME: {', '.join(table)}" for group, table in (presets or {}).items()]
+        _print_help(command, config_class, start, named, resumable=resumable)
         raise SystemExit(0)
     if stray:
         raise UserError(
@@ -226,11 +227,15 @@ def _preset(
     table: Mapping[str, Callable[[], Any]],
 ) -> list[tuple[str, list[str]]]:
     """Replace a top-level group by a named value where `--group NAME` asks for it; return the other overrides."""
-    for option, texts in overrides:
-        if option == _flag(group):
-            if len(texts) != 1 or texts[0] not in table:
-                raise UserError(f"{option}: got {' '.join(texts)!r}, expected one of {', '.join(table)}")
-            data[group] = to_dict(table[texts[0]]())
+    chosen = [texts for option, texts in overrides if option == _flag(group)]
+    if len(chosen) > 1:
+        raise UserError(f"{_flag(group)} is given twice")
+    for texts in chosen:
+        name = " ".join(texts)
+        if name not in table:
+            hint = f"; did you mean {match!r}?" if (match := closest(name, list(table))) else ""
+            raise UserError(f"{_flag(group)}: got {name!r}, expected one of {', '.join(table)}{hint}")
+        data[group] = to_dict(table[name]())
     return [pair for pair in overrides if pair[0] != _flag(group)]
 
 
@@ -259,7 +264,7 @@ def _apply(
         if negated and texts:
             raise UserError(f"{option}: got {got}, expected no value")
         try:
-            value = False if negated else _from_texts(hint, texts)
+            value = False if negated else from_texts(hint, texts)
         except (ValueError, KeyError):
             raise UserError(f"{option}: got {got}, expected {expected(hint)}") from None
         _put(cls, data, path, value)
@@ -316,32 +321,6 @@ def _flag(dotted: str) -> str:
     return "--" + dotted.replace("_", "-")
 
 
-def _from_texts(hint: Any, texts: Sequence[str]) -> Any:
-    """Convert the words after an option to plain data; ValueError or KeyError when they do not fit."""
-    inner, optional = unwrap(hint)
-    origin, arms = get_origin(inner), get_args(inner)
-    if optional and list(texts) == ["None"]:
-        return None
-    if origin is tuple:
-        items = item_hints(inner, len(texts))
-        return [_from_texts(item, [text]) for item, text in zip(items or (), texts, strict=True)]
-    if origin is dict:
-        pairs = list(zip(texts[::2], texts[1::2], strict=True))
-        if len(dict(pairs)) != len(pairs):
-            raise ValueError
-        return {key: _from_texts(arms[1], [text]) for key, text in pairs}
-    if inner is bool and not texts:
-        return True
-    (text,) = texts
-    if origin is Literal:
-        return {str(choice): choice for choice in arms}[text]
-    if inner is bool:
-        return {"true": True, "false": False}[text.lower()]
-    if is_dataclass(inner):
-        raise ValueError
-    return inner(text)
-
-
 def _overview(program: str, recipes: Mapping[str, Callable[[], Any]], *, resumable: bool) -> str:
     """Return the help of a program without a RECIPE: the recipes and how to override."""
     width = max(map(len, recipes))
@@ -369,7 +348,9 @@ def _switch_lines(*, resumable: bool) -> list[str]:
     return lines + more * resumable
 
 
-def _print_help(command: str, cls: type[Config], start: Config | None, *, resumable: bool) -> None:
+def _print_help(
+    command: str, cls: type[Config], start: Config | None, named: Sequence[str], *, resumable: bool
+) -> None:
     """Let tyro print every field with its docstring and, as the default, the value in `start`."""
     import tyro  # here, so that only --help pays for it
 
@@ -384,7 +365,7 @@ def _print_help(command: str, cls: type[Config], start: Config | None, *, resuma
                     object.__setattr__(start, name, from_dict(inner, {}, where=name))
                 off.append(f"'{name}' is off here; any --{name}.FIELD switches it on, from its defaults.")
     summary = (inspect.getdoc(cls) or "").partition("\n\n")[0]
-    description = "\n".join([summary, *_switch_lines(resumable=resumable), *off])
+    description = "\n".join([summary, *_switch_lines(resumable=resumable), *named, *off])
     options: dict[str, Any] = {} if start is None else {"default": start}
     try:
         tyro.cli(

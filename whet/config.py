@@ -143,6 +143,32 @@ def item_hints(hint: Any, length: int) -> Sequence[Any] | None:
     return arms if len(arms) == length else None
 
 
+def from_texts(hint: Any, texts: Sequence[str]) -> Any:
+    """Convert the words after an option to plain data; ValueError or KeyError when they do not fit."""
+    inner, optional = unwrap(hint)
+    origin, arms = get_origin(inner), get_args(inner)
+    if optional and list(texts) == ["None"]:
+        return None
+    if origin is tuple:
+        items = item_hints(inner, len(texts))
+        return [from_texts(item, [text]) for item, text in zip(items or (), texts, strict=True)]
+    if origin is dict:
+        pairs = list(zip(texts[::2], texts[1::2], strict=True))
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError
+        return {key: from_texts(arms[1], [text]) for key, text in pairs}
+    if inner is bool and not texts:
+        return True
+    (text,) = texts
+    if origin is Literal:
+        return {str(choice): choice for choice in arms}[text]
+    if inner is bool:
+        return {"true": True, "false": False}[text.lower()]
+    if is_dataclass(inner):
+        raise ValueError
+    return inner(text)
+
+
 def expected(hint: Any) -> str:
     """Say in words what a field of this type accepts."""
     inner, optional = unwrap(hint)

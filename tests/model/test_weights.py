@@ -441,7 +441,9 @@ def test_resize_keeps_the_old_logits(config: ModelConfig, dtype: torch.dtype) ->
     assert grown.num_valid_tokens == 48
     assert {parameter.dtype for parameter in grown.parameters()} == {dtype}
     ids = [3, 1, 15, 0, 7]
-    assert torch.equal(logits(grown, ids)[:, :16], logits(model, ids)[:, :16])
+    # A product with more columns may round otherwise (it does in float64 on some machines): a few last places.
+    close = 1e-12 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(logits(grown, ids)[:, :16], logits(model, ids)[:, :16], rtol=close, atol=close)
     tables = [(grown.head_weight, model.head_weight)]
     if not config.tie_embeddings:
         name = "model.embed_tokens.weight"

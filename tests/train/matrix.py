@@ -130,10 +130,9 @@ def run(
         metrics = objective.update(used, Recorder(policy.model, OPTIM, "", seen), LR)
     metrics |= {"num_tokens_read": objective.num_tokens_read}
     grades = [[Grade(s.text, s.index == 0, "perfect", s.index) for s in group.samples] for group in groups]
-    metrics |= {
-        f"rollout/{name}": value
-        for name, value in rollout_metrics(Rollout(list(groups), grades, 0, 0), REWARD_WEIGHTS, 0).items()
-    }
+    rollout = Rollout(list(groups), grades, 0.0, 0.0)
+    rolled = rollout_metrics(rollout, case.algo, REWARD_WEIGHTS, 0)
+    metrics |= {f"rollout/{name}": value for name, value in rolled.items()}
     assert num_micro is None or counts[0] == num_micro, f"{counts} micro-batches, wanted {num_micro}"
     assert num_micro != 1 or set(counts) == {1}
     return Outcome(metrics=metrics, tensors=named_tensors(seen, policy.model, objective._critic))
@@ -141,13 +140,17 @@ def run(
 
 def run_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, list[list[int]]]:
     """Do the step from its definition on padded rows; return the lengths that every update read, too."""
-    policy, objective, _ = build(case, dtype, 1)
-    critic, frozen = objective._critic, objective._reference
+    policy, frozen, critic = make_policy(dtype), make_policy(dtype), torch.nn.Module()
+    critic.trunk = make_policy(dtype).model
+    critic.head = torch.nn.Parameter(torch.zeros(policy.model.config.hidden_size, dtype=dtype))
+    nudge(policy.model, 7)
+    nudge(critic, 8)
+    has_critic = case.algo.baseline == "value"
     stage = definition.Stage(
         config=policy.model.config,
         policy=dict(policy.model.named_parameters()),
-        frozen=dict(frozen.model.named_parameters()) if frozen else {},
-        critic={n: p for n, p in critic.named_parameters() if p.requires_grad} if critic else {},
+        frozen=dict(frozen.model.named_parameters()),
+        critic=dict(critic.named_parameters()),
         algo=case.algo,
         off_policy=case.off_policy,
         value=case.value,
@@ -158,7 +161,7 @@ def run_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, list[list[i
     )
     metrics = definition.update(make_groups(), stage, LR, case.value.lr, SEED)
     metrics["num_tokens_read"] = float(sum(map(sum, stage.lengths)))
-    tensors = named_tensors(stage.gradients, policy.model, critic)
+    tensors = named_tensors(stage.gradients, policy.model, critic if has_critic else None)
     return Outcome(metrics=metrics, tensors=tensors), stage.lengths
 
 

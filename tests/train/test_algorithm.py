@@ -91,8 +91,12 @@ ALGO_ERRORS = [
         "defined for baseline group_mean with scale group",
     ),
     ({"max_refills": 3}, "max_refills = 3 is not read with uninformative = drop; leave it out"),
-    ({"overlong": "soft"}, "overlong = soft with overlong_cache = 0: .*needs a ramp"),
-    ({"overlong": "hard", "overlong_cache": 4}, "overlong = hard with overlong_cache = 4: .*only it"),
+    ({"overlong": "hard", "overlong_cache": 4}, "overlong_cache = 4 is not read with overlong = hard"),
+    ({"advantage_clip": 2.0, "whiten": True}, "advantage_clip = 2.0 with whiten: .*give one"),
+    (
+        {"surrogate": "geometric", "ratio": "sequence", "kl": "k1_reward", "kl_coef": 0.1},
+        "surrogate = geometric clips .*: use clip",
+    ),
     ({"kl": "k2_loss"}, "kl = k2_loss with kl_coef = 0.0: give both or neither"),
     ({"kl_coef": 0.1}, "kl = none with kl_coef = 0.1: give both or neither"),
     ({"ref_refresh_every": 5}, "ref_refresh_every = 5 is not read with kl = none, which loads no reference"),
@@ -101,8 +105,6 @@ ALGO_ERRORS = [
     ({"kl": "k2_loss", "kl_coef": 0.1, "ref_ema": 0.9, "ref_refresh_every": 2}, "one way only; give one"),
     ({"kl": "k2_loss", "kl_coef": 0.1, "ref_refresh_every": 1}, "KL term 0 at the one update .*more rarely"),
     ({"kl": "k1_reward", "kl_coef": 0.1, "ref_ema": 0.0}, "KL term 0 at the one update .*more rarely"),
-    ({"entropy_target": 0.3}, "entropy_target = 0.3 is not read with entropy_coef = 0"),
-    ({"entropy_coef_final": 0.3}, "entropy_coef_final = 0.3 is not read with entropy_coef = 0"),
     (
         {"entropy_coef": 0.1, "entropy_coef_final": 0.3, "entropy_target": 0.3},
         "entropy_target adapts the weight, entropy_coef_final schedules it; give one",

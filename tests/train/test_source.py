@@ -230,6 +230,7 @@ def test_the_metrics_of_a_rollout_by_hand() -> None:
     ]
     values = rollout_metrics(
         hand_rollout(table, [[True, False], [True, True], [False, False]]),
+        AlgoConfig(scale="none"),
         {"correct": 1.0, "format": 0.5},
         num_refilled=5,
     )
@@ -245,3 +246,27 @@ def test_the_metrics_of_a_rollout_by_hand() -> None:
     assert values["rl/signal/format"] == pytest.approx(-0.25 * 0.25 / 0.25**2)
     assert values["rl/cancellation"] == pytest.approx(1 - 0.25**2 / (0.5**2 + 0.25**2))
     assert not math.isnan(values["rl/repetition"])
+
+
+def test_signal_shares_are_those_of_the_advantages() -> None:
+    # Group 1 differs in correct alone, group 2 in format alone (weight 0.1): 99 % and 1 % of the rewards' spread.
+    table: list[list[tuple[float | None, float | None]]] = [
+        [(1.0, 1.0), (0.0, 1.0)],
+        [(0.0, 1.0), (0.0, 0.0)],
+    ]
+    weights = {"correct": 1.0, "format": 0.1}
+    right = [[True, False], [False, False]]
+    plain = rollout_metrics(hand_rollout(table, right), AlgoConfig(scale="none"), weights, num_refilled=0)
+    assert plain["rl/signal/correct"] == pytest.approx(1 / 1.01)
+    # Divided by its own standard deviation each group pulls with the same force.
+    for algo in (AlgoConfig(), AlgoConfig(uninformative="keep")):
+        scaled = rollout_metrics(hand_rollout(table, right), algo, weights, num_refilled=0)
+        assert scaled["rl/signal/correct"] == pytest.approx(0.5)
+        assert scaled["rl/signal/format"] == pytest.approx(0.5)
+    # GDPO: each reward is normalised by itself before its weight counts.
+    algo = AlgoConfig(multi_reward="normalise", eps=0.0)
+    normalised = rollout_metrics(hand_rollout(table, right), algo, weights, num_refilled=0)
+    assert normalised["rl/signal/correct"] == pytest.approx(1 / 1.01)
+    both: list[list[tuple[float | None, float | None]]] = [[(1.0, 0.01), (0.0, 0.0)]]
+    even = rollout_metrics(hand_rollout(both, [[True, False]]), algo, {"correct": 1.0, "format": 1.0}, 0)
+    assert even["rl/signal/format"] == pytest.approx(0.5)

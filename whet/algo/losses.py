@@ -225,7 +225,9 @@ def value_loss(
     start_M = start_values_M.detach()
     clipped_M = start_M + (values_M - start_M).clamp(-clip, clip)
     clipped_error_M = (clipped_M - returns_M.detach()).square()
-    return 0.5 * torch.maximum(error_M, clipped_error_M), (clipped_error_M > error_M).detach()
+    # Inside the band both forms are equal but for rounding: that is no clip.
+    held_M = (clipped_error_M > error_M) & ((values_M - start_M).abs() > clip)
+    return 0.5 * torch.maximum(error_M, clipped_error_M), held_M.detach()
 
 
 def weighted_sum(values_M: torch.Tensor, weights_M: torch.Tensor, denominator: float) -> torch.Tensor:

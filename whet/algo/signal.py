@@ -6,13 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
+from whet.algo.advantages import has_spread
+
 REPEATED_NGRAM = 4
 
 
 def signal_sums(
-    rewards_PGX: torch.Tensor, weights: Sequence[float], scored_PG: torch.Tensor
+    rewards_PGX: torch.Tensor,
+    weights: Sequence[float],
+    scored_PG: torch.Tensor,
+    *,
+    scale_groups: bool = False,
 ) -> tuple[list[float], list[float], float]:
-    """Split the spread of total rewards inside groups into the parts of each reward.
+    """Split the spread of total rewards inside groups, or of the advantages made of them, into parts of each reward.
 
     With d_x the weighted deviation of reward x from its group's mean and d their sum, the total spread is
     sum(d d) = sum_x sum(d_x d): a reward's share is sum(d_x d) / sum(d d). Shares add up to 1; a negative one works
@@ -22,6 +28,8 @@ def signal_sums(
         rewards_PGX: Unweighted scores, one plane per reward.
         weights: One weight per plane.
         scored_PG: True where a sample has a score.
+        scale_groups: Divide each group's deviations by the root of its own sum(d d), as GRPO's standard deviation does:
+            every group that has a spread then counts alike.
 
     Returns:
         sum(d_x d) of each reward, sum(d_x d_x) of each reward, and sum(d d).
@@ -31,6 +39,10 @@ def signal_sums(
     weighted_PGX = weighted_PGX.masked_fill(~scored_PG[..., None], 0.0)
     means_P1X = (weighted_PGX.sum(1) / counts_P1)[:, None]
     parts_PGX = (weighted_PGX - means_P1X).masked_fill(~scored_PG[..., None], 0.0)
+    if scale_groups:
+        squares_P = parts_PGX.sum(-1).square().sum(1)
+        spread_P = has_spread(weighted_PGX.sum(-1), scored_PG)
+        parts_PGX = parts_PGX * torch.where(spread_P, squares_P.clamp(min=1e-300).rsqrt(), 0.0)[:, None, None]
     total_PG = parts_PGX.sum(-1)
     shared = (parts_PGX * total_PG[..., None]).sum((0, 1))
     return shared.tolist(), parts_PGX.square().sum((0, 1)).tolist(), float(total_PG.square().sum())

@@ -42,14 +42,13 @@ def dr_grpo() -> AlgoConfig:
     return AlgoConfig(scale="none", aggregation="constant", uninformative="keep")
 
 
-def dapo(*, overlong_cache: int = 128) -> AlgoConfig:
+def dapo() -> AlgoConfig:
     """DAPO: clip-higher, dynamic sampling with refill, token-level loss, soft overlong punishment (2503.14476)."""
     return AlgoConfig(
         clip_high=0.28,
         aggregation="token_mean",
         uninformative="refill",
         overlong="soft",
-        overlong_cache=overlong_cache,
     )
 
 

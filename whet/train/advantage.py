@@ -91,8 +91,7 @@ def _normalised(groups: Sequence[Group], algo: AlgoConfig, weights: dict[str, fl
     advantages_PG = (sums_PG - mean) / (std + algo.eps) if std > 0 else torch.zeros_like(sums_PG)
     if algo.advantage_clip is not None:
         advantages_PG = advantages_PG.clamp(-algo.advantage_clip, algo.advantage_clip)
-    dull_P = ~torch.tensor(is_informative(groups, algo, weights), dtype=torch.bool)
-    return advantages_PG.masked_fill(~scored_PG | dull_P[:, None], 0.0)
+    return advantages_PG.masked_fill(~scored_PG, 0.0)
 
 
 def without_advantages(groups: Sequence[Group]) -> list[Group]:

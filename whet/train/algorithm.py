@@ -8,8 +8,8 @@ from typing import Any, Literal
 from whet.algo.advantages import Scale
 from whet.algo.corrections import BOUNDS, Correction
 from whet.algo.losses import Aggregation, RatioLevel, Surrogate
-from whet.train.rollout import Overlong
 
+Overlong = Literal["none", "soft", "hard", "filter"]
 KLKind = Literal["none", "k1_reward", "k2_loss", "k3_loss", "k3_unbiased"]
 
 
@@ -103,7 +103,7 @@ class AlgoConfig:
     """Completions near or at the limit: soft (DAPO's ramp of length to -1), hard (-0.5 when cut off without an
     answer), or filter (cut-off ones leave the loss and its denominators)."""
     overlong_cache: int = 0
-    """soft: width of the ramp before max_new_tokens, in tokens."""
+    """soft: width of the ramp before max_new_tokens, in tokens; 0 for a fifth of it, as in the paper."""
     num_minibatches: int = 1
     """Optimizer updates per pass over a rollout batch; must divide num_prompts."""
     num_epochs: int = 1
@@ -164,10 +164,16 @@ class AlgoConfig:
             _leave_out(self, "std_ddof eps", f"with scale = {self.scale}, which has no standard deviation")
         if self.uninformative != "refill":
             _leave_out(self, "max_refills", f"with uninformative = {self.uninformative}")
-        if (self.overlong == "soft") != (self.overlong_cache > 0):
+        if self.overlong != "soft":
+            _leave_out(self, "overlong_cache", f"with overlong = {self.overlong}")
+        if self.advantage_clip is not None and self.whiten:
             raise ValueError(
-                f"overlong = {self.overlong} with overlong_cache = {self.overlong_cache}: the soft punishment, and "
-                "only it, needs a ramp of 1 or more tokens"
+                f"advantage_clip = {self.advantage_clip} with whiten: whitening would then move the bound; give one"
+            )
+        if self.surrogate == "geometric" and (self.baseline == "value" or self.kl == "k1_reward"):
+            raise ValueError(
+                "surrogate = geometric clips a completion by the sign of its one advantage; with a critic or k1_reward "
+                "tokens have advantages of both signs: use clip"
             )
 
     def _check_kl_and_entropy(self) -> None:
@@ -188,8 +194,6 @@ class AlgoConfig:
                 "ref_refresh_every = 1 or ref_ema = 0: the reference is then the policy itself, and the KL term 0 at "
                 "the one update of a step; refresh more rarely"
             )
-        if self.entropy_coef == 0:
-            _leave_out(self, "entropy_coef_final entropy_target", "with entropy_coef = 0")
         if self.entropy_target is not None and self.entropy_coef_final is not None:
             raise ValueError("entropy_target adapts the weight, entropy_coef_final schedules it; give one")
 
@@ -197,6 +201,20 @@ class AlgoConfig:
     def num_updates(self) -> int:
         """Optimizer updates per rollout batch."""
         return self.num_minibatches * self.num_epochs
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether an entropy bonus is or may come on."""
+        return self.entropy_coef > 0 or bool(self.entropy_coef_final) or self.entropy_target is not None
+
+    @property
+    def is_group_scaled(self) -> bool:
+        """Whether the sum of rewards is divided by its group's standard deviation."""
+        return self.scale == "group" and self.multi_reward == "sum"
+
+    def ramp(self, max_new_tokens: int) -> int:
+        """Return the width of the soft length punishment in tokens."""
+        return self.overlong_cache or max(1, max_new_tokens // 5)
 
     @property
     def is_token_level(self) -> bool:

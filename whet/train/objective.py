@@ -145,7 +145,7 @@ class Objective:
             metrics["rl/kl_coef"] = self._coefficients.kl
         else:
             metrics.pop("rl/kl", None)
-        if algo.entropy_coef:
+        if algo.has_entropy_bonus:
             metrics["rl/entropy_coef"] = self._coefficients.entropy
         if results:
             self._coefficients.end_step(kl=metrics.get("rl/kl", 0.0), entropy=metrics["rl/entropy"])
@@ -246,7 +246,7 @@ class Objective:
     ) -> dict[str, float]:
         """Do one update of the policy; return its metrics, or none where no token teaches and nothing is done."""
         algo = self._algo
-        needs_all = self._kl_in_loss or algo.entropy_coef != 0
+        needs_all = self._kl_in_loss or self._coefficients.entropy != 0
         trained = [s for s in counted if needs_all or _has_advantage(s)]
         batch = pack(
             trained,

@@ -207,7 +207,7 @@ class _Run:
             [rollout.groups[place] for place in collected.used], config.algo, self.weights
         )
         sampled = time.perf_counter()
-        values = rollout_metrics(rollout, self.weights, collected.num_refilled)
+        values = rollout_metrics(rollout, config.algo, self.weights, collected.num_refilled)
         teaching = sum(any(s.advantage for s in members) for members in counted_samples(groups, config.algo))
         values["rl/groups_with_signal"] = all_reduce_sum(teaching)[0]
         values["rl/staleness"] = float(step - collected.step)
@@ -260,7 +260,7 @@ class _Run:
         Raises:
             UserError: With the reason and the remedy.
         """
-        drift, gap = values["rl/ratio_drift"], values["rl/logprob_gap_mean"]
+        drift, gap = values.get("rl/ratio_drift", 0.0), values.get("rl/logprob_gap_mean", 0.0)
         is_fresh = values["rl/staleness"] == 0
         if is_fresh and self.probe.exact and drift > self.config.ratio_tolerance:
             raise UserError(

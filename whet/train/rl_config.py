@@ -94,6 +94,10 @@ class RLConfig:
                 "algo.ref_ema with optim.precision = bfloat16_master: bfloat16 cannot hold its small moves; use "
                 "ref_refresh_every, or float32 parameters"
             )
+        if self.validation_samples > 1 and not self.validation_problems:
+            raise ValueError(
+                "validation_samples is read with validation_problems; leave it out, or give some"
+            )
         check_combination(
             self.algo,
             self.off_policy,

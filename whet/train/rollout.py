@@ -6,11 +6,10 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from whet.algo.advantages import has_spread, overlong_penalty
+from whet.algo.advantages import group_advantages, has_spread, overlong_penalty
 from whet.algo.signal import cancellation, repeated_share, signal_sums
 from whet.distributed import all_reduce_sum
 from whet.eval.grade import Grade, grade
@@ -18,9 +17,9 @@ from whet.generate.engine import Engine, Request
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.rewards.base import WeightedReward, score_completion
+from whet.train.algorithm import AlgoConfig, Overlong
 from whet.types import Group, Problem, Sample, Task
 
-Overlong = Literal["none", "soft", "hard", "filter"]
 HARD_PENALTY = -0.5
 
 
@@ -134,11 +133,14 @@ def score_planes(groups: Sequence[Group], names: Sequence[str]) -> tuple[torch.T
     return rewards_PGX, torch.tensor([[s.reward is not None for s in group.samples] for group in groups])
 
 
-def rollout_metrics(rollout: Rollout, weights: Mapping[str, float], num_refilled: int) -> dict[str, float]:
+def rollout_metrics(
+    rollout: Rollout, algo: AlgoConfig, weights: Mapping[str, float], num_refilled: int
+) -> dict[str, float]:
     """Average what was sampled, over all ranks.
 
     Args:
         rollout: This rank's groups.
+        algo: The objective: how rewards become advantages.
         weights: Weight of each reward by name.
         num_refilled: Groups that were sampled to replace uninformative ones, over all ranks.
     """
@@ -178,23 +180,33 @@ def rollout_metrics(rollout: Rollout, weights: Mapping[str, float], num_refilled
         "rl/all_wrong_groups": sums[13] / num_groups,
         "rl/unscorable": sums[0] - sums[1],
         "rl/groups_refilled": float(num_refilled),
-        **_signal_metrics(rollout.groups, weights),
+        **_signal_metrics(rollout.groups, algo, weights),
     }
 
 
-def _signal_metrics(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
-    """Say which reward the spread inside groups comes from, and how much of it cancels; over all ranks."""
-    shared, own, total = [0.0] * len(weights), [0.0] * len(weights), 0.0
+def _signal_metrics(
+    groups: Sequence[Group], algo: AlgoConfig, weights: Mapping[str, float]
+) -> dict[str, float]:
+    """Say which reward the advantages come from, and how much of the rewards' spread cancels; over all ranks."""
+    shared, own, total, total_raw = [0.0] * len(weights), [0.0] * len(weights), 0.0, 0.0
     if groups:
         rewards_PGX, scored_PG = score_planes(groups, list(weights))
-        shared, own, total = signal_sums(rewards_PGX, list(weights.values()), scored_PG)
-    *sums, total = all_reduce_sum(*shared, *own, total)
+        factors = list(weights.values())
+        _, own, total_raw = signal_sums(rewards_PGX, factors, scored_PG)
+        if algo.multi_reward == "normalise":
+            planes = [
+                group_advantages(plane_PG, scored_PG, std_ddof=algo.std_ddof, eps=algo.eps)
+                for plane_PG in rewards_PGX.unbind(-1)
+            ]
+            rewards_PGX = torch.stack(planes, -1)
+        shared, _, total = signal_sums(rewards_PGX, factors, scored_PG, scale_groups=algo.is_group_scaled)
+    *sums, total, total_raw = all_reduce_sum(*shared, *own, total, total_raw)
     shared, own = sums[: len(weights)], sums[len(weights) :]
     shares = {
         f"rl/signal/{name}": value / total if total > 0 else 0.0
         for name, value in zip(weights, shared, strict=True)
     }
-    return shares | ({"rl/cancellation": cancellation(own, total)} if len(weights) > 1 else {})
+    return shares | ({"rl/cancellation": cancellation(own, total_raw)} if len(weights) > 1 else {})
 
 
 def _total(samples: Sequence[Sample], name: str) -> tuple[float, int]:

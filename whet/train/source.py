@@ -171,6 +171,6 @@ class RolloutSource:
             group_size=self._group_size,
             sampling=self._sampling,
             overlong=self._algo.overlong,
-            overlong_cache=self._algo.overlong_cache,
+            overlong_cache=self._algo.ramp(self._sampling.max_new_tokens),
             random_reward=self._random_reward,
         )

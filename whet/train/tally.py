@@ -50,19 +50,21 @@ def gap_sums(logprobs_M: torch.Tensor, sampler_logprobs_M: torch.Tensor) -> dict
 
 
 def sampler_metrics(tally: Tally, *, has_correction: bool) -> dict[str, float]:
-    """Say how far sampler and trainer are apart before the first update, over all ranks."""
+    """Say how far sampler and trainer are apart before the first update, over all ranks; nothing where none scored."""
     tokens, gap, k3, rho, rho_square, active = tally.reduced(
         "tokens", "gap", "k3", "rho", "rho_square", "correction_active"
     )
-    count, largest = max(tokens, 1.0), tally.largest("gap_max")
+    largest = tally.largest("gap_max")
+    if not tokens:
+        return {}
     metrics = {
-        "rl/logprob_gap_mean": gap / count,
+        "rl/logprob_gap_mean": gap / tokens,
         "rl/logprob_gap_max": largest,
         "rl/ratio_drift": math.expm1(min(largest, 20.0)),
-        "rl/mismatch_k3": k3 / count,
-        "rl/effective_samples": rho**2 / (rho_square * count) if rho_square else 1.0,
+        "rl/mismatch_k3": k3 / tokens,
+        "rl/effective_samples": rho**2 / (rho_square * tokens),
     }
-    return metrics | ({"rl/correction_active": active / count} if has_correction else {})
+    return metrics | ({"rl/correction_active": active / tokens} if has_correction else {})
 
 
 def value_sums(
