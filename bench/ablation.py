@@ -29,8 +29,12 @@ ROWS: dict[str, tuple[str, list[str]]] = {
     "DAPO": ("dapo", []),
     "RLOO": ("rloo", []),
     "REINFORCE++": ("reinforce_pp", []),
+    "REINFORCE++-baseline": ("reinforce_pp_baseline", []),
+    "GDPO": ("gdpo", []),
     "GRPO, 4 updates": ("grpo", ["--algo.num-minibatches", "4"]),
     "GSPO, 4 updates": ("gspo", ["--algo.num-minibatches", "4"]),
+    "GMPO, 4 updates": ("gmpo", ["--algo.num-minibatches", "4"]),
+    "SAPO, 4 updates": ("sapo", ["--algo.num-minibatches", "4"]),
     "CISPO, 4 updates": ("cispo", ["--algo.num-minibatches", "4"]),
     "PPO, 4 updates": ("ppo", []),
     "control: no baseline": ("reinforce", []),
@@ -71,6 +75,10 @@ def execute(command: list[str], log: Path) -> int:
     return usage.ru_maxrss * 1024
 
 
+def slug(label: str) -> str:
+    return label.lower().replace(",", "").replace(":", "").replace(".", "").replace(" ", "-")
+
+
 def whet(*words: str) -> list[str]:
     return [sys.executable, "-m", "whet", *words]
 
@@ -78,13 +86,10 @@ def whet(*words: str) -> list[str]:
 def measure(label: str, seed: int, start: str, options: argparse.Namespace) -> Run:
     """Train one algorithm with one seed, unless it is done; read what it logged."""
     name, overrides = ROWS[label]
-    slug = label.lower().replace(",", "").replace(":", "").replace(".", "").replace(" ", "-")
-    folder = options.out / f"{slug}-{seed}"
-    peak = options.out / f"{slug}-{seed}.json"
+    folder = options.out / f"{slug(label)}-{seed}"
+    peak = options.out / f"{slug(label)}-{seed}.json"
     if not peak.exists():
         words = ["rl", options.recipe, "--algo", name, *overrides]
-        if name == "dapo":
-            words += ["--algo.overlong-cache", str(options.overlong_cache)]
         if name == "ppo":
             words += ["--value.lr", str(options.value_lr)]
         words += ["--policy.init", start, "--out", str(folder), "--seed", str(seed)]
@@ -131,30 +136,32 @@ def table(runs: dict[str, list[Run]], threshold: float) -> str:
     return "\n".join(lines)
 
 
-def draw(runs: dict[str, list[Run]], threshold: float, path: Path) -> None:
-    """Small multiples: one panel an algorithm, every seed a line, the others' medians pale behind it."""
+def draw(shown: list[str], runs: dict[str, list[Run]], threshold: float, path: Path) -> None:
+    """Small multiples: one panel an algorithm, every seed a line, the medians of all others pale behind it."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
     style: Any = STYLE
+    columns = min(4, len(shown))
+    rows = -(-len(shown) // columns)
     with matplotlib.rc_context(style):
-        columns = 4
-        rows = -(-len(runs) // columns)
         figure = Figure(figsize=(3.0 * columns, 2.3 * rows), layout="constrained", facecolor="white")
-        for index, (label, found) in enumerate(runs.items()):
+        for index, label in enumerate(shown):
             axes = figure.add_subplot(rows, columns, index + 1)
             for other in runs.values():
                 medians = [statistics.median(v) for v in zip(*(run.values for run in other), strict=True)]
                 axes.plot(other[0].steps, medians, color=MUTED, alpha=0.2, linewidth=0.8)
-            for run in found:
+            for run in runs[label]:
                 colour = COLOURS[3] if label.startswith("control") else COLOURS[0]
                 axes.plot(run.steps, run.values, color=colour, linewidth=1.4, alpha=0.9)
             axes.axhline(threshold, color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
             axes.set_ylim(0, 1.02)
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}%"))
             axes.set_title(label, pad=6)
-            if index >= len(runs) - columns:
+            if index >= len(shown) - columns:
                 axes.set_xlabel("step")
-        figure.savefig(path, dpi=140)
+        figure.savefig(path, dpi=110)
 
 
 def main() -> int:
@@ -166,10 +173,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"))
     parser.add_argument("--problems", type=int, default=128, help="held-out problems (dev split)")
-    parser.add_argument("--samples", type=int, default=8, help="samples of each for pass@1")
+    parser.add_argument("--samples", type=int, default=4, help="samples of each for pass@1")
     parser.add_argument("--every", type=int, default=4, help="steps between validations")
     parser.add_argument("--threshold", type=float, default=0.9)
-    parser.add_argument("--overlong-cache", type=int, default=16)
     parser.add_argument("--value-lr", type=float, default=1e-3)
     parser.add_argument("--set", nargs="*", default=[], help="further words for every `whet rl`")
     options = parser.parse_args()
@@ -194,7 +200,10 @@ def main() -> int:
     (options.out / "ablation.md").write_text(text + "\n")
     results = {label: [vars(run) for run in found] for label, found in runs.items()}
     (options.out / "ablation.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(runs, options.threshold, options.out / "ablation.png")
+    draw(list(runs), runs, options.threshold, options.out / "ablation.png")
+    (options.out / "curves").mkdir(exist_ok=True)
+    for label in runs:
+        draw([label], runs, options.threshold, options.out / "curves" / f"{slug(label)}.png")
     return 0
 
 

@@ -147,7 +147,6 @@ def trl_loss(
     return loss, trainer._metrics["train"]
 
 
-@pytest.mark.slow  # importing trl takes seconds
 @pytest.mark.parametrize("name", ["sigmoid", "ipo", "sigmoid_norm", "rpo"])
 def test_parity_with_trl(name: str) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -264,8 +264,8 @@ class OffPolicyConfig:
 class ValueConfig:
     """The critic of PPO: a copy of the starting policy with one number per token as its head."""
 
-    lr: float = 1e-5
-    """Its learning rate, with the policy's schedule."""
+    lr: float | None = None
+    """Its learning rate, with the policy's schedule; none for 5 times the policy's."""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 1.0

@@ -19,6 +19,7 @@ from whet.types import MicroBatch
 KL_RAISE, KL_LOWER, KL_BAND = 1.5, 0.8, 1.5
 KL_COEF_RANGE = (1e-5, 10.0)
 ENTROPY_STEP = 0.005
+LR_FACTOR = 5.0
 ENTROPY_COEF_MAX = 1.0
 
 
@@ -79,8 +80,9 @@ class Critic(torch.nn.Module):
         self.head = torch.nn.Parameter(
             torch.zeros(weight_VD.shape[1], dtype=weight_VD.dtype, device=weight_VD.device)
         )
-        self.lr_ratio = value.lr / optim.lr
-        self.optimizer = Optimizer(self, replace(optim, lr=value.lr))
+        lr = LR_FACTOR * optim.lr if value.lr is None else value.lr
+        self.lr_ratio = lr / optim.lr
+        self.optimizer = Optimizer(self, replace(optim, lr=lr))
 
     def values(
         self, micro: MicroBatch, *, autocast: torch.dtype | None, attention: AttentionKind
