@@ -90,7 +90,7 @@ def measure(label: str, seed: int, start: str, options: argparse.Namespace) -> R
     peak = options.out / f"{slug(label)}-{seed}.json"
     if not peak.exists():
         words = ["rl", options.recipe, "--algo", name, *overrides]
-        if name == "ppo":
+        if name == "ppo" and options.value_lr is not None:
             words += ["--value.lr", str(options.value_lr)]
         words += ["--policy.init", start, "--out", str(folder), "--seed", str(seed)]
         words += ["--validation-problems", str(options.problems), "--validate-every", str(options.every)]
@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=4, help="samples of each for pass@1")
     parser.add_argument("--every", type=int, default=4, help="steps between validations")
     parser.add_argument("--threshold", type=float, default=0.9)
-    parser.add_argument("--value-lr", type=float, default=1e-3)
+    parser.add_argument("--value-lr", type=float, help="PPO's critic; default 5 times the policy's")
     parser.add_argument("--set", nargs="*", default=[], help="further words for every `whet rl`")
     options = parser.parse_args()
     if bool(options.init) == bool(options.sft_recipe):

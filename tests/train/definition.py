@@ -248,7 +248,7 @@ def gaps(logps: Sequence[torch.Tensor], samplers: Sequence[torch.Tensor]) -> dic
     return {
         "rl/logprob_gap_mean": float(delta.abs().mean()),
         "rl/logprob_gap_max": largest,
-        "rl/ratio_drift": math.exp(largest) - 1,
+        "rl/ratio_drift": float((rho - 1).abs().max()),
         "rl/mismatch_k3": float((rho - 1 - delta).mean()),
         "rl/effective_samples": float(rho.sum() ** 2 / rho.square().sum() / len(rho)),
     }
@@ -316,11 +316,16 @@ def policy_update(rows: Sequence[Row], stage: Stage, adam: Adam, lr: float) -> t
     norm, seen = adam.step(lr)
     stage.gradients.append(seen)
     count = sum(len(logps[n]) for n in read)
+
+    def drift(n: int) -> float:
+        return float((logps[n].detach() - rows[n].base_T).abs().double().sum())
+
     metrics = {
         "rl/loss": float(loss.detach()),
         "rl/entropy": sum(float(entropies[n].detach().double().sum()) for n in read) / count,
         "rl/clip_high": high / count,
         "rl/clip_low": low / count,
+        "rl/ratio_spread": sum(drift(n) for n in read) / count,
         "rl/grad_norm": norm,
     }
     if algo.kl != "none":
@@ -328,8 +333,10 @@ def policy_update(rows: Sequence[Row], stage: Stage, adam: Adam, lr: float) -> t
     return metrics, gaps([logps[n] for n in read], [rows[n].sampler_T for n in read])
 
 
-def critic_update(rows: Sequence[Row], stage: Stage, adam: Adam, lr: float) -> list[list[float]]:
-    """One update of the critic; return value, start value, return and clipped of every token."""
+def critic_update(
+    rows: Sequence[Row], stage: Stage, adam: Adam, lr: float
+) -> tuple[list[list[float]], float]:
+    """One update of the critic; return value, start value, return and clipped of every token, and the norm."""
     values = value_rows(stage.config, stage.critic, [row.sample for row in rows])
     losses, seen = [], []
     for row, value_T in zip(rows, values, strict=True):
@@ -343,9 +350,9 @@ def critic_update(rows: Sequence[Row], stage: Stage, adam: Adam, lr: float) -> l
         columns = (value_T.detach(), row.start_T.detach(), row.returns_T, is_clipped)
         seen += torch.stack([column.double() for column in columns], 1).tolist()
     torch.cat(losses).mean().backward()
-    _, gradients = adam.step(lr)
+    norm, gradients = adam.step(lr)
     stage.gradients.append({f"critic/{name}": grad for name, grad in gradients.items()})
-    return seen
+    return seen, norm
 
 
 def update(groups: Sequence[Group], stage: Stage, lr: float, critic_lr: float, seed: int) -> dict[str, float]:
@@ -357,6 +364,7 @@ def update(groups: Sequence[Group], stage: Stage, lr: float, critic_lr: float, s
     policy_adam, critic_adam = Adam(stage.policy, stage.optim), Adam(stage.critic, stage.optim)
     results: list[dict[str, float]] = []
     tokens: list[list[float]] = []
+    norms: list[float] = []
     for epoch in range(algo.num_epochs):
         for places in minibatches(rows, algo.num_minibatches, epoch, seed):
             part = [rows[place] for place in places]
@@ -365,9 +373,13 @@ def update(groups: Sequence[Group], stage: Stage, lr: float, critic_lr: float, s
                 first |= gap
             results.append(metrics)
             if algo.baseline == "value":
-                tokens += critic_update(part, stage, critic_adam, critic_lr)
+                seen, norm = critic_update(part, stage, critic_adam, critic_lr)
+                tokens, norms = tokens + seen, [*norms, norm]
     metrics = {name: statistics.fmean(result[name] for result in results) for name in results[0]} | first
     metrics["rl/updates"] = float(len(results))
+    metrics["rl/groups_with_signal"] = float(
+        len({r.sample.uid for r in rows if bool((r.advantages_T != 0).any())})
+    )
     if algo.kl != "none":
         metrics["rl/kl_coef"] = algo.kl_coef
     if algo.entropy_coef:
@@ -377,6 +389,7 @@ def update(groups: Sequence[Group], stage: Stage, lr: float, critic_lr: float, s
         errors = [t - s for s, t in zip(start, target, strict=True)]
         metrics |= {
             "rl/value_loss": statistics.fmean((v - t) ** 2 / 2 for v, t in zip(now, target, strict=True)),
+            "rl/value_grad_norm": statistics.fmean(norms),
             "rl/value_clipped": statistics.fmean(clipped),
             "rl/value_explained": 1 - statistics.pvariance(errors) / statistics.pvariance(target),
         }

@@ -18,7 +18,8 @@ from whet.train.algorithm import BOUNDS, AlgoConfig, OffPolicyConfig, ValueConfi
 from whet.train.rl_config import RLConfig
 from whet.train.step import OptimConfig
 
-STEP: dict[str, Any] = {"num_prompts": 6, "group_size": 4, "num_rewards": 2, "max_new_tokens": 128}
+STEP: dict[str, Any] = {"num_prompts": 6, "group_size": 4, "max_new_tokens": 128, "num_steps": 10}
+STEP["weights"] = {"correct": 1.0, "format": 0.1}
 
 
 def message_of(wrong: type, options: dict[str, Any]) -> str:
@@ -54,6 +55,14 @@ ALGO_ERRORS = [
     ({"entropy_coef": -0.1}, "entropy_coef = -0.1: expected 0 or more"),
     ({"entropy_coef": 0.1, "entropy_coef_final": -1.0}, "entropy_coef_final = -1.0: expected 0 or more"),
     ({"entropy_coef": 0.1, "entropy_target": 0.0}, "entropy_target = 0.0: expected above 0"),
+    (
+        {"uninformative": "refill", "max_refills": 0},
+        "max_refills = 0 with uninformative = refill: expected 1",
+    ),
+    (
+        {"kl": "k2_loss", "kl_coef": 11.0, "kl_target": 0.1},
+        "kl_coef = 11.0 with kl_target: expected at most 10",
+    ),
     ({"uninformative": "refill", "max_refills": -1}, "max_refills = -1: expected 0 or more"),
     ({"overlong": "soft", "overlong_cache": -1}, "overlong_cache = -1: expected 0 or more"),
     ({"num_minibatches": 0}, "num_minibatches = 0: expected 1 or more"),
@@ -173,7 +182,28 @@ PPO = ALGORITHMS["ppo"]()
             {},
             "overlong_cache = 129: expected at most sampling.max_new_tokens = 128",
         ),
-        ({"multi_reward": "normalise"}, {}, {}, {"num_rewards": 1}, "normalise: expected 2 rewards or more"),
+        (
+            {"multi_reward": "normalise"},
+            {},
+            {},
+            {"weights": {"correct": 1.0, "format": 0.0}},
+            "a reward of weight 0: it would never teach",
+        ),
+        ({}, {"staleness": 10}, {}, {}, "off_policy.staleness = 10: expected below num_steps = 10"),
+        (
+            {"kl": "k3_loss", "kl_coef": 0.1, "ref_refresh_every": 12},
+            {},
+            {},
+            {},
+            "algo.ref_refresh_every = 12: expected below num_steps = 10",
+        ),
+        (
+            {"multi_reward": "normalise"},
+            {},
+            {},
+            {"weights": {"correct": 1.0}},
+            "normalise: expected 2 rewards or more",
+        ),
         (
             {"ratio": "sequence"},
             {"proximal": "recomputed", "correction": "token_mask"},

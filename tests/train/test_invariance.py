@@ -66,8 +66,8 @@ def test_the_matrix_has_every_algorithm_and_every_argument() -> None:
     assert len({case.off_policy.correction for case in scene.CASES.values()}) == 7
     for case in scene.CASES.values():
         value = case.value if case.algo.baseline == "value" else ValueConfig()
-        sizes = {"num_prompts": 6, "group_size": 4, "num_rewards": 2, "max_new_tokens": 200}
-        check_combination(case.algo, case.off_policy, value, **sizes)
+        sizes = {"num_prompts": 6, "group_size": 4, "num_steps": 99, "max_new_tokens": 200}
+        check_combination(case.algo, case.off_policy, value, weights={"correct": 1.0, "format": 0.1}, **sizes)
 
 
 def test_the_start_is_not_trivial() -> None:

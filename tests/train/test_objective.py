@@ -251,6 +251,30 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens() -> None:
     assert float(tokens.var()) == pytest.approx(1.0, abs=1e-6)  # the 1e-8 in the denominator
 
 
+def test_whitening_leaves_the_kl_of_equal_outcomes_small() -> None:
+    """A solved step: what is left is the KL's part, centred; scaled to variance 1 it would be a hundred times it."""
+    policy = new_policy()
+    algo = ALGORITHMS["reinforce_pp"]()
+    groups = [
+        make_group(policy, problem, [{"correct": 1.0, "format": 1.0}] * 2) for problem in problems()[:2]
+    ]
+    sequences = [
+        replace(s, ref_logprobs_T=torch.linspace(-3.0, -1.0, len(s.completion_ids)))
+        for s in training_sequences(with_advantages(groups, algo, WEIGHTS), algo)
+    ]
+    filled = token_advantages(sequences, algo, ValueConfig(), 0.01)
+    tokens = torch.cat([s.advantages_T for s in filled if s.advantages_T is not None])
+    assert float(tokens.mean()) == pytest.approx(0.0, abs=1e-12)
+    to_go = [
+        0.01 * (ref - torch.tensor(s.sampler_logprobs, dtype=torch.float64)).flip(0).cumsum(0).flip(0)
+        for s in sequences
+        if (ref := s.ref_logprobs_T) is not None
+    ]
+    expected = torch.cat(to_go)
+    assert torch.allclose(tokens, expected - expected.mean(), atol=1e-9)
+    assert 0 < float(tokens.std()) < 0.2
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_the_top_entropy_share_counts_tokens(share: float) -> None:
     policy = new_policy()

@@ -248,6 +248,17 @@ def test_the_metrics_of_a_rollout_by_hand() -> None:
     assert not math.isnan(values["rl/repetition"])
 
 
+def test_a_group_of_one_has_no_comparison_to_report() -> None:
+    values = rollout_metrics(
+        hand_rollout([[(1.0, 0.0)], [(0.0, 1.0)]], [[True], [False]]),
+        AlgoConfig(baseline="none", scale="none", uninformative="keep"),
+        {"correct": 1.0, "format": 0.5},
+        num_refilled=0,
+    )
+    assert values["rl/reward_mean"] == pytest.approx(0.75)
+    assert not [name for name in values if "signal" in name or "variance" in name or "cancel" in name]
+
+
 def test_signal_shares_are_those_of_the_advantages() -> None:
     # Group 1 differs in correct alone, group 2 in format alone (weight 0.1): 99 % and 1 % of the rewards' spread.
     table: list[list[tuple[float | None, float | None]]] = [

@@ -162,7 +162,7 @@ def dead_reason(values: Mapping[str, float]) -> str:
 
 def _non_finite_problems(stage: str, row: Mapping[str, Any]) -> dict[str, str]:
     """Return a problem when loss or gradient is NaN or infinite (null in a row that was read back)."""
-    for name in (f"{stage}/grad_norm", f"{stage}/loss"):
+    for name in (f"{stage}/grad_norm", f"{stage}/loss", f"{stage}/value_grad_norm"):
         value = row.get(name, 0.0)
         if value is None or not math.isfinite(value):
             return {"finite": f"{name} is not finite: lower lr, clip gradients, or leave fp16"}

@@ -82,9 +82,11 @@ METRICS: dict[str, Metric] = {
     "rl/thinking_tokens": Metric("tokens", "mean length of the thinking block", ".0f"),
     "rl/completion_tokens": Metric("tokens", "mean length of a completion", ".0f"),
     "rl/truncated": _share("samples cut off by the length limit"),
-    "rl/zero_variance_groups": _share("groups whose rewards are all equal: nothing to learn from"),
+    "rl/zero_variance_groups": _share(
+        "groups whose rewards are all equal: a comparison inside them teaches nothing"
+    ),
     "rl/groups_with_signal": Metric(
-        "groups", "groups of which a sample has an advantage, so that they teach", ".0f"
+        "groups", "groups of which a token has an advantage, so that they teach", ".0f"
     ),
     "rl/all_right_groups": _share("groups all of whose answers are right"),
     "rl/all_wrong_groups": _share("groups all of whose answers are wrong"),
@@ -96,10 +98,13 @@ METRICS: dict[str, Metric] = {
     "rl/unscorable": Metric(
         "samples", "samples that no reward could score; they leave every denominator", ".0f"
     ),
-    "rl/entropy": Metric("nats/token", "entropy of the policy on the trained tokens"),
+    "rl/entropy": Metric("nats/token", "entropy of the policy on the tokens that reach the backward pass"),
     "rl/kl": Metric("nats/token", "divergence from the reference model", ".4f"),
     "rl/kl_coef": Metric("1", "present weight of the KL term", ".2e"),
     "rl/entropy_coef": Metric("1", "present weight of the entropy bonus", ".2e"),
+    "rl/ratio_spread": Metric(
+        "nats", "mean |log ratio| of a trained token over the step's updates; 0 at the first", ".1e"
+    ),
     "rl/clip_high": _share("trained tokens held back by the upper clip"),
     "rl/clip_low": _share("trained tokens held back by the lower clip"),
     "rl/staleness": Metric("steps", "steps between sampling and training; 0 is on-policy", ".0f"),
@@ -112,6 +117,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rl/correction_active": _share("tokens whose off-policy weight is truncated or masked"),
     "rl/value_loss": Metric("1", "half the mean squared error of the critic"),
+    "rl/value_grad_norm": Metric("1", "gradient norm of the critic before clipping"),
     "rl/value_clipped": _share("tokens where the critic's clip holds"),
     "rl/value_explained": Metric(
         "1", "share of the returns' variance that the critic explains; 1 is perfect", ".2f"
@@ -129,7 +135,9 @@ METRICS: dict[str, Metric] = {
     "rl/reward_seconds": Metric("s", "time to score", ".2f"),
     "rl/train_seconds": Metric("s", "time to train", ".2f"),
     "rl/generate_tokens_per_second": Metric("tokens/s", "completion tokens per second of sampling", ",.0f"),
-    "rl/train_tokens_per_second": Metric("tokens/s", "tokens per second of training", ",.0f"),
+    "rl/train_tokens_per_second": Metric(
+        "tokens/s", "tokens of the policy's updates per second of training", ",.0f"
+    ),
     "eval/pass@1": _share("mean share of right samples over problems"),
     "eval/greedy": _share("problems answered right by greedy decoding"),
     "eval/format": _share("completions in perfect format"),
@@ -143,7 +151,7 @@ METRICS: dict[str, Metric] = {
 FAMILIES: dict[str, Metric] = {
     "rl/reward/": Metric("score", "mean unweighted score of this reward"),
     "rl/signal/": _share(
-        "part of this reward in the spread of rewards inside groups; negative works against the rest"
+        "part of this reward in the spread of advantages inside groups; negative works against the rest"
     ),
     "eval/": _share("evaluation score"),
 }

@@ -97,6 +97,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("entropy", ("rl/entropy",)),
         Panel("KL to the reference", ("rl/kl",)),
         Panel("clipped tokens", ("rl/clip_high", "rl/clip_low")),
+        Panel("spread of the ratio", ("rl/ratio_spread",)),
         Panel("gradient norm", ("rl/grad_norm",)),
         Panel("learning rate", ("rl/lr",), smooth=False),
         Panel("surrogate loss", ("rl/loss",)),
@@ -115,6 +116,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("critic's loss", ("rl/value_loss",)),
         Panel("critic's clip", ("rl/value_clipped",)),
         Panel("explained variance", ("rl/value_explained",)),
+        Panel("critic's gradient norm", ("rl/value_grad_norm",)),
     ),
     "rl_speed": (
         Panel("time per step", ("rl/generate_seconds", "rl/reward_seconds", "rl/train_seconds")),

@@ -163,6 +163,7 @@ def token_advantages(
     Returns:
         The sequences with `advantages_T` (and `returns_T` with a critic).
     """
+    is_flat = _spread([torch.tensor([s.advantage]) for s in sequences]) == 0
     rewards = [_token_rewards(sequence, algo, kl_coef) for sequence in sequences]
     filled = list(sequences)
     if algo.baseline == "value" and sequences:
@@ -185,7 +186,8 @@ def token_advantages(
             replace(sequence, advantages_T=rewards_to_go(rewards_T))
             for sequence, rewards_T in zip(sequences, rewards, strict=True)
         ]
-    return _whitened(filled) if algo.whiten else filled
+    # Equal outcomes leave the KL's noise alone: scaled to variance 1 it would drive a solved run at full strength.
+    return _whitened(filled, scale=not (is_flat and algo.baseline != "value")) if algo.whiten else filled
 
 
 def _token_rewards(sequence: TrainingSequence, algo: AlgoConfig, kl_coef: float) -> torch.Tensor:
@@ -207,17 +209,22 @@ def _column(values_T: torch.Tensor | None) -> torch.Tensor:
     return values_T.double().cpu()
 
 
-def _whitened(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-    """Give the token advantages of all ranks mean 0 and (sample) variance 1; all equal ones become 0."""
+def _spread(columns: Sequence[torch.Tensor]) -> float:
+    """Return the difference of the largest and the smallest number of all ranks; 0 where it is rounding."""
+    high = all_reduce_max(max((float(c.max()) for c in columns), default=-math.inf))
+    low = -all_reduce_max(max((-float(c.min()) for c in columns), default=-math.inf))
+    return 0.0 if high - low <= SPREAD_TOLERANCE * max(1.0, abs(high), abs(low)) else high - low
+
+
+def _whitened(sequences: Sequence[TrainingSequence], *, scale: bool) -> list[TrainingSequence]:
+    """Give the token advantages of all ranks mean 0 and, with `scale`, variance 1; all equal ones become 0."""
     columns = [_column(sequence.advantages_T) for sequence in sequences]
     count, total = all_reduce_sum(sum(map(len, columns)), sum(float(c.sum()) for c in columns))
     mean = total / max(count, 1.0)
     (squares,) = all_reduce_sum(sum(float((c - mean).square().sum()) for c in columns))
-    high = all_reduce_max(max((float(c.max()) for c in columns), default=-math.inf))
-    low = -all_reduce_max(max((-float(c.min()) for c in columns), default=-math.inf))
-    is_flat = high - low <= SPREAD_TOLERANCE * max(1.0, abs(high), abs(low))
-    scale = 0.0 if is_flat else (squares / max(count - 1, 1.0) + WHITEN_EPS) ** -0.5
+    factor = (squares / max(count - 1, 1.0) + WHITEN_EPS) ** -0.5 if scale else 1.0
+    factor = factor if _spread(columns) > 0 else 0.0
     return [
-        replace(sequence, advantages_T=(column - mean) * scale)
+        replace(sequence, advantages_T=(column - mean) * factor)
         for sequence, column in zip(sequences, columns, strict=True)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -11,6 +12,8 @@ from whet.algo.losses import Aggregation, RatioLevel, Surrogate
 
 Overlong = Literal["none", "soft", "hard", "filter"]
 KLKind = Literal["none", "k1_reward", "k2_loss", "k3_loss", "k3_unbiased"]
+KL_COEF_RANGE = (1e-5, 10.0)
+"""Bounds of the adaptive weight."""
 
 
 def _require(config: Any, names: str, low: float, high: float = float("inf")) -> None:
@@ -162,6 +165,10 @@ class AlgoConfig:
             raise ValueError("multi_reward = normalise is defined for baseline group_mean with scale group")
         if self.scale in ("mean", "none"):
             _leave_out(self, "std_ddof eps", f"with scale = {self.scale}, which has no standard deviation")
+        if self.uninformative == "refill" and self.max_refills == 0:
+            raise ValueError(
+                "max_refills = 0 with uninformative = refill: expected 1 or more; drop never refills"
+            )
         if self.uninformative != "refill":
             _leave_out(self, "max_refills", f"with uninformative = {self.uninformative}")
         if self.overlong != "soft":
@@ -193,6 +200,11 @@ class AlgoConfig:
             raise ValueError(
                 "ref_refresh_every = 1 or ref_ema = 0: the reference is then the policy itself, and the KL term 0 at "
                 "the one update of a step; refresh more rarely"
+            )
+        if self.kl_target is not None and self.kl_coef > KL_COEF_RANGE[1]:
+            raise ValueError(
+                f"kl_coef = {self.kl_coef} with kl_target: expected at most {KL_COEF_RANGE[1]:g}, where its "
+                "adaptation ends"
             )
         if self.entropy_target is not None and self.entropy_coef_final is not None:
             raise ValueError("entropy_target adapts the weight, entropy_coef_final schedules it; give one")
@@ -288,7 +300,8 @@ def check_combination(
     *,
     num_prompts: int,
     group_size: int,
-    num_rewards: int,
+    weights: Mapping[str, float],
+    num_steps: int,
     max_new_tokens: int,
 ) -> None:
     """Refuse, before anything is loaded, what cannot be exact or would be read by nobody.
@@ -312,7 +325,7 @@ def check_combination(
         raise ValueError(
             f"algo.overlong_cache = {algo.overlong_cache}: expected at most sampling.max_new_tokens = {max_new_tokens}"
         )
-    if algo.multi_reward == "normalise" and num_rewards < 2:
+    if algo.multi_reward == "normalise" and len(weights) < 2:
         raise ValueError(
             "algo.multi_reward = normalise: expected 2 rewards or more; with one it changes nothing"
         )
@@ -321,6 +334,26 @@ def check_combination(
             f"algo.ratio = sequence with off_policy.correction = {off_policy.correction}: weights of tokens do not fit "
             "a ratio of sequences; take sequence_truncate, sequence_mask or geometric_mask"
         )
+    _check_age(algo, off_policy)
+    for name, steps in (
+        ("off_policy.staleness", off_policy.staleness),
+        ("algo.ref_refresh_every", algo.ref_refresh_every),
+    ):
+        if steps >= num_steps and steps:
+            raise ValueError(
+                f"{name} = {steps}: expected below num_steps = {num_steps}, or it never comes to that"
+            )
+    if algo.multi_reward == "normalise" and 0 in weights.values():
+        raise ValueError(
+            "algo.multi_reward = normalise with a reward of weight 0: it would never teach, yet keep groups; leave it "
+            "out"
+        )
+    if algo.baseline != "value" and value != ValueConfig():
+        raise ValueError("value.* is read with algo.baseline = value only; leave it out")
+
+
+def _check_age(algo: AlgoConfig, off_policy: OffPolicyConfig) -> None:
+    """Refuse old samples that nothing makes up for, and a recomputation that nothing reads."""
     if (
         algo.surrogate == "logprob"
         and off_policy.proximal == "recomputed"
@@ -340,5 +373,3 @@ def check_combination(
             f"off_policy.staleness = {off_policy.staleness} with proximal = recomputed and no correction: nothing "
             "makes up for the age of the samples; give a correction, or set proximal to sampler"
         )
-    if algo.baseline != "value" and value != ValueConfig():
-        raise ValueError("value.* is read with algo.baseline = value only; leave it out")

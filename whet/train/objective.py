@@ -15,6 +15,7 @@ import torch
 from whet.algo.corrections import correction_weights
 from whet.algo.losses import (
     kl_estimate,
+    log_ratio,
     loss_denominator,
     policy_loss,
     unbiased_kl,
@@ -30,7 +31,7 @@ from whet.train.advantage import token_advantages, training_sequences
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.train.reference import Coefficients, Critic, Reference
 from whet.train.step import OptimConfig, Optimizer, autocast_dtype, forward_backward
-from whet.train.tally import Tally, critic_metrics, gap_sums, mean_of, sampler_metrics, value_sums
+from whet.train.tally import Tally, add_up, critic_metrics, gap_sums, mean_of, sampler_metrics, value_sums
 from whet.types import Group, MicroBatch
 
 
@@ -124,20 +125,20 @@ class Objective:
         self._coefficients.begin_step(progress)
         self.num_tokens_read = 0.0
         sequences, tally = self._prepare(training_sequences(groups, algo))
+        teaching = {sequence.group for sequence in sequences if _has_advantage(sequence)}
+        metrics = {"rl/groups_with_signal": all_reduce_sum(len(teaching))[0]}
         is_warmup = self._critic is not None and step < self._value.warmup_steps
         results: list[dict[str, float]] = []
         for epoch in range(algo.num_epochs):
             for part in self._minibatches(sequences, step, epoch):
                 if not is_warmup:
-                    gap = tally if not results and not self._is_recomputed else Tally()
+                    gap = tally if not results and not self._is_recomputed else None
                     result = self._update_policy(part, optimizer, lr, gap)
                     results += [result] if result else []
                 if self._critic is not None:
                     self._update_critic(part, lr * self._critic.lr_ratio, tally)
-        metrics = mean_of(results) | sampler_metrics(
-            tally, has_correction=self._off_policy.correction != "none"
-        )
-        metrics |= {"rl/updates": float(len(results))}
+        metrics |= mean_of(results) | {"rl/updates": float(len(results))}
+        metrics |= sampler_metrics(tally, has_correction=self._off_policy.correction != "none")
         if self._critic is not None:
             metrics |= critic_metrics(tally)
         if self._reference is not None:
@@ -213,7 +214,7 @@ class Objective:
         self, sequences: Sequence[TrainingSequence], entropies: Sequence[torch.Tensor]
     ) -> list[TrainingSequence]:
         """Give policy weight 0 to all tokens but the share of highest entropy in the whole step; keep ties."""
-        mine = torch.cat([*entropies, torch.zeros(0, dtype=self._dtype)]).cpu()
+        mine = torch.cat([*(part.cpu() for part in entropies), torch.zeros(0, dtype=self._dtype)])
         everywhere = all_gather_values(mine)
         count = max(1, math.ceil(self._algo.entropy_top_share * everywhere.numel() - 1e-9))
         if not everywhere.numel():
@@ -242,11 +243,11 @@ class Objective:
         return [[s for s in sequences if place[keys[s.group]] == number] for number in range(count)]
 
     def _update_policy(
-        self, counted: Sequence[TrainingSequence], optimizer: Optimizer, lr: float, tally: Tally
+        self, counted: Sequence[TrainingSequence], optimizer: Optimizer, lr: float, tally: Tally | None
     ) -> dict[str, float]:
         """Do one update of the policy; return its metrics, or none where no token teaches and nothing is done."""
         algo = self._algo
-        needs_all = self._kl_in_loss or self._coefficients.entropy != 0
+        needs_all = self._kl_in_loss or algo.has_entropy_bonus
         trained = [s for s in counted if needs_all or _has_advantage(s)]
         batch = pack(
             trained,
@@ -277,7 +278,7 @@ class Objective:
         if num_scored_tokens == 0:
             return {}
         norm = optimizer.step(lr)
-        names = ["loss", "entropy", "kl", "clip_high", "clip_low"]
+        names = ["loss", "entropy", "kl", "clip_high", "clip_low", "ratio_spread"]
         sums = all_reduce_sum(*(totals.get(name, 0.0) for name in names))
         loss, *counts = sums
         shares = {
@@ -286,7 +287,7 @@ class Objective:
         return {"rl/loss": loss, **shares, "rl/grad_norm": norm}
 
     def _micro_loss(
-        self, micro: MicroBatch, denominator: float, tally: Tally
+        self, micro: MicroBatch, denominator: float, tally: Tally | None
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return a micro-batch's share of the objective, and its sums for the metrics."""
         algo = self._algo
@@ -312,9 +313,6 @@ class Objective:
         )
         used_M = micro.policy_weights_M != 0
         loss_M = torch.where(used_M, policy_M, 0.0) * micro.policy_weights_M
-        kl_sum = 0.0
-        if self._reference is not None:
-            kl_sum = float(kl_estimate(logprobs_M.detach(), micro.ref_logprobs_M, "k3").sum())
         if algo.kl == "k3_unbiased":
             kl_M = unbiased_kl(logprobs_M, micro.ref_logprobs_M, micro.sampler_logprobs_M)
             loss_M = loss_M + self._coefficients.kl * kl_M
@@ -324,14 +322,18 @@ class Objective:
         if self._coefficients.entropy:
             loss_M = loss_M - self._coefficients.entropy * entropy_M
         with torch.no_grad():
-            tally.add(gap_sums(logprobs_M, micro.sampler_logprobs_M))
+            if tally is not None:
+                tally.add(gap_sums(logprobs_M, micro.sampler_logprobs_M))
             sums = {
-                "entropy": float(entropy_M.sum()),
-                "kl": kl_sum,
-                "clip_high": float((high_M & used_M).sum()),
-                "clip_low": float((low_M & used_M).sum()),
+                "entropy": entropy_M,
+                "clip_high": high_M & used_M,
+                "clip_low": low_M & used_M,
+                "ratio_spread": log_ratio(logprobs_M, micro.proximal_logprobs_M).abs(),
             }
-        return weighted_sum(loss_M, micro.weights_M, denominator), sums
+            if self._reference is not None:
+                sums["kl"] = kl_estimate(logprobs_M, micro.ref_logprobs_M, "k3")
+            totals = add_up(sums)
+        return weighted_sum(loss_M, micro.weights_M, denominator), totals
 
     def _update_critic(self, counted: Sequence[TrainingSequence], lr: float, tally: Tally) -> None:
         """Do one update of the critic on all tokens of a minibatch, their mean squared error halved."""
@@ -351,7 +353,7 @@ class Objective:
         forward_backward(batch.micro_batches, score)
         sum_gradients(critic.parameters())
         if num_tokens:
-            critic.optimizer.step(lr)
+            tally.add({"value_norm": critic.optimizer.step(lr), "value_updates": 1.0})
 
 
 def _has_advantage(sequence: TrainingSequence) -> bool:

@@ -12,12 +12,11 @@ from whet.generate.policy import Policy
 from whet.generate.scoring import hidden_rows
 from whet.model.attention import AttentionKind
 from whet.model.transformer import LanguageModel
-from whet.train.algorithm import AlgoConfig, ValueConfig
+from whet.train.algorithm import KL_COEF_RANGE, AlgoConfig, ValueConfig
 from whet.train.step import OptimConfig, Optimizer
 from whet.types import MicroBatch
 
 KL_RAISE, KL_LOWER, KL_BAND = 1.5, 0.8, 1.5
-KL_COEF_RANGE = (1e-5, 10.0)
 ENTROPY_STEP = 0.005
 LR_FACTOR = 5.0
 ENTROPY_COEF_MAX = 1.0

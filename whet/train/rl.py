@@ -24,7 +24,7 @@ from whet.telemetry.environment import write_environment
 from whet.telemetry.health import dead_reason, health_warnings
 from whet.telemetry.log import RunLog, read_metrics
 from whet.telemetry.report import write_report
-from whet.train.advantage import counted_samples, with_advantages, without_advantages
+from whet.train.advantage import with_advantages, without_advantages
 from whet.train.curriculum import select_problems
 from whet.train.objective import Objective
 from whet.train.order import DataOrder, data_order
@@ -208,8 +208,6 @@ class _Run:
         )
         sampled = time.perf_counter()
         values = rollout_metrics(rollout, config.algo, self.weights, collected.num_refilled)
-        teaching = sum(any(s.advantage for s in members) for members in counted_samples(groups, config.algo))
-        values["rl/groups_with_signal"] = all_reduce_sum(teaching)[0]
         values["rl/staleness"] = float(step - collected.step)
         lr = learning_rate(config.optim, step, config.num_steps)
         values |= self.objective.update(
@@ -272,10 +270,11 @@ class _Run:
                 f"step {step}: sampler and trainer differ by {gap:.2f} nats per token on average, expected at most "
                 f"{APPROX_GAP_LIMIT}; use policy.attention = exact or a higher precision"
             )
-        if not math.isfinite(values["rl/grad_norm"]):
-            raise UserError(
-                f"step {step}: gradient norm {values['rl/grad_norm']}; nothing was updated: lower optim.lr"
-            )
+        for name in ("rl/grad_norm", "rl/value_grad_norm"):
+            if not math.isfinite(values.get(name, 0.0)):
+                raise UserError(
+                    f"step {step}: {name} is {values[name]}; that update was left out: lower the learning rate"
+                )
         self.dead_steps = self.dead_steps + 1 if values["rl/groups_with_signal"] == 0 else 0
         if self.dead_steps >= self.config.max_dead_steps and values["rl/correct"] < SOLVED:
             raise UserError(

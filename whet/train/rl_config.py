@@ -41,7 +41,7 @@ class RLConfig:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6, schedule="constant", beta2=0.99))
     """Optimizer, schedule and precision."""
     num_steps: int = 100
-    """Optimizer steps."""
+    """Rollout batches; each gives num_minibatches * num_epochs optimizer updates, 1 unless told otherwise."""
     num_prompts: int = 32
     """Problems per step, over all ranks."""
     group_size: int = 8
@@ -104,7 +104,8 @@ class RLConfig:
             self.value,
             num_prompts=self.num_prompts,
             group_size=self.group_size,
-            num_rewards=len(self.reward_weights),
+            weights=self.reward_weights,
+            num_steps=self.num_steps,
             max_new_tokens=self.sampling.max_new_tokens,
         )
 

@@ -172,16 +172,18 @@ def rollout_metrics(
     metrics = {f"rl/{name}": value / count for name, value in zip(names, sums[4:10], strict=True)}
     totals = zip(weights, sums[14::2], sums[15::2], strict=True)
     metrics |= {f"rl/reward/{name}": total / max(number, 1.0) for name, total, number in totals}
-    return metrics | {
+    metrics |= {
         "rl/reward_mean": mean,
         "rl/reward_std": math.sqrt(max(sums[3] / num_scored - mean * mean, 0.0)),
-        "rl/zero_variance_groups": sums[11] / num_groups,
         "rl/all_right_groups": sums[12] / num_groups,
         "rl/all_wrong_groups": sums[13] / num_groups,
         "rl/unscorable": sums[0] - sums[1],
         "rl/groups_refilled": float(num_refilled),
-        **_signal_metrics(rollout.groups, algo, weights),
     }
+    if sums[0] == sums[10]:  # one sample a group: nothing inside it can be compared
+        return metrics
+    metrics["rl/zero_variance_groups"] = sums[11] / num_groups
+    return metrics | _signal_metrics(rollout.groups, algo, weights)
 
 
 def _signal_metrics(

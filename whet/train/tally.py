@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -35,18 +34,27 @@ class Tally:
         return all_reduce_max(self._values.get(name, 0.0))
 
 
+def add_up(columns: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return the sum of each column, float64, with one transfer from the device."""
+    sums = torch.stack([column_M.detach().double().sum() for column_M in columns.values()])
+    return dict(zip(columns, sums.tolist(), strict=True))
+
+
 def gap_sums(logprobs_M: torch.Tensor, sampler_logprobs_M: torch.Tensor) -> dict[str, float]:
     """Sum over tokens what tells trainer and sampler apart, with rho = trainer / sampler."""
     log_rho_M = log_ratio(logprobs_M.detach(), sampler_logprobs_M).double()
     rho_M = log_rho_M.exp()
-    return {
-        "tokens": float(len(rho_M)),
-        "gap": float(log_rho_M.abs().sum()),
-        "gap_max": float(log_rho_M.abs().max()),
-        "k3": float((log_rho_M.expm1() - log_rho_M).sum()),
-        "rho": float(rho_M.sum()),
-        "rho_square": float(rho_M.square().sum()),
-    }
+    sums = add_up(
+        {
+            "tokens": torch.ones_like(rho_M),
+            "gap": log_rho_M.abs(),
+            "k3": log_rho_M.expm1() - log_rho_M,
+            "rho": rho_M,
+            "rho_square": rho_M.square(),
+        }
+    )
+    largest = torch.stack([log_rho_M.abs().max(), log_rho_M.expm1().abs().max()]).tolist()
+    return sums | {"gap_max": largest[0], "drift_max": largest[1]}
 
 
 def sampler_metrics(tally: Tally, *, has_correction: bool) -> dict[str, float]:
@@ -54,13 +62,13 @@ def sampler_metrics(tally: Tally, *, has_correction: bool) -> dict[str, float]:
     tokens, gap, k3, rho, rho_square, active = tally.reduced(
         "tokens", "gap", "k3", "rho", "rho_square", "correction_active"
     )
-    largest = tally.largest("gap_max")
+    largest, drift = tally.largest("gap_max"), tally.largest("drift_max")
     if not tokens:
         return {}
     metrics = {
         "rl/logprob_gap_mean": gap / tokens,
         "rl/logprob_gap_max": largest,
-        "rl/ratio_drift": math.expm1(min(largest, 20.0)),
+        "rl/ratio_drift": drift,
         "rl/mismatch_k3": k3 / tokens,
         "rl/effective_samples": rho**2 / (rho_square * tokens),
     }
@@ -73,20 +81,22 @@ def value_sums(
     """Sum over tokens what the critic's metrics are made of."""
     error_M, start_error_M = (values_M.detach() - returns_M).double(), (start_values_M - returns_M).double()
     returns_M = returns_M.double()
-    return {
-        "value_tokens": float(len(error_M)),
-        "value_square": float(error_M.square().sum()),
-        "value_clipped": float(clipped_M.sum()),
-        "start_error": float(start_error_M.sum()),
-        "start_square": float(start_error_M.square().sum()),
-        "return": float(returns_M.sum()),
-        "return_square": float(returns_M.square().sum()),
-    }
+    return add_up(
+        {
+            "value_tokens": torch.ones_like(error_M),
+            "value_square": error_M.square(),
+            "value_clipped": clipped_M,
+            "start_error": start_error_M,
+            "start_square": start_error_M.square(),
+            "return": returns_M,
+            "return_square": returns_M.square(),
+        }
+    )
 
 
 def critic_metrics(tally: Tally) -> dict[str, float]:
     """Return the critic's loss, its clipped share, and the share of the returns' variance that it explained."""
-    tokens, square, clipped, start_error, start_square, total, total_square = tally.reduced(
+    tokens, square, clipped, start_error, start_square, total, total_square, norm, updates = tally.reduced(
         "value_tokens",
         "value_square",
         "value_clipped",
@@ -94,6 +104,8 @@ def critic_metrics(tally: Tally) -> dict[str, float]:
         "start_square",
         "return",
         "return_square",
+        "value_norm",
+        "value_updates",
     )
     count = max(tokens, 1.0)
     variance = total_square / count - (total / count) ** 2
@@ -101,6 +113,7 @@ def critic_metrics(tally: Tally) -> dict[str, float]:
     return {
         "rl/value_loss": 0.5 * square / count,
         "rl/value_clipped": clipped / count,
+        "rl/value_grad_norm": norm / max(updates, 1.0),
         "rl/value_explained": 1.0 - unexplained / variance if variance > 1e-12 else 0.0,
     }
 
