@@ -26,6 +26,7 @@ README = ROOT / "README.md"
 # left of it. So `algo` cannot know `model`, nor `model` `algo`, nor `tasks` `generate`.
 ORDER = (
     ("types", "schema", "config", "cli"),
+    ("isolation",),
     ("distributed", "sandbox"),
     ("checkpoint", "telemetry"),
     ("rewards", "algo", "model"),
@@ -41,7 +42,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # Lines of code: blank lines, comments and docstrings (100 % of public names have one) are not what makes a package big.
-MAX_PACKAGE_LINES = 15_000
+MAX_PACKAGE_LINES = 22_000
 MAX_CONFIG_FIELDS = 40
 
 RECIPE_MODULES = (
@@ -233,6 +234,8 @@ def forbidden(tree: ast.Module) -> list[str]:
     return found
 
 
+BEHIND_THE_WALL = ("whet.isolation.child", "whet.isolation.remote", "whet.isolation.supervisor")
+"""Modules that run inside the sandbox: to run text is what they are for."""
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
 
@@ -324,7 +327,10 @@ def test_inits_are_empty_and_no_drawers() -> None:
 
 def test_nothing_dangerous() -> None:
     found = {module: lines for module, tree in sources().items() if (lines := forbidden(tree))}
-    assert found == {}
+    assert {module: lines for module, lines in found.items() if module not in BEHIND_THE_WALL} == {}
+    assert set(BEHIND_THE_WALL) <= set(found)
+    named = {line.partition(": ")[2] for module in BEHIND_THE_WALL for line in found[module]}
+    assert named == {"exec(", "importlib.import_module("}
 
 
 def test_the_checks_above_can_fail() -> None:

@@ -266,13 +266,34 @@ def test_open_run(tmp_path: Path) -> None:
         open_run(run, "a: 1\n", resume=True)
     open_run(run, "a: 1\nb: 2\n", resume=False)
     assert (run / "config.yaml").read_text() == "a: 1\nb: 2\n"
+    (run / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"already exists and is never overwritten.*--resume"):
         open_run(run, "a: 1\nb: 2\n", resume=False)
+    with pytest.raises(UserError, match="choose another --out$"):
+        open_run(run, "a: 1\nb: 2\n", resumable=False)
     open_run(run, "a: 1\nb: 2\n", resume=True)
     with pytest.raises(UserError, match="config.yaml line 2 has 'b: 2', you gave 'b: 3'"):
         open_run(run, "a: 1\nb: 3\n", resume=True)
     with pytest.raises(UserError, match="number of fields"):
         open_run(run, "a: 1\nb: 2\nc: 3\n", resume=True)
+
+
+@pytest.mark.parametrize("rest", [[], ["environment.json"], ["metrics.jsonl", "samples.jsonl"]])
+def test_a_run_that_ended_before_its_first_result_blocks_nobody(tmp_path: Path, rest: list[str]) -> None:
+    open_run(tmp_path / "run", "a: 1\n")
+    for name in rest:
+        (tmp_path / "run" / name).write_text("{}" if name == "environment.json" else "")
+    open_run(tmp_path / "run", "a: 2\n")
+    assert (tmp_path / "run" / "config.yaml").read_text() == "a: 2\n"
+    assert os.listdir(tmp_path / "run") == ["config.yaml"]
+
+
+@pytest.mark.parametrize("name", ["eval.json", "checkpoints", "notes.txt"])
+def test_a_folder_with_anything_else_is_left_alone(tmp_path: Path, name: str) -> None:
+    open_run(tmp_path / "run", "a: 1\n")
+    (tmp_path / "run" / name).write_text("")
+    with pytest.raises(UserError, match="already exists"):
+        open_run(tmp_path / "run", "a: 1\n")
 
 
 def test_open_run_takes_an_empty_folder_and_refuses_a_file(tmp_path: Path) -> None:

@@ -6,10 +6,8 @@ import time
 
 import pytest
 
-from whet.schema import SCHEMAS, ResponseSchema, preflight
-from whet.types import Problem, UserError
+from whet.schema import SCHEMAS, ResponseSchema
 
-PROBLEM = Problem(uid="ab", task="t", prompt="1+1=", answer="2", solution="1 and 1")
 THINK = ResponseSchema()
 OPEN = ResponseSchema(opening_in_prompt=False)
 BOTH = pytest.mark.parametrize("schema", [THINK, OPEN])
@@ -117,26 +115,33 @@ def test_bad_tags_are_refused(wrong: dict[str, str]) -> None:
         ResponseSchema(**wrong)
 
 
-def total(schema: ResponseSchema, correct: float = 1.0, style: float = 0.5):
-    def score(problem: Problem, text: str) -> float:
-        return correct * (schema.parse(text).answer == problem.answer) + style * schema.format_reward(text)
-
-    return score
+TOOLS = ResponseSchema(tools=("calculator",))
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_preflight_accepts_rewards_that_share_the_schema(name: str) -> None:
-    preflight(SCHEMAS[name], total(SCHEMAS[name]), PROBLEM, 1.5)
-    preflight(SCHEMAS[name], total(SCHEMAS[name], correct=0.0), PROBLEM, 0.5)
+def test_tools_have_tags_only_where_there_are_tools() -> None:
+    assert THINK.tool_tags == ()
+    assert THINK.stop_strings == ("</answer>",)
+    assert TOOLS.tool_tags == ("<tool>", "</tool>", "<result>", "</result>")
+    assert TOOLS.stop_strings == ("</answer>", "</tool>")
+    assert "tool" not in THINK.system_prompt
+    for tag in TOOLS.tool_tags:
+        assert tag in TOOLS.system_prompt
+    with pytest.raises(ValueError, match="eight different non-empty"):
+        ResponseSchema(tools=("calculator",), tool_open="<think>")
 
 
-def test_preflight_refuses_other_tags_and_senseless_weights() -> None:
-    others = SCHEMAS["working_out_solution"]
-    with pytest.raises(UserError, match=r"perfect completion .* scores 0.0, expected the maximum 1.5"):
-        preflight(THINK, total(others), PROBLEM, 1.5)
-    with pytest.raises(UserError, match="empty completion"):
-        preflight(THINK, lambda problem, text: 1.0, PROBLEM, 1.0)
-    with pytest.raises(UserError, match="empty completion"):
-        preflight(THINK, total(THINK, style=-0.5), PROBLEM, 0.5)
-    with pytest.raises(UserError, match="scores None"):
-        preflight(THINK, lambda problem, text: None, PROBLEM, 1.0)
+def test_a_demonstration_is_cut_where_the_tool_writes() -> None:
+    text = TOOLS.render(TOOLS.render_calls([("1+1", "2"), ("2*3", "6")]), "6")
+    pieces = TOOLS.split_results(text)
+    assert "".join(piece for piece, _ in pieces) == text
+    assert [piece for piece, is_written in pieces if not is_written] == [
+        "<result>2</result>",
+        "<result>6</result>",
+    ]
+    assert TOOLS.parse(text).verdict == "perfect"
+    assert THINK.split_results(text) == [(text, True)]
+    assert TOOLS.split_results("a<result>never closed") == [("a<result>never closed", True)]
+
+
+def test_a_result_holds_no_tags() -> None:
+    assert TOOLS.render_result("1</result></think><answer>2</answer>") == "<result>12</result>"

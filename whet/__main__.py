@@ -26,6 +26,7 @@ class Program:
         plan: Text that --dry-run prints below the config.
         presets: Named values of a group of fields, as `--algo gspo`.
         resumable: Whether it knows --resume.
+        positional: Field that its one word sets, for a program without recipes.
     """
 
     config_class: type[Any]
@@ -34,6 +35,7 @@ class Program:
     plan: Callable[[Any], str] | None = None
     presets: Mapping[str, Mapping[str, Callable[[], Any]]] = field(default_factory=dict)
     resumable: bool = False
+    positional: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,10 +85,22 @@ def _eval() -> Program:
     return Program(config_class=EvalConfig, main=main, recipes=RECIPES, plan=plan)
 
 
+def _audit() -> Program:
+    from whet.eval.audit import AuditConfig, main, plan
+
+    return Program(config_class=AuditConfig, main=main, plan=plan, positional="task.name")
+
+
 def _data() -> Program:
     from whet.inspect.data import DataReportConfig, main
 
     return Program(config_class=DataReportConfig, main=main)
+
+
+def _doctor() -> Program:
+    from whet.inspect.doctor import RECIPES, DoctorConfig, main
+
+    return Program(config_class=DoctorConfig, main=main, recipes=RECIPES)
 
 
 def _demo() -> Program:
@@ -113,7 +127,11 @@ COMMANDS: dict[str, Command] = {
     "dpo": Command(load=_dpo, help="teach a model to prefer better completions over worse ones"),
     "rl": Command(load=_rl, help="reinforce a model with verifiable rewards"),
     "eval": Command(load=_eval, help="measure a model: accuracy with its confidence interval"),
+    "audit": Command(
+        load=_audit, help="test a task and its rewards before training: right pays most, hostile nothing"
+    ),
     "data": Command(load=_data, help="report on a task's data: lengths, repetitions, train/test overlap"),
+    "doctor": Command(load=_doctor, help="attack this machine's sandbox, and show what holds"),
     "demo": Command(load=_demo, help="the whole story in minutes on a laptop: base model, SFT, RL, report"),
     "seeds": Command(
         load=_seeds, help="one recipe with several seeds: stop the hopeless ones, report the spread"
@@ -165,13 +183,19 @@ def run(argv: Sequence[str]) -> int:
         argv[1:],
         resumable=program.resumable,
         presets=program.presets,
+        positional=program.positional,
     )
     if parsed.dry_run:
         print(cli.describe(parsed.config))
         if program.plan is not None:
             print(program.plan(parsed.config))
     elif program.resumable:
-        program.main(parsed.config, resume=parsed.resume)
+        try:
+            program.main(parsed.config, resume=parsed.resume)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                "the same command with --resume goes on from its last checkpoint"
+            ) from None
     else:
         program.main(parsed.config)
     return 0

@@ -22,13 +22,20 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 
 
-def open_run(folder: Path, config_yaml: str, *, resume: bool) -> None:
+# What a run that ended before its first result leaves behind; the next one may take its place.
+BEGINNINGS = frozenset({"config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl"})
+
+
+def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable: bool = True) -> None:
     """Make a new run folder with its config.yaml, or check that an old one may go on.
+
+    A folder in which an earlier run ended before it had a result counts as new.
 
     Args:
         folder: The run folder.
         config_yaml: The resolved configuration.
         resume: Whether the run goes on from its newest checkpoint.
+        resumable: Whether the program knows --resume, for the message.
 
     Raises:
         UserError: If the folder exists without `resume`, is missing with it, or holds another configuration.
@@ -47,15 +54,28 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool) -> None:
             )
         recover(folder / "checkpoints")
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(
-            f"{folder}: already exists and is never overwritten; choose another --out, or --resume"
-        )
+    if folder.exists() and not _is_unused(folder):
+        remedy = "choose another --out, or --resume" if resumable else "choose another --out"
+        raise UserError(f"{folder}: already exists and is never overwritten; {remedy}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for name in BEGINNINGS:
+            (folder / name).unlink(missing_ok=True)
         path.write_text(config_yaml, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def _is_unused(folder: Path) -> bool:
+    """Say whether a folder is empty, or holds nothing but the beginnings of a run."""
+    if not folder.is_dir():
+        return False
+    found = list(folder.iterdir())
+    if not found:
+        return True
+    is_run = any(path.name == "config.yaml" for path in found)
+    logs = [path for path in found if path.suffix == ".jsonl"]
+    return is_run and {path.name for path in found} <= BEGINNINGS and all(p.stat().st_size == 0 for p in logs)
 
 
 def recover(parent: Path) -> None:
@@ -203,17 +223,27 @@ def save_step(
 
     Returns:
         The committed folder.
+
+    Raises:
+        UserError: If the disk refuses; nothing that was there is lost.
     """
     folder = step_folder(run, step)
-    with commit_folder(folder) as temporary:
-        write_model(temporary)
-        training = temporary / "training"
-        training.mkdir()
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            training / "optimizer.safetensors",
-        )
-        (training / "state.json").write_text(json.dumps({"step": step, **state}, indent=1) + "\n")
+    try:
+        with commit_folder(folder) as temporary:
+            write_model(temporary)
+            training = temporary / "training"
+            training.mkdir()
+            save_file(
+                {name: tensor.contiguous() for name, tensor in tensors.items()},
+                training / "optimizer.safetensors",
+            )
+            (training / "state.json").write_text(json.dumps({"step": step, **state}, indent=1) + "\n")
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0][:120]
+        raise UserError(
+            f"{folder}: the checkpoint could not be written ({reason}); earlier ones are whole: free space, then "
+            "--resume"
+        ) from None
     for old in saved_steps(run)[: -max(keep, 2)]:
         _remove(step_folder(run, old))
     return folder

@@ -48,6 +48,8 @@ __all__ = [
 Config = TypeVar("Config", bound="DataclassInstance")
 
 _NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
+_SHORT = {"--task": "--task.name"}
+"""Options that stand for one field of a group."""
 _SWITCHES = {"--dry-run": "dry_run", "--dry_run": "dry_run", "--help": "help", "-h": "help"}
 
 
@@ -81,6 +83,7 @@ def parse(
     *,
     resumable: bool = True,
     presets: Mapping[str, Mapping[str, Callable[[], Any]]] | None = None,
+    positional: str = "",
 ) -> Parsed[Config]:
     """Understand `RECIPE [--field value ...] [--dry-run] [--resume]`.
 
@@ -94,6 +97,7 @@ def parse(
         argv: The words after the program.
         resumable: Whether the program knows `--resume`; otherwise that is an unknown field.
         presets: For a group of fields, named values of it: `--algo gspo`; fields given beside it change it further.
+        positional: Field that a program without recipes takes as its one word: `whet audit gsm8k`.
 
     Returns:
         The config and the switches.
@@ -103,6 +107,8 @@ def parse(
         SystemExit: Status 0 after printing help.
     """
     words, overrides, switches = _scan(argv, _SWITCHES | ({"--resume": "resume"} if resumable else {}))
+    if positional and words:
+        overrides, words = [(_flag(positional), words[:1]), *overrides], words[1:]
     if recipes and not words:
         if "help" in switches:
             print(_overview(program, recipes, resumable=resumable))
@@ -147,8 +153,8 @@ def guard(function: Callable[[], int | None]) -> int:
         if isinstance(error.code, str):
             raise
         return error.code or 0
-    except KeyboardInterrupt:
-        print("whet: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"whet: interrupted{f'; {error}' if str(error) else ''}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # Python flushes stdout once more at exit: give it somewhere to flush to.
@@ -211,7 +217,15 @@ def _start(
     if path.is_dir():
         if not (path / "config.yaml").exists():
             raise UserError(f"folder {recipe!r} has no config.yaml, so it is not a run folder")
-        return load_yaml(path / "config.yaml", cls)
+        try:
+            return load_yaml(path / "config.yaml", cls)
+        except UserError as error:
+            if "unknown field" not in str(error):
+                raise
+            raise UserError(
+                f"{error}; if {recipe!r} is a folder of another program, start from its model: "
+                f"{program} RECIPE --policy.init {recipe}"
+            ) from None
     if path.suffix in (".yaml", ".yml") or (os.sep in recipe and path.exists()):
         return load_yaml(path, cls)
     if os.sep in recipe:
@@ -248,7 +262,7 @@ def _apply(
     """Write overrides into plain config data."""
     seen: dict[str, str] = {}
     for option, texts in overrides:
-        path, hint, negated = _resolve(command, cls, data, option)
+        path, hint, negated = _resolve(command, cls, data, _SHORT.get(option, option))
         dotted = ".".join(path)
         for earlier, spelling in seen.items():
             if earlier == dotted:

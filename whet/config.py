@@ -295,6 +295,9 @@ def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: A
             raise UserError(f"{where}: missing field {dotted!r}, expected {expected(hints[field.name])}")
         else:
             values[field.name] = default
+    seed = values.get("seed")
+    if isinstance(seed, int) and not 0 <= seed < 2**63:
+        raise UserError(f"{where}: {_join(path, 'seed')} = {seed}: expected 0 to 2**63 - 1")
     try:
         return cls(**values)
     except ValueError as error:

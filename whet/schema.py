@@ -1,19 +1,20 @@
 """ResponseSchema: one object makes system prompt, template prefix, stop strings, parser and format reward.
 
 Runs have scored zero throughout because the prompt asked for one pair of tags while the reward looked for
-another. Here nothing but this object knows the tags, and `preflight` proves it before a run starts.
+another. Here nothing but this object knows the tags; the preflight of `whet.eval.audit` proves it before a run starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from whet.types import Problem, UserError
-
-AnswerType = Literal["number", "text", "choice", "vector", "yes_no"]
+AnswerType = Literal["number", "text", "choice", "vector", "yes_no", "program"]
 FormatVerdict = Literal["perfect", "partial", "none"]
+
+CALLS = "calls"
+"""Label in a problem's `meta`: JSON list of the (input, result) pairs that solve it with the tools."""
 
 ANSWER_TYPE_WORDS: dict[str, str] = {
     "number": "your final answer as a single number",
@@ -21,6 +22,7 @@ ANSWER_TYPE_WORDS: dict[str, str] = {
     "choice": "the letter of your choice",
     "vector": "your final answer as a list of numbers",
     "yes_no": "yes or no",
+    "program": "your final Python program",
 }
 
 
@@ -52,6 +54,11 @@ class ResponseSchema:
         opening_in_prompt: True when the generation prompt already ends with `think_open`; the tag is then not
             scored.
         answer_type: What the answer block holds; it words the system prompt.
+        tools: Names of the tools that the model may call while it thinks; without any, the tool tags mean nothing.
+        tool_open: Opening tag of a call.
+        tool_close: Closing tag of a call; generation stops there until the tool has answered.
+        result_open: Opening tag of what the tool answered.
+        result_close: Closing tag of what the tool answered.
     """
 
     think_open: str = "<think>"
@@ -60,11 +67,19 @@ class ResponseSchema:
     answer_close: str = "</answer>"
     opening_in_prompt: bool = True
     answer_type: AnswerType = "number"
+    tools: tuple[str, ...] = ()
+    tool_open: str = "<tool>"
+    tool_close: str = "</tool>"
+    result_open: str = "<result>"
+    result_close: str = "</result>"
 
     def __post_init__(self) -> None:
-        tags = self.tags
+        object.__setattr__(self, "tools", tuple(self.tools))
+        tags = (*self.tags, *self.tool_tags)
         if any(not tag.strip() for tag in tags) or len(set(tags)) != len(tags):
-            raise ValueError(f"schema tags must be four different non-empty strings, got {tags}")
+            raise ValueError(
+                f"schema tags must be {'eight' if self.tools else 'four'} different non-empty strings, got {tags}"
+            )
 
     @property
     def tags(self) -> tuple[str, str, str, str]:
@@ -72,11 +87,26 @@ class ResponseSchema:
         return (self.think_open, self.think_close, self.answer_open, self.answer_close)
 
     @property
+    def tool_tags(self) -> tuple[str, ...]:
+        """The tags of calls and results, where there are tools."""
+        if not self.tools:
+            return ()
+        return (self.tool_open, self.tool_close, self.result_open, self.result_close)
+
+    @property
     def system_prompt(self) -> str:
         """The instruction that asks for exactly what the parser accepts."""
+        calls = ""
+        if self.tools:
+            names, one = ", ".join(name.rpartition(":")[2] for name in self.tools), len(self.tools) == 1
+            calls = (
+                f"While you think you may call a tool ({names}): write "
+                f"{self.tool_open}{'' if one else 'name: '}input{self.tool_close} and read what it answers between "
+                f"{self.result_open} and {self.result_close}. "
+            )
         return (
             "You are given a problem. Think about the problem and write your working between "
-            f"{self.think_open} and {self.think_close}. "
+            f"{self.think_open} and {self.think_close}. {calls}"
             f"Then write {ANSWER_TYPE_WORDS[self.answer_type]} between {self.answer_open} and "
             f"{self.answer_close}."
         )
@@ -88,13 +118,46 @@ class ResponseSchema:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end a response."""
-        return (self.answer_close,)
+        """Strings at which generation stops: the end of a response, and that of a call where there are tools."""
+        return (self.answer_close, self.tool_close) if self.tools else (self.answer_close,)
+
+    def find_call(self, text: str) -> str | None:
+        """Return the input of the call that a turn ends with; None where it ends otherwise."""
+        if not self.tools or not text.endswith(self.tool_close):
+            return None
+        start = text.rfind(self.tool_open)
+        return None if start < 0 else text[start + len(self.tool_open) : -len(self.tool_close)].strip()
+
+    def render_result(self, text: str) -> str:
+        """Write what a tool answered as the model reads it; tags in it are taken out, so that it can end nothing."""
+        for tag in (*self.tags, *self.tool_tags):
+            text = text.replace(tag, "")
+        return f"{self.result_open}{text}{self.result_close}"
+
+    def split_results(self, text: str) -> list[tuple[str, bool]]:
+        """Cut a demonstration into (piece, whether the model writes it): results of tools are read only."""
+        if not self.tools:
+            return [(text, True)]
+        pieces: list[tuple[str, bool]] = []
+        while (start := text.find(self.result_open)) >= 0:
+            end = text.find(self.result_close, start)
+            if end < 0:
+                break
+            end += len(self.result_close)
+            pieces += [(text[:start], True), (text[start:end], False)]
+            text = text[end:]
+        return [*pieces, (text, True)]
 
     def render(self, thinking: str, answer: str) -> str:
         """Write the ideal completion: what follows `generation_prefix`, up to the closing answer tag."""
         opening = "" if self.opening_in_prompt else self.think_open
         return f"{opening}{thinking}{self.think_close}{self.answer_open}{answer}{self.answer_close}"
+
+    def render_calls(self, calls: Sequence[Sequence[str]]) -> str:
+        """Write the thinking of a demonstration that calls tools: (input, result) after (input, result)."""
+        return "".join(
+            f"{self.tool_open}{asked}{self.tool_close}{self.render_result(result)}" for asked, result in calls
+        )
 
     def parse(self, completion: str) -> ParsedResponse:
         """Read a completion in linear time, whatever it holds.
@@ -157,32 +220,3 @@ SCHEMAS: dict[str, ResponseSchema] = {
         answer_close="</SOLUTION>",
     ),
 }
-
-
-def preflight(
-    schema: ResponseSchema, score: Callable[[Problem, str], float | None], problem: Problem, maximum: float
-) -> None:
-    """Stop a run whose rewards cannot tell a perfect completion from an empty one.
-
-    Args:
-        schema: The schema that prompt and rewards share.
-        score: Total reward of a (problem, completion).
-        problem: A problem with its gold answer.
-        maximum: The total that a perfect completion must reach.
-
-    Raises:
-        UserError: If the ideal completion scores below `maximum`, or an empty one does not score the least.
-    """
-    ideal = schema.render(problem.solution or "...", problem.answer)
-    best, empty = score(problem, ideal), score(problem, "")
-    if best is None or abs(best - maximum) > 1e-6:
-        raise UserError(
-            f"preflight: a perfect completion of problem {problem.uid} scores {best}, expected the maximum "
-            f"{maximum:g}; the rewards do not accept what the schema asks for: {ideal[:120]!r}"
-        )
-    wrong = score(problem, schema.render("...", "no answer"))
-    if empty is None or empty >= best or (wrong is not None and empty > wrong):
-        raise UserError(
-            f"preflight: an empty completion of problem {problem.uid} scores {empty}, a wrong one {wrong}, a "
-            f"perfect one {best}; expected empty <= wrong and empty < perfect: mend the rewards or weights"
-        )

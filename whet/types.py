@@ -17,9 +17,9 @@ Shape letters (one letter is exactly one axis; suffixes on tensor and list names
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -77,12 +77,17 @@ class Sample:
         index: Index in its group, 0-based.
         prompt_ids: Token ids that were prefilled.
         completion_ids: Generated token ids **including the stop token**; never re-tokenised.
-        sampler_logprobs: Log-probability of each generated token under the sampled distribution (fp32, nats).
+        sampler_logprobs: Log-probability of each generated token under the sampled distribution (fp32, nats); 0 for
+            tokens that the policy did not write.
         text: Exactly the decoded completion_ids, without the final stop token.
         finish_reason: 'stop' (a stop token or string) or 'length' (cut off).
         rewards: Unweighted score of every reward function, by name.
         reward: Weighted sum; None when unscorable (then the sample leaves statistics and denominators).
         advantage: The scalar that training used; None before it is known.
+        trained: True for the tokens that the policy wrote, False for a tool's or environment's; empty: all True.
+        turn_ends: Number of policy tokens at the end of each turn; empty for one turn.
+        turn_rewards: What the environment paid for each turn, times the weight of the reward 'episode', which is their
+            sum; empty without one.
     """
 
     uid: str
@@ -95,6 +100,14 @@ class Sample:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     reward: float | None = None
     advantage: float | None = None
+    trained: tuple[bool, ...] = ()
+    turn_ends: tuple[int, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum(self.trained) if self.trained else len(self.completion_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,8 +174,43 @@ Reward = Callable[[Problem, str], "float | None"]
 """A reward: (problem, completion text) -> score, or None for 'unscorable'."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What an environment answers to what the policy wrote.
+
+    Attributes:
+        observation: Text that the policy reads next; None ends the episode.
+        reward: What this turn earned.
+        inline: True for a tool's result inside the policy's own message, False for a new message of the user's.
+    """
+
+    observation: str | None = None
+    reward: float = 0.0
+    inline: bool = False
+
+
+class Environment(Protocol):
+    """The other side of an episode of several turns. One object plays many episodes; what changes is in the state."""
+
+    def reset(self, problem: Problem) -> Any:
+        """Begin an episode and return its state; the first observation is the problem's prompt."""
+        ...
+
+    def step(self, states: Sequence[Any], texts: Sequence[str]) -> list[Turn]:
+        """Answer the newest turn of several episodes.
+
+        Args:
+            states: What `reset` returned, changed in place as the environment likes.
+            texts: What the policy wrote in this turn, to the stop string included.
+        """
+        ...
+
+
 class Task(Protocol):
-    """Data, prompt and reward of one kind of problem."""
+    """Data, prompt and judge of one kind of problem.
+
+    A task may have an attribute `answer_type` (`whet.schema.AnswerType`) that words the system prompt.
+    """
 
     name: str
 
@@ -170,8 +218,27 @@ class Task(Protocol):
         """Return all problems of a split ('train', 'dev' or 'test')."""
         ...
 
-    def is_correct(self, problem: Problem, answer: str | None) -> bool:
-        """Judge an extracted final answer (None: nothing could be extracted)."""
+    def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
+        """Judge an extracted final answer.
+
+        Args:
+            problem: The problem, of this task.
+            answer: Untrusted text of any length; None: nothing could be extracted.
+
+        Returns:
+            True or False; None when no verdict could be had (a grader that died, a sandbox that did not start): such a
+            sample leaves statistics and denominators, and never counts as wrong. A wrong, empty or hostile answer is
+            False, and so is one that a grader needs too much time or memory for.
+        """
+        ...
+
+
+@runtime_checkable
+class ManyJudge(Protocol):
+    """A task that judges many answers faster at once than one by one."""
+
+    def judge_many(self, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
+        """Judge answers as `Task.is_correct` does, in their order."""
         ...
 
 

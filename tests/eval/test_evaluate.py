@@ -16,11 +16,11 @@ from whet.eval.evaluate import (
     fitting_problems,
     main,
     plan,
-    print_result,
     take_problems,
     write_result,
 )
 from whet.eval.grade import grade
+from whet.eval.show import print_result
 from whet.generate.engine import Completion, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
@@ -110,7 +110,7 @@ def test_one_sample_has_neither_pass_at_k_nor_majority(
 ) -> None:
     result, _ = run(policy, monkeypatch, num_samples=1)
     assert {name for name in result.metrics if "@" in name} == {"pass@1"}
-    print_result({"tiny": result}, 2, 1)
+    print_result({"tiny": result.metrics}, 2, 1)
     assert "50.0" in capsys.readouterr().out
 
 
@@ -132,6 +132,7 @@ def test_files(policy: Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         "uid": "a",
         "prompt": "47+85=",
         "gold": "132",
+        "meta": {},
         "sample": 3,
         "text": NONE,
         "answer": None,
@@ -140,6 +141,7 @@ def test_files(policy: Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         "thinking_tokens": 9,
         "completion_tokens": 9,
         "finish_reason": "length",
+        "answer_from": None,
     }
     assert sum(row["correct"] for row in rows if row["sample"] != "greedy") == 3
 
@@ -147,15 +149,15 @@ def test_files(policy: Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_grade_takes_the_answer_block_unless_told_otherwise(policy: Policy) -> None:
     text = "1+1=2, so the answer is 132"
     ids = policy.tokenizer.encode("1+1=2")
-    strict = grade(policy, TASK, FIRST, text, ids)
+    (strict,) = grade(policy, TASK, [(FIRST, text, ids)])
     assert (strict.answer, strict.is_correct, strict.verdict) == (None, False, "none")
     assert strict.thinking_tokens == len(ids)
-    lenient = grade(policy, TASK, FIRST, text, ids, answer_from="anywhere")
-    assert (lenient.answer, lenient.is_correct) == ("132", True)
+    (lenient,) = grade(policy, TASK, [(FIRST, text, ids)], answer_from="anywhere")
+    assert (lenient.answer, lenient.is_correct, lenient.answer_step) == ("132", True, "phrase")
     # A block of the run's own schema is what counts, even where another number stands in a box.
     other = Policy(policy.model, policy.tokenizer, SCHEMAS["working_out_solution"])
     text = r"1<end_working_out><SOLUTION>7</SOLUTION> \boxed{132}"
-    block = grade(other, TASK, FIRST, text, [], answer_from="anywhere")
+    (block,) = grade(other, TASK, [(FIRST, text, [])], answer_from="anywhere")
     assert (block.answer, block.is_correct) == ("7", False)
 
 

@@ -115,7 +115,7 @@ def test_tags_as_tokens_are_one_id_each() -> None:
     policy = load_policy(LETTERS, seed=0)
     # <pad> <eos> <unk>, the four tags, then the alphabet from 7 on: '1' is 8, '2' is 9, '+' 17, '5' 12, '=' 18.
     assert policy.prompt_ids(PROBLEM) == (8, 9, 17, 12, 18, 3)
-    assert policy.solution_ids(PROBLEM) == (9, 17, 12, 18, 14, 4, 5, 8, 14, 6)
+    assert policy.solution(PROBLEM)[0] == (9, 17, 12, 18, 14, 4, 5, 8, 14, 6)
     assert set(policy.stop_ids) == {1, 6}
     assert policy.stop_strings == ()
     assert policy.model.config.vocab_size == 19
@@ -152,12 +152,12 @@ def test_demonstrations_end_with_what_ends_a_response() -> None:
     policy = load_policy(BYTES, seed=0)
     text = "2+5=7</think><answer>17</answer>"
     # '</answer>' is nine bytes here, which no id ends: the end of text follows.
-    assert policy.solution_ids(PROBLEM) == (*octets(text), EOS)
-    assert policy.solution_ids(PROBLEM, thinking="") == (*octets("</think><answer>17</answer>"), EOS)
+    assert policy.solution(PROBLEM)[0] == (*octets(text), EOS)
+    assert policy.solution(PROBLEM, thinking="")[0] == (*octets("</think><answer>17</answer>"), EOS)
     assert policy.stop_ids == (EOS,)
     assert policy.stop_strings == ("</answer>",)
     for made in (policy, load_policy(LETTERS, seed=0)):
-        assert made.solution_ids(PROBLEM)[-1] in made.stop_ids
+        assert made.solution(PROBLEM)[0][-1] in made.stop_ids
 
 
 @pytest.mark.parametrize("config", [BYTES, LETTERS], ids=["bytes", "characters"])
@@ -178,12 +178,12 @@ def test_texts_keep_the_closing_tag_and_drop_the_end(config: PolicyConfig, tmp_p
         assert policy.completion_text(prompt, [eos]) == ""
         assert policy.completion_text(prompt, []) == ""
         assert (
-            policy.schema.parse(policy.completion_text(prompt, policy.solution_ids(PROBLEM))).verdict
+            policy.schema.parse(policy.completion_text(prompt, policy.solution(PROBLEM)[0])).verdict
             == "perfect"
         )
     assert loaded.stop_ids == fresh.stop_ids
     assert loaded.stop_strings == fresh.stop_strings
-    assert loaded.solution_ids(PROBLEM) == fresh.solution_ids(PROBLEM)
+    assert loaded.solution(PROBLEM)[0] == fresh.solution(PROBLEM)[0]
 
 
 def test_only_one_final_end_is_dropped() -> None:
@@ -200,7 +200,7 @@ def test_what_is_saved_asks_the_same_again(schema: Any, template: Any, tmp_path:
     policy = load_policy(replace(BYTES, schema=schema, template=template), seed=3)
     policy.save(tmp_path)
     stored = json.loads((tmp_path / "protocol.json").read_text())
-    assert stored["schema"] == asdict(SCHEMAS[schema])
+    assert stored["schema"] == asdict(SCHEMAS[schema]) | {"tools": []}
     assert stored["template"] == {"plain": PLAIN_TEMPLATE, "base": BASE_TEMPLATE}[template]
     again = load_policy(PolicyConfig(init=str(tmp_path)), seed=4)
     assert again.protocol() == policy.protocol()

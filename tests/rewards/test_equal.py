@@ -134,7 +134,7 @@ cat  !=  act  ##  Evelyn  !=  Carla  ##  not 5  !=  5  ##  1121_4  !=  1121  ## 
 (1,2)\cup(3,4)  !=  (1,2)  ##  1/0  !=  1/0+1  ##  1\frac{1}{2}  !=  1/2  ##  -\frac{1}{2}  !=  \frac12
 1000001  !=  1000000  ##  \infty  !=  -\infty  ##  2\sqrt{3}  !=  3\sqrt{2}  ##  x \in [-2,7]  !=  (-2,7)
 x>5  !=  x<5  ##  1 2  !=  12  ##  two  !=  2 3  ##  e  !=  2.718  ##  1e5  !=  1e6  ##  5 6  !=  30
-C(5,2)  !=  C(5,3)  ##  \lfloor 3.7 \rfloor  !=  \lfloor 3.8 \rfloor
+C(5,2)  !=  C(5,3)  ##  \lfloor 3.7 \rfloor  !=  \lfloor 4.1 \rfloor
 \begin{vmatrix}1&2\\3&4\end{vmatrix}  !=  \begin{vmatrix} 1 & 2 \\ 3 & 5 \end{vmatrix}
 100,200,300  !=  100  ##  5 0  !=  50  ##  5$7  !=  57  ##  (1,2)^T  !=  (2,1)  ##  x_1  !=  x_2
 3:4  !=  4:3  ##  n!  !=  n  ##  x=-1,3  !=  -1  ##  \sin 1  !=  \sin 1^\circ  ##  x^{10}  !=  x^1 0

@@ -12,6 +12,8 @@ from whet.rewards.extract import (
     extract_answer,
     extract_answer_with_step,
     from_box,
+    from_choice,
+    from_formula,
     from_hashes,
     from_last_number,
     from_phrase,
@@ -49,6 +51,11 @@ BOXES = [
     (r"\boxedx{3}", None),
     (r"\boxed{a{b{c}}d}{e}", "a{b{c}}d"),
     (r"\boxed{1}, then \boxed", "1"),
+    (r"\boxed{1}, \boxed{2}, \boxed{3}", "1, 2, 3"),
+    (r"$\boxed{4} \quad \text{and} \quad \boxed{9}$", "4, 9"),
+    (r"\boxed{5} then, later on, \boxed{9}", "9"),
+    (r"\boxed{5} \boxed{9}", "9"),
+    (r"\boxed{5}, \boxed{\boxed{6}}", r"5, \boxed{6}"),
     ("no box", None),
 ]
 PHRASES = [
@@ -66,6 +73,15 @@ PHRASES = [
     ("The answer is (B).", "(B)"),
     ("The answer is $x = 5$ cm.", "x = 5 cm"),
     ("The answer is $$7$$.", "7"),
+    ("**Final Answer**: 12", "12"),
+    ("answer = 12", "12"),
+    ("The answer is #### 12", "12"),
+    ("The answer is B because (A) and (C) fail.", "B"),
+    ("The answer is 8, which is 2 more than 6.", "8"),
+    ("Final answer: the smallest such number is 35.", "35"),
+    ("Answer: he finished the race 6 minutes later", "6"),
+    ("Answer: he ate 2 cakes and 3 pies", "he ate 2 cakes and 3 pies"),
+    ("The answer is the cat is on the mat", "the cat is on the mat"),
     ("the answer is", None),
     ("the answer was 5", None),
 ]
@@ -73,6 +89,7 @@ HASHES = [
     ("reasoning\n#### 72", "72"),
     ("#### 1\n#### 2\nmore", "2"),
     ("####5", "5"),
+    ("####: 5", "5"),
     ("####", None),
     ("#### 1,234 dollars", "1,234 dollars"),
     ("# 5", None),
@@ -102,6 +119,38 @@ NUMBERS = [
     ("\u0663", None),
     ("\uff15", None),
     ("9" * 5000, None),
+]
+FORMULAS = [
+    (r"\frac{3}{8}", r"\frac{3}{8}"),
+    ("$[2,5)$", "[2,5)"),
+    ("12 or 15", "12 or 15"),
+    ("60\n270\n90\n180", "60\n270\n90\n180"),
+    ("3+4=7\n7+2=9", "9"),
+    ("x = 5", "5"),
+    ("a = b = 5", "5"),
+    ("2x + y = 5", "2x + y = 5"),
+    ("x=1, y=2", "x=1, y=2"),
+    (r"We find that $x \geq 5$.", r"x \geq 5"),
+    (r"Hence \(x = \frac{1}{2}\) holds", r"\frac{1}{2}"),
+    (r"Thus \[\begin{pmatrix} 1 \\ 2 \end{pmatrix}\]", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    ("It is $2$ or $3$.", "2 or 3"),
+    (r"so we get \frac{5}{6} in the end", r"\frac{5}{6}"),
+    ("It costs $5 and then $7 more, $12 in all", None),
+    ("It is $5$ but then 7", None),
+    ("there are 5 of them", None),
+]
+CHOICES = [
+    ("I weigh them all.\n\nC", "C"),
+    ("Is it 5? \n**Yes.**", "Yes"),
+    ("I would take (B) here", "B"),
+    ("The correct option is D.", "D"),
+    ("not (A), rather (C)", "C"),
+    ("<think>it is warm</think>Paris", "Paris"),
+    ("Paris", "Paris"),
+    ("C. lightning", "C"),
+    ("take (B), that is 5", None),
+    ("no verdict here", None),
+    ("f(A) is not it", None),
 ]
 SIZE = 128 * 1024
 # fmt: off
@@ -138,12 +187,25 @@ def test_last_number(text: str, expected: str | None) -> None:
     assert from_last_number(text) == expected
 
 
+@pytest.mark.parametrize(("text", "expected"), FORMULAS)
+def test_formula(text: str, expected: str | None) -> None:
+    assert from_formula(text) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), CHOICES)
+def test_choice(text: str, expected: str | None) -> None:
+    assert from_choice(text) == expected
+
+
 def test_steps_are_tried_in_their_order_and_named() -> None:
     whole = r"9 #### 4" "\nThe answer is 3. " r"\boxed{2} <answer>1</answer>"
-    assert DEFAULT_STEPS == ("tags", "box", "phrase", "hashes", "last_number")
+    assert DEFAULT_STEPS == ("tags", "box", "phrase", "hashes", "formula", "choice", "last_number")
     assert extract_answer(whole) == "1"
-    for skipped, (step, expected) in enumerate(zip(DEFAULT_STEPS, ("1", "2", "3", "4", "1"), strict=True)):
+    for skipped, (step, expected) in enumerate(zip(DEFAULT_STEPS[:4], ("1", "2", "3", "4"), strict=True)):
         assert extract_answer_with_step(whole, DEFAULT_STEPS[skipped:]) == (expected, step)
+    assert extract_answer_with_step("so it is $7$, as $x = 8$ says") == ("8", "formula")
+    assert extract_answer_with_step("There are 7 of them.\n(C)") == ("(C)", "choice")
+    assert extract_answer_with_step("There are 7 of them.") == ("7", "last_number")
     assert extract_answer_with_step("nothing here") == (None, None)
     assert extract_answer_with_step("only 5", ("tags", "box")) == (None, None)
     assert extract_answer_with_step("an unclosed <answer>5") == ("5", "last_number")

@@ -138,6 +138,33 @@ def test_file_is_split_by_prompt(tmp_path: Path) -> None:
     assert [p.uid for p in Jsonl(zipped).problems("dev")] == [p.uid for p in parts[1]]
 
 
+def test_parquet_reads_like_json_lines(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    plain = [{"question": f"p{n}", "answer": f"2+2\n#### {n}"} for n in range(200)]
+    chats = [chat(f"user:p{n}", f"assistant:<think>hm</think><answer>{n}</answer>") for n in range(200)]
+    for rows in (plain, chats):
+        folder = tmp_path / f"{len(rows[0])}"
+        folder.mkdir(exist_ok=True)
+        lines = write(folder, *rows, name="all.jsonl") / "all.jsonl"
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "all.parquet")
+        for split in ("train", "dev", "test"):
+            found = Jsonl(folder / "all.parquet").problems(split)
+            expected = Jsonl(lines).problems(split)
+            assert [(p.uid, p.answer, p.solution) for p in found] == [
+                (p.uid, p.answer, p.solution) for p in expected
+            ]
+    pieces = tmp_path / "pieces"
+    pieces.mkdir()
+    for piece in (0, 1):
+        table = pyarrow.Table.from_pylist(plain[piece * 100 : piece * 100 + 101])  # one row stands in both
+        parquet.write_table(table, pieces / f"train-0000{piece}-of-00002.parquet")
+    both = [*Jsonl(pieces).problems("train"), *Jsonl(pieces).problems("dev")]
+    assert sorted(p.prompt for p in both) == sorted(row["question"] for row in plain)
+    with pytest.raises(UserError, match="no test.jsonl there"):
+        Jsonl(pieces).problems("test")
+
+
 def test_judging(tmp_path: Path) -> None:
     task = Jsonl(write(tmp_path, {"prompt": "p", "answer": "1/2"}))
     problem = task.problems("test")[0]
@@ -168,7 +195,8 @@ def test_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "chess"}, "task.name = 'chess': expected one of arithmetic, gsm8k, math, jsonl, mixture"),
+        ({"name": "poker"}, f"task.name = 'poker': expected one of {', '.join(OPTIONS)} or path.py:MyTask"),
+        ({"num_problems": -1}, "task.num_problems = -1: expected 0 or more"),
         ({"max_bad_rows": -1}, "task.max_bad_rows = -1: expected 0 or more"),
         ({"name": "math"}, "task math needs data: give its folder or file with --task.path"),
         ({"path": "x"}, "task.path is not read by task arithmetic; leave it out"),

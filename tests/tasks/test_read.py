@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from whet.tasks import read
-from whet.tasks.read import BadRow, read_hub, read_json_array, read_jsonl, split_of
+from whet.tasks.read import BadRow, first_row, read_file, read_hub, read_json_array, read_jsonl, split_of
 from whet.types import UserError
 
 GOOD = b'{"q": "1+1", "a": "2"}'
@@ -108,6 +108,48 @@ def test_json_array(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             read_json_array(write(tmp_path, content), required=["q"])
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = write(tmp_path, b'\xef\xbb\xbfq,a\r\n"1,\n1",2\nx\n3,4\n', "data.csv")
+    rows, bad = read_file(path, required=["q"], max_bad_rows=1)
+    assert rows == [(1, {"q": "1,\n1", "a": "2"}), (3, {"q": "3", "a": "4"})]
+    assert bad == [BadRow("data.csv row 2", "not as many fields as columns")]
+    with pytest.raises(UserError, match="data.csv: not CSV in UTF-8"):
+        read_file(write(tmp_path, b"q\n\xff\n", "data.csv"), required=["q"])
+
+
+def test_json_of_either_kind(tmp_path: Path) -> None:
+    for content in (b' \n[{"q": "x"}]', b'{"q": "x"}\n'):
+        rows, _ = read_file(write(tmp_path, content, "data.json"), required=["q"])
+        assert [row for _, row in rows] == [{"q": "x"}]
+
+
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "data.parquet"
+    bad = pyarrow.array([b"x", b"\xff", None, b"y"]).cast(pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"q": bad, "n": [1, 2, 3, 4]}), path)
+    assert first_row(path) == {"q": "x", "n": 1}
+    rows, left_out = read_file(path, required=["q"], max_bad_rows=2)
+    assert rows == [(1, {"q": "x", "n": 1}), (4, {"q": "y", "n": 4})]
+    assert left_out == [
+        BadRow("data.parquet row 2", "not UTF-8 (byte 0)"),
+        BadRow("data.parquet row 3", "'q' is null, expected text"),
+    ]
+    with pytest.raises(UserError, match="^data.parquet row 2: not UTF-8 .* --task.max-bad-rows 2"):
+        read_file(path, required=["q"], max_bad_rows=1)
+    for content in (b"", b"PAR1" * 9, path.read_bytes()[:-40]):
+        with pytest.raises(UserError, match="cut.parquet: not a parquet file that can be read"):
+            read_file(write(tmp_path, content, "cut.parquet"), required=["q"])
+    with pytest.raises(UserError, match="none.parquet: not a parquet file that can be read"):
+        read_file(tmp_path / "none.parquet", required=["q"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        UserError, match=r"data.parquet: to read parquet files, pip install 'whet\[parquet\]'"
+    ):
+        read_file(path, required=["q"])
 
 
 def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:

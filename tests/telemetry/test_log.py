@@ -111,6 +111,8 @@ def test_samples_hold_everything_of_a_rollout(tmp_path):
         "answer": "7",
         "completion": "7",
         "num_completion_tokens": 3,
+        "num_read_tokens": 0,
+        "num_turns": 1,
         "completion_ids": [7, 8, 2],
         "finish_reason": "stop",
         "rewards": {"correct": 1.0},

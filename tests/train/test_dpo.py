@@ -275,13 +275,14 @@ def test_resume_after_a_crash_while_sampling(
         ({"sft_coef": -1.0}, "sft_coef = -1.0: expected 0 or more"),
         ({"validation_share": 1.0}, "validation_share = 1.0: expected 0 to below 1"),
         ({"num_samples": 0}, "num_samples = 0: expected 1 or more"),
+        ({"num_samples": 1}, "num_samples = 1: a pair needs a right and a wrong completion"),
         ({"batch_size": 0}, "batch_size = 0: expected 1 or more"),
         ({"sampling": SamplingParams(temperature=0)}, "sampling.temperature = 0"),
         ({"max_bad_rows": 1}, "max_bad_rows is read with a file of pairs only"),
-        ({"pairs": "p.jsonl", "num_samples": 4}, "num_samples is not read with a file of pairs"),
+        ({"pairs": "p.jsonl", "num_samples": 4}, "nothing is sampled: put back --num-samples 8$"),
         (
             {"pairs": "p.jsonl", "task": TaskConfig(name="gsm8k", path="x")},
-            "task is not read with a file of pairs",
+            "put back --task.name arithmetic --task.path ",
         ),
     ],
 )

@@ -99,7 +99,7 @@ def test_all_forms_of_a_row_mean_the_same(tiny_policy: PolicyConfig, tmp_path: P
     problem = Problem(uid="", task="", prompt=asked, answer="2")
     for pair in pairs:
         assert pair.prompt_ids == policy.prompt_ids(problem)
-        assert pair.chosen_ids == policy.solution_ids(problem)
+        assert pair.chosen_ids == policy.solution(problem)[0]
         assert policy.tokenizer.decode(pair.rejected_ids) == worse
         assert pair.uid == pairs[0].uid
 

@@ -94,7 +94,7 @@ def set_reward(
     def make(schema: ResponseSchema, task: Task) -> Callable[[Problem, str], Any]:
         return lambda problem, completion: score(schema, problem, completion)
 
-    monkeypatch.setitem(base.REWARDS, name, make)
+    monkeypatch.setitem(base.REWARDS, name, base.Preset(make, best=1.0, worst=0.0))
 
 
 def length_reward(schema: ResponseSchema, problem: Problem, completion: str) -> float:
@@ -568,6 +568,7 @@ def test_the_mean_of_one_reward_counts_the_samples_that_it_scored(
 ) -> None:
     set_reward(monkeypatch, "format", unless_ideal(None))
     set_reward(monkeypatch, "correct", lambda schema, problem, completion: float(bool(completion)))
+    monkeypatch.setattr(rl, "preflight", lambda *arguments: None)
     train(make_config(tiny_policy, tmp_path, num_steps=1))
     (row,) = metrics(tmp_path)
     scores = [s["rewards"]["correct"] for s in samples(tmp_path)]

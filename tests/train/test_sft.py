@@ -277,7 +277,7 @@ def test_the_share_reaches_the_trainer(
     config = make_config(tiny_policy, tmp_path / "run", num_steps=3, empty_thinking_share=share)
     policy = train(config)
     order = EpochOrder(Arithmetic().problems("train"), config.seed).next(12)
-    expected = [policy.solution_ids(problem, thinking="" if share else None) for _, problem in order]
+    expected = [policy.solution(problem, thinking="" if share else None)[0] for _, problem in order]
     assert [sequence.completion_ids for sequence in seen] == expected
 
 

@@ -44,7 +44,7 @@ def config(tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.Monkey
 
         return score
 
-    monkeypatch.setitem(base.REWARDS, "format", make)
+    monkeypatch.setitem(base.REWARDS, "format", base.Preset(make, best=1.0, worst=0.0))
     return RLConfig(
         out=str(tmp_path / "run"),
         policy=tiny_policy,

@@ -13,17 +13,19 @@ from whet.types import Batch, MicroBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSequence:
-    """One sequence to train on: prompt, then completion; every completion token is trained.
+    """One sequence to train on: prompt, then completion; every completion token is trained, or those of a mask.
 
-    The columns (names in `_T`) have one number per completion token; an absent one takes the default in brackets.
+    The columns (names in `_T`) have one number per trained token; an absent one takes the default in brackets.
 
     Attributes:
         prompt_ids: Ids that are only conditioned on (at least one).
-        completion_ids: Ids that are trained.
-        advantage: Advantage of every completion token (0 in supervised training), unless there are `advantages_T`.
+        completion_ids: Ids that follow it.
+        trained: True for completion tokens that are trained; empty for all. The rest (what a tool wrote) is only read.
+        advantage: Advantage of every trained token (0 in supervised training), unless there are `advantages_T`.
         group: Name of the prompt that it belongs to; its number of tokens is `num_group_tokens`.
         num_group_tokens: Trained tokens of all counted sequences of the group.
-        sampler_logprobs: Log-probabilities at sampling time; empty in supervised training.
+        sampler_logprobs: Log-probabilities of the trained tokens at sampling time; empty in supervised training.
+        turn_rewards: (index of a trained token, reward) that is paid before the end; part of `advantage`.
         advantages_T: Advantage of each token [advantage].
         proximal_logprobs_T: Recomputed log-probabilities before the update [sampler_logprobs].
         ref_logprobs_T: Log-probabilities under the reference [0].
@@ -34,10 +36,12 @@ class TrainingSequence:
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
+    trained: tuple[bool, ...] = ()
     advantage: float = 0.0
     group: str = ""
     num_group_tokens: int = 0
     sampler_logprobs: tuple[float, ...] = ()
+    turn_rewards: tuple[tuple[int, float], ...] = ()
     advantages_T: torch.Tensor | None = None
     proximal_logprobs_T: torch.Tensor | None = None
     ref_logprobs_T: torch.Tensor | None = None
@@ -49,6 +53,11 @@ class TrainingSequence:
     def num_tokens(self) -> int:
         """Tokens that the model reads."""
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that the loss counts."""
+        return sum(self.trained) if self.trained else len(self.completion_ids)
 
 
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -100,7 +109,7 @@ def pack(
     Raises:
         ValueError: If a prompt is empty (its first completion token would have no predecessor).
     """
-    trained = [index for index, sequence in enumerate(sequences) if sequence.completion_ids]
+    trained = [index for index, sequence in enumerate(sequences) if sequence.num_trained]
     if any(not sequences[index].prompt_ids for index in trained):
         raise ValueError(
             "a training sequence has an empty prompt: expected at least one token before the completion"
@@ -117,7 +126,7 @@ def pack(
     )
     return Batch(
         micro_batches=micro_batches,
-        num_trained_tokens=sum(len(sequences[index].completion_ids) for index in trained),
+        num_trained_tokens=sum(sequences[index].num_trained for index in trained),
         num_trained_sequences=len(trained),
     )
 
@@ -134,11 +143,16 @@ def _micro_batch(
     rows: list[int] = []
     weights: list[float] = []
     for row, (_, sequence) in enumerate(sequences):
-        count = len(sequence.completion_ids)
+        count = sequence.num_trained
         # A token's hidden state predicts the next one: the last prompt row scores the first completion token.
         first = len(tokens) + len(sequence.prompt_ids) - 1
-        source.extend(range(first, first + count))
-        targets.extend(sequence.completion_ids)
+        if sequence.trained:
+            places = [place for place, is_trained in enumerate(sequence.trained) if is_trained]
+            source.extend(first + place for place in places)
+            targets.extend(sequence.completion_ids[place] for place in places)
+        else:
+            source.extend(range(first, first + count))
+            targets.extend(sequence.completion_ids)
         rows.extend([row] * count)
         weights.extend([aggregation_weight(count, sequence.num_group_tokens, aggregation)] * count)
         tokens.extend(sequence.prompt_ids)
@@ -149,12 +163,12 @@ def _micro_batch(
         for _, sequence in sequences:
             part = getattr(sequence, name)
             default = sequence.advantage if name == "advantages_T" else fill
-            count = len(sequence.completion_ids)
+            count = sequence.num_trained
             parts.append(torch.full((count,), default, dtype=dtype) if part is None else part)
         return torch.cat([part.to(device=device, dtype=dtype) for part in parts])
 
     # Float32 first: that is what the sampler computed.
-    logprobs = [p for _, s in sequences for p in s.sampler_logprobs or [0.0] * len(s.completion_ids)]
+    logprobs = [p for _, s in sequences for p in s.sampler_logprobs or [0.0] * s.num_trained]
     sampler_M = torch.tensor(logprobs, dtype=torch.float32).to(device=device, dtype=dtype)
     is_recomputed = sequences[0][1].proximal_logprobs_T is not None
     long = {"dtype": torch.int64, "device": device}

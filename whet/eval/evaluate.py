@@ -13,11 +13,13 @@ import torch
 from whet.checkpoint import open_run
 from whet.config import align, dump_yaml
 from whet.eval.grade import AnswerFrom, Grade, grade
+from whet.eval.show import print_result
 from whet.eval.stats import Interval, bootstrap_interval, majority_at_k, pass_at_k, wilson_interval
-from whet.generate.engine import Completion, Request
+from whet.generate.episode import play
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
-from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.environment import write_environment
 from whet.telemetry.log import RunLog
@@ -25,6 +27,8 @@ from whet.telemetry.report import write_report
 from whet.types import Problem, Task, UserError
 
 NEAR_ZERO = 0.05
+BREAKDOWN = ("part", "subject", "level", "environment")
+"""Labels of problems by which pass@1 is reported besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,7 @@ class Judged:
     num_tokens: int
     finish_reason: str
     grade: Grade
+    num_turns: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +134,36 @@ def evaluate(
         raise UserError("nothing to evaluate: the split has no problems")
     began = time.perf_counter()
     engine = policy.engine(autocast)
-    requests = [
-        Request(
-            prompt_ids=policy.prompt_ids(problem),
-            seeds=tuple(sequence_seed("eval", seed, problem.uid, index) for index in range(num_samples)),
-        )
+    environment = environment_for(policy.schema, task)
+    seeds = [
+        [sequence_seed("eval", seed, problem.uid, index) for index in range(num_samples)]
         for problem in problems
     ]
-    drawn = engine.generate(requests, sampling, on_finished=on_finished)
-    once = [Request(prompt_ids=request.prompt_ids, seeds=(0,)) for request in requests]
+    drawn = play(policy, engine, problems, seeds, sampling, environment, on_finished=on_finished)
     greedy_params = SamplingParams(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
-    best = engine.generate(once, greedy_params, on_finished=on_finished)
-
-    def judge(problem: Problem, request: Request, done: Completion) -> Judged:
-        text = policy.completion_text(request.prompt_ids, done.ids)
-        graded = grade(policy, task, problem, text, done.ids, answer_from=answer_from)
-        return Judged(text, len(done.ids), done.finish_reason, graded)
-
-    pairs = list(zip(problems, requests, strict=True))
-    samples = [[judge(p, r, done) for done in row] for (p, r), row in zip(pairs, drawn, strict=True)]
-    greedy = [judge(p, r, row[0]) for (p, r), row in zip(pairs, best, strict=True)]
+    once = [[0]] * len(problems)
+    best = play(policy, engine, problems, once, greedy_params, environment, on_finished=on_finished)
+    rows = [[*row, done] for row, (done,) in zip(drawn, best, strict=True)]
+    prompts = [policy.prompt_ids(problem) for problem in problems]
+    items = [
+        (problem, policy.completion_text(prompt, done.ids), done)
+        for problem, prompt, row in zip(problems, prompts, rows, strict=True)
+        for done in row
+    ]
+    grades = grade(policy, task, [(p, text, done.ids) for p, text, done in items], answer_from=answer_from)
+    num_unjudged = sum(not graded.is_judged for graded in grades)
+    if num_unjudged:
+        raise UserError(
+            f"task {task.name}: {num_unjudged} of {len(grades)} answers could not be judged, so there is no score; "
+            "see `whet doctor sandbox`"
+        )
+    judged = [
+        Judged(text, len(done.ids), done.finish_reason, graded, max(1, len(done.turn_ends)))
+        for (_, text, done), graded in zip(items, grades, strict=True)
+    ]
+    count = num_samples + 1
+    samples = [judged[start : start + num_samples] for start in range(0, len(judged), count)]
+    greedy = judged[num_samples::count]
     metrics = _metrics(task, problems, samples, greedy, seed)
     return EvalResult(metrics, problems, samples, greedy, time.perf_counter() - began)
 
@@ -174,13 +189,17 @@ def _metrics(
     if count > 1:
         per_problem[f"pass@{count}"] = [pass_at_k(count, c, count) for c in correct_P]
         per_problem[f"maj@{count}"] = [
-            majority_at_k([s.grade.answer for s in row], lambda answer, p=problem: task.is_correct(p, answer))
+            majority_at_k(
+                [s.grade.answer for s in row], lambda answer, p=problem: bool(task.is_correct(p, answer))
+            )
             for problem, row in zip(problems, samples, strict=True)
         ]
     per_problem["format"] = [_mean([s.grade.verdict == "perfect" for s in row]) for row in samples]
     per_problem["truncated"] = [_mean([s.finish_reason == "length" for s in row]) for row in samples]
     per_problem["thinking_tokens"] = [_mean([s.grade.thinking_tokens for s in row]) for row in samples]
     per_problem["completion_tokens"] = [_mean([s.num_tokens for s in row]) for row in samples]
+    if any(s.num_turns > 1 for row in samples for s in row):
+        per_problem["turns"] = [_mean([s.num_turns for s in row]) for row in samples]
     return {name: _interval(values, seed) for name, values in per_problem.items()}
 
 
@@ -211,6 +230,10 @@ def write_result(folder: Path, result: EvalResult, *, label: str, identity: dict
         "remark": remark(result),
         **counts,
         "metrics": metrics,
+        "pass@1 by": {
+            label: {value: asdict(interval) for value, interval in rows.items()}
+            for label, rows in breakdown(result).items()
+        },
         "seconds": round(result.seconds, 2),
         "identity": identity,
     }
@@ -222,9 +245,11 @@ def write_result(folder: Path, result: EvalResult, *, label: str, identity: dict
                     "uid": problem.uid,
                     "prompt": problem.prompt,
                     "gold": problem.answer,
+                    "meta": dict(problem.meta),
                     "sample": "greedy" if index == 0 else index - 1,
                     "text": done.text,
                     "answer": done.grade.answer,
+                    "answer_from": done.grade.answer_step,
                     "correct": done.grade.is_correct,
                     "format": done.grade.verdict,
                     "thinking_tokens": done.grade.thinking_tokens,
@@ -232,6 +257,20 @@ def write_result(folder: Path, result: EvalResult, *, label: str, identity: dict
                     "finish_reason": done.finish_reason,
                 }
                 file.write(json.dumps(record) + "\n")
+
+
+def breakdown(result: EvalResult) -> dict[str, dict[str, Interval]]:
+    """Return pass@1 for each value of a problem's labels (subject, level ...), where a label has several values."""
+    found: dict[str, dict[str, Interval]] = {}
+    for label in BREAKDOWN:
+        rows: dict[str, list[float]] = {}
+        for problem, samples in zip(result.problems, result.samples, strict=True):
+            if problem.meta.get(label):
+                right = _mean([sample.grade.is_correct for sample in samples])
+                rows.setdefault(problem.meta[label], []).append(right)
+        if len(rows) > 1:
+            found[label] = {value: _interval(values, 0) for value, values in sorted(rows.items())}
+    return found
 
 
 def remark(result: EvalResult) -> str:
@@ -261,8 +300,9 @@ def fitting_problems(policy: Policy, problems: Sequence[Problem], *, min_new_tok
             evaluation asks for one token and counts what is cut off, so that hard problems do not drop out.
 
     Raises:
-        UserError: If none fits.
+        UserError: If none fits, or the tokenizer cannot spell them.
     """
+    policy.check_alphabet(problems)
     context = policy.model.config.max_positions
     lengths = [len(policy.prompt_ids(problem)) for problem in problems]
     kept = [
@@ -296,12 +336,13 @@ def main(config: EvalConfig) -> None:
     task = load_task(config.task)
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     policy = load_policy(config.policy, seed=config.seed, dtype=dtype)
+    policy.expect(answer_type_of(task))
     wanted = take_problems(task, config.split, config.num_problems)
     problems = fitting_problems(policy, wanted, min_new_tokens=1)
-    open_run(folder, dump_yaml(config), resume=False)
+    open_run(folder, dump_yaml(config), resumable=False)
     write_environment(folder)
     total = len(problems) * (config.num_samples + 1)
-    with open_display(f"eval {task.name}/{config.split}", total, ()) as display:
+    with open_display(f"eval {task.name}/{config.split}", total, (), unit="completion") as display:
         if len(problems) < len(wanted):
             display.note(
                 f"{len(wanted) - len(problems)} of {len(wanted)} problems do not fit the context; left out"
@@ -332,36 +373,9 @@ def main(config: EvalConfig) -> None:
             "eval", 0, {f"eval/{name}": interval.mean for name, interval in result.metrics.items()}
         )
     write_report(folder)
-    print_result({Path(config.policy.init).name or "random": result}, len(problems), config.num_samples)
+    print_result(
+        {Path(config.policy.init).name or "random": result.metrics}, len(problems), config.num_samples
+    )
     if remark(result):
         print(remark(result))
     print(f"report: {folder / 'report.md'}")
-
-
-def print_result(results: dict[str, EvalResult], num_problems: int, num_samples: int) -> None:
-    """Print a table of results, one row each, with 95 % intervals over problems."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    names = ["pass@1", "greedy", f"pass@{num_samples}", f"maj@{num_samples}", "format", "thinking_tokens"]
-    names = [name for name in dict.fromkeys(names) if name in next(iter(results.values())).metrics]
-    title = f"{num_problems} held-out problems x {num_samples} samples; percent, with 95 % intervals over problems"
-    table = Table(title=title, box=SIMPLE_HEAD, leading=1, title_justify="left")
-    table.add_column("", style="bold", overflow="fold", min_width=4, max_width=16)
-    for name in names:
-        table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True)
-    for label, result in results.items():
-        table.add_row(Text(label), *(Text(show_metric(name, result.metrics[name])) for name in names))
-    Console().print(table)
-
-
-def show_metric(name: str, interval: Interval) -> str:
-    """Write a metric and, on a second line, its interval: shares in percent, lengths in tokens."""
-    scale = 1.0 if name.endswith("tokens") else 100.0
-    mean, low, high = (
-        f"{scale * value:.1f}".replace("100.0", "100")
-        for value in (interval.mean, interval.low, interval.high)
-    )
-    return f"{mean}\n{low}-{high}"

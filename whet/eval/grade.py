@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whet.generate.policy import Policy
-from whet.rewards.extract import extract_answer
+from whet.rewards.extract import extract_answer_with_step
 from whet.schema import FormatVerdict
-from whet.types import Problem, Task
+from whet.types import ManyJudge, Problem, Task
 
 AnswerFrom = Literal["schema", "anywhere"]
 
@@ -23,46 +23,67 @@ class Grade:
         is_correct: Whether it is right.
         verdict: Format verdict of the schema.
         thinking_tokens: Tokens before the closing thinking tag; all tokens when there is none.
+        answer_step: Where the answer was found: 'schema', or a step of `whet.rewards.extract`.
+        is_judged: False where the task could not say (its sandbox failed): then it is neither right nor wrong.
     """
 
     answer: str | None
     is_correct: bool
     verdict: FormatVerdict
     thinking_tokens: int
+    answer_step: str | None = None
+    is_judged: bool = True
 
 
 def grade(
     policy: Policy,
     task: Task,
-    problem: Problem,
-    text: str,
-    completion_ids: Sequence[int],
+    items: Sequence[tuple[Problem, str, Sequence[int]]],
     *,
     answer_from: AnswerFrom = "schema",
-) -> Grade:
-    """Judge one completion.
+) -> list[Grade]:
+    """Judge completions.
 
     Args:
         policy: Gives schema and tokenizer.
-        task: Judges the answer.
-        problem: The problem.
-        text: Decoded completion.
-        completion_ids: Its tokens.
+        task: Judges the answers, several at once where it can.
+        items: Problem, decoded completion and its tokens.
         answer_from: 'schema' takes the answer block only; 'anywhere' falls back to boxes, phrases and the
             last number.
 
     Returns:
-        Answer, correctness, format and length of the thinking.
+        Answer, correctness, format and length of the thinking of each.
     """
-    parsed = policy.schema.parse(text)
-    answer = parsed.answer
-    if answer is None and answer_from == "anywhere":
-        answer = extract_answer(text)
-    if parsed.thinking is None:
-        thinking_tokens = len(completion_ids)
-    else:
-        thinking_tokens = _count_thinking(policy, parsed.thinking, completion_ids)
-    return Grade(answer, task.is_correct(problem, answer), parsed.verdict, thinking_tokens)
+    parsed = [policy.schema.parse(text) for _, text, _ in items]
+    found: list[tuple[str | None, str | None]] = []
+    for (_, text, _), response in zip(items, parsed, strict=True):
+        if response.answer is None and answer_from == "anywhere":
+            found.append(extract_answer_with_step(text))
+        else:
+            found.append((response.answer, None if response.answer is None else "schema"))
+    right = judge_answers(
+        task, [(problem, answer) for (problem, _, _), (answer, _) in zip(items, found, strict=True)]
+    )
+    return [
+        Grade(
+            answer=answer,
+            is_correct=bool(is_correct),
+            verdict=response.verdict,
+            thinking_tokens=len(ids)
+            if response.thinking is None
+            else _count_thinking(policy, response.thinking, ids),
+            answer_step=step,
+            is_judged=is_correct is not None,
+        )
+        for (_, _, ids), response, (answer, step), is_correct in zip(items, parsed, found, right, strict=True)
+    ]
+
+
+def judge_answers(task: Task, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
+    """Ask the task about answers, all at once where it has `judge_many` (programs run side by side)."""
+    if isinstance(task, ManyJudge):
+        return task.judge_many(items)
+    return [task.is_correct(problem, answer) for problem, answer in items]
 
 
 def _count_thinking(policy: Policy, thinking: str, completion_ids: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -28,19 +28,26 @@ CHECK_EVERY_TEXT = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prompt and the seeds of the samples wanted of it."""
+    """One prompt and the seeds of the samples wanted of it; `max_new_tokens` tightens the bound."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """Generated ids (stop token included), their log-probabilities (fp32) and why it ended."""
+    """Generated ids (stop token included), their log-probabilities (fp32) and why it ended.
+
+    The rest is that of an episode of several turns, see `whet.types.Sample`.
+    """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    trained: tuple[bool, ...] = ()
+    turn_ends: tuple[int, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -91,20 +98,10 @@ class _Rows:
 
     def move(self, source: list[int], target: list[int]) -> None:
         """Overwrite rows `target` by rows `source`."""
-        for name in (
-            "seeds",
-            "positions",
-            "counts",
-            "checked",
-            "limits",
-            "last",
-            "done",
-            "stopped",
-            "tokens",
-            "logprobs",
-        ):
-            tensor = getattr(self, name)
-            tensor[target] = tensor[source]
+        for item in fields(self):
+            if item.name != "owner":
+                tensor = getattr(self, item.name)
+                tensor[target] = tensor[source]
         for old, new in zip(source, target, strict=True):
             self.owner[new] = self.owner[old]
 
@@ -299,7 +296,10 @@ class Engine:
             [requests[index].seeds[sample] for index, sample in state.owner[new]], device=self.device
         )
         state.positions[new] = torch.tensor(lengths, device=self.device).repeat_interleave(repeats) - 1
-        limits = [min(params.max_new_tokens, self.model.config.max_positions - length) for length in lengths]
+        longest = params.max_new_tokens
+        most = [min(requests[index].max_new_tokens or longest, longest) for index, _ in prompts]
+        room = [self.model.config.max_positions - length for length in lengths]
+        limits = list(map(min, most, room))
         state.limits[new] = torch.tensor(limits, device=self.device).repeat_interleave(repeats)
         for flags in (state.counts, state.checked, state.done, state.stopped):
             flags[new] = 0

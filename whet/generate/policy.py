@@ -22,11 +22,13 @@ from whet.model.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, load_model, model_folder, resize_vocabulary, save_model
-from whet.schema import SCHEMAS, ResponseSchema
+from whet.schema import CALLS, SCHEMAS, AnswerType, ResponseSchema
 from whet.types import Problem, UserError
 
 SchemaName = Literal["inherit", "think_answer", "reasoning_answer", "working_out_solution"]
 TemplateName = Literal["auto", "chat", "base", "plain"]
+NUM_CHECKED = 300
+MAX_UNKNOWN_SHARE = 0.01
 TOKENIZER_MADE = ("characters", "bytes")
 
 
@@ -51,6 +53,9 @@ class PolicyConfig:
     template: TemplateName = "auto"
     """Prompt: the model's chat template, 'base' (Question/Answer text), 'plain' (just the question); auto takes
     what `init` was trained with, else chat where there is one, else base."""
+    tools: tuple[str, ...] = ()
+    """Tools that it may call while it thinks: calculator, python (in the sandbox), or path.py:function of your own;
+    none for no tool where `init` has some."""
     system_prompt: bool = True
     """Begin with the schema's instruction (plain prompts have none)."""
     max_rows: int = 256
@@ -119,15 +124,20 @@ class Policy:
         self.system_prompt = system_prompt
         self.attention: AttentionKind = attention
         self.max_rows = max_rows
-        closing = tokenizer.encode(schema.answer_close)
-        single = len(closing) == 1 and closing[0] in tokenizer.special_ids
-        self.stop_ids = tuple(sorted(tokenizer.stop_ids | ({closing[0]} if single else set())))
-        self.stop_strings: tuple[str, ...] = () if single else schema.stop_strings
+        closings = {stop: tokenizer.encode(stop) for stop in schema.stop_strings}
+        single = {stop: ids[0] for stop, ids in closings.items() if len(ids) == 1}
+        single = {stop: index for stop, index in single.items() if index in tokenizer.special_ids}
+        self.stop_ids = tuple(sorted(tokenizer.stop_ids | set(single.values())))
+        self.stop_strings = tuple(stop for stop in schema.stop_strings if stop not in single)
 
     @property
     def device(self) -> torch.device:
         """Where the model lives."""
         return self.model.head_weight.device
+
+    def expect(self, answer_type: AnswerType) -> None:
+        """Word the instruction for the kind of answer that a task asks for."""
+        self.schema = replace(self.schema, answer_type=answer_type)
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
         """Tokens that ask a problem, up to and including the schema's opening tag where it is in the prompt."""
@@ -135,22 +145,84 @@ class Policy:
         messages.append({"role": "user", "content": problem.prompt})
         return tuple(self.tokenizer.encode_prompt(messages, prefix=self.schema.generation_prefix))
 
-    def solution_ids(self, problem: Problem, *, thinking: str | None = None) -> tuple[int, ...]:
+    def solution(
+        self, problem: Problem, *, thinking: str | None = None
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Tokens of the demonstration: thinking, answer and what ends a response.
 
         Args:
             problem: Problem with its worked solution.
-            thinking: Another thinking text, such as '' for an empty scratch-pad; default the solution.
+            thinking: Another thinking text, such as '' for an empty scratch-pad; default the calls that solve it where
+                the schema has tools and the problem says which, else the solution.
+
+        Returns:
+            The tokens, and True for those that the model writes; empty when it writes all.
         """
-        text = self.schema.render(problem.solution if thinking is None else thinking, problem.answer)
-        ids = self.tokenizer.encode(text)
+        if thinking is None:
+            calls = problem.meta.get(CALLS) if self.schema.tools else None
+            thinking = problem.solution if calls is None else self.schema.render_calls(json.loads(calls))
+        text = self.schema.render(thinking, problem.answer)
+        ids: list[int] = []
+        trained: list[bool] = []
+        for piece, is_written in self.schema.split_results(text):
+            more = self.tokenizer.encode(piece)  # piece by piece, as an episode reads and writes them
+            ids += more
+            trained += [is_written] * len(more)
         end = self.tokenizer.eos_id
-        return tuple(ids if ids[-1] in self.stop_ids or end is None else [*ids, end])
+        if ids[-1] not in self.stop_ids and end is not None:
+            ids, trained = [*ids, end], [*trained, True]
+        return tuple(ids), () if all(trained) else tuple(trained)
+
+    def check_alphabet(self, problems: Sequence[Problem], *, solutions: bool = False) -> None:
+        """Refuse problems that the tokenizer cannot spell: training on unknown tokens would teach nothing, silently.
+
+        Args:
+            problems: The problems; the first few hundred are looked at.
+            solutions: Whether their demonstrations are read too.
+
+        Raises:
+            UserError: If more than 1 % of the tokens are unknown.
+        """
+        unknown, shown = self.tokenizer.unk_id, problems[:NUM_CHECKED]
+        if unknown is None:
+            return
+        ids = [index for problem in shown for index in self.prompt_ids(problem)]
+        if solutions:
+            ids += [index for problem in shown for index in self.solution(problem)[0]]
+        if ids.count(unknown) > MAX_UNKNOWN_SHARE * len(ids):
+            text = "".join(p.prompt + p.answer + (p.solution if solutions else "") for p in shown)
+            missing = sorted(c for c in set(text) if unknown in self.tokenizer.encode(c))
+            raise UserError(
+                f"the tokenizer does not know {''.join(missing)[:40]!r}, {ids.count(unknown) / len(ids):.0%} of the "
+                "problems' tokens: give it another policy.alphabet, or take another tokenizer"
+            )
+
+    def observation_ids(self, text: str, last_id: int, *, inline: bool) -> tuple[int, ...]:
+        """Tokens of what an environment answers.
+
+        Args:
+            text: The answer.
+            last_id: The last token that the policy wrote; an end-of-message token is not written twice.
+            inline: True inside the policy's own message (a tool's result, tagged), False for a message of the user's,
+                with what closes the policy's message before it and opens the next one behind it.
+        """
+        if inline:
+            return tuple(self.tokenizer.encode(self.schema.render_result(text)))
+        ids = self.tokenizer.encode_next(text, prefix=self.schema.generation_prefix)
+        return tuple(ids[1:] if ids[:1] == [last_id] and last_id in self.stop_ids else ids)
 
     def completion_text(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
         """Text of a completion: exactly its tokens, without a final end-of-text token (a final tag stays)."""
         ids = list(completion_ids)
-        if ids and ids[-1] in self.stop_ids and self.tokenizer.token_text(ids[-1]) not in self.schema.tags:
+        if (
+            ids
+            and ids[-1] in self.stop_ids
+            and self.tokenizer.token_text(ids[-1])
+            not in (
+                *self.schema.tags,
+                *self.schema.tool_tags,
+            )
+        ):
             ids.pop()
         return self.tokenizer.decode_completion(prompt_ids, ids)
 
@@ -169,7 +241,7 @@ class Policy:
     def protocol(self) -> dict[str, object]:
         """Describe how the model is asked: part of a result's identity."""
         return {
-            "schema": asdict(self.schema),
+            "schema": asdict(self.schema) | {"tools": list(self.schema.tools)},
             "system_prompt": self.system_prompt,
             "template": self.tokenizer.chat_template,
             "tokenizer": self.tokenizer.fingerprint,
@@ -278,11 +350,13 @@ def _protocol(config: PolicyConfig, folder: Path | None) -> tuple[ResponseSchema
                 system_prompt = stored_prompt and config.system_prompt
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{folder}/protocol.json: malformed ({error})") from None
+    if config.tools:
+        schema = replace(schema, tools=() if config.tools == ("none",) else config.tools)
     return schema, template, system_prompt
 
 
 def _tokenizer(config: PolicyConfig, folder: Path | None, schema: ResponseSchema) -> Tokenizer:
-    tags = schema.tags if config.tags_as_tokens else ()
+    tags = (*schema.tags, *schema.tool_tags) if config.tags_as_tokens else ()
     if config.tokenizer == "characters":
         return Tokenizer.characters(config.alphabet, tags)
     if config.tokenizer == "bytes":

@@ -111,7 +111,7 @@ def main(config: DataReportConfig) -> None:
         for split in HELD_OUT
         for view in VIEWS
     }
-    open_run(folder, dump_yaml(config), resume=False)
+    open_run(folder, dump_yaml(config), resumable=False)
     content = _content(config, task, splits, lengths, repeated, overlaps)
     (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
     _draw_lengths({split: prompts for split, (prompts, _) in lengths.items()}, _unit(config), folder)

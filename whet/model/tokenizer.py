@@ -31,6 +31,7 @@ class Tokenizer:
     Attributes:
         bos_id: Id that opens a text, or None.
         eos_id: Id that ends a text, or None.
+        unk_id: Id of characters outside the vocabulary, or None.
         pad_id: Id for padding, or None (also where the config names one that tokenizer.json lacks).
         stop_ids: Every id that ends a generation: `eos_id` and those of generation_config.json.
         adds_bos: Whether prompts begin with `bos_id`.
@@ -72,7 +73,7 @@ class Tokenizer:
         for role, index in ids.items():
             if index is None:
                 raise UserError(f"tokenizer_config.json: {role} {roles[role]!r} is not in tokenizer.json")
-        self.bos_id, self.eos_id, self.pad_id = (ids.get(role) for role in ROLES[:3])
+        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (ids.get(role) for role in ROLES)
         flagged = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(flagged | {index for index in ids.values() if index is not None})
         self.stop_ids = frozenset(stop_ids) | ({self.eos_id} if self.eos_id is not None else frozenset())
@@ -164,6 +165,15 @@ class Tokenizer:
         if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
+
+    def encode_next(self, text: str, prefix: str = "") -> list[int]:
+        """Encode a further message of the user's behind a reply: what the template puts there, then `prefix`."""
+        mark = "\u2402reply\u2403"
+        turns = (("user", "0"), ("assistant", mark), ("user", text))
+        rendered = self._render([{"role": role, "content": said} for role, said in turns], cue=True)
+        if mark not in rendered:
+            raise UserError("chat template leaves earlier replies out: episodes of several turns need them")
+        return self.encode(rendered.rpartition(mark)[2] + prefix)
 
     def with_template(self, template: str) -> Tokenizer:
         """Copy with another chat template."""
@@ -260,14 +270,8 @@ class Tokenizer:
             else config.get("chat_template")
         )
         if isinstance(template, list):  # several named ones
-            template = next(
-                (
-                    row.get("template")
-                    for row in template
-                    if isinstance(row, dict) and row.get("name") == "default"
-                ),
-                None,
-            )
+            named = {row.get("name"): row.get("template") for row in template if isinstance(row, dict)}
+            template = named.get("default")
         return cls(
             backend,
             roles=roles,

@@ -67,6 +67,8 @@ def model_folder(source: str | Path) -> Path:
         )
     if path.exists():
         raise UserError(f"{path}: neither a model folder (no config.json) nor a run folder (no checkpoints/)")
+    if str(source).startswith("runs/"):
+        raise UserError(f"{str(source)!r}: no such run yet; make it first, or give another folder")
     if "/" not in str(source) or not is_hub_name(str(source)):
         raise UserError(f"{str(source)!r}: no such folder, and not a hub name such as 'owner/name'")
     return hub_folder(str(source), HUB_PATTERNS)

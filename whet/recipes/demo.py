@@ -18,11 +18,10 @@ from whet.config import dump_yaml
 from whet.eval.evaluate import (
     EvalResult,
     evaluate,
-    print_result,
-    show_metric,
     take_problems,
     write_result,
 )
+from whet.eval.show import print_result, show_metric
 from whet.generate.policy import Policy, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.recipes import rl as rl_recipes
@@ -68,7 +67,7 @@ def main(config: DemoConfig) -> None:
     """Train, measure, and tell the story."""
     console = Console()
     folder = Path(config.out or time.strftime("runs/demo-%Y%m%d-%H%M%S"))
-    open_run(folder, dump_yaml(config), resume=False)
+    open_run(folder, dump_yaml(config), resumable=False)
     write_environment(folder)
     torch.set_num_threads(config.num_threads)
     console.print(_introduction())
@@ -84,7 +83,8 @@ def main(config: DemoConfig) -> None:
     seconds = time.perf_counter() - began
     _write_summary(folder, results, seconds)
     print()
-    print_result(results, len(results["rl"].problems), config.num_samples)
+    metrics = {stage: result.metrics for stage, result in results.items()}
+    print_result(metrics, len(results["rl"].problems), config.num_samples)
     _show_samples(console, results)
     for part in ("sft", "rl"):
         write_report(folder / part)
@@ -120,7 +120,7 @@ def _measure(policy: Policy, config: DemoConfig, folder: Path, stage: str) -> Ev
     problems = take_problems(task, config.split, config.num_problems)
     sampling = SamplingParams(temperature=1.0, max_new_tokens=rl_recipes.demo().sampling.max_new_tokens)
     total = len(problems) * (config.num_samples + 1)
-    with open_display(f"measure {stage}: {STAGES[stage]}", total, ()) as display:
+    with open_display(f"measure {stage}: {STAGES[stage]}", total, (), unit="completion") as display:
         result = evaluate(
             policy,
             task,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from whet.eval.evaluate import EvalConfig
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.recipes.models import GSM8K, STORIES, demo_policy
+from whet.recipes.models import GSM8K, STORIES, calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
 
 
@@ -18,6 +18,18 @@ def demo() -> EvalConfig:
         policy=demo_policy("runs/demo-rl"),
         num_problems=512,
         sampling=SamplingParams(max_new_tokens=48),
+    )
+
+
+def calculator() -> EvalConfig:
+    """Products of four-digit numbers, with the tools that the model was trained with: 512 problems x 8 samples."""
+    return EvalConfig(
+        out="runs/calculator-eval",
+        policy=calculator_policy("runs/calculator-rl"),
+        task=TaskConfig(name="products"),
+        num_problems=512,
+        num_samples=8,
+        sampling=SamplingParams(max_new_tokens=96),
     )
 
 
@@ -45,4 +57,9 @@ def math500() -> EvalConfig:
     )
 
 
-RECIPES: dict[str, Callable[[], EvalConfig]] = {"demo": demo, "gsm8k": gsm8k, "math500": math500}
+RECIPES: dict[str, Callable[[], EvalConfig]] = {
+    "demo": demo,
+    "calculator": calculator,
+    "gsm8k": gsm8k,
+    "math500": math500,
+}

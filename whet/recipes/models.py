@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from whet.generate.policy import PolicyConfig
 from whet.model.config import ModelConfig
 from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.products import Products
 
 STORIES = "../shared/data/models/stories260k"
 GSM8K = "../shared/data/gsm8k"
@@ -33,6 +36,19 @@ def demo_policy(init: str = "") -> PolicyConfig:
         schema="think_answer",
         template="plain",
         max_rows=512,
+    )
+
+
+def calculator_policy(init: str = "") -> PolicyConfig:
+    """The demo's Llama with room for a long multiplication, and a calculator that it may call."""
+    if init:
+        return PolicyConfig(init=init, max_rows=512)
+    policy = demo_policy()
+    return replace(
+        policy,
+        model=replace(policy.model, max_positions=128),
+        alphabet=Products.alphabet,
+        tools=("calculator",),
     )
 
 

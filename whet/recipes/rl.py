@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.recipes.models import GSM8K, demo_policy
+from whet.recipes.models import GSM8K, calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.objective import AlgoConfig
 from whet.train.rl_config import RLConfig
@@ -145,6 +145,16 @@ def demo() -> RLConfig:
     )
 
 
+def calculator() -> RLConfig:
+    """GRPO on products of four-digit numbers, with a calculator: right answers teach the model to call it."""
+    return replace(
+        demo(),
+        out="runs/calculator-rl",
+        policy=calculator_policy("runs/calculator-sft"),
+        task=TaskConfig(name="products"),
+    )
+
+
 def stories260k_gsm8k() -> RLConfig:
     """GRPO on GSM8K from the fine-tuned stories260k: format and correctness rewards."""
     return RLConfig(
@@ -252,6 +262,7 @@ def llama32_3b_math() -> RLConfig:
 
 RECIPES: dict[str, Callable[[], RLConfig]] = {
     "demo": demo,
+    "calculator": calculator,
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,
     "qwen2.5-0.5b-math": qwen25_05b_math,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whet.generate.policy import PolicyConfig
-from whet.recipes.models import GSM8K, STORIES, demo_policy, gpt2_policy
+from whet.recipes.models import GSM8K, STORIES, calculator_policy, demo_policy, gpt2_policy
 from whet.tasks.base import TaskConfig
 from whet.train.sft import SFTConfig
 from whet.train.step import OptimConfig
@@ -26,6 +26,13 @@ def demo() -> SFTConfig:
         validation_problems=128,
         validate_every=200,
         save_every=600,
+    )
+
+
+def calculator() -> SFTConfig:
+    """Products of four-digit numbers with a calculator, which half of the demonstrations do not call."""
+    return replace(
+        demo(), out="runs/calculator-sft", policy=calculator_policy(), task=TaskConfig(name="products")
     )
 
 
@@ -116,6 +123,7 @@ def llama32_3b_math() -> SFTConfig:
 
 RECIPES: dict[str, Callable[[], SFTConfig]] = {
     "demo": demo,
+    "calculator": calculator,
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,
     "qwen2.5-0.5b-math": qwen25_05b_math,

@@ -1,27 +1,75 @@
-"""The table of built-in rewards, and how several of them become one number."""
+"""Rewards of a run: built-in ones by name, the user's own by `path.py:function`, and how they become one number."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from whet.isolation.graders import GraderPool
+from whet.rewards.presets import PRESETS, Preset
+from whet.rewards.program import program_keywords, program_loads, program_tests
 from whet.schema import ResponseSchema
 from whet.types import Problem, Reward, Task, UserError
+
+EPISODE = "episode"
+"""Name of what an environment pays turn by turn; it is no function of the text."""
+JUDGE = "judge"
+"""Name of the score that a language model gives (`whet.rewards.judge`)."""
+ELSEWHERE = (EPISODE, JUDGE)
+DEADLINE_S = 2.0
+"""Time that one call of a user's own reward may take."""
+MEMORY_MIB = 2048
+FAILURE_LIMIT = 0.5
+"""More failures than this in one batch stop the run: then the function is wrong, not a completion."""
+
+Item = tuple[Problem, str]
+ManyScores = Callable[[Sequence[Item]], "list[float | None]"]
+
+
+@dataclass(slots=True)
+class Failures:
+    """Calls of one reward that gave no score: counted, shown, never a score of 0.
+
+    Attributes:
+        count: Calls so far.
+        latest: What went wrong last, in one line.
+    """
+
+    count: int = 0
+    latest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedReward:
-    """A reward function with its name and weight."""
+    """A reward with its name and weight.
+
+    Attributes:
+        name: Its name in logs.
+        weight: What its score is multiplied by.
+        function: Scores one completion.
+        many: Scores several at once, in place of `function`.
+        best: Score of a perfect completion; None where nobody knows.
+        failures: Calls that gave no score.
+    """
 
     name: str
     weight: float
-    function: Reward
+    function: Reward | None = None
+    many: ManyScores | None = None
+    best: float | None = 1.0
+    failures: Failures = field(default_factory=Failures)
 
 
 def correctness(schema: ResponseSchema, task: Task) -> Reward:
-    """Return 1 for the right answer in the schema's answer block, else 0."""
-    return lambda problem, completion: float(task.is_correct(problem, schema.parse(completion).answer))
+    """Return 1 for the right answer in the schema's answer block, else 0; None where it could not be judged."""
+
+    def score(problem: Problem, completion: str) -> float | None:
+        is_correct = task.is_correct(problem, schema.parse(completion).answer)
+        return None if is_correct is None else float(is_correct)
+
+    return score
 
 
 def format_score(schema: ResponseSchema, task: Task) -> Reward:
@@ -29,71 +77,180 @@ def format_score(schema: ResponseSchema, task: Task) -> Reward:
     return lambda problem, completion: schema.format_reward(completion)
 
 
-REWARDS: dict[str, Callable[[ResponseSchema, Task], Reward]] = {
-    "correct": correctness,
-    "format": format_score,
+REWARDS: dict[str, Preset] = {
+    "correct": Preset(correctness, best=1.0, worst=0.0),
+    "format": Preset(format_score, best=1.0, worst=0.0),
+    **PRESETS,
+    "program_loads": Preset(program_loads, best=1.0, worst=0.0),
+    "program_tests": Preset(program_tests, best=1.0, worst=0.0),
+    "program_keywords": Preset(program_keywords, best=1.0, worst=0.0),
 }
 """Name -> maker of the reward function. `correct` is the headline; the others shape."""
 
 
-def build_rewards(weights: Mapping[str, float], schema: ResponseSchema, task: Task) -> list[WeightedReward]:
-    """Make the reward functions of a run.
-
-    Args:
-        weights: Weight by name.
-        schema: The schema that prompts and rewards share.
-        task: Judges answers.
+def parse_own(text: str) -> tuple[str, str, float]:
+    """Read `path.py:function` or `path.py:function=weight`.
 
     Returns:
-        The rewards in the order of their names in the table.
+        Specification of the function, its name, and the weight (1 where none is given).
 
     Raises:
-        UserError: If a name is unknown, a weight is not finite, or there is none.
+        UserError: If it is neither.
+    """
+    spec, equals, number = text.partition("=")
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path.endswith(".py") or not name.isidentifier():
+        raise UserError(f"reward {text!r}: expected path.py:function or path.py:function=weight")
+    try:
+        weight = float(number) if equals else 1.0
+    except ValueError:
+        raise UserError(f"reward {text!r}: {number!r} is no weight; expected a number behind '='") from None
+    if not math.isfinite(weight):
+        raise UserError(f"reward {text!r}: expected a finite weight")
+    return spec, name, weight
+
+
+def own_reward(text: str) -> WeightedReward:
+    """Make a reward of the user's own function, which runs in killable worker processes with a deadline.
+
+    A call that fails, hangs or returns no number gives None: unscorable, and counted.
+
+    Args:
+        text: `path.py:function`, with `=weight` behind it if it is not 1.
+
+    Raises:
+        UserError: If it is malformed, or there is no such function.
+    """
+    spec, name, weight = parse_own(text)
+    path = Path(spec.rpartition(":")[0])
+    if not path.is_file():
+        raise UserError(f"reward {text!r}: no file {str(path)!r}; check --reward")
+    pool = GraderPool(spec, deadline_s=DEADLINE_S, memory_mib=MEMORY_MIB)
+    failures = Failures()
+
+    def score(items: Sequence[Item]) -> list[float | None]:
+        outcomes = pool.map(items)
+        scores: list[float | None] = []
+        for outcome in outcomes:
+            value, message = outcome.value, outcome.message
+            if outcome.kind == "ok" and value is not None:
+                if isinstance(value, (int, float)) and math.isfinite(value):
+                    scores.append(float(value))
+                    continue
+                message = f"returned {value!r}, expected a finite number or None"
+            if outcome.kind != "ok" or value is not None:
+                failures.count += 1
+                failures.latest = message or outcome.kind
+            scores.append(None)
+        num_failed = sum(outcome.kind == "error" for outcome in outcomes)
+        if num_failed > FAILURE_LIMIT * len(items):
+            raise UserError(
+                f"reward '{name}' fails for {num_failed} of {len(items)} completions: {failures.latest}; mend {path}"
+            )
+        return scores
+
+    return WeightedReward(name, weight, many=score, best=None, failures=failures)
+
+
+def build_rewards(
+    weights: Mapping[str, float], schema: ResponseSchema, task: Task, own: Sequence[str] = ()
+) -> list[WeightedReward]:
+    """Make the rewards of a run.
+
+    Args:
+        weights: Weight of built-in rewards by name. 'episode' and 'judge' come without a function: whoever plays the
+            episodes, or has the judge, fills them in.
+        schema: The schema that prompts and rewards share.
+        task: Judges answers.
+        own: The user's own, as `own_reward` reads them.
+
+    Returns:
+        The built-in rewards in the order of the table, then the user's.
+
+    Raises:
+        UserError: If a name is unknown or comes twice, a weight is not finite, or there is none.
     """
     for name, weight in weights.items():
-        if name not in REWARDS:
-            raise UserError(f"rewards.{name}: no such reward; expected one of {', '.join(REWARDS)}")
+        if name not in REWARDS and name not in ELSEWHERE:
+            everything = ", ".join((*REWARDS, *ELSEWHERE))
+            raise UserError(f"rewards.{name}: no such reward; expected one of {everything}")
         if not math.isfinite(weight):
             raise UserError(f"rewards.{name} = {weight}: expected a finite weight")
-    if not weights:
+    names = [*weights, *(parse_own(text)[1] for text in own)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"reward '{twice}' comes twice; give the function another name")
+    if not names:
         raise UserError(f"rewards is empty: give at least one of {', '.join(REWARDS)}")
-    return [
-        WeightedReward(name, weights[name], make(schema, task))
-        for name, make in REWARDS.items()
+    built_in = [
+        WeightedReward(
+            name,
+            weights[name],
+            preset.make(schema, task),
+            best=(preset.best if weights[name] >= 0 else preset.worst) if preset.is_reached else None,
+        )
+        for name, preset in REWARDS.items()
         if name in weights
     ]
+    elsewhere = [WeightedReward(name, weights[name], best=None) for name in ELSEWHERE if name in weights]
+    return [*built_in, *elsewhere, *map(own_reward, own)]
 
 
-def score_completion(
-    rewards: list[WeightedReward], problem: Problem, completion: str
-) -> tuple[dict[str, float | None], float | None]:
-    """Score one completion with every reward.
+def score_completions(
+    rewards: Sequence[WeightedReward],
+    items: Sequence[Item],
+    known: Mapping[str, Sequence[float]] | None = None,
+) -> list[tuple[dict[str, float | None], float | None]]:
+    """Score completions with every reward.
 
     Args:
         rewards: The run's rewards.
-        problem: The problem.
-        completion: Text of the completion.
+        items: Problems with the text of a completion.
+        known: Scores, by name of a reward, that are no function of the text.
 
     Returns:
-        Unweighted score by name, and the weighted sum; None when any reward found it unscorable.
+        For each item its unweighted score by name, and the weighted sum; None when a reward found it unscorable.
 
     Raises:
-        UserError: If a reward returns something that is neither None nor a finite number.
+        UserError: If a built-in reward returns something that is neither None nor a finite number.
     """
-    scores: dict[str, float | None] = {}
-    total = 0.0
+    columns: list[list[float | None]] = []
     for reward in rewards:
-        score = reward.function(problem, completion)
-        if score is not None and not (isinstance(score, (int, float)) and math.isfinite(score)):
-            raise UserError(
-                f"reward '{reward.name}' returned {score!r} for problem {problem.uid}: expected a finite "
-                f"number, or None for 'unscorable'; the completion was {completion[:200]!r}"
-            )
-        scores[reward.name] = None if score is None else float(score)
-        total += reward.weight * (score or 0.0)
-    return scores, None if any(score is None for score in scores.values()) else total
+        if known and reward.name in known:
+            columns.append(list(known[reward.name]))
+        elif reward.many is not None:
+            columns.append(reward.many(items))
+        else:
+            columns.append([_score_one(reward, *item) for item in items])
+    names = [reward.name for reward in rewards]
+    results: list[tuple[dict[str, float | None], float | None]] = []
+    for place in range(len(items)):
+        row = [column[place] for column in columns]
+        total = sum(reward.weight * (score or 0.0) for reward, score in zip(rewards, row, strict=True))
+        results.append((dict(zip(names, row, strict=True)), None if None in row else total))
+    return results
 
 
-def best_total(rewards: list[WeightedReward]) -> float:
-    """Return the total of a perfect completion: every built-in reward's best score is 1."""
-    return sum(max(reward.weight, 0.0) for reward in rewards)
+def _score_one(reward: WeightedReward, problem: Problem, completion: str) -> float | None:
+    assert reward.function is not None
+    score = reward.function(problem, completion)
+    if score is not None and not (isinstance(score, (int, float)) and math.isfinite(score)):
+        raise UserError(
+            f"reward '{reward.name}' returned {score!r} for problem {problem.uid}: expected a finite "
+            f"number, or None for 'unscorable'; the completion was {completion[:200]!r}"
+        )
+    return None if score is None else float(score)
+
+
+def score_completion(
+    rewards: Sequence[WeightedReward], problem: Problem, completion: str
+) -> tuple[dict[str, float | None], float | None]:
+    """Score one completion, as `score_completions` does several."""
+    return score_completions(rewards, [(problem, completion)])[0]
+
+
+def best_total(rewards: Sequence[WeightedReward]) -> float | None:
+    """Return the total of a perfect completion; None where length or a reward of the user's own decides."""
+    if any(reward.best is None for reward in rewards):
+        return None
+    return sum(reward.weight * (reward.best or 0.0) for reward in rewards)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from whet.rewards.expression import Node
@@ -20,6 +20,10 @@ CANCELLATION, ABSOLUTE = 1e-13, 1e-10
 
 class NoValueError(ArithmeticError):
     """Too large, undefined, or not a rational number."""
+
+
+_WHOLE: dict[str, Callable[[Fraction], Fraction | int]] = {"abs": abs, "floor": math.floor, "ceil": math.ceil}
+"""Functions whose value at a fraction is a fraction."""
 
 
 def _bounded(value: Fraction) -> Fraction:
@@ -43,8 +47,9 @@ def evaluate_exactly(node: Node) -> Fraction:
     if node.op == "num":
         return _bounded(node.value)
     if node.op in ("var", "fn", "log", "deg"):
-        if node.name == "abs":
-            return abs(evaluate_exactly(node.args[0]))
+        whole = _WHOLE.get(node.name)
+        if whole is not None:
+            return Fraction(whole(evaluate_exactly(node.args[0])))
         raise NoValueError("not rational")
     values = [evaluate_exactly(arg) for arg in node.args]
     if node.op == "add":
@@ -140,6 +145,8 @@ _FUNCTIONS = {
     "log": cmath.log,
     "lg": cmath.log10,
     "abs": lambda z: complex(abs(z)),
+    "floor": lambda z: complex(math.floor(z.real + CANCELLATION)),
+    "ceil": lambda z: complex(math.ceil(z.real - CANCELLATION)),
 }
 _CONSTANTS = {"π": complex(math.pi), "e": complex(math.e), "i": 1j}
 
@@ -174,10 +181,20 @@ def evaluate_at(node: Node, point: Mapping[str, float]) -> tuple[complex, float]
     if op == "neg":
         return -values[0], pairs[0][1]
     if op in ("fact", "binom"):
-        value = complex(_count(op, [evaluate_exactly(arg) for arg in node.args]))
+        value = complex(_count_at(op, node, [value.real for value in values]))
         return value, abs(value)
     value = _apply(op, node.name, values)
     return value, abs(value) * max([1.0, *(scale / abs(x) for x, scale in pairs if x)])
+
+
+def _count_at(op: str, node: Node, values: list[float]) -> float:
+    """Factorials and binomials; of a variable they are continued by the gamma function."""
+    if not node.variables():
+        return float(_count(op, [evaluate_exactly(arg) for arg in node.args]))
+    if max(map(abs, values)) > MAX_FACTORIAL / 2:
+        raise NoValueError("too large")
+    top = math.gamma(values[0] + 1)
+    return top if op == "fact" else top / math.gamma(values[1] + 1) / math.gamma(values[0] - values[1] + 1)
 
 
 def _apply(op: str, name: str, values: list[complex]) -> complex:
@@ -185,17 +202,28 @@ def _apply(op: str, name: str, values: list[complex]) -> complex:
     if op == "inv":
         return 1 / first
     if op == "pow":
-        return first ** values[1]
+        return _power(first, values[1])
     if op == "deg":
         return first * math.pi / 180
     if op == "log":
         return cmath.log(values[1]) / cmath.log(first)
     if op == "root":
-        degree = first.real
-        if values[1].imag == 0 and values[1].real < 0 and degree % 2 == 1:
-            return -((-values[1]) ** (1 / degree))
-        return values[1] ** (1 / first)
+        degree, radicand = first.real, values[1]
+        if radicand.imag == 0:  # a negative zero there would choose the other root
+            radicand = complex(radicand.real)
+        if radicand.imag == 0 and radicand.real < 0 and degree % 2 == 1:
+            return -((-radicand) ** (1 / degree))
+        return radicand ** (1 / first)
     return _FUNCTIONS[name](first)
+
+
+def _power(base: complex, exponent: complex) -> complex:
+    r"""Raise to a power; thirds and fifths of a negative number are real, as `\sqrt[3]{-8}` is."""
+    if base.real < 0 and base.imag == 0 and exponent.imag == 0:
+        ratio = Fraction(exponent.real).limit_denominator(9)
+        if ratio.denominator in (3, 5, 7, 9) and abs(ratio - Fraction(exponent.real)) < Fraction(1, 10**12):
+            return (-1) ** ratio.numerator * complex((-base.real) ** exponent.real)
+    return base**exponent
 
 
 def close(left: tuple[complex, float], right: tuple[complex, float]) -> bool:

@@ -4,13 +4,16 @@ Policy, where public graders differ:
 
 - *Percent*: `50%` equals `50` and `0.5`; two percentages, or two plain numbers, compare as they stand.
 - *Tolerance*: rationals compare exactly. A decimal with six or more significant digits may stand for a
-  fraction or an irrational number within 1e-6 (relative) and one unit of its last place: `3.14159` is
-  `\pi`, `3.14` is not.
+  fraction or an irrational number within one unit of its last place: `3.14159` is `\pi`, `3.14` is not.
 - *Units*: one side may leave its unit out; two different known units conflict. Currency and degree signs go.
 - *Order*: matters between tuples, vectors and lines; not for sets, `or`, `±`, nor between two bare comma
-  lists (lists of roots), unless the caller says `ordered`.
+  lists (lists of roots), unless the caller says `ordered`. Plain braces `{1,2}` are such a list.
 - *Brackets*: `(1,2)` and `[1,2]` differ (intervals); from three members on they are vectors, and do not.
-- *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched.
+- *Equations*: `x = 5` is 5, and so is `x = 2+3 = 5`; `2+4 = 5` is nothing. Relations in one variable are
+  intervals; other ones compare up to a factor. `2/3 ≈ 0.67` counts as 2/3, and as 0.67 if rightly rounded.
+- *Words*: case, articles and punctuation do not count; number words ("twelve") are numbers, `(B) the cube` is B.
+- *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched; only one
+  box, one pair of answer tags, or a leading "the answer is" goes.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from fractions import Fraction
 
 from whet.rewards.calculator import close, evaluate_at
 from whet.rewards.expression import Node, ParseError, parse_expression
+from whet.rewards.extract import from_box
 from whet.rewards.latex import WORD_CLOSE, WORD_OPEN, clean
 from whet.rewards.numbers import (
     Number,
@@ -28,8 +32,19 @@ from whet.rewards.numbers import (
     parse_decimal_comma,
     parse_literal,
     parse_number,
+    same_clock_time,
+    spelled_number,
 )
-from whet.rewards.structure import UNORDERED_KINDS, Equation, Leaf, Sequence, Value, parse_value
+from whet.rewards.structure import (
+    NAME,
+    UNORDERED_KINDS,
+    Equation,
+    Leaf,
+    Rounded,
+    Sequence,
+    Value,
+    parse_value,
+)
 from whet.rewards.units import units_conflict
 
 MAX_CHARACTERS = 4000
@@ -44,16 +59,29 @@ _POINTS = (
     (1.6180339, 0.5772156, 1.2020569, 2.6854520, 0.9159655, 0.3678794),
     (2.5029078, 3.7320508, 0.6434105, 1.1319882, 0.2614972, 1.9021605),
     (4.6692016, 1.0986122, 3.6055512, 0.8346268, 2.8077702, 0.6180339),
+    (0.2087987, 0.4669201, 0.3039635, 0.1994588, 0.1353352, 0.2502907),
 )
 """Positive, so that `\\sqrt{x^2}` equals `x` as answers mean it; the values have no simple relation."""
 _SIGNED_POINT = (-0.8414709, -1.2912859, 0.9297764, -2.1213203, 1.4324178, -0.5671432)
 """Used in addition where an absolute value occurs."""
+# Two boxes side by side would be a product, and 0 times anything is 0.
+_BOX_AFTER_BOX = re.compile(r"\}\s*\\f?box(?:ed)?\{")
 _SINGLE = re.compile(r"\{([A-Za-z0-9])\}|(?<=_)\{([A-Za-z0-9]+)\}")
 _IDLE_SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _IDLE_PROSE = re.compile(rf"(?<![a-z0-9])(?:a|an|the)(?=\s[a-z]{{3}})|[\s\"'`.,!?{WORD_OPEN}{WORD_CLOSE}]")
-_CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
+_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice) )?\(?([A-Ja-j])[).:]?")
+_LABELLED = re.compile(
+    r"(?:\(([A-J])\) +(?=[A-Za-z0-9])|([A-J])[).:] +(?=[A-Za-z]))(?!.*(?:\b(?:or|and)\b|\([A-J]\)))[A-Za-z0-9 ,.'$%-]+"
+)
+"""An option with its wording: `(D) the cube`."""
+_LABEL = re.compile(
+    r"\W{0,4}(?:the )?(?:final |correct )?answer\*{0,2}(?: is:?|[:=])\*{0,2} ?(?=\S)", re.IGNORECASE
+)
+_SENTENCE = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z\s,.'!?:-]*")
+_NO_MARKS = str.maketrans("", "", WORD_OPEN + WORD_CLOSE)
+_VERDICTS = frozenset({"yes", "no", "true", "false"})
+_FUNCTION = re.compile(r"[A-Za-z] ?\( ?[a-z] ?\)")
 _PROSE = re.compile(r"[^\\^_=+*/<>|{}()\[\]]*[A-Za-z][^\\^_=+*/<>|{}()\[\]]*")
-_NAME = re.compile(r"\(?[A-Za-z\\∠△❮][A-Za-z0-9_{}\\(), |'∠△°❮❯^-]{0,60}")
 _REALS = frozenset({"ℝ", "(-∞,∞)", "(-∞,+∞)", "allrealnumbers", "allreals", "allrealx"})
 
 
@@ -82,12 +110,15 @@ def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_nu
         return False
     if left == right:
         return True
-    if max(len(left), len(right)) > MAX_CHARACTERS:
+    if max(len(left), len(right)) > MAX_CHARACTERS or any(map(_BOX_AFTER_BOX.search, (left, right))):
         return False
-    left, right = clean(left), clean(right)
+    left, right = clean(_stated(left)), clean(_stated(right))
     if not left or not right:
         return False
+    left, right = _as_digits(left), _as_digits(right)
     if _squeeze(left) == _squeeze(right):
+        return True
+    if _SENTENCE.fullmatch(left) and _SENTENCE.fullmatch(right) and _words_equal(left, right):
         return True
     return _values_equal(parse_value(left), parse_value(right), ordered)
 
@@ -110,14 +141,34 @@ def _is_fraction(node: Node) -> bool:
     return node.name == "frac" and all(part.op == "num" for part in (node.args[0], node.args[1].args[0]))
 
 
+def _stated(text: str) -> str:
+    """Take the answer out of its only box or tags, or from behind a leading "the answer is"."""
+    if "boxed" in text and text.count("\\boxed") == 1:
+        return from_box(text) or text
+    if text.startswith("<answer>") and text.endswith("</answer>") and text.count("<answer>") == 1:
+        return text[8:-9]
+    label = _LABEL.match(text)
+    return text[label.end() :] if label else text
+
+
+def _as_digits(text: str) -> str:
+    """Write a number word ("twelve") in digits; leave anything else."""
+    words = text.strip(WORD_OPEN + WORD_CLOSE + " ")
+    return (spelled_number(words) or text) if words[:1].isalpha() else text
+
+
 def _squeeze(text: str) -> str:
     """Drop spaces, word marks and the braces of one symbol: what no reader sees."""
-    text = _IDLE_SPACE.sub("", text.replace(WORD_OPEN, "").replace(WORD_CLOSE, ""))
+    text = _IDLE_SPACE.sub("", text.translate(_NO_MARKS))
     text = _SINGLE.sub(r"\1\2", text) if "{" in text else text
     return "ℝ" if text in _REALS or text.lower() in _REALS else text
 
 
 def _values_equal(left: Value, right: Value, ordered: bool) -> bool:
+    if isinstance(left, Rounded):
+        return _values_equal(left.exact, right, ordered) or _values_equal(left.decimal, right, ordered)
+    if isinstance(right, Rounded):
+        return _values_equal(left, right.exact, ordered) or _values_equal(left, right.decimal, ordered)
     if isinstance(left, Equation) or isinstance(right, Equation):
         return _equations_equal(left, right, ordered)
     if isinstance(left, Leaf) and isinstance(right, Leaf):
@@ -188,30 +239,53 @@ def _match_any_order(left: tuple[Value, ...], right: tuple[Value, ...], ordered:
 def _equations_equal(left: Value, right: Value, ordered: bool) -> bool:
     r"""Compare `x = 5` with `5`, and `y = 2x + 1` with `2x - y + 1 = 0`."""
     if isinstance(left, Equation) and isinstance(right, Equation):
-        if len(left.members) != 2 or len(right.members) != 2:
-            return False
-        (a, b), (c, d) = ([parse_value(member, 1) for member in side.members] for side in (left, right))
-        if (_values_equal(a, c, ordered) and _values_equal(b, d, ordered)) or (
-            _values_equal(a, d, ordered) and _values_equal(b, c, ordered)
-        ):
-            return True
-        return _same_curve(left.members, right.members)
+        return _both_equations_equal(_ends(left), _ends(right), ordered)
     equation, other = (left, right) if isinstance(left, Equation) else (right, left)
     assert isinstance(equation, Equation)
-    members = equation.members
-    if _NAME.fullmatch(members[-1]) and not _NAME.fullmatch(members[0]):
+    if equation.sign != "=":
+        return False
+    members = _ends(equation).members
+    if NAME.fullmatch(members[-1]) and not NAME.fullmatch(members[0]):
         members = members[::-1]
     values = [parse_value(member, 1) for member in members]
     if any(isinstance(value, Equation) for value in values) or not _values_equal(values[-1], other, ordered):
         return False
-    names = [_NAME.fullmatch(member) is not None for member in members[:-1]]
     return all(
-        name or _values_equal(value, other, ordered) for name, value in zip(names, values[:-1], strict=True)
+        _is_name(member, value) or _values_equal(value, other, ordered)
+        for member, value in zip(members[:-1], values[:-1], strict=True)
     )
 
 
-def _same_curve(left: tuple[str, ...], right: tuple[str, ...]) -> bool:
-    """Say whether two equations differ by a constant factor only."""
+def _ends(equation: Equation) -> Equation:
+    """Keep `x` and `7` of `x = 3 + 4 = 7`."""
+    first, last = equation.members[0], equation.members[-1]
+    if len(equation.members) < 3 or not _is_name(first, parse_value(first, 1)) or NAME.fullmatch(last):
+        return equation
+    return Equation((first, last))
+
+
+def _is_name(member: str, value: Value) -> bool:
+    r"""Say whether the left side of `... = 5` names or describes what is 5 (`\angle ABC`, a determinant)."""
+    if isinstance(value, Leaf) and value.number is not None:
+        return False
+    return NAME.fullmatch(member) is not None or (isinstance(value, Leaf) and value.tree is None)
+
+
+def _both_equations_equal(left: Equation, right: Equation, ordered: bool) -> bool:
+    if len(left.members) != 2 or len(right.members) != 2 or left.sign != right.sign:
+        return False
+    (a, b), (c, d) = ([parse_value(member, 1) for member in side.members] for side in (left, right))
+    if _values_equal(b, d, ordered):
+        names = left.members[0].strip(), right.members[0].strip()
+        if _values_equal(a, c, ordered) or ("y" in names and any(map(_FUNCTION.fullmatch, names))):
+            return True
+    if left.sign in "=≠" and _values_equal(a, d, ordered) and _values_equal(b, c, ordered):
+        return True
+    return _same_curve(left.members, right.members, left.sign in "=≠")
+
+
+def _same_curve(left: tuple[str, ...], right: tuple[str, ...], any_sign: bool) -> bool:
+    """Say whether two relations differ by a constant factor only, which is positive unless `any_sign`."""
     try:
         sides = [parse_expression(member) for member in (*left, *right)]
     except ParseError:
@@ -228,7 +302,7 @@ def _same_curve(left: tuple[str, ...], right: tuple[str, ...]) -> bool:
             ratios.append((a - b) / (c - d))
         except (ArithmeticError, ValueError):
             continue
-    if len(ratios) < MIN_POINTS or abs(ratios[0]) < 1e-9:
+    if len(ratios) < MIN_POINTS or abs(ratios[0]) < 1e-9 or not (any_sign or ratios[0].real > 0):
         return False
     return all(close((ratio, 0.0), (ratios[0], 0.0)) for ratio in ratios)
 
@@ -237,6 +311,11 @@ def _leaves_equal(left: Leaf, right: Leaf) -> bool:
     if not left.text or not right.text:
         return False
     if _squeeze(left.text) == _squeeze(right.text):
+        return True
+    texts = [" ".join(side.text.translate(_NO_MARKS).split()) for side in (left, right)]
+    if _VERDICTS.intersection(text.lower() for text in texts):
+        return texts[0].lower() == texts[1].lower()
+    if _choices_equal(*texts) or same_clock_time(*texts):
         return True
     first, second = left.number, right.number
     (_, first_unit, first_percent), (_, second_unit, second_percent) = left.parts, right.parts
@@ -252,9 +331,7 @@ def _leaves_equal(left: Leaf, right: Leaf) -> bool:
     if first_percent == second_percent and not units_conflict(first_unit, second_unit):
         trees = left.tree, right.tree
         if trees[0] is not None and trees[1] is not None:
-            return _expressions_equal(trees[0], trees[1], first, second) or _choices_equal(
-                left.text, right.text
-            )
+            return _expressions_equal(trees[0], trees[1], first, second)
     return _words_equal(left.text, right.text)
 
 
@@ -303,15 +380,16 @@ def _sample_points(variables: list[str], signed: bool) -> list[dict[str, float]]
 
 
 def _choices_equal(left: str, right: str) -> bool:
-    """Compare the letters of `(B)`, `B.`, `b`."""
-    first, second = _CHOICE.fullmatch(left.strip()), _CHOICE.fullmatch(right.strip())
-    return first is not None and second is not None and first[1].lower() == second[1].lower()
+    """Compare the letters of `(B)`, `B.`, `b`, of which one side may carry the option's wording."""
+    first, second = _CHOICE.fullmatch(left), _CHOICE.fullmatch(right)
+    if first is not None and second is not None:
+        return first[1].lower() == second[1].lower()
+    letter, worded = (first, _LABELLED.fullmatch(right)) if first else (second, _LABELLED.fullmatch(left))
+    return letter is not None and worded is not None and letter[1].upper() in worded.groups()[:2]
 
 
 def _words_equal(left: str, right: str) -> bool:
     """Compare prose without regard to case, spaces and quotes."""
-    if _choices_equal(left, right):
-        return True
     if not (_PROSE.fullmatch(left) and _PROSE.fullmatch(right)):
         return False
     first, second = (_IDLE_PROSE.sub("", text.lower()) for text in (left, right))

@@ -53,9 +53,13 @@ _NAME = re.compile("|".join(_NAMES))
 _NUMERAL = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9.]))?")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _LETTERS = re.compile(r"[A-Za-z]+")
-_SUBSCRIPT = re.compile(r" ?_ ?(?:\{ ?([A-Za-z0-9,]{1,12}) ?\}|([A-Za-z0-9]))")
+_SUBSCRIPT = re.compile(r" ?_ ?(?:\{ ?([A-Za-z0-9,+-]{1,12}) ?\}|([A-Za-z0-9]))")
+_BOUNDS = re.compile(r"(?: ?_ ?(?:\{[^{}]{1,40}\}|[A-Za-z0-9])| ?\^ ?(?:\{[^{}]{1,40}\}|[A-Za-z0-9∞])){0,2}")
+SERIES = frozenset({"sum", "prod", "int"})
+"""Operators that are kept as a formal factor, named by their bounds: two sums with the same bounds compare."""
 _REPEATING = re.compile(r"\\overline ?\{([0-9]{1,40})\}")
-_OPENERS = {"(": ")", "[": "]", "{": "}"}
+_OPENERS = {"(": ")", "[": "]", "{": "}", "⌊": "⌋", "⌈": "⌉"}
+_ROUNDING = {"⌋": "floor", "⌉": "ceil"}
 LONGEST_PRODUCT = 4
 """Letters in a row that are read as a product of variables; a longer run is a word."""
 
@@ -163,7 +167,8 @@ class _Parser:
             elif self.starts_atom(character):
                 start = self.position
                 factor = self.power()
-                if start > 0 and self.text[start].isdigit():
+                both_powers = factors[-1].op == factor.op == "pow"
+                if start > 0 and self.text[start].isdigit() and not both_powers:
                     raise ParseError("two numerals in a row")
                 factors[-1:] = _mixed_number(factors[-1], factor, self.text[start : start + 5])
             else:
@@ -174,7 +179,7 @@ class _Parser:
             return False
         return (
             (character.isascii() and (character.isalnum() or character in "([{\\."))
-            or character == "π"
+            or character in "π⌊⌈"
             or (character == "|" and not self.bars)
         )
 
@@ -245,7 +250,7 @@ class _Parser:
         node = self.sum()
         self.take(closing)
         self.bars = bars
-        return node
+        return Node("fn", (node,), name=_ROUNDING[closing]) if closing in _ROUNDING else node
 
     def numeral(self, digits: str) -> Node:
         value = Fraction(digits + "0" if digits.endswith(".") else digits)
@@ -273,6 +278,9 @@ class _Parser:
             return Node("mul", (top, Node("inv", (self.argument(single_digit=True),))), name="frac")
         if name == "sqrt":
             return self.root()
+        if name in SERIES:
+            bounds = self.match(_BOUNDS)
+            return Node("var", name=name + (re.sub(r"[ {}]", "", bounds.group()) if bounds else ""))
         if name == "binom":
             return Node("binom", (self.argument(single_digit=True), self.argument(single_digit=True)))
         if name in FUNCTIONS:

@@ -1,4 +1,7 @@
-"""Find the final answer in a completion: tags, then box, then phrase, then `####`, then the last number.
+"""Find the final answer in a completion: tags, box, phrase, `####`, formula, choice, last number.
+
+The chain is tags, then the last box, then "the answer is", then `####`, then the last number; before that last
+resort a number is taken with the formula it stands in, and a lone option letter or verdict counts.
 
 Completions are untrusted and may be 128 KB of one repeated tag, so every step is one linear pass (`find`,
 `rfind`, or a scan whose alternatives cannot overlap); there is no `.*?` anywhere.
@@ -18,7 +21,34 @@ LONGEST_TAIL = 64 * 1024
 
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\.|\{+|\}+", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
-_PHRASE = re.compile(r"answer(?: is|:)[:*]{0,3}", re.IGNORECASE)
+LONGEST_FORMULA = 2000
+"""Characters of the longest formula; a longer text between math delimiters is none."""
+
+LONGEST_REMARK = 100
+"""Characters of a line that is an answer without saying so."""
+
+_PHRASE = re.compile(r"answer\*{0,3}(?: is| ?[:=])[:*]{0,3}", re.IGNORECASE)
+_ASIDE = re.compile(r",? (?:because|since) |, (?:which|so|as|it) ")
+_VERB = re.compile(r" (?:is|are|equals) ")
+_WORDS_INSIDE = re.compile(
+    r"\\[a-zA-Z]{0,12}(?:text|rm|box|name)[a-z]{0,12} ?\{[^{}]*\}|\\(?:begin|end) ?\{[A-Za-z*]*\}(?:\{[lcr|]*\})?"
+)
+_JOINT = re.compile(
+    r"(?:[\s,;$]|\\[()\[\],; ]|\\q?quad|\\text ?\{ ?(?:and|or) ?\}|and(?= ?[$\\])(?<=, and))*"
+)
+_NOT_PROSE = r"(?:arc)?(?:sin|cos|tan)|sec|csc|cot|log|ln|exp|sqrt|pi|or|and|[A-Z]{2,4}"
+_PROSE = re.compile(rf"(?<![\\A-Za-z0-9])(?!(?:{_NOT_PROSE})(?![A-Za-z]))[A-Za-z]{{2,}}")
+_PROSE_IN_MATH = re.compile(
+    rf"(?<![\\A-Za-z])(?!(?:{_NOT_PROSE})(?![A-Za-z]))[A-Za-z]?[a-z]{{3,}}|[A-Za-z,.;] [a-z]{{2,3}} [A-Za-z0-9]"
+    r"|^ ?(?:is|to|for|the|and|has|in|of|each|per) | (?:is|to|for|the|and|has|in|of|each|per) ?$"
+)
+_EVIDENCE = re.compile(r"[0-9A-Za-z]|\\(?:infty|pi|emptyset|varnothing)|[∞π∅]")
+_NAMED = re.compile(r"[A-Za-z](?:_\{?[A-Za-z0-9]\}?|\([a-z]\))?|[^A-Za-z]*")
+_LIST = re.compile(r",(?![0-9]{3})|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
+_RESULT = re.compile(r"[-+\u2212\\$(]?[^A-Za-z,=<>]*[0-9][^A-Za-z,=<>]*")
+_LETTER = re.compile(r"(?:option|choice) (?:is )?[(*]{0,3}([A-J])(?![A-Za-z'])|(?<![A-Za-z0-9_])\(([A-J])\)")
+_LABELLED = re.compile(r"\(?([A-J])[).:] [A-Za-z]")
+_VERDICT = re.compile(r"\(?[A-Ja-j]\)?|yes|no|true|false", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s\"*]|$)")
 _NUMBER = re.compile(
     r"(?<![A-Za-z_0-9.^])"
@@ -28,6 +58,7 @@ _NUMBER = re.compile(
 )
 _NUMBER_CHARACTERS = frozenset("0123456789.,/+-\u2212$%\\ ")
 _DIGITS = "0123456789"
+_DIGIT = re.compile("[0-9]")
 
 
 def from_tags(text: str) -> str | None:
@@ -47,7 +78,7 @@ def from_box(text: str) -> str | None:
     if last_box < 0:
         return None
     first = _BOX.search(text)
-    content: str | None = None
+    contents: list[tuple[int, int, int]] = []  # closed boxes: where command, content and closing brace stand
     opened: list[int] = []  # where each open brace's content starts, negative for braces that are no box
     bare_at = braced_at = -1  # where the last box without a brace, and the last closed one, end
     box_ended_at = -1  # end of a box command that still waits for its brace
@@ -62,14 +93,31 @@ def from_box(text: str) -> str | None:
             for end in range(token.start(), token.start() + min(len(mark), len(opened))):
                 start = opened.pop()
                 if start >= 0:
-                    content, braced_at = text[start:end], end
+                    contents.append((text.rfind("\\", 0, start), start, end))
+                    braced_at = end
             box_ended_at = -1
         elif mark in ("\\boxed", "\\fbox"):
             box_ended_at = token.end()
             bare_at = token.end() if text[token.end() : token.end() + 1] != "{" else bare_at
-    if bare_at > braced_at:
-        content = _bare_box(text, bare_at) or content
-    return content.strip() or None if content is not None else None
+    content = _bare_box(text, bare_at) if bare_at > braced_at else None
+    return content or _joined(text, contents)
+
+
+def _joined(text: str, boxes: list[tuple[int, int, int]]) -> str | None:
+    r"""Return the last box; boxes in one row (`\boxed{1}, \boxed{2}`) are one answer of several parts."""
+    parts: list[str] = []
+    left_edge = -1
+    for command, start, end in reversed(boxes):
+        gap = text[end + 1 : left_edge] if parts else ","
+        if parts and (end > left_edge or len(gap) > 60):
+            if end > left_edge:
+                continue
+            break
+        if not _JOINT.fullmatch(gap) or not ("," in gap or ";" in gap or "\\text" in gap):
+            break
+        parts.append(text[start:end].strip())
+        left_edge = command
+    return ", ".join(part for part in reversed(parts) if part) or None
 
 
 def _bare_box(text: str, start: int) -> str | None:
@@ -87,7 +135,7 @@ def from_phrase(text: str) -> str | None:
         start = match.end()
     if start < 0:
         return None
-    start += len(text[start : start + 16]) - len(text[start : start + 16].lstrip(" *\n"))
+    start += len(text[start : start + 16]) - len(text[start : start + 16].lstrip(" *#:\n"))
     if text.startswith("$", start):
         fence = "$$" if text.startswith("$$", start) else "$"
         end = text.find(fence, start + len(fence))
@@ -100,7 +148,23 @@ def from_phrase(text: str) -> str | None:
     answer = text[start : stop.start() if stop else len(text)].strip().strip("*").rstrip(". ")
     if answer.count("$") == 2 and answer[0] == answer[-1] == "$":
         answer = answer[1:-1].strip()
-    return answer or None
+    return _conclusion(answer) or None
+
+
+def _conclusion(answer: str) -> str:
+    """Cut the reason off ("A because ..."), and what names the answer ("the largest n is 34")."""
+    reason = _ASIDE.search(answer)
+    if reason is not None and reason.start() > 0:
+        answer = answer[: reason.start()]
+    if not answer[:1].isalpha() or answer.count(" ") < 3:
+        return answer
+    verbs = [match.end() for match in _VERB.finditer(answer)]
+    if verbs and re.search(r"[0-9\\]", answer[verbs[-1] :]):
+        return answer[verbs[-1] :].strip(" *$")
+    numbers = [
+        match.group() for match in _NUMBER.finditer(answer[:LONGEST_FORMULA]) if match.group().strip("-+$")
+    ]
+    return numbers[0].strip() if len(numbers) == 1 else answer
 
 
 def from_hashes(text: str) -> str | None:
@@ -109,7 +173,96 @@ def from_hashes(text: str) -> str | None:
     if start < 0:
         return None
     end = text.find("\n", start)
-    return text[start + 4 : end if end >= 0 else len(text)].strip() or None
+    return text[start + 4 : end if end >= 0 else len(text)].strip(" :\t\r") or None
+
+
+def from_formula(text: str) -> str | None:
+    r"""Return a text that is one formula and nothing else, or the math (`$`, `\(`, `\[`) with the last digit.
+
+    Of `x = 5` and `2+3 = 5` only the 5 is returned; an equation in two variables stays whole.
+    """
+    whole = text.strip()
+    if len(whole) <= LONGEST_FORMULA and _is_formula(_unfenced(whole)):
+        lines = whole.splitlines()
+        return _right_side(lines[-1] if "=" in whole and "\\begin" not in whole else whole)
+    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\[", "\\]"), ("\\(", "\\)")):
+        end = text.rfind(closing)
+        start = text.rfind(opening, max(0, end - LONGEST_FORMULA), end) if end > 0 else -1
+        if start < 0 or _DIGIT.search(text, end):
+            continue
+        inside = text[start + len(opening) : end].strip()
+        if _is_formula(inside, _PROSE_IN_MATH):
+            other = _alternative(text[max(0, start - LONGEST_FORMULA) : start].rstrip(), opening, closing)
+            return f"{other} or {inside}" if other else _right_side(inside)
+    last = max(text.rfind(digit) for digit in _DIGITS)
+    before, after = text[max(0, last - 500) : last].split(" "), text[last : last + 500].split()
+    word = (before[-1] + after[0]).rstrip(".,;:!?") if after else ""
+    is_latex = "\\" in word and "{" in word and word.count("{") == word.count("}") and _is_formula(word)
+    return _right_side(word) if is_latex else None
+
+
+def _alternative(before: str, opening: str, closing: str) -> str | None:
+    """Return the formula in front of an "or": `$2$ or $3$` are two answers, and stay two."""
+    if not before.endswith(f"{closing} or"):
+        return None
+    end = len(before) - len(closing) - 3
+    start = before.rfind(opening, 0, end)
+    return before[start + len(opening) : end].strip() if start >= 0 else None
+
+
+def _unfenced(formula: str) -> str:
+    for fence in ("$$", "$"):
+        if len(formula) > 2 * len(fence) and formula.startswith(fence) and formula.endswith(fence):
+            return formula[len(fence) : -len(fence)].strip()
+    return formula
+
+
+def _is_formula(text: str, prose: re.Pattern[str] = _PROSE) -> bool:
+    text = text.replace("\\$", "")
+    return (
+        _EVIDENCE.search(text) is not None
+        and "$" not in text
+        and "#" not in text
+        and prose.search(_WORDS_INSIDE.sub(" ", text)) is None
+    )
+
+
+def _right_side(formula: str) -> str | None:
+    r"""Keep the 5 of `x = 5`, `2 + 3 = 5` and `a = b = 5`."""
+    formula = _unfenced(formula.strip())
+    sides = formula.split("=")
+    result = sides[-1].strip().rstrip(".")
+    if _LIST.search(formula):
+        return formula or None
+    is_named = len(sides) > 2 or _NAMED.fullmatch(re.sub(r"\\[A-Za-z]+", "", sides[0].strip())) is not None
+    if len(sides) > 1 and is_named and _RESULT.fullmatch(re.sub(r"\\[A-Za-z]+", "", result)):
+        return result
+    return formula or None
+
+
+def from_choice(text: str) -> str | None:
+    """Return the verdict (an option letter, yes or no) that makes up the last line, or the last `(B)`.
+
+    A completion of one word is that word, and a few words behind `</think>` are the answer.
+    """
+    whole = text.strip()
+    tail = whole[-LONGEST_FORMULA:]
+    line = tail.rpartition("\n")[2].strip(" *_.")
+    if _VERDICT.fullmatch(line):
+        return line
+    _, closed, rest = tail.rpartition("</think>")
+    rest = rest.strip()
+    if closed and 0 < len(rest) <= LONGEST_REMARK and "\n" not in rest and not _DIGIT.search(rest):
+        return rest
+    labelled = _LABELLED.match(whole) if len(whole) <= LONGEST_REMARK and "\n" not in whole else None
+    if labelled:
+        return labelled[1]
+    if 0 < len(whole) <= LONGEST_REMARK and whole.rstrip(".!").replace("-", "").isalpha():
+        return whole.rstrip(".!")
+    letters = list(_LETTER.finditer(tail))
+    if not letters or _DIGIT.search(tail, letters[-1].end()):
+        return None
+    return letters[-1][1] or letters[-1][2]
 
 
 def from_last_number(text: str) -> str | None:
@@ -150,6 +303,8 @@ STEPS: dict[str, Step] = {
     "box": from_box,
     "phrase": from_phrase,
     "hashes": from_hashes,
+    "formula": from_formula,
+    "choice": from_choice,
     "last_number": from_last_number,
 }
 DEFAULT_STEPS: tuple[str, ...] = tuple(STEPS)

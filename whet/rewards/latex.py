@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+from whet.rewards.expression import FUNCTIONS
+
 WORD_OPEN, WORD_CLOSE = "❮", "❯"
 SET_OPEN, SET_CLOSE = "⦃", "⦄"
 MATRIX_OPEN, MATRIX_CLOSE = "⟦", "⟧"
@@ -29,130 +31,71 @@ _CHARACTERS: dict[int, str] = {
         ord(c): f" {a}/{b}"
         for c, a, b in zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "112131234151357", "233445555668888", strict=True)
     },
-    **{ord(c): f"^{i}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
-    **{ord(c): f"_{i}" for i, c in enumerate("₀₁₂₃₄₅₆₇₈₉")},
-    **{
-        ord(k): v
-        for k, v in {
-            "×": "*",
-            "·": "*",
-            "⋅": "*",
-            "∙": "*",
-            "∗": "*",
-            "÷": "/",
-            "∕": "/",
-            "⁄": "/",
-            "√": "\\sqrt ",
-        }.items()
-    },
-    **{
-        ord(k): v
-        for k, v in {
-            "⩽": "≤",
-            "⩾": "≥",
-            "º": "°",
-            "≃": "≈",
-            "∼": "~",
-            "“": '"',
-            "”": '"',
-            "’": "'",
-            "，": ",",
-            "∣": "|",
-        }.items()
-    },
+    **dict(zip(map(ord, "×·⋅∙∗÷∕⁄⩽⩾º≃∼“”’‘′，∣⟨⟩〈〉"), "*****///≤≥°≈~\"\"''',|()()", strict=True)),
+    ord("√"): "\\sqrt ",
+    ord("¢"): " cents",
 }
+_RAISED, _LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_ON_THE_LINE = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉", "0123456789+-n0123456789")
 
+_SYNONYMS = r"""
+left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr =
+mathbf boldsymbol bm vec overrightarrow hat mathcal bold mathsf mathbfit euro pounds =
+displaystyle textstyle scriptstyle limits nolimits rm bf it boxed fbox hbox = SPACE
+quad qquad thinspace enspace space medspace thickspace = SPACE
+dfrac tfrac cfrac frac = \frac
+dbinom tbinom binom = \binom
+cdot times ast cdotp = *
+div = /
+le leq leqslant = ≤
+ge geq geqslant = ≥
+ne neq = ≠
+lt = <
+gt = >
+in = ∈
+equiv = =
+approx simeq = ≈
+langle lparen = (
+rangle rparen = )
+lbrack = [
+rbrack = ]
+lbrace = SET_OPEN
+rbrace = SET_CLOSE
+lfloor = ⌊
+rfloor = ⌋
+lceil = ⌈
+rceil = ⌉
+lvert rvert vert lVert rVert mid = |
+emptyset varnothing = ∅
+ldots dots cdots = …
+degree degrees textdegree = °
+text textbf textit textrm textnormal textsf texttt textup mbox emph mathrm mathit operatorname mathop = \text
+infty = ∞
+pi = π
+cup = ∪
+pm = ±
+mp = ∓
+R = ℝ
+varphi = \phi
+varepsilon = \epsilon
+vartheta = \theta
+lor vee = OR
+land wedge = AND
+newline cr = ROW_BREAK
+top intercal = T
+"""
+_PLACEHOLDERS = {
+    "SPACE": " ",
+    "SET_OPEN": SET_OPEN,
+    "SET_CLOSE": SET_CLOSE,
+    "ROW_BREAK": ROW_BREAK,
+    "OR": " or ",
+    "AND": " and ",
+}
 _COMMANDS: dict[str, str] = {
-    **dict.fromkeys(
-        [
-            "left",
-            "right",
-            "big",
-            "Big",
-            "bigg",
-            "Bigg",
-            "bigl",
-            "bigr",
-            "Bigl",
-            "Bigr",
-            "biggl",
-            "biggr",
-            "Biggl",
-            "Biggr",
-        ],
-        "",
-    ),
-    **dict.fromkeys(
-        [
-            "displaystyle",
-            "textstyle",
-            "scriptstyle",
-            "limits",
-            "nolimits",
-            "rm",
-            "bf",
-            "it",
-            "boxed",
-            "fbox",
-            "hbox",
-        ],
-        " ",
-    ),
-    **dict.fromkeys(["quad", "qquad", "thinspace", "enspace", "space", "medspace", "thickspace"], " "),
-    **dict.fromkeys(["dfrac", "tfrac", "cfrac", "frac"], "\\frac"),
-    **dict.fromkeys(["dbinom", "tbinom", "binom"], "\\binom"),
-    **dict.fromkeys(["cdot", "times", "ast", "cdotp"], "*"),
-    **dict.fromkeys(["le", "leq", "leqslant"], "≤"),
-    **dict.fromkeys(["ge", "geq", "geqslant"], "≥"),
-    **dict.fromkeys(["ne", "neq"], "≠"),
-    **dict.fromkeys(["langle", "lparen"], "("),
-    **dict.fromkeys(["rangle", "rparen"], ")"),
-    **dict.fromkeys(["lvert", "rvert", "vert", "lVert", "rVert", "mid"], "|"),
-    **dict.fromkeys(["emptyset", "varnothing"], "∅"),
-    **dict.fromkeys(["ldots", "dots", "cdots"], "…"),
-    **dict.fromkeys(["degree", "degrees", "textdegree"], "°"),
-    **dict.fromkeys(
-        [
-            "text",
-            "textbf",
-            "textit",
-            "textrm",
-            "textnormal",
-            "textsf",
-            "texttt",
-            "textup",
-            "mbox",
-            "emph",
-            "mathrm",
-        ],
-        "\\text",
-    ),
-    **dict.fromkeys(["mathsf", "mathit", "operatorname", "mathop"], "\\text"),
-    **dict.fromkeys(["mathbf", "boldsymbol", "bm", "vec", "overrightarrow", "hat", "mathcal", "bold"], ""),
-    "div": "/",
-    "infty": "∞",
-    "pi": "π",
-    "cup": "∪",
-    "pm": "±",
-    "mp": "∓",
-    "lt": "<",
-    "gt": ">",
-    "in": "∈",
-    "approx": "≈",
-    "lbrace": SET_OPEN,
-    "rbrace": SET_CLOSE,
-    "lbrack": "[",
-    "rbrack": "]",
-    "R": "ℝ",
-    "varphi": "\\phi",
-    "varepsilon": "\\epsilon",
-    "newline": ROW_BREAK,
-    "cr": ROW_BREAK,
-    "top": "T",
-    "intercal": "T",
-    "vartheta": "\\theta",
-    "euro": "",
-    "pounds": "",
+    name: _PLACEHOLDERS.get(meaning.strip(), meaning.strip())
+    for names, _, meaning in (line.partition(" =") for line in _SYNONYMS.strip().splitlines())
+    for name in names.split()
 }
 _SYMBOLS: dict[str, str] = {
     **dict.fromkeys(["\\,", "\\;", "\\:", "\\ ", "\\>", "\\\n"], " "),
@@ -172,14 +115,29 @@ _SYMBOLS: dict[str, str] = {
     "\\|": "|",
     "\\-": "",
 }
+_GLUED = re.compile(r"(leq|geq|le|ge|lt|gt|neq|cdot|times|quad|cup|pi)([A-Za-z])")
+"""A command and the variable that somebody forgot to part from it: `\\lex` for `\\le x`."""
+_ESCAPED_TWICE = re.compile(
+    r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|begin|end|pi|cdot|times|infty|cup|[lg]eq?|pm)(?![A-Za-z]))"
+)
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|[^A-Za-z])", re.DOTALL)
 _THOUSANDS = re.compile(
     r"(?<=[0-9])(?: ?\{ ?, ?\} ?| ?\\! ?, ?|, ?\\! ?|\\[,;: ]|~|\\! ?)(?=[0-9]{3}(?![0-9]))"
 )
 _DEGREE = re.compile(r"\^ ?(?:\{ ?(?:°|\\circ) ?\}|\\circ(?![A-Za-z])|°|∘)")
-_MATRIX = re.compile(r"\\(begin|end) ?\{ ?([pbB]?matrix|smallmatrix|array)\*? ?\}")
+_MATRIX = re.compile(r"\\(begin|end) ?\{ ?([pbBvV]?matrix|smallmatrix|array)\*? ?\}")
 _COLUMNS = re.compile(r" *\{[ lcr|]*\}")
-_PERCENT = re.compile(r" ?(?:percentage|percent|pct)(?![A-Za-z])")
+_PERCENT = re.compile(
+    rf" ?{WORD_OPEN} ?(?:percentage|percent|pct) ?{WORD_CLOSE}| ?(?:percentage|percent|pct)(?![A-Za-z])"
+)
+_LAYOUT = re.compile(r"\\(?:begin|end) ?\{ ?(?:cases|aligned|align|gathered|split|equation)\*? ?\}")
+_INFIX = re.compile(r"\{([^{}]{1,80})\\(choose|over)(?![A-Za-z])([^{}]{1,80})\}")
+_MODULO = re.compile(r"\( ?\\?[bp]?mod ?\{? ?(\w+) ?\}? ?\)|\\[pb]?mod ?\{? ?(\w+) ?\}?")
+_CURRENCY = re.compile(r"(?:USD|US |EUR|GBP|INR|CNY|RMB|Rs\.?) ?(?=[0-9.])")
+_NOT_EQUAL = re.compile(r"(?<![0-9)])!=")
+_TIMES_TEN = re.compile(r"(?<=[0-9]) ?x ?(?=10 ?\^)")
+_INFINITY = re.compile(r"(?<![A-Za-z])infinity(?![A-Za-z])", re.IGNORECASE)
+_END_TOKEN = re.compile(r"<\|[A-Za-z_]{1,20}\|>")
 _ROW_GAP = re.compile(ROW_BREAK + r"\[[0-9.a-z]{1,8}\]")
 _SPACES = re.compile(r"[ \t]+")
 
@@ -193,42 +151,66 @@ def clean(text: str) -> str:
     Returns:
         The plain spelling, stripped; it may be empty.
     """
+    if not text.isascii():
+        text = _RAISED.sub(lambda match: "^{" + match.group().translate(_ON_THE_LINE) + "}", text)
+        text = _LOWERED.sub(lambda match: "_{" + match.group().translate(_ON_THE_LINE) + "}", text)
     text = text.translate(_CHARACTERS).strip()
+    if "<|" in text:
+        text = _END_TOKEN.sub(" ", text)
     if "\\" not in text and "$" not in text and "{" not in text:
         return _finish(text)
-    text = _THOUSANDS.sub("", _SPACES.sub(" ", text))
-    text = text.replace("\\mathbb{R}", "ℝ").replace("\\mathbb R", "ℝ")
+    text = _THOUSANDS.sub("", _SPACES.sub(" ", _ESCAPED_TWICE.sub(r"\\", text)))
+    text = text.replace("\\mathbb{R}", "ℝ").replace("\\mathbb R", "ℝ").replace("\\sqrt{}", "\\sqrt")
+    if "\\choose" in text or "\\over" in text:
+        text = _INFIX.sub(_prefix, text)
     text = _COMMAND.sub(_translate, text)
     if "\\text" in text:
         text = _mark_words(text)
     if "\\begin" in text:
         text = _mark_matrices(text)
+        if "\\begin" in text and _LAYOUT.search(text):
+            text = _LAYOUT.sub(" ", text).replace("&", " ")
     return _finish(text.replace("~", " "))
 
 
 def _finish(text: str) -> str:
     """Apply what plain text and LaTeX share."""
-    text = text.replace("+∞", "∞").strip("`")
+    text = text.replace("+∞", "∞").replace("$", " ").rstrip("\\ ").lstrip("=≈ ")
     if text.startswith("**") and text.endswith("**"):
         text = text.strip("*")
+    if len(text) > 2 and text[0] == text[-1] and text[0] in "\"'`*_":
+        text = text[1:-1]
     if "^" in text or "°" in text:
-        text = _DEGREE.sub("°", text)
-        text = text.replace("**", "^")
-    elif "**" in text:
-        text = text.replace("**", "^")
+        text = _TIMES_TEN.sub("*", _DEGREE.sub("°", text))
+    text = text.replace("**", "^").replace("&", ",")
     if "p" in text:
         text = _PERCENT.sub("%", text)
-    if "$" in text:
-        text = text.replace("$", " ")
+    if "=" in text:
+        text = _NOT_EQUAL.sub("≠", text.replace(">=", "≥").replace("<=", "≤").replace("==", "="))
+    if "mod" in text:
+        text = _MODULO.sub(lambda match: f" mod {match[1] or match[2]}", text)
+    if "nfinity" in text:
+        text = _INFINITY.sub("∞", text)
+    if text[:1] in "UEGICR":
+        text = _CURRENCY.sub("", text, count=1)
     text = _SPACES.sub(" ", text).strip()
     return text.rstrip(".,;: ") if text[-1:] in ".,;: " else text
+
+
+def _prefix(match: re.Match[str]) -> str:
+    r"""Turn `{n \choose k}` and `{a \over b}` into commands with arguments."""
+    return f"\\{'binom' if match[2] == 'choose' else 'frac'}{{{match[1]}}}{{{match[3]}}}"
 
 
 def _translate(match: re.Match[str]) -> str:
     command = match.group()
     name = command[1:]
     if name.isalpha() and name.isascii():
-        return _COMMANDS.get(name, command)
+        meaning = _COMMANDS.get(name)
+        if meaning is None:
+            glued = _GLUED.fullmatch(name)
+            return f"{_COMMANDS[glued[1]]} {glued[2]}" if glued else command
+        return meaning
     return _SYMBOLS.get(command, command)
 
 
@@ -261,18 +243,14 @@ def _mark_words(text: str) -> str:
         if end < 0:
             position = brace
             continue
+        position = end + 1
+        if "^" in text[brace:end]:  # a formula that somebody took for text
+            pieces.append(text[brace + 1 : end])
+            continue
         words = text[brace + 1 : end].replace("\\text", "").replace("{", "").replace("}", "")
         is_unit = words in UNIT_LETTERS and text[:start].rstrip()[-1:].isdigit()
-        is_symbol = (len(words) == 1 and not is_unit) or words.strip() in (
-            "sin",
-            "cos",
-            "tan",
-            "log",
-            "ln",
-            "exp",
-        )
+        is_symbol = (len(words) == 1 and not is_unit) or words.strip() in FUNCTIONS
         pieces.append(words if is_symbol else f"{WORD_OPEN}{words}{WORD_CLOSE}")
-        position = end + 1
     return "".join(pieces) + text[position:]
 
 
@@ -288,7 +266,8 @@ def _mark_matrices(text: str) -> str:
             columns = _COLUMNS.match(source, mark.end()) if mark[2] == "array" else None
             position = body = columns.end() if columns else mark.end()
         elif body >= 0:
-            pieces.append(_matrix(source[body : mark.start()]))
+            prefix = "\\det " if mark[2][0] in "vV" else ""
+            pieces.append(prefix + _matrix(source[body : mark.start()]))
             position, body = mark.end(), -1
     return "".join(pieces) + _ROW_GAP.sub(ROW_BREAK, text)[position:]
 

@@ -16,8 +16,8 @@ MAX_EXPONENT = 1000
 """Largest power of ten in scientific notation."""
 MIN_ROUNDED_DIGITS = 6
 """A decimal stands for an irrational or a repeating fraction only with this many significant digits."""
-ROUNDING = Fraction(1, 10**6)
-"""Largest relative error of such a decimal."""
+ROUNDING = Fraction(1, 10**5)
+"""Largest relative error of such a decimal: one unit in the sixth digit."""
 
 _UNSIGNED = (
     r"(?:(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.(?P<part>[0-9]*))?|\.(?P<bare>[0-9]+))"
@@ -26,7 +26,15 @@ _UNSIGNED = (
 _NUMBER = re.compile(rf"(?P<sign>[+-]?) ?{_UNSIGNED}")
 _FRACTION = re.compile(r"([^/]+?) ?/ ?([^/]+)")
 _MIXED = re.compile(r"([+-]?) ?([0-9]+) +([0-9]+) ?/ ?([0-9]+)")
-_REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\overline ?(?:\{([0-9]{1,40})\}|([0-9]))")
+_REPEATING = re.compile(
+    r"([+-]?)([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|dot) ?(?:\{([0-9]{1,40})\}|([0-9]))|\(([0-9]{1,40})\))"
+)
+_SCIENTIFIC = re.compile(
+    r"([+-]?[0-9][0-9,]*(?:\.[0-9]*)?) ?\* ?10 ?\^ ?(?:\{ ?([+-]?[0-9]{1,4}) ?\}|([+-]?[0-9]{1,4}))"
+)
+_CLOCK = re.compile(
+    r"([0-9]{1,2}) ?: ?([0-5][0-9])(?: ?: ?([0-5][0-9]))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE
+)
 _SPACED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
 _DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 
@@ -77,7 +85,7 @@ def parse_literal(text: str) -> Number | None:
 
 
 def parse_number(text: str) -> Number | None:
-    """Read a number in any plain spelling: literal, `a/b`, `1 1/2`, `0.\\overline{3}` or `12 345`.
+    """Read a number in any plain spelling: literal, `a/b`, `1 1/2`, `0.\\overline{3}`, `12 345` or `1.2*10^5`.
 
     Args:
         text: Stripped text.
@@ -90,7 +98,10 @@ def parse_number(text: str) -> Number | None:
         return literal
     if "/" in text:
         return _parse_fraction(text)
-    if "\\overline" in text:
+    if "*" in text:
+        power = _SCIENTIFIC.fullmatch(text)
+        return parse_literal(f"{power[1]}e{power[2] or power[3]}") if power else None
+    if "\\" in text or text.endswith(")"):
         return _parse_repeating(text)
     if " " in text and _SPACED.fullmatch(text):
         return parse_literal(text.replace(" ", ""))
@@ -118,7 +129,7 @@ def _parse_repeating(text: str) -> Number | None:
     match = _REPEATING.fullmatch(text)
     if match is None:
         return None
-    sign, whole, fixed, cycle = match[1], match[2] or "0", match[3], match[4] or match[5]
+    sign, whole, fixed, cycle = match[1], match[2] or "0", match[3], match[4] or match[5] or match[6]
     value = Fraction(int(whole + fixed), 10 ** len(fixed))
     value += Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(fixed))
     return Number(-value if sign == "-" else value)
@@ -161,3 +172,56 @@ def is_rounding(decimal: Number, magnitude: Fraction, difference: Fraction) -> b
     if decimal.num_digits < MIN_ROUNDED_DIGITS:
         return False
     return difference <= magnitude * ROUNDING and difference <= decimal.last_place + magnitude / 10**12
+
+
+_ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen"""
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_WORD_VALUES = {word: value for value, word in enumerate(_ONES.split())} | {
+    word: 10 * value for value, word in enumerate(_TENS.split(), start=2)
+}
+
+
+def spelled_number(text: str) -> str | None:
+    """Read an English number word below a million ("forty-two", "one hundred and five").
+
+    Args:
+        text: Stripped text.
+
+    Returns:
+        Its digits, or None when any word is no number or stands in the wrong place.
+    """
+    words = re.split(r"[ -]+", text.lower()) if len(text) <= 80 else []
+    total = part = 0
+    room = 1000  # the next word must be smaller: "five twenty" is no number, nor is "two three"
+    for index, word in enumerate(words):
+        if word == "hundred" and 0 < part < 10:
+            part, room = part * 100, 100
+        elif word == "thousand" and part and not total:
+            total, part, room = part * 1000, 0, 1000
+        elif word == "and" and 0 < index < len(words) - 1 and words[index - 1] in ("hundred", "thousand"):
+            continue
+        else:
+            value = _WORD_VALUES.get(word)
+            if value is None or value >= room or (value == 0 and len(words) > 1):
+                return None
+            part, room = part + value, 10 if value >= 20 else 0
+    return str(total + part) if words and words[-1] != "and" else None
+
+
+def same_clock_time(left: str, right: str) -> bool:
+    """Compare times of day: `20:34`, `20:34:00` and `8:34 p.m.` are one; a side may leave am and pm out."""
+    first, second = _CLOCK.fullmatch(left.strip()), _CLOCK.fullmatch(right.strip())
+    if first is None or second is None:
+        return False
+    if first[2] != second[2] or int(first[3] or 0) != int(second[3] or 0):
+        return False
+    hours = [int(match[1]) for match in (first, second)]
+    halves = [(match[4] or "").lower() for match in (first, second)]
+    if all(halves) and halves[0] != halves[1]:
+        return False
+    if hours[0] == hours[1]:
+        return True
+    return any(
+        half == "p" and hours[i] % 12 + 12 == hours[1 - i] for i, half in enumerate(halves)
+    ) and not all(halves)

@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from whet.rewards.calculator import NoValueError, evaluate_exactly
+from whet.rewards.calculator import NoValueError, evaluate_at, evaluate_exactly
 from whet.rewards.expression import FUNCTIONS, Node, ParseError, parse_expression
+from whet.rewards.inequalities import as_interval
 from whet.rewards.latex import (
     MATRIX_CLOSE,
     MATRIX_OPEN,
@@ -34,11 +35,15 @@ _PAIRS = {
     WORD_OPEN: WORD_CLOSE,
 }
 _TOKEN = re.compile(
-    rf"[{re.escape(_OPEN + _CLOSE)}]|,? ?(?<![A-Za-z])(?:or|and)(?![A-Za-z]) ?|[,;\n{ROW_BREAK}∪=∈≈<>≤≥]"
+    rf"[{re.escape(_OPEN + _CLOSE)}]|(?:, {{0,2}}| )?(?<![A-Za-z])(?:or|and)(?![A-Za-z]) ?|[,;\n{ROW_BREAK}∪=∈≈<>≤≥≠]"
 )
-_MARKED_JOIN = re.compile(rf"{WORD_OPEN}[\s,;]*(?:or|and)[\s,;]*{WORD_CLOSE}")
-_NAME = re.compile(r"\(?[A-Za-z\\∠△][A-Za-z0-9_{}\\(), |'∠△°❮❯^-]{0,60}")
-_VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]{2,8}")
+_MARKED_JOIN = re.compile(rf" ?{WORD_OPEN}[\s,;]*(or|and)[\s,;]*{WORD_CLOSE} ?")
+NAME = re.compile(r"[({]{0,2}[A-Za-z\\∠△❮|][A-Za-z0-9_{}\\(),:/ |'∠△°❮❯^=<>≤≥-]{0,60}")
+"""The left side of `f(x) = ...`, `|AB| = ...`, `P(X = 2) = ...`: something with a name, whose value follows."""
+_CONSTRUCTOR = re.compile(
+    r"(?:np\.|numpy\.|torch\.|sp\.)?(?:array|tensor|matrix|Matrix|vector|Vector)(?=[(\[])"
+)
+_SET_BUILDER = re.compile(r"([A-Za-z])(?: ?∈ ?ℝ)? ?[|:](?=.*[<>≤≥≠])(.+)")
 _GROUPED = re.compile(r"(?<![0-9,.])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
 _TRANSPOSED = re.compile(r"\^ ?\{? ?T ?\}?$")
 _TRIG = re.compile("|".join(FUNCTIONS))
@@ -119,12 +124,21 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """Members of `a = b = c`."""
+    """Members of `a = b = c`; with another sign, the two sides of `a < b`, `a ≤ b` or `a ≠ b`."""
 
     members: tuple[str, ...]
+    sign: str = "="
 
 
-Value = Leaf | Sequence | Equation
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """`2/3 ≈ 0.67`: a value and its correct rounding."""
+
+    exact: Value
+    decimal: Value
+
+
+Value = Leaf | Sequence | Equation | Rounded
 
 
 def parse_value(text: str, nesting: int = 0, in_brackets: bool = False) -> Value:
@@ -138,7 +152,7 @@ def parse_value(text: str, nesting: int = 0, in_brackets: bool = False) -> Value
     Returns:
         The value; whatever has no structure is a `Leaf`.
     """
-    text = _MARKED_JOIN.sub(" or ", text).strip() if WORD_OPEN in text else text.strip()
+    text = _MARKED_JOIN.sub(r" \1 ", text).strip() if WORD_OPEN in text else text.strip()
     if nesting > MAX_NESTING or not text:
         return Leaf(text)
     tokens, whole = _top_level(text)
@@ -151,7 +165,35 @@ def parse_value(text: str, nesting: int = 0, in_brackets: bool = False) -> Value
         value = _unwrap(text, nesting)
         if value is not None:
             return value
+    if text.endswith(MATRIX_CLOSE) or text[-1:] == ")" or text[-1:] == "]":
+        return _scaled_or_named(text, nesting) or Leaf(text)
     return Leaf(text)
+
+
+def _scaled_or_named(text: str, nesting: int) -> Value | None:
+    r"""Read `\frac12 ⟦2,4⟧` as the matrix of the products, and `array([1, 2])` as `[1, 2]`."""
+    constructor = _CONSTRUCTOR.match(text)
+    if constructor:
+        value = parse_value(text[constructor.end() :].strip("()"), nesting + 1)
+        return Sequence("matrix", value.items) if isinstance(value, Sequence) else value
+    start = text.find(MATRIX_OPEN)
+    factor = text[:start].rstrip(" *") if start > 0 else ""
+    if not factor or not _top_level(text[start:])[1]:
+        return None
+    factor = "-1" if factor == "-" else factor
+    if Leaf(factor).tree is None:
+        return None
+    return _scaled(parse_value(text[start:], nesting + 1), factor)
+
+
+def _scaled(value: Value, factor: str) -> Value | None:
+    if isinstance(value, Leaf):
+        return Leaf(f"({factor})*({value.text})")
+    items = [_scaled(item, factor) for item in value.items] if isinstance(value, Sequence) else [None]
+    members = tuple(item for item in items if item is not None)
+    return (
+        Sequence(value.kind, members) if isinstance(value, Sequence) and len(members) == len(items) else None
+    )
 
 
 def _top_level(text: str) -> tuple[list[re.Match[str]], bool]:
@@ -192,6 +234,8 @@ def _split_list(
     if not marks & {",", ";", "or", "and"}:
         return None
     splits = [token for token in tokens if token.group().strip(" ,") in ("", ";", "or", "and")]
+    if {",", ";"} <= marks and not marks & {"or", "and"}:  # rows: `1, 2; 3, 4`
+        splits = [token for token in tokens if token.group() == ";"]
     if not in_brackets:
         splits = _without_grouping(text, splits)
     if not splits:
@@ -201,7 +245,7 @@ def _split_list(
         item = parse_value(piece, nesting + 1)
         signed = isinstance(item, Sequence) and item.kind == "any"
         items.extend(item.items if isinstance(item, Sequence) and signed else [item])
-    return Sequence("any" if marks & {"or", "and"} else "bare", tuple(items))
+    return Sequence("any" if "or" in marks else "bare", tuple(items))
 
 
 def _without_grouping(text: str, splits: list[re.Match[str]]) -> list[re.Match[str]]:
@@ -239,45 +283,58 @@ def _split_relation(
         return Sequence("union", tuple(parse_value(piece, nesting + 1) for piece in pieces))
     if "∈" in marks:
         name, _, rest = text.partition("∈")
-        return parse_value(rest, nesting + 1) if _NAME.fullmatch(name.strip()) else None
+        return parse_value(rest, nesting + 1) if NAME.fullmatch(name.strip()) else None
     if "≈" in marks:
-        return _drop_rounding(text, nesting)
-    if marks & set("<>≤≥"):
-        return _interval([t for t in tokens if t.group() in "<>≤≥="], text, nesting)
+        return _rounded(text, nesting)
+    if marks & set("<>≤≥≠"):
+        return _relation([t for t in tokens if t.group() in "<>≤≥≠="], text, nesting)
     if "=" in marks:
         members = _pieces(text, [token for token in tokens if token.group() == "="])
         return Equation(tuple(members)) if all(members) else None
     return None
 
 
-def _drop_rounding(text: str, nesting: int) -> Value | None:
-    r"""Keep `2/3` of `2/3 ≈ 0.67` where the two agree to a hundredth (else it is a hedge, and stays one)."""
+def _rounded(text: str, nesting: int) -> Value | None:
+    r"""Read `2/3 ≈ 0.67` as either where it is rounded rightly, else as the exact side alone."""
     head, _, tail = text.partition("≈")
-    exact, rounded = Leaf(head.rpartition("=")[2].strip()).number, Leaf(tail.strip()).number
-    if exact is None or rounded is None or abs(exact.value - rounded.value) * 100 > abs(exact.value):
+    decimal, exact = Leaf(tail.strip()).number, parse_value(head, nesting + 1)
+    value = _real_value(head.rpartition("=")[2].strip())
+    if value is None:
+        is_name = "=" not in head and NAME.fullmatch(head.strip()) is not None
+        return parse_value(tail, nesting + 1) if is_name and decimal is not None else None
+    if decimal is None or (isinstance(exact, Leaf) and exact.number is not None and exact.number.is_decimal):
+        return exact
+    unit = decimal.last_place if decimal.num_digits else decimal.last_place / 2
+    is_rounding = abs(value - float(decimal.value)) <= float(unit) * (1 + 1e-9)
+    return Rounded(exact, parse_value(tail, nesting + 1)) if is_rounding else exact
+
+
+def _real_value(text: str) -> float | None:
+    """Return the value of a real constant, or None."""
+    leaf = Leaf(text)
+    if leaf.number is not None:
+        return float(leaf.number.value) if abs(leaf.number.value) < 10**300 else None
+    if leaf.tree is None or leaf.tree.variables():
         return None
-    return parse_value(head, nesting + 1)
+    try:
+        value, _ = evaluate_at(leaf.tree, {})
+    except (ArithmeticError, ValueError):
+        return None
+    return value.real if abs(value.imag) <= 1e-12 * abs(value) else None
 
 
-def _interval(signs: list[re.Match[str]], text: str, nesting: int) -> Value | None:
-    """Turn `x > 5`, `5 < x` and `-2 ≤ x < 7` into intervals."""
+def _relation(signs: list[re.Match[str]], text: str, nesting: int) -> Value | None:
+    """Read relations as intervals where they bound one variable; keep the two sides of any other."""
     members = _pieces(text, signs)
     operators = [sign.group() for sign in signs]
     if operators[0] in ">≥":
         members, operators = members[::-1], [{">": "<", "≥": "≤"}.get(sign, sign) for sign in operators[::-1]]
-    if not all(sign in "<≤" for sign in operators) or len(members) not in (2, 3) or not all(members):
+    if not all(members):
         return None
-    if len(members) == 2:
-        if _VARIABLE.fullmatch(members[0]):
-            members, operators = ["-∞", *members], ["<", *operators]
-        elif _VARIABLE.fullmatch(members[1]):
-            members, operators = [*members, "∞"], [*operators, "<"]
-    if len(members) != 3 or not _VARIABLE.fullmatch(members[1]):
-        return None
-    brackets = ("[" if operators[0] == "≤" else "(") + ("]" if operators[1] == "≤" else ")")
-    return Sequence(
-        "tuple", (parse_value(members[0], nesting + 1), parse_value(members[2], nesting + 1)), brackets
-    )
+    interval = as_interval(members, operators)
+    if interval is not None:
+        return parse_value(interval, nesting + 1)
+    return Equation(tuple(members), operators[0]) if len(members) == 2 and operators[0] in "<≤≠" else None
 
 
 def _unwrap(text: str, nesting: int) -> Value | None:
@@ -298,16 +355,26 @@ def _unwrap(text: str, nesting: int) -> Value | None:
     if isinstance(value, Leaf) and opening in "[" + MATRIX_OPEN:
         value = value.as_sequence() or value
     is_list = isinstance(value, Sequence) and value.kind in ("bare", "lines")
+    builder = _SET_BUILDER.fullmatch(inner) if opening == SET_OPEN else None
+    if builder:
+        return parse_value(builder[2], nesting + 1)
     if opening in "{" + SET_OPEN:
-        if is_list and isinstance(value, Sequence):
-            return Sequence("set", value.items)
+        if is_list and isinstance(value, Sequence):  # plain braces do not show in LaTeX: a list, maybe a set
+            return Sequence("set" if opening == SET_OPEN else "bare", value.items)
         return Sequence("set", (value,)) if opening == SET_OPEN and inner else value if inner else Leaf("∅")
     if is_list and isinstance(value, Sequence):
-        return (
-            Sequence("matrix", value.items)
-            if opening == MATRIX_OPEN
-            else Sequence("tuple", value.items, opening + closing)
-        )
+        if opening == MATRIX_OPEN:
+            return Sequence("matrix", value.items)
+        rows = _rows(value.items, opening + closing)
+        return Sequence("matrix", rows) if rows else Sequence("tuple", value.items, opening + closing)
     if opening + closing in ("()", "[]") or opening == MATRIX_OPEN:
         return value
     return None
+
+
+def _rows(items: tuple[Value, ...], brackets: str) -> tuple[Value, ...]:
+    """Take the brackets off the rows of `((1,2),(3,4))`, which are then no intervals."""
+    rows = [item for item in items if isinstance(item, Sequence) and item.brackets == brackets]
+    if len(rows) < 2 or len(rows) < len(items) or len({len(row.items) for row in rows}) > 1:
+        return ()
+    return tuple(Sequence("matrix", row.items) for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from whet.rewards.latex import WORD_CLOSE, WORD_OPEN
+from whet.rewards.latex import UNIT_LETTERS, WORD_CLOSE, WORD_OPEN
 
 _SPELLINGS = """
 cm centimeter centimeters centimetre centimetres cms|mm millimeter millimeters millimetre millimetres
@@ -49,6 +49,7 @@ _TAIL = re.compile(
 _MARKED_TAIL = re.compile(
     rf"(?: ?[/*]? ?{WORD_OPEN}[^{WORD_OPEN}{WORD_CLOSE}]*{WORD_CLOSE}(?: ?\^ ?\{{?-?[1-3]\}}?)?)+$"
 )
+_SYMBOL = re.compile(r"π|(?<![A-Za-z\\])[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]")
 _WORDS = re.compile(r"[A-Za-z]+")
 _TRIG = re.compile(r"sin|cos|tan|sec|csc|cot|log|ln|exp|sqrt")
 
@@ -57,8 +58,8 @@ def split_unit(text: str) -> tuple[str, str]:
     r"""Cut a trailing unit off.
 
     A marked word (`5\text{ cm}`) is always a unit; of plain words known units are, and any other words
-    after a plain number ("12 apples"). One letter counts only behind a space or a mark (`5 m`; `5m` is a
-    product).
+    after a plain number ("12 apples"). One letter counts only behind a mark, or behind a number and a space
+    (`5 m`; `5m`, `5 k` and `\pi r` are products).
 
     Args:
         text: Cleaned text.
@@ -81,6 +82,8 @@ def split_unit(text: str) -> tuple[str, str]:
     words = [word.lower() for word in _WORDS.findall(unit)]
     is_number = not _WORDS.search(match["core"])
     if _RESERVED.intersection(words) or _TRIG.search(unit):
+        return text, ""
+    if len(words[0]) == 1 and (unit[0] not in UNIT_LETTERS or _SYMBOL.search(match["core"])):
         return text, ""
     known = all(word in _CANONICAL or word in _MODIFIERS or word in SCALES for word in words)
     if known and (match["gap"] or len(words[0]) > 1):

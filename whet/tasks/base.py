@@ -5,36 +5,62 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast
+from typing import Any
 
+from whet.config import closest
+from whet.schema import AnswerType
+from whet.tasks.algebra import algebra
 from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.choice import choice, yes_no
+from whet.tasks.code import Code
+from whet.tasks.countdown import countdown, game24
 from whet.tasks.gsm8k import GSM8K
+from whet.tasks.gym import Gym
 from whet.tasks.jsonl import Jsonl
+from whet.tasks.letters import letters
 from whet.tasks.math import MATH
 from whet.tasks.mixture import Mixture
+from whet.tasks.products import Products
+from whet.tasks.sudoku import sudoku
+from whet.tasks.user import UserTask, is_user_task
 from whet.types import Task, UserError
 
-TaskName = Literal["arithmetic", "gsm8k", "math", "jsonl", "mixture"]
-
+_DRAWN = frozenset({"num_problems", "seed"})
+_MADE = _DRAWN | {"path", "max_bad_rows", "level"}
 OPTIONS: dict[str, frozenset[str]] = {
     "arithmetic": frozenset(),
+    "products": frozenset(),
+    "algebra": _DRAWN | {"level"},
+    "countdown": _MADE,
+    "game24": frozenset({"path", "max_bad_rows"}),
+    "sudoku": _MADE,
+    "letters": _MADE,
     "gsm8k": frozenset({"path", "max_bad_rows", "keep_calculator"}),
     "math": frozenset({"path", "max_bad_rows"}),
+    "humaneval": frozenset({"path", "max_bad_rows"}),
+    "mbpp": frozenset({"path", "max_bad_rows"}),
+    "code": frozenset({"path", "max_bad_rows"}),
+    "choice": frozenset({"path", "max_bad_rows"}),
+    "yes_no": frozenset({"path", "max_bad_rows"}),
+    "gym": _DRAWN | {"path"},
     "jsonl": frozenset({"path", "max_bad_rows", "prompt_field", "answer_field", "solution_field"}),
     "mixture": frozenset({"weights", "paths"}),
 }
 """Which fields of `TaskConfig` each task reads; setting another one is an error. A mixture also reads what its parts
 read, but for the path."""
+NO_PATH_NEEDED = frozenset({"countdown", "game24", "sudoku", "letters"})
+"""Tasks that draw their problems where no data is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """Which problems to train or test on."""
 
-    name: TaskName = "arithmetic"
-    """Task: arithmetic (made on the spot), gsm8k, math, jsonl (your own data), or a mixture of these."""
+    name: str = "arithmetic"
+    """Made on the spot: arithmetic, products, algebra, countdown, game24, sudoku, letters; data: gsm8k, math, choice,
+    yes_no, humaneval, mbpp, code, jsonl; gym (reasoning-gym); mixture; a class of your own: path.py:MyTask."""
     path: str = ""
-    """Folder, file (jsonl) or hub name (gsm8k, math) of the data."""
+    """Folder or file of the data, or hub name (gsm8k, math); gym: names of environments, with commas between."""
     max_bad_rows: int = 0
     """How many malformed rows per file are left out before it is an error."""
     keep_calculator: bool = False
@@ -45,29 +71,56 @@ class TaskConfig:
     """jsonl: column of the gold answer; taken from the solution where absent."""
     solution_field: str | None = None
     """jsonl: column of the worked solution; 'solution' where there is one."""
+    num_problems: int = 0
+    """Tasks made on the spot, gym: how many problems, all splits together; 0 takes the task's own number."""
+    level: int = 0
+    """algebra, countdown, sudoku, letters: one level of difficulty, from 1 for the easiest; 0 mixes all."""
+    seed: int = 0
+    """Tasks made on the spot, gym: another seed draws other problems."""
     weights: dict[str, float] = field(default_factory=dict)
     """mixture: weight of each task by name; a task that comes twice is told apart as jsonl:a, jsonl:b."""
     paths: dict[str, str] = field(default_factory=dict)
     """mixture: path of each task that reads one, under the same names."""
 
     def __post_init__(self) -> None:
-        if self.name not in OPTIONS:
-            raise UserError(f"task.name = {self.name!r}: expected one of {', '.join(OPTIONS)}")
-        if self.max_bad_rows < 0:
-            raise UserError(f"task.max_bad_rows = {self.max_bad_rows}: expected 0 or more")
-        if "path" in OPTIONS[self.name] and not self.path:
+        if self.name not in OPTIONS and not is_user_task(self.name):
+            near = closest(self.name, list(OPTIONS))
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise UserError(
+                f"task.name = {self.name!r}: expected one of {', '.join(OPTIONS)} or path.py:MyTask{hint}"
+            )
+        for name in ("max_bad_rows", "num_problems"):
+            if getattr(self, name) < 0:
+                raise UserError(f"task.{name} = {getattr(self, name)}: expected 0 or more")
+        if _needs_path(self.name) and not self.path:
             raise UserError(f"task {self.name} needs data: give its folder or file with --task.path")
-        read = {"name"} | OPTIONS[self.name]
+        read = {"name"} | _options(self.name)
         if self.name == "mixture":
             _check_parts(self)
-            read |= {name for label in self.weights for name in OPTIONS[_task_of(label)]} - {"path"}
+            read |= {name for label in self.weights for name in _options(_task_of(label))} - {"path"}
+        elif self.path and self.name in NO_PATH_NEEDED:
+            read -= _DRAWN | {"level"}
         for item in fields(self):
             if item.name not in read and getattr(self, item.name) not in (item.default, {}):
-                raise UserError(f"task.{item.name} is not read by task {self.name}; leave it out")
+                by = f"task {self.name}"
+                if self.path and item.name in _options(self.name):
+                    by += " where it reads data"
+                raise UserError(f"task.{item.name} is not read by {by}; leave it out")
+
+
+def _options(name: str) -> frozenset[str]:
+    """Return the fields that a task reads; a task of the user's own reads the path."""
+    return OPTIONS.get(name, frozenset({"path"}))
+
+
+def _needs_path(name: str) -> bool:
+    return name in OPTIONS and "path" in OPTIONS[name] and name not in NO_PATH_NEEDED
 
 
 def _task_of(label: str) -> str:
-    return label.partition(":")[0]
+    """Return the task of a label of a mixture: `jsonl:a` -> jsonl, `my.py:Task:a` -> my.py:Task."""
+    head, _, tail = label.partition(".py:")
+    return f"{head}.py:{tail.partition(':')[0]}" if tail else label.partition(":")[0]
 
 
 def _check_parts(config: TaskConfig) -> None:
@@ -77,14 +130,14 @@ def _check_parts(config: TaskConfig) -> None:
         raise UserError("task mixture needs weights, as in --task.weights gsm8k 3 math 1")
     for label, weight in config.weights.items():
         task = _task_of(label)
-        if task not in names:
+        if task not in names and not is_user_task(task):
             raise UserError(f"task.weights.{label}: no such task; expected one of {', '.join(names)}")
         if not 0 < weight < math.inf:
             raise UserError(f"task.weights.{label} = {weight}: expected above 0; leave a task out to drop it")
-        if "path" in OPTIONS[task] and not config.paths.get(label):
+        if _needs_path(task) and not config.paths.get(label):
             raise UserError(f"task {label} needs data: give its folder or file with --task.paths.{label}")
     for label in config.paths:
-        if label not in config.weights or "path" not in OPTIONS[_task_of(label)]:
+        if label not in config.weights or "path" not in _options(_task_of(label)):
             raise UserError(
                 f"task.paths.{label} is not read: no part of that name reads a path; leave it out"
             )
@@ -95,19 +148,37 @@ def _mixture(config: TaskConfig) -> Mixture:
     parts = {}
     for label in config.weights:
         name = _task_of(label)
-        options: dict[str, Any] = {option: getattr(config, option) for option in OPTIONS[name] - {"path"}}
-        if label in config.paths:
-            options["path"] = config.paths[label]
-        parts[label] = load_task(TaskConfig(name=cast(TaskName, name), **options))
+        path = config.paths.get(label, "")
+        unread = _DRAWN | {"level"} if path and name in NO_PATH_NEEDED else frozenset()
+        options: dict[str, Any] = {
+            option: getattr(config, option) for option in _options(name) - {"path"} - unread
+        }
+        parts[label] = load_task(TaskConfig(name=name, path=path, **options))
     return Mixture(parts, config.weights)
+
+
+def _drawn(config: TaskConfig) -> dict[str, int]:
+    return {"level": config.level, "num_problems": config.num_problems, "seed": config.seed}
 
 
 TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "arithmetic": lambda config: Arithmetic(),
+    "products": lambda config: Products(),
+    "algebra": lambda config: algebra(**_drawn(config)),
+    "countdown": lambda config: countdown(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
+    "game24": lambda config: game24(config.path, max_bad_rows=config.max_bad_rows),
+    "sudoku": lambda config: sudoku(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
+    "letters": lambda config: letters(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
     "gsm8k": lambda config: GSM8K(
         config.path, keep_calculator=config.keep_calculator, max_bad_rows=config.max_bad_rows
     ),
     "math": lambda config: MATH(config.path, max_bad_rows=config.max_bad_rows),
+    "humaneval": lambda config: Code("humaneval", config.path, max_bad_rows=config.max_bad_rows),
+    "mbpp": lambda config: Code("mbpp", config.path, max_bad_rows=config.max_bad_rows),
+    "code": lambda config: Code("code", config.path, max_bad_rows=config.max_bad_rows),
+    "choice": lambda config: choice(config.path, max_bad_rows=config.max_bad_rows),
+    "yes_no": lambda config: yes_no(config.path, max_bad_rows=config.max_bad_rows),
+    "gym": lambda config: Gym(config.path, num_problems=config.num_problems, seed=config.seed),
     "jsonl": lambda config: Jsonl(
         config.path,
         prompt_field=config.prompt_field,
@@ -121,4 +192,19 @@ TASKS: dict[str, Callable[[TaskConfig], Task]] = {
 
 def load_task(config: TaskConfig) -> Task:
     """Make the task that a configuration names; raise UserError where its data is not there."""
+    if is_user_task(config.name):
+        return UserTask(config.name, config.path)
     return TASKS[config.name](config)
+
+
+def answer_type_of(task: Task) -> AnswerType:
+    """Return what an answer to a task's problems is, for the schema's wording.
+
+    Args:
+        task: A task; one with an attribute `answer_type` says it itself, all others answer with a number. A mixture
+            of several kinds answers with text.
+    """
+    if isinstance(task, Mixture):
+        kinds: set[AnswerType] = {answer_type_of(part) for part in task.parts.values()}
+        return next(iter(kinds)) if len(kinds) == 1 else "text"
+    return getattr(task, "answer_type", "number")

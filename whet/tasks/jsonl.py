@@ -1,4 +1,4 @@
-"""Jsonl: any question-answer or chat data of the user's own, one JSON object per line."""
+"""Jsonl: any question-answer or chat data of the user's own, as JSON lines or parquet."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from whet.rewards.equal import answers_equal
 from whet.rewards.extract import extract_answer
-from whet.schema import ResponseSchema
-from whet.tasks.read import BadRow, Row, check_split, first_row, read_jsonl, select_split, text_fault
+from whet.schema import AnswerType, ResponseSchema
+from whet.tasks.read import BadRow, Row, first_row, read_file, select_files, text_fault
 from whet.types import Problem, UserError, problem_uid
 
 PROMPT_FIELDS = ("prompt", "question", "problem")
 MESSAGES = "messages"
-TEST_PERCENT = 5
+ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 READER = ResponseSchema(opening_in_prompt=False)
 
 
 class Jsonl:
-    """Problems from a file, or from a folder with train.jsonl and test.jsonl.
+    """Problems from a file, or from a folder with train.jsonl and test.jsonl (or .parquet, read alike).
 
     A file is split by hash of the prompt: 5 % 'dev', 5 % 'test'. In a folder, 'dev' is 5 % of train.jsonl.
     A row is (prompt, answer, and maybe solution), or `messages`: the first user message is the prompt, the
@@ -35,6 +35,7 @@ class Jsonl:
     """
 
     name = "jsonl"
+    answer_type: AnswerType = "text"
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Jsonl:
         """Point at the data; rows are read when a split is asked for.
 
         Args:
-            path: A .jsonl or .jsonl.gz file, or a folder.
+            path: A .jsonl, .jsonl.gz or .parquet file, or a folder.
             prompt_field: Column of the question; where absent, the only one of `PROMPT_FIELDS` and messages.
             answer_field: Column of the gold answer; where absent, the answer is taken from the solution.
             solution_field: Column of the worked solution; None takes 'solution' where there is one.
@@ -65,15 +66,7 @@ class Jsonl:
 
     def problems(self, split: str) -> list[Problem]:
         """Return all problems of 'train', 'dev' or 'test'."""
-        check_split(split)
-        if self._path.is_file():
-            return select_split(self._file(self._path), split, test_percent=TEST_PERCENT)
-        part = "test" if split == "test" else "train"
-        paths = [self._path / f"{part}.jsonl", self._path / f"{part}.jsonl.gz"]
-        path = next((path for path in paths if path.is_file()), None)
-        if path is None:
-            raise UserError(f"{self._path}: no {part}.jsonl there; check --task.path")
-        return list(self._file(path)) if split == "test" else select_split(self._file(path), split)
+        return select_files(self._path, split, self._file, ENDINGS)
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool:
         """Judge an extracted final answer."""
@@ -83,7 +76,7 @@ class Jsonl:
         if path not in self._files:
             prompt, answer, solution = columns = self._columns(path)
             worked = solution if self._fields[2] or answer is None else None
-            rows, bad = read_jsonl(
+            rows, bad = read_file(
                 path,
                 required=[name for name in (prompt, answer, worked) if name not in (None, MESSAGES)],
                 max_bad_rows=self._max_bad_rows,

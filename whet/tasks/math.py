@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from whet.rewards.equal import answers_equal
+from whet.schema import AnswerType
 from whet.tasks.read import BadRow, Row, check_path, check_split, read_part, select_split, text_fault
 from whet.types import Problem, problem_uid
 
@@ -25,10 +26,12 @@ class MATH:
 
     Attributes:
         name: 'math'.
+        answer_type: 'text': LaTeX of any kind.
         bad_rows: Rows left out so far; those without a gold answer do not count towards the limit.
     """
 
     name = "math"
+    answer_type: AnswerType = "text"
 
     def __init__(self, path: str | Path, *, max_bad_rows: int = 0) -> None:
         """Point at the data; rows are read when a split is asked for.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from whet.types import Problem, Task, problem_uid
+from whet.types import ManyJudge, Problem, Task, problem_uid
 
 PART = "part"
 
@@ -41,9 +41,23 @@ class Mixture:
             _owned(problem, label) for label, task in self.parts.items() for problem in task.problems(split)
         ]
 
-    def is_correct(self, problem: Problem, answer: str | None) -> bool:
-        """Let the part that a problem came from judge an answer."""
+    def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
+        """Let the part that a problem came from judge an answer; None where it cannot."""
         return self.parts[problem.meta[PART]].is_correct(problem, answer)
+
+    def judge_many(self, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
+        """Judge answers as `is_correct` does, those of one part together where the part can do that."""
+        verdicts: dict[int, bool | None] = {}
+        for label, task in self.parts.items():
+            places = [place for place, (problem, _) in enumerate(items) if problem.meta[PART] == label]
+            own = [items[place] for place in places]
+            found = (
+                task.judge_many(own)
+                if isinstance(task, ManyJudge)
+                else [task.is_correct(*item) for item in own]
+            )
+            verdicts |= dict(zip(places, found, strict=True))
+        return [verdicts[place] for place in range(len(items))]
 
 
 def _owned(problem: Problem, label: str) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import json
@@ -20,7 +21,8 @@ Check = Callable[[Row], "str | None"]
 """Says what is wrong with a row, or None."""
 
 MAX_LINE_BYTES = 16 * 2**20
-DEV_PERCENT = 5
+DEV_PERCENT = TEST_PERCENT = 5
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 HUB_CONFIGS = {"openai/gsm8k": "main"}  # data sets that must be asked for one of several configurations
 
 
@@ -74,6 +76,75 @@ def read_json_array(
     return _sift(path.name, rows, required, max_bad_rows, check)
 
 
+def read_csv(
+    path: str | Path, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
+) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    """Read a CSV file with a line of column names; otherwise as `read_jsonl`, with row numbers for line numbers."""
+    path = Path(path)
+
+    def rows() -> Iterator[tuple[str, int, Row | str | None]]:
+        try:
+            lines = (line.decode("utf-8") for _, line in _lines(path))
+            for number, row in enumerate(csv.DictReader(lines, strict=True), 1):
+                whole = None not in row and None not in row.values()
+                yield f"{path.name} row {number}", number, row if whole else "not as many fields as columns"
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{path.name}: not CSV in UTF-8 ({error})") from error
+
+    return _sift(path.name, rows(), required, max_bad_rows, check)
+
+
+def read_parquet(
+    path: str | Path, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
+) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    """Read a parquet file; otherwise as `read_jsonl`, with row numbers for line numbers.
+
+    Raises:
+        UserError: If pyarrow is missing, or for the reasons of `read_jsonl`.
+    """
+    path = Path(path)
+    rows = ((f"{path.name} row {number}", number, row) for number, row in enumerate(_parquet_rows(path), 1))
+    return _sift(path.name, rows, required, max_bad_rows, check)
+
+
+def _parquet_rows(path: Path) -> Iterator[Row | str]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise UserError(f"{path.name}: to read parquet files, pip install 'whet[parquet]'") from error
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1000):
+                try:
+                    yield from batch.to_pylist()
+                except UnicodeDecodeError:
+                    yield from map(_parquet_row, (batch.slice(i, 1) for i in range(batch.num_rows)))
+    except (ArrowException, OSError) as error:
+        text = str(error).splitlines()[0][:160]
+        raise UserError(f"{path.name}: not a parquet file that can be read ({text})") from error
+
+
+def _parquet_row(batch: Any) -> Row | str:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 (byte {error.start})"
+
+
+def read_file(
+    path: Path, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
+) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    """Read a file by its ending: .parquet, .csv, .json (one array, or lines), else JSON lines."""
+    read = {".parquet": read_parquet, ".csv": read_csv}.get(path.suffix, read_jsonl)
+    if (
+        path.suffix == ".json"
+        and next((text for _, line in _lines(path) if (text := line.lstrip())), b"")[:1] == b"["
+    ):
+        read = read_json_array
+    return read(path, required=required, max_bad_rows=max_bad_rows, check=check)
+
+
 def read_hub(
     name: str, split: str, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
 ) -> tuple[list[tuple[int, Row]], list[BadRow]]:
@@ -99,8 +170,8 @@ def read_hub(
 
 
 def first_row(path: Path) -> Row:
-    """Return the first object of a JSON-lines file, or {} where there is none."""
-    rows = (_parse(line) for _, line in _lines(path))
+    """Return the first object of a JSON-lines or parquet file, or {} where there is none."""
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else (_parse(line) for _, line in _lines(path))
     return next((row for row in rows if isinstance(row, dict)), {})
 
 
@@ -130,6 +201,34 @@ def select_split(problems: Iterable[Problem], split: str, *, test_percent: float
         for problem, uid in uids
         if split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent) == split
     ]
+
+
+def select_files(
+    path: Path, split: str, load: Callable[[Path], list[Problem]], endings: Sequence[str] = ENDINGS
+) -> list[Problem]:
+    """Return a split of a file (5 % 'dev', 5 % 'test') or of a folder ('dev' is 5 % of its train file).
+
+    Args:
+        path: File, or folder with a train and a test file; of parquet there may be several pieces of one
+            (`train-00000-of-00002.parquet`).
+        split: 'train', 'dev' or 'test'.
+        load: Returns the problems of a file.
+        endings: Endings of the files to look for in a folder, best first.
+
+    Raises:
+        UserError: If the folder has no such file.
+    """
+    check_split(split)
+    if path.is_file():
+        return select_split(load(path), split, test_percent=TEST_PERCENT)
+    part = "test" if split == "test" else "train"
+    files = [file for end in endings if (file := path / f"{part}{end}").is_file()][:1]
+    files = files or sorted(path.glob(f"{part}-*-of-*.parquet"))
+    if not files:
+        raise UserError(f"{path}: no {part}{endings[0]} there; check --task.path")
+    unique = {problem.uid: problem for file in reversed(files) for problem in reversed(load(file))}
+    problems = list(reversed(unique.values()))  # of a row that stands in two pieces, the first stays
+    return problems if split == "test" else select_split(problems, split)
 
 
 def check_split(split: str) -> None:

@@ -64,7 +64,9 @@ class Display(Protocol):
     ) -> None: ...
 
 
-def open_display(title: str, total_steps: int, headline: tuple[str, ...], *, enabled: bool = True) -> Display:
+def open_display(
+    title: str, total_steps: int, headline: tuple[str, ...], *, enabled: bool = True, unit: str = "step"
+) -> Display:
     """Open the display that suits standard output.
 
     Args:
@@ -72,6 +74,7 @@ def open_display(title: str, total_steps: int, headline: tuple[str, ...], *, ena
         total_steps: Steps of the whole run.
         headline: Metrics to show, the most important first.
         enabled: False on all ranks but one: nothing is shown.
+        unit: What is counted.
 
     Returns:
         A live panel on a terminal; plain lines when output is no terminal, in CI, under NO_COLOR, or without
@@ -81,12 +84,12 @@ def open_display(title: str, total_steps: int, headline: tuple[str, ...], *, ena
         ValueError: If a headline metric is not declared, or total_steps < 1.
     """
     if not enabled:
-        return PlainDisplay(title, total_steps, headline, stream=None)
+        return PlainDisplay(title, total_steps, headline, stream=None, unit=unit)
     dumb = os.environ.get("CI") or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     if sys.stdout.isatty() and unicode and not dumb:
         return LiveDisplay(title, total_steps, headline)
-    return PlainDisplay(title, total_steps, headline, stream=sys.stdout)
+    return PlainDisplay(title, total_steps, headline, stream=sys.stdout, unit=unit)
 
 
 def advancing(display: Display) -> Callable[[int], None]:
@@ -203,7 +206,13 @@ class PlainDisplay:
     """A short line now and then: first and last step, every fortieth of the run, after 30 silent seconds."""
 
     def __init__(
-        self, title: str, total_steps: int, headline: tuple[str, ...], *, stream: TextIO | None = None
+        self,
+        title: str,
+        total_steps: int,
+        headline: tuple[str, ...],
+        *,
+        stream: TextIO | None = None,
+        unit: str = "step",
     ) -> None:
         """Open it.
 
@@ -217,7 +226,8 @@ class PlainDisplay:
         self._stream = stream
         self._shown_step: int | None = None
         self._shown_at = 0.0
-        self._print(f"{title}  {total_steps:,} steps")
+        self._unit = unit
+        self._print(f"{title}  {total_steps:,} {unit}{'' if total_steps == 1 else 's'}")
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Print a line when one is due."""
@@ -240,7 +250,11 @@ class PlainDisplay:
             ]
             self._print(
                 "  ".join(
-                    [f"step {step:,}/{self._progress.total_steps:,}", *shown, self._progress.times(now)]
+                    [
+                        f"{self._unit} {step:,}/{self._progress.total_steps:,}",
+                        *shown,
+                        self._progress.times(now),
+                    ]
                 )
             )
 

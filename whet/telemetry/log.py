@@ -81,6 +81,23 @@ METRICS: dict[str, Metric] = {
     "rl/format": _share("samples in perfect format"),
     "rl/thinking_tokens": Metric("tokens", "mean length of the thinking block", ".0f"),
     "rl/completion_tokens": Metric("tokens", "mean length of a completion", ".0f"),
+    "rl/turns": Metric("turns", "mean turns of an episode, calls of tools included", ".2f"),
+    "rl/reward_failures": Metric(
+        "samples", "scores of your own rewards that hung, failed or were no number, so far", ",.0f"
+    ),
+    "rl/judge_requests": Metric("requests", "requests to the judge so far, repetitions included", ",.0f"),
+    "rl/judge_retries": Metric("requests", "requests to the judge that were repeated so far", ",.0f"),
+    "rl/judge_cache_hits": Metric(
+        "completions", "completions that needed no request of their own so far", ",.0f"
+    ),
+    "rl/judge_failures": Metric(
+        "completions", "completions without a score, as requests failed, so far", ",.0f"
+    ),
+    "rl/judge_unscorable": Metric(
+        "completions", "completions that the judge gave no readable score, so far", ",.0f"
+    ),
+    "rl/judge_tokens": Metric("tokens", "tokens that judging took so far", ",.0f"),
+    "rl/judge_corrupt_lines": Metric("lines", "unreadable lines of the judge's cache", ",.0f"),
     "rl/truncated": _share("samples cut off by the length limit"),
     "rl/zero_variance_groups": _share(
         "groups whose rewards are all equal: a comparison inside them teaches nothing"
@@ -144,6 +161,7 @@ METRICS: dict[str, Metric] = {
     "eval/truncated": _share("completions cut off by the length limit"),
     "eval/thinking_tokens": Metric("tokens", "mean length of the thinking block", ".0f"),
     "eval/completion_tokens": Metric("tokens", "mean length of a completion", ".0f"),
+    "eval/turns": Metric("turns", "mean turns of an episode, calls of tools included", ".2f"),
     "eval/seconds": Metric("s", "time of the evaluation", ".1f"),
 }
 """Every metric with its unit and meaning. Logging another name is an error, unless it belongs to a family."""
@@ -274,6 +292,8 @@ class RunLog:
             "answer": _encodable(problem.answer),
             "completion": _encodable(sample.text),
             "num_completion_tokens": len(sample.completion_ids),
+            "num_read_tokens": len(sample.completion_ids) - sample.num_trained,
+            "num_turns": max(1, len(sample.turn_ends)),
             "completion_ids": list(sample.completion_ids),
             "finish_reason": sample.finish_reason,
             "rewards": {name: self._finite(score) for name, score in sample.rewards.items()},

@@ -71,6 +71,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("accuracy", ("eval/pass@1", "eval/greedy", "eval/pass@", "eval/majority@"), smooth=False),
         Panel("format and truncation", ("eval/format", "eval/truncated"), smooth=False),
         Panel("length", ("eval/thinking_tokens", "eval/completion_tokens"), smooth=False),
+        Panel("turns", ("eval/turns",), smooth=False),
         Panel("other scores", ("eval/",), smooth=False),
         Panel("evaluation time", ("eval/seconds",), smooth=False),
     ),
@@ -80,6 +81,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("reward components", ("rl/reward/",)),
         Panel("length", ("rl/thinking_tokens", "rl/completion_tokens")),
         Panel("truncated", ("rl/truncated",)),
+        Panel("turns", ("rl/turns",)),
         Panel("spread of rewards (std)", ("rl/reward_std",)),
     ),
     "rl_signal": (
@@ -91,7 +93,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("where the signal comes from", ("rl/signal/",)),
         Panel("rewards that cancel", ("rl/cancellation",)),
         Panel("repetition", ("rl/repetition",)),
-        Panel("unscorable samples", ("rl/unscorable",)),
+        Panel("unscorable samples", ("rl/unscorable", "rl/reward_failures")),
     ),
     "rl_health": (
         Panel("entropy", ("rl/entropy",)),
@@ -117,6 +119,16 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("critic's clip", ("rl/value_clipped",)),
         Panel("explained variance", ("rl/value_explained",)),
         Panel("critic's gradient norm", ("rl/value_grad_norm",)),
+    ),
+    "rl_judge": (
+        Panel("requests to the judge", ("rl/judge_requests", "rl/judge_retries"), smooth=False),
+        Panel(
+            "judged completions",
+            ("rl/judge_cache_hits", "rl/judge_failures", "rl/judge_unscorable"),
+            smooth=False,
+        ),
+        Panel("tokens of judging", ("rl/judge_tokens",), smooth=False),
+        Panel("unreadable lines of the cache", ("rl/judge_corrupt_lines",), smooth=False),
     ),
     "rl_speed": (
         Panel("time per step", ("rl/generate_seconds", "rl/reward_seconds", "rl/train_seconds")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 import torch
 
@@ -123,6 +124,7 @@ def counted_samples(groups: Sequence[Group], algo: AlgoConfig) -> list[list[Samp
             sample
             for sample in group.samples
             if sample.advantage is not None
+            and sample.num_trained
             and not (algo.overlong == "filter" and sample.finish_reason == "length")
         ]
         for group in groups
@@ -133,7 +135,7 @@ def training_sequences(groups: Sequence[Group], algo: AlgoConfig) -> list[Traini
     """Turn counted samples into what the trainer reads: their very tokens and log-probabilities, never re-encoded."""
     sequences = []
     for members in counted_samples(groups, algo):
-        num_group_tokens = sum(len(sample.completion_ids) for sample in members)
+        num_group_tokens = sum(sample.num_trained for sample in members)
         for sample in members:
             assert sample.advantage is not None
             sequences.append(
@@ -143,10 +145,22 @@ def training_sequences(groups: Sequence[Group], algo: AlgoConfig) -> list[Traini
                     advantage=sample.advantage,
                     group=sample.uid,
                     num_group_tokens=num_group_tokens,
-                    sampler_logprobs=sample.sampler_logprobs,
+                    sampler_logprobs=tuple(compress(sample.sampler_logprobs, sample.trained))
+                    if sample.trained
+                    else sample.sampler_logprobs,
+                    trained=sample.trained,
+                    # A critic learns when a reward came; elsewhere the sum of an episode is its outcome.
+                    turn_rewards=_paid_early(sample) if algo.baseline == "value" else (),
                 )
             )
     return sequences
+
+
+def _paid_early(sample: Sample) -> tuple[tuple[int, float], ...]:
+    """Return (index of the turn's last trained token, reward) of every turn but the last."""
+    return tuple(
+        (end - 1, reward) for end, reward in zip(sample.turn_ends, sample.turn_rewards, strict=True)
+    )[:-1]
 
 
 def token_advantages(
@@ -167,7 +181,7 @@ def token_advantages(
     rewards = [_token_rewards(sequence, algo, kl_coef) for sequence in sequences]
     filled = list(sequences)
     if algo.baseline == "value" and sequences:
-        lengths = [len(sequence.completion_ids) for sequence in sequences]
+        lengths = [sequence.num_trained for sequence in sequences]
         trained_BT = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
         values = [_column(sequence.start_values_T) for sequence in sequences]
         advantages_BT, returns_BT = generalised_advantages(
@@ -192,8 +206,11 @@ def token_advantages(
 
 def _token_rewards(sequence: TrainingSequence, algo: AlgoConfig, kl_coef: float) -> torch.Tensor:
     """Return the outcome at the last token, less the weighted k1 of every token where KL is in the reward."""
-    rewards_T = torch.zeros(len(sequence.completion_ids), dtype=torch.float64)
+    rewards_T = torch.zeros(sequence.num_trained, dtype=torch.float64)
     rewards_T[-1] = sequence.advantage
+    for place, reward in sequence.turn_rewards:
+        rewards_T[-1] -= reward
+        rewards_T[place] += reward
     if algo.kl == "k1_reward":
         logprobs_T = sequence.proximal_logprobs_T
         if logprobs_T is None:

@@ -15,9 +15,10 @@ import torch
 
 from whet.distributed import all_reduce_sum, rank, shard
 from whet.eval.grade import grade
-from whet.generate.engine import Request
+from whet.generate.episode import play
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
 from whet.types import Problem, Task, UserError
 
@@ -225,29 +226,30 @@ def measure_difficulty(
     mine = list(shard(len(unique)))
     counts = [0] * len(unique)
     engine = policy.engine(autocast)
+    environment = environment_for(policy.schema, task)
     portion = max(1, ROWS_PER_PORTION * policy.max_rows // num_samples)
     title = f"pass rates of the starting policy, {task.name}"
-    with open_display(title, max(len(mine), 1) * num_samples, (), enabled=rank() == 0) as display:
+    with open_display(
+        title, max(len(mine), 1) * num_samples, (), enabled=rank() == 0, unit="completion"
+    ) as display:
         advance = advancing(display)
         for start in range(0, len(mine), portion):
             places = mine[start : start + portion]
-            requests = [
-                Request(
-                    prompt_ids=policy.prompt_ids(unique[place]),
-                    seeds=tuple(
-                        sequence_seed("difficulty", seed, unique[place].uid, index)
-                        for index in range(num_samples)
-                    ),
-                )
-                for place in places
+            asked = [unique[place] for place in places]
+            seeds = [
+                [sequence_seed("difficulty", seed, problem.uid, index) for index in range(num_samples)]
+                for problem in asked
             ]
-            drawn = engine.generate(requests, sampling, on_finished=advance)
-            for place, request, row in zip(places, requests, drawn, strict=True):
-                texts = [policy.completion_text(request.prompt_ids, done.ids) for done in row]
-                counts[place] = sum(
-                    grade(policy, task, unique[place], text, done.ids).is_correct
-                    for text, done in zip(texts, row, strict=True)
-                )
+            drawn = play(policy, engine, asked, seeds, sampling, environment, on_finished=advance)
+            items = [
+                (problem, policy.completion_text(policy.prompt_ids(problem), done.ids), done.ids)
+                for problem, row in zip(asked, drawn, strict=True)
+                for done in row
+            ]
+            grades = grade(policy, task, items)
+            for index, place in enumerate(places):
+                judged = grades[index * num_samples : (index + 1) * num_samples]
+                counts[place] = sum(graded.is_correct for graded in judged)
     totals = all_reduce_sum(*counts)
     return {
         problem.uid: PassRate(int(total), num_samples) for problem, total in zip(unique, totals, strict=True)

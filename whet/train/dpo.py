@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from whet.eval.evaluate import fitting_problems, take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_micro_batch
-from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.telemetry.display import advancing, open_display
 from whet.train.fit import FIT_ATTENTION, Fit, StepResult, finish, open_folder
 from whet.train.harvest import check_sampling, gather_rows, load_rows, sample_judged, write_rows
@@ -111,12 +112,36 @@ class DPOConfig:
         if not self.pairs and self.max_bad_rows:
             raise ValueError("max_bad_rows is read with a file of pairs only; leave it out")
         check_sampling(self.sampling, self.num_samples)
-        for item in fields(self) if self.pairs else ():
+        if not self.pairs and self.num_samples < 2:
+            raise ValueError(
+                f"num_samples = {self.num_samples}: a pair needs a right and a wrong completion; expected 2 or more"
+            )
+        if self.pairs:
+            self._check_unread()
+
+    def _check_unread(self) -> None:
+        """Refuse what only sampling would read, and name all of it at once."""
+        spelt = []
+        for item in fields(self):
             default = item.default if item.default_factory is MISSING else item.default_factory()
             if item.name in ROLLOUT_FIELDS and getattr(self, item.name) != default:
-                raise ValueError(
-                    f"{item.name} is not read with a file of pairs: put back its default, or leave out pairs"
-                )
+                spelt += _overrides(item.name, getattr(self, item.name), default)
+        if spelt:
+            raise ValueError(f"with a file of pairs nothing is sampled: put back {' '.join(spelt)}")
+
+
+def _overrides(name: str, value: Any, default: Any) -> list[str]:
+    """Write the options that put a field, or the fields of a group, back to its default."""
+    if is_dataclass(value) and is_dataclass(default):
+        return [
+            text
+            for item in fields(value)
+            if getattr(value, item.name) != getattr(default, item.name)
+            for text in _overrides(
+                f"{name}.{item.name}", getattr(value, item.name), getattr(default, item.name)
+            )
+        ]
+    return [f"--{name.replace('_', '-')} {default}"]
 
 
 def pair_micro_batches(pairs: Sequence[Pair], token_budget: int, device: torch.device) -> list[MicroBatch]:
@@ -235,7 +260,9 @@ def with_reference(policy: Policy, pairs: Sequence[Pair], config: OptimConfig) -
     """Write the policy's own log-probabilities into pairs, as those of the reference."""
     scored: list[Pair] = []
     total = max(len(pairs), 1)
-    with open_display("dpo: reference log-probabilities", total, (), enabled=rank() == 0) as display:
+    with open_display(
+        "dpo: reference log-probabilities", total, (), enabled=rank() == 0, unit="completion"
+    ) as display:
         advance = advancing(display)
         for start in range(0, len(pairs), PORTION):
             part = list(pairs[start : start + PORTION])
@@ -268,6 +295,7 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
                 )
         else:
             task = load_task(config.task)
+            policy.expect(answer_type_of(task))
             problems = take_problems(task, "train", config.num_problems)
             judged = sample_judged(
                 policy,
@@ -323,6 +351,10 @@ def train(config: DPOConfig, *, resume: bool = False) -> Policy:
     """
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     prepare_model(policy.model, config.optim)
+    if policy.schema.tools:
+        raise UserError(
+            "this model calls tools, and pairs do not say which tokens a tool wrote; --policy.tools none"
+        )
     folder = open_folder(config, resume=resume)
     pairs = prepare_pairs(config, policy, folder)
     held_out = [pair for pair in pairs if is_held_out(pair.uid, config.seed, config.validation_share)]

@@ -70,7 +70,7 @@ def sample_judged(
     mine = [problems[index] for index in shard(len(problems))]
     portion = max(1, FILLS * policy.max_rows // num_samples)
     total = max(len(mine) * num_samples, 1)
-    with open_display(title, total, (), enabled=rank() == 0) as display:
+    with open_display(title, total, (), enabled=rank() == 0, unit="completion") as display:
         advance = advancing(display)
         for start in range(0, len(mine), portion):
             part = mine[start : start + portion]

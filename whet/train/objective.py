@@ -257,9 +257,9 @@ class Objective:
             dtype=self._dtype,
         )
         num_tokens, num_sequences, num_prompts, num_scored_tokens, num_read = all_reduce_sum(
-            sum(len(s.completion_ids) for s in counted),
+            sum(s.num_trained for s in counted),
             len(counted),
-            sum(len(s.completion_ids) / s.num_group_tokens for s in counted),
+            sum(s.num_trained / s.num_group_tokens for s in counted),
             batch.num_trained_tokens,
             sum(sequence.num_tokens for sequence in trained),
         )

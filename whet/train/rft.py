@@ -12,7 +12,7 @@ from whet.distributed import all_reduce_sum, barrier, rank, shard
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
-from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.train.fit import Fit, StepResult, finish, open_folder
 from whet.train.harvest import (
     Row,
@@ -120,6 +120,7 @@ def train(config: RFTConfig, *, resume: bool = False) -> Policy:
     """
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
+    policy.expect(answer_type_of(task))
     prepare_model(policy.model, config.optim)
     problems = fitting_problems(
         policy,
@@ -173,7 +174,11 @@ def train(config: RFTConfig, *, resume: bool = False) -> Policy:
 
 
 def _sequence(row: Row) -> TrainingSequence:
-    return TrainingSequence(prompt_ids=tuple(row["prompt_ids"]), completion_ids=tuple(row["completion_ids"]))
+    return TrainingSequence(
+        prompt_ids=tuple(row["prompt_ids"]),
+        completion_ids=tuple(row["completion_ids"]),
+        trained=tuple(row["trained"]),
+    )
 
 
 def greedy_accuracy(config: RFTConfig, policy: Policy, task: Task, problems: Sequence[Problem]) -> float:
@@ -231,6 +236,7 @@ def sample_round(
                     "completion": texts[index].text,
                     "prompt_ids": texts[index].prompt_ids,
                     "completion_ids": texts[index].completion_ids,
+                    "trained": texts[index].trained,
                 }
             )
     sampled, right, covered = all_reduce_sum(num_sampled, num_right, num_covered)

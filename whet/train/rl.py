@@ -6,18 +6,21 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from whet.checkpoint import commit_folder, load_step, open_run, save_step
 from whet.config import dump_yaml
 from whet.distributed import all_reduce_sum, barrier, rank, world_size
+from whet.eval.audit import preflight
 from whet.eval.evaluate import evaluate, fitting_problems, take_problems
 from whet.generate.policy import Policy, load_policy
 from whet.generate.probe import ProbeResult, probe_policy
 from whet.model.weights import load_model
-from whet.rewards.base import best_total, build_rewards, score_completion
-from whet.schema import preflight
-from whet.tasks.base import load_task
+from whet.rewards.base import WeightedReward, build_rewards
+from whet.rewards.divergence import judge_diverges
+from whet.rewards.judge import Judge
+from whet.tasks.base import answer_type_of, load_task
 from whet.tasks.mixture import PART
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.environment import write_environment
@@ -26,6 +29,7 @@ from whet.telemetry.log import RunLog, read_metrics
 from whet.telemetry.report import write_report
 from whet.train.advantage import with_advantages, without_advantages
 from whet.train.curriculum import select_problems
+from whet.train.judging import open_judge
 from whet.train.objective import Objective
 from whet.train.order import DataOrder, data_order
 from whet.train.rl_config import RLConfig
@@ -40,6 +44,7 @@ from whet.train.step import (
 )
 from whet.types import Problem, Task, UserError
 
+HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
 APPROX_GAP_LIMIT = 0.1
 SOLVED = 0.99
 
@@ -63,16 +68,15 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     _check_ranks(config)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
+    policy.expect(answer_type_of(task))
     prepare_model(policy.model, config.optim)
     problems = task.problems("train")
     fitting = fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
     if not fitting:
         raise UserError(f"task {task.name}: no problem of the train split fits the context")
-    rewards = build_rewards(config.rewards, policy.schema, task)
-    for problem in {problem.meta.get(PART): problem for problem in reversed(fitting)}.values():
-        preflight(
-            policy.schema, lambda p, text: score_completion(rewards, p, text)[1], problem, best_total(rewards)
-        )
+    rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
+    for part in {problem.meta.get(PART): None for problem in fitting}:
+        preflight(task, rewards, policy.schema, [p for p in fitting if p.meta.get(PART) == part])
     if rank() == 0:
         open_run(folder, dump_yaml(config), resume=resume)
         write_environment(folder)
@@ -96,18 +100,19 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     if len(fitting) < len(problems):
         left_out = len(problems) - len(fitting)
         notes.insert(0, f"{left_out} of {len(problems)} prompts do not fit the context; left out")
-    run = _Run(config, policy, task, data_order(task, kept, config.seed), held_out, probe)
-    start = run.restore(folder) if resume else 0
-    headline = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
-    with (
-        RunLog(folder, resume_step=start if resume else None, enabled=rank() == 0) as log,
-        open_display(f"rl {task.name}", config.num_steps, headline, enabled=rank() == 0) as display,
-    ):
-        display.note(f"sampler vs trainer: {probe}")
-        for note in notes:
-            display.note(note)
-        for step in range(start, config.num_steps):
-            run.advance(step, folder, log, display)
+    with open_judge(config.judge, rewards, folder, policy.schema, kept[0]) as (rewards, judge):
+        run = _Run(config, policy, task, rewards, data_order(task, kept, config.seed), held_out, probe)
+        run.judge = judge
+        start = run.restore(folder) if resume else 0
+        with (
+            RunLog(folder, resume_step=start if resume else None, enabled=rank() == 0) as log,
+            open_display(f"rl {task.name}", config.num_steps, HEADLINE, enabled=rank() == 0) as display,
+        ):
+            display.note(f"sampler vs trainer: {probe}")
+            for note in notes:
+                display.note(note)
+            for step in range(start, config.num_steps):
+                run.advance(step, folder, log, display)
     if rank() == 0:
         content = {name.removeprefix("rl/"): value for name, value in run.last.items()}
         content |= {"sampler_vs_trainer": str(probe)}
@@ -135,6 +140,7 @@ class _Run:
         config: RLConfig,
         policy: Policy,
         task: Task,
+        rewards: list[WeightedReward],
         order: DataOrder,
         held_out: Sequence[Problem],
         probe: ProbeResult,
@@ -142,6 +148,7 @@ class _Run:
         self.config = config
         self.policy = policy
         self.task = task
+        self.failures = [reward.failures for reward in rewards]
         self.held_out = held_out
         self.probe = probe
         self.weights = config.reward_weights
@@ -149,7 +156,7 @@ class _Run:
         self.source = RolloutSource(
             policy,
             task,
-            build_rewards(config.rewards, policy.schema, task),
+            rewards,
             order,
             algo=config.algo,
             weights=self.weights,
@@ -173,6 +180,7 @@ class _Run:
             value=config.value,
             seed=config.seed,
         )
+        self.judge: Judge | None = None
         self.best = -math.inf
         self.dead_steps = 0
         self.last: dict[str, float] = {}
@@ -208,6 +216,10 @@ class _Run:
         )
         sampled = time.perf_counter()
         values = rollout_metrics(rollout, config.algo, self.weights, collected.num_refilled)
+        if self.judge is not None:
+            values |= {f"rl/judge_{name}": float(n) for name, n in asdict(self.judge.stats).items()}
+        if self.config.reward:
+            values["rl/reward_failures"] = float(sum(failures.count for failures in self.failures))
         values["rl/staleness"] = float(step - collected.step)
         lr = learning_rate(config.optim, step, config.num_steps)
         values |= self.objective.update(
@@ -233,11 +245,13 @@ class _Run:
         log.write_samples(count, [*groups, *without_advantages(unused)])
         for warning in health_warnings("rl", values, self.history):
             display.note(warning, warning=True)
-        self.history.append(values)
+        self.history.append({"step": count, **values})
         display.update(count, values)
         self.check(values, count)
         if rank() == 0:
             self.save(folder, count, values)
+        if self.judge is not None and (reason := judge_diverges(self.history)):
+            raise UserError(f"step {count}: {reason}")
 
     def validate(self) -> dict[str, float]:
         """Return the share of dev problems answered right, greedily and by samples."""

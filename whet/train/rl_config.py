@@ -8,6 +8,8 @@ from typing import Literal
 from whet.config import align
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
+from whet.rewards.base import JUDGE, parse_own
+from whet.rewards.judge import JudgeConfig
 from whet.tasks.base import TaskConfig
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
 from whet.train.curriculum import CurriculumConfig
@@ -27,7 +29,11 @@ class RLConfig:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which of the task's problems are trained on."""
     rewards: dict[str, float] = field(default_factory=lambda: {"correct": 1.0, "format": 0.1})
-    """Weight of each reward by name."""
+    """Weight of each built-in reward by name; 'episode' is what the task's environment pays."""
+    reward: tuple[str, ...] = ()
+    """Rewards of your own: path.py:function, weight 1, or path.py:function=0.5."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """The language model behind the reward 'judge'; a held-out gold metric stops the run where the two part."""
     control: Literal["none", "random_reward"] = "none"
     """random_reward: a coin decides every reward. What then still rises was not learned from rewards."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -98,6 +104,7 @@ class RLConfig:
             raise ValueError(
                 "validation_samples is read with validation_problems; leave it out, or give some"
             )
+        self._check_judge()
         check_combination(
             self.algo,
             self.off_policy,
@@ -109,10 +116,24 @@ class RLConfig:
             max_new_tokens=self.sampling.max_new_tokens,
         )
 
+    def _check_judge(self) -> None:
+        """Refuse a judge that nobody asks, and one that nobody watches."""
+        if JUDGE not in self.rewards:
+            if self.judge != JudgeConfig():
+                raise ValueError("judge.* is read with rewards.judge only; give it a weight, or leave it out")
+        elif not self.judge.model:
+            raise ValueError("rewards.judge needs judge.model: name the model that judges")
+        elif not self.validation_problems:
+            raise ValueError(
+                "rewards.judge needs validation_problems: judges are pleased sooner or later, and only held-out right "
+                "answers show it; expected 1 or more (200 is good)"
+            )
+
     @property
     def reward_weights(self) -> dict[str, float]:
         """Weight of everything that adds to a sample's reward, by name."""
-        weights = {"random": 1.0} if self.control == "random_reward" else dict(self.rewards)
+        own = {name: weight for _, name, weight in map(parse_own, self.reward)}
+        weights = {"random": 1.0} if self.control == "random_reward" else dict(self.rewards) | own
         return weights | ({"overlong": 1.0} if self.algo.overlong in ("soft", "hard") else {})
 
 

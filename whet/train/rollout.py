@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -13,10 +14,12 @@ from whet.algo.advantages import group_advantages, has_spread, overlong_penalty
 from whet.algo.signal import cancellation, repeated_share, signal_sums
 from whet.distributed import all_reduce_sum
 from whet.eval.grade import Grade, grade
-from whet.generate.engine import Engine, Request
+from whet.generate.engine import Completion, Engine
+from whet.generate.episode import play
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
-from whet.rewards.base import WeightedReward, score_completion
+from whet.rewards.base import EPISODE, WeightedReward, score_completions
+from whet.tasks.tools import environment_for
 from whet.train.algorithm import AlgoConfig, Overlong
 from whet.types import Group, Problem, Sample, Task
 
@@ -67,51 +70,65 @@ def collect_groups(
         Groups in the order of the problems.
     """
     began = time.perf_counter()
-    requests = [
-        Request(
-            prompt_ids=policy.prompt_ids(problem),
-            seeds=tuple(sequence_seed(*seed, problem.uid, index) for index in range(group_size)),
-        )
+    names = [
+        [sequence_seed(*seed, problem.uid, index) for index in range(group_size)]
         for problem, seed in zip(problems, seeds, strict=True)
     ]
-    completions = engine.generate(requests, sampling)
+    drawn = play(policy, engine, problems, names, sampling, environment_for(policy.schema, task))
     generated = time.perf_counter()
-    groups, grades = [], []
-    for problem, request, row in zip(problems, requests, completions, strict=True):
-        samples, row_grades = [], []
-        for index, done in enumerate(row):
-            text = policy.completion_text(request.prompt_ids, done.ids)
-            scores, total = score_completion(rewards, problem, text)
-            if random_reward:
-                total = float(sequence_seed("coin", request.seeds[index]) % 2)
-                scores = {"random": total}
-            penalty = 0.0
+    weight = next((reward.weight for reward in rewards if reward.name == EPISODE), 0.0)
+    pairs = [
+        (problem, _sample(policy, problem, index, done, weight))
+        for problem, row in zip(problems, drawn, strict=True)
+        for index, done in enumerate(row)
+    ]
+    grades = grade(policy, task, [(problem, s.text, s.completion_ids) for problem, s in pairs])
+    paid = [math.fsum(done.turn_rewards) for row in drawn for done in row]
+    scored = score_completions(rewards, [(problem, s.text) for problem, s in pairs], {EPISODE: paid})
+    samples = []
+    for (_, sample), (scores, total), seed in zip(pairs, scored, chain.from_iterable(names), strict=True):
+        if random_reward:
+            total = float(sequence_seed("coin", seed) % 2)
+            scores = {"random": total}
+        if overlong in ("soft", "hard"):
+            penalty = HARD_PENALTY if _is_unanswered(policy, sample) else 0.0
             if overlong == "soft":
                 penalty = overlong_penalty(
-                    len(done.ids), max_length=sampling.max_new_tokens, cache_length=overlong_cache
+                    len(sample.completion_ids),
+                    max_length=sampling.max_new_tokens,
+                    cache_length=overlong_cache,
                 )
-            elif overlong == "hard" and done.finish_reason == "length":
-                penalty = HARD_PENALTY if policy.schema.parse(text).answer is None else 0.0
-            if overlong in ("soft", "hard"):
-                scores = scores | {"overlong": penalty}
-                total = None if total is None else total + penalty
-            samples.append(
-                Sample(
-                    uid=problem.uid,
-                    index=index,
-                    prompt_ids=request.prompt_ids,
-                    completion_ids=done.ids,
-                    sampler_logprobs=done.logprobs,
-                    text=text,
-                    finish_reason=done.finish_reason,
-                    rewards=scores,
-                    reward=total,
-                )
-            )
-            row_grades.append(grade(policy, task, problem, text, done.ids))
-        groups.append(Group(problem=problem, samples=tuple(samples)))
-        grades.append(row_grades)
-    return Rollout(groups, grades, generated - began, time.perf_counter() - generated)
+            scores = scores | {"overlong": penalty}
+            total = None if total is None else total + penalty
+        samples.append(replace(sample, rewards=scores, reward=total))
+    groups = [
+        Group(problem=problem, samples=tuple(samples[place * group_size : (place + 1) * group_size]))
+        for place, problem in enumerate(problems)
+    ]
+    rows = [grades[start : start + group_size] for start in range(0, len(grades), group_size)]
+    return Rollout(groups, rows, generated - began, time.perf_counter() - generated)
+
+
+def _sample(policy: Policy, problem: Problem, index: int, done: Completion, episode_weight: float) -> Sample:
+    """Turn what was drawn into a record without rewards."""
+    prompt_ids = policy.prompt_ids(problem)
+    return Sample(
+        uid=problem.uid,
+        index=index,
+        prompt_ids=prompt_ids,
+        completion_ids=done.ids,
+        sampler_logprobs=done.logprobs,
+        text=policy.completion_text(prompt_ids, done.ids),
+        finish_reason=done.finish_reason,
+        trained=done.trained,
+        turn_ends=done.turn_ends,
+        turn_rewards=tuple(episode_weight * reward for reward in done.turn_rewards) if episode_weight else (),
+    )
+
+
+def _is_unanswered(policy: Policy, sample: Sample) -> bool:
+    """Say whether a completion was cut off before its answer."""
+    return sample.finish_reason == "length" and policy.schema.parse(sample.text).answer is None
 
 
 def reward_matrix(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,13 +181,14 @@ def rollout_metrics(
         len(spread) - sum(spread),
         sum(count == len(row) for count, row in zip(right, rollout.grades, strict=True)),
         sum(count == 0 for count in right),
+        sum(max(1, len(sample.turn_ends)) for sample in samples),
         *(value for name in weights for value in _total(samples, name)),
     )
     count, num_scored, num_groups = max(sums[0], 1.0), max(sums[1], 1.0), max(sums[10], 1.0)
     mean = sums[2] / num_scored
     names = ["correct", "format", "thinking_tokens", "completion_tokens", "truncated", "repetition"]
     metrics = {f"rl/{name}": value / count for name, value in zip(names, sums[4:10], strict=True)}
-    totals = zip(weights, sums[14::2], sums[15::2], strict=True)
+    totals = zip(weights, sums[15::2], sums[16::2], strict=True)
     metrics |= {f"rl/reward/{name}": total / max(number, 1.0) for name, total, number in totals}
     metrics |= {
         "rl/reward_mean": mean,
@@ -180,6 +198,8 @@ def rollout_metrics(
         "rl/unscorable": sums[0] - sums[1],
         "rl/groups_refilled": float(num_refilled),
     }
+    if sums[14] > sums[0]:
+        metrics["rl/turns"] = sums[14] / count
     if sums[0] == sums[10]:  # one sample a group: nothing inside it can be compared
         return metrics
     metrics["rl/zero_variance_groups"] = sums[11] / num_groups

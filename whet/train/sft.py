@@ -15,7 +15,7 @@ from whet.eval.evaluate import take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import sequence_seed
 from whet.generate.scoring import score_micro_batch
-from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.train.fit import FIT_ATTENTION, Fit, StepResult, finish, open_folder
 from whet.train.order import data_order
 from whet.train.step import OptimConfig, autocast_dtype, forward_backward, parameter_dtype, prepare_model
@@ -61,14 +61,13 @@ class SFTConfig:
 
 def demonstration(policy: Policy, problem: Problem, *, empty: bool = False) -> TrainingSequence:
     """Turn a problem and its worked solution into a training sequence."""
-    return TrainingSequence(
-        prompt_ids=policy.prompt_ids(problem),
-        completion_ids=policy.solution_ids(problem, thinking="" if empty else None),
-    )
+    ids, trained = policy.solution(problem, thinking="" if empty else None)
+    return TrainingSequence(prompt_ids=policy.prompt_ids(problem), completion_ids=ids, trained=trained)
 
 
 def fitting(policy: Policy, problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems whose demonstration fits in the context: answers are never cut off silently."""
+    policy.check_alphabet(problems, solutions=True)
     room = policy.model.config.max_positions
     return [problem for problem in problems if demonstration(policy, problem).num_tokens <= room]
 
@@ -145,6 +144,7 @@ def train(config: SFTConfig, *, resume: bool = False) -> Policy:
     """
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
+    policy.expect(answer_type_of(task))
     prepare_model(policy.model, config.optim)
     problems = task.problems("train")
     kept = fitting(policy, problems)

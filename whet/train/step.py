@@ -50,8 +50,10 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         for name, low in (("lr", 0.0), ("max_grad_norm", 0.0), ("eps", 0.0)):
-            if not getattr(self, name) > low:
-                raise ValueError(f"optim.{name} = {getattr(self, name)}: expected above {low:g}")
+            if not low < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"optim.{name} = {getattr(self, name)}: expected a finite number above {low:g}"
+                )
         if self.warmup_steps < 0 or self.token_budget < 1:
             raise ValueError(
                 f"optim.warmup_steps = {self.warmup_steps}, optim.token_budget = {self.token_budget}: "

@@ -1,0 +1,171 @@
+"""The audit finds what is wrong with a task or a reward, and nothing where nothing is."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.eval import audit as audit_module
+from whet.eval.audit import AuditConfig, audit_task, main, preflight
+from whet.eval.dispute import dispute, dispute_samples, plain_equal
+from whet.rewards.base import WeightedReward, build_rewards
+from whet.schema import SCHEMAS, ResponseSchema
+from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.base import TaskConfig
+from whet.types import Problem, UserError
+
+SCHEMA = ResponseSchema()
+TASK = Arithmetic()
+PROBLEMS = TASK.problems("dev")[:4]
+WEIGHTS = {"correct": 1.0, "format": 0.5}
+
+
+class Judge:
+    """A task with a judgement to be tried."""
+
+    name = "mine"
+
+    def __init__(self, is_correct: Callable[[Problem, str | None], Any]) -> None:
+        self._is_correct = is_correct
+
+    def problems(self, split: str) -> list[Problem]:
+        return PROBLEMS
+
+    def is_correct(self, problem: Problem, answer: str | None) -> Any:
+        return self._is_correct(problem, answer)
+
+
+def failures(task: Any, rewards: list[WeightedReward] | None = None) -> dict[str, int]:
+    """Return how many cases of each claim fail, of those that do."""
+    found = audit_task(task, rewards or build_rewards(WEIGHTS, SCHEMA, task), SCHEMA, PROBLEMS)
+    return {check.name.split(" ")[1]: len(check.failures) for check in found.checks if check.failures}
+
+
+def test_a_sound_task_passes() -> None:
+    found = audit_task(TASK, build_rewards(WEIGHTS, SCHEMA, TASK), SCHEMA, PROBLEMS)
+    assert [check.failures for check in found.checks] == [[]] * 6
+    assert min(check.num_cases for check in found.checks) >= 4
+    assert found.best == found.maximum == 1.5
+    assert 0 < found.peak_bytes < 2**24
+
+
+def test_a_substring_pays_a_cheater() -> None:
+    lenient = Judge(lambda problem, answer: answer is not None and problem.answer in answer)
+    found = failures(lenient)
+    assert found["hostile"] >= 4 * len(PROBLEMS)  # "1 or 2", "2 or 1", "1, 2", two boxes
+    strict = Judge(lambda problem, answer: answer == problem.answer)
+    assert set(failures(strict)) == {"spelling"}  # too strict: a matter for the reader, no refusal
+    preflight(strict, build_rewards(WEIGHTS, SCHEMA, strict), SCHEMA, PROBLEMS)
+    with pytest.raises(UserError, match=r"preflight: .*gold or wrong .*judged right.*whet audit"):
+        preflight(lenient, build_rewards(WEIGHTS, SCHEMA, lenient), SCHEMA, PROBLEMS)
+
+
+def test_a_task_that_never_accepts_gold() -> None:
+    assert failures(Judge(lambda problem, answer: False))["right"] == len(PROBLEMS)
+
+
+def test_a_near_miss_that_pays() -> None:
+    task = Judge(
+        lambda problem, answer: (answer or "").isdigit() and len(answer or "") == len(problem.answer)
+    )
+    assert failures(task)["near"] == len(PROBLEMS)
+
+
+def test_a_slow_judgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "SECONDS_PER_CALL", 0.05)
+
+    def slow(problem: Problem, answer: str | None) -> bool:
+        time.sleep(0.1 if answer and "10^{10" in answer else 0.0)
+        return TASK.is_correct(problem, answer) is True
+
+    assert failures(Judge(slow))["judgement"] == 2 * len(PROBLEMS)  # judged itself, and in the reward
+
+
+def test_rewards_with_other_tags_and_senseless_weights() -> None:
+    other = SCHEMAS["working_out_solution"]
+    wrong_tags = build_rewards({"format": 1.0}, other, TASK)
+    with pytest.raises(
+        UserError, match=r"perfect completion .* scores 0, expected the maximum 1; .*schema asks for"
+    ):
+        preflight(TASK, wrong_tags, SCHEMA, PROBLEMS)
+    constant = [WeightedReward("mine", 1.0, lambda problem, text: 1.0)]
+    with pytest.raises(UserError, match="pays 1 of 1"):
+        preflight(TASK, constant, SCHEMA, PROBLEMS)
+    with pytest.raises(UserError, match="scores none"):
+        preflight(TASK, [WeightedReward("mine", 1.0, lambda problem, text: None)], SCHEMA, PROBLEMS)
+    upside_down = [
+        WeightedReward("mine", 1.0, lambda problem, text: 1.0 - SCHEMA.format_reward(text), best=None)
+    ]
+    assert "empty" in failures(TASK, upside_down)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_preflight_accepts_rewards_that_share_the_schema(name: str) -> None:
+    for weights in (WEIGHTS, {"correct": 1.0}):
+        preflight(TASK, build_rewards(weights, SCHEMAS[name], TASK), SCHEMAS[name], PROBLEMS)
+
+
+def test_disputes() -> None:
+    assert dispute(TASK, PROBLEMS) == []
+    strict = Judge(lambda problem, answer: answer == problem.answer)
+    rows = dispute(strict, PROBLEMS)
+    assert {row.source for row in rows} == {"spelling"}
+    assert all(row.task_says is False and row.other_says is True for row in rows)
+
+
+def test_disputed_samples_of_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "eval_samples.jsonl"
+    first = PROBLEMS[0]
+    answers = [first.answer, f"{first.answer}.0", "0", None]
+    path.write_text("".join(json.dumps({"uid": first.uid, "answer": answer}) + "\n" for answer in answers))
+    strict = Judge(lambda problem, answer: answer == problem.answer)
+    (row,) = dispute_samples(strict, PROBLEMS, path)
+    assert (row.answer, row.source) == (f"{first.answer}.0", "sample")
+    with pytest.raises(UserError, match="no answer to a problem of this task"):
+        dispute_samples(strict, PROBLEMS[1:], path)
+    path.write_text("no json")
+    with pytest.raises(UserError, match=r"expected eval_samples\.jsonl"):
+        dispute_samples(strict, PROBLEMS, path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "expected"),
+    [
+        ("1,000", "1000", True),
+        ("X y", "xY", True),
+        ("0.50", "0.5", True),
+        ("5 or 7", "5", False),
+        ("", "1", False),
+    ],
+)
+def test_plain_comparison(answer: str, gold: str, expected: bool) -> None:
+    assert plain_equal(answer, gold) is expected
+
+
+def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = AuditConfig(out=str(tmp_path / "a"), num_problems=3)
+    main(config)
+    shown = capsys.readouterr().out
+    assert "audit of arithmetic: 3 problems" in shown
+    assert "FAIL" not in shown
+    content = json.loads((tmp_path / "a" / "audit.json").read_text())
+    assert content["best"] == content["maximum"] == pytest.approx(1.1)
+    with (tmp_path / "a" / "disputed.csv").open() as file:
+        assert next(csv.reader(file))[0] == "uid"
+    lenient = tmp_path / "lenient.py"
+    lenient.write_text(
+        "from whet.types import Problem\n\n\nclass Mine:\n    name = 'mine'\n\n    def problems(self, split):\n"
+        "        return [Problem(uid='a', task='mine', prompt='1+1', answer='2')]\n\n"
+        "    def is_correct(self, problem, answer):\n        return answer is not None and problem.answer in answer\n"
+    )
+    task = TaskConfig(name=f"{lenient}:Mine")
+    with pytest.raises(UserError, match="1 of 5 required claims fail|required claims fail, first"):
+        main(AuditConfig(out=str(tmp_path / "b"), task=task, num_problems=0))
+    assert "FAIL" in capsys.readouterr().out
+    assert (tmp_path / "b" / "disputed.csv").exists()

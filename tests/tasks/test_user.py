@@ -1,0 +1,126 @@
+"""Tasks from the user's own file: what works, and one line for every mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from whet import cli
+from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.types import UserError
+
+HEAD = "from whet.types import Problem, problem_uid\n"
+GOOD = (
+    HEAD
+    + """
+from helper import TEXT
+class Mine:
+    name = "mine"
+    answer_type = "choice"
+    def __init__(self, path="none"):
+        self.path = path
+    def problems(self, split):
+        return [Problem(uid=problem_uid("mine", self.path), task="mine", prompt=self.path + TEXT, answer="A")]
+    def is_correct(self, problem, answer):
+        return {"A": True, "B": False, "?": None}.get(answer, 1)
+"""
+)
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "mine.py").write_text(text)
+    return f"{folder / 'mine.py'}:Mine"
+
+
+def test_a_good_task(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("TEXT = '!'")
+    spec = write(tmp_path, GOOD)
+    task = load_task(TaskConfig(name=spec))
+    (problem,) = task.problems("test")
+    assert (task.name, answer_type_of(task), problem.prompt) == ("mine", "choice", "none!")
+    assert task.is_correct(problem, "A") is True
+    assert task.is_correct(problem, "B") is False
+    assert task.is_correct(problem, "?") is None
+    with pytest.raises(UserError, match="mine.py: is_correct returned int 1, expected True, False or None"):
+        task.is_correct(problem, "C")
+    assert load_task(TaskConfig(name=spec, path="data")).problems("test")[0].prompt == "data!"
+    both = load_task(TaskConfig(name="mixture", weights={spec: 1, f"{spec}:b": 2}, paths={f"{spec}:b": "b"}))
+    assert [p.prompt for p in both.problems("test")] == ["none!", "b!"]
+    assert answer_type_of(both) == "choice"
+    problem = both.problems("test")[1]
+    assert both.judge_many([(problem, "?"), (problem, "A")]) == [None, True]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(:", r"mine.py line 1: the import failed: SyntaxError: "),
+        (
+            "\nimport nothing_of_this_name",
+            r"mine.py line 2: the import failed: ModuleNotFoundError: No module",
+        ),
+        ("x = 1", r"no class Mine in .*mine.py"),
+        ("Mine = 3", r"no class Mine in"),
+        ("class Mine:\n  def problems(self, split): return []", "class Mine has no method is_correct"),
+        ("class Mine: pass", "class Mine has no method problems and no method is_correct"),
+        (
+            "class Mine:\n  def __init__(self): 1/0\n  def problems(self, s): ...\n  def is_correct(self, p, a): ...",
+            r"mine.py line 2: its constructor failed: ZeroDivisionError: division by zero",
+        ),
+        ("import sys\nsys.exit(3)", r"mine.py line 2: the import failed: SystemExit: 3"),
+    ],
+)
+def test_mistakes_at_the_start(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_task(TaskConfig(name=write(tmp_path, text)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("None", r"problems\('test'\) returned None, expected a list of whet.types.Problem"),
+        ("[]", r"returned list \[\], expected a list"),
+        ("[{'prompt': 'p'}]", r"problems\('test'\)\[0\] is dict .*, expected a whet.types.Problem"),
+        (
+            "[Problem(uid='a', task='m', prompt='p', answer=4)]",
+            r"\[0\].answer is int 4, expected text that is not empty",
+        ),
+        ("[Problem(uid='a', task='m', prompt=' ', answer='4')]", r"\[0\].prompt is str ' ', expected text"),
+        (
+            "[Problem(uid='a', task='m', prompt='p', answer='4')] * 2",
+            r"\[1\] has the uid 'a' of another problem",
+        ),
+        ("[1 / 0]", r"mine.py line 3: problems\('test'\) failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_mistakes_of_problems(tmp_path: Path, returned: str, message: str) -> None:
+    text = f"{HEAD}class Mine:\n  def problems(self, s): return {returned}\n  def is_correct(self, p, a): return True"
+    with pytest.raises(UserError, match=message):
+        load_task(TaskConfig(name=write(tmp_path, text))).problems("test")
+
+
+def test_files_and_paths(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="task file '.*none.py': no such file"):
+        load_task(TaskConfig(name=f"{tmp_path}/none.py:Mine"))
+    text = "class Mine:\n  def problems(self, split): ...\n  def is_correct(self, p, a): raise KeyError(a)"
+    spec = write(tmp_path, text)
+    with pytest.raises(
+        UserError, match="task.path is not read by task .*: its constructor has no parameter 'path'"
+    ):
+        load_task(TaskConfig(name=spec, path="x"))
+    with pytest.raises(UserError, match="task.level is not read by task .*Mine; leave it out"):
+        TaskConfig(name=spec, level=2)
+    with pytest.raises(UserError, match="mine.py line 3: is_correct failed: KeyError: 'x'"):
+        load_task(TaskConfig(name=spec)).is_correct(None, "x")  # pyright: ignore[reportArgumentType]
+
+
+def test_command_line(tmp_path: Path) -> None:
+    spec = write(tmp_path, GOOD)
+    assert cli.parse("whet x", TaskConfig, {}, ["--name", spec]).config.name == spec
+    for name, near in (("gsm8", "gsm8k"), ("countdwn", "countdown"), ("yesno", "yes_no")):
+        with pytest.raises(
+            UserError, match=f"task.name = '{name}': expected one of .* did you mean '{near}'?"
+        ):
+            TaskConfig(name=name)

@@ -1,0 +1,165 @@
+"""Episodes: generate, let the environment answer, go on; one turn without an environment.
+
+Tokens in, tokens out: what the policy wrote is kept as the tokens that were drawn, what the environment answers is
+encoded once and appended. Nothing is decoded and encoded again, so the trainer reads exactly what the sampler saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from whet.generate.engine import Completion, Engine, Request
+from whet.generate.policy import Policy
+from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.types import Environment, FinishReason, Problem
+
+MAX_TURNS = 16
+"""Turns after which an episode is cut off."""
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    """One sample that is being played."""
+
+    place: int
+    prompt_ids: tuple[int, ...]
+    seed: int
+    state: Any
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """Everything that the next token is conditioned on."""
+        return (*self.prompt_ids, *self.ids)
+
+    def write(self, done: Completion) -> None:
+        """Append what the policy wrote."""
+        self.ids += done.ids
+        self.logprobs += done.logprobs
+        self.trained += [True] * len(done.ids)
+        self.turn_ends.append(sum(self.trained))
+        self.turn_rewards.append(0.0)
+
+    def read(self, ids: Sequence[int]) -> None:
+        """Append what the environment answered."""
+        self.ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.trained += [False] * len(ids)
+
+    def completion(self) -> Completion:
+        """Return the ended episode."""
+        assert self.finish_reason is not None
+        return Completion(
+            ids=tuple(self.ids),
+            logprobs=tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            trained=() if all(self.trained) else tuple(self.trained),
+            turn_ends=tuple(self.turn_ends),
+            turn_rewards=tuple(self.turn_rewards),
+        )
+
+
+def play(
+    policy: Policy,
+    engine: Engine,
+    problems: Sequence[Problem],
+    seeds: Sequence[Sequence[int]],
+    params: SamplingParams,
+    environment: Environment | None = None,
+    *,
+    on_finished: Callable[[int], None] | None = None,
+) -> list[list[Completion]]:
+    """Draw every sample of every problem, each to the end of its episode.
+
+    Args:
+        policy: The policy that writes.
+        engine: Its engine.
+        problems: What is asked.
+        seeds: Seeds of the samples of each problem; a later turn's seed is made of it and the turn's number.
+        params: How tokens are drawn; `max_new_tokens` bounds a whole episode, the environment's tokens included.
+        environment: What answers; without one every episode is one turn.
+        on_finished: Called with the number of samples that ended since the last call.
+
+    Returns:
+        For every problem its completions, in the order of its seeds.
+    """
+    prompts = [policy.prompt_ids(problem) for problem in problems]
+    if environment is None:
+        requests = [
+            Request(prompt_ids=ids, seeds=tuple(row)) for ids, row in zip(prompts, seeds, strict=True)
+        ]
+        return engine.generate(requests, params, on_finished=on_finished)
+    episodes = [
+        _Episode(place, prompts[place], seed, environment.reset(problem))
+        for place, (problem, row) in enumerate(zip(problems, seeds, strict=True))
+        for seed in row
+    ]
+    active = episodes
+    for turn in range(MAX_TURNS):
+        _advance(policy, engine, active, params, environment, turn)
+        left = [episode for episode in active if episode.finish_reason is None]
+        if on_finished is not None and len(left) < len(active):
+            on_finished(len(active) - len(left))
+        active = left
+    return [[episode.completion() for episode in row] for row in _by_problem(episodes, len(problems))]
+
+
+def _advance(
+    policy: Policy,
+    engine: Engine,
+    active: Sequence[_Episode],
+    params: SamplingParams,
+    environment: Environment,
+    turn: int,
+) -> None:
+    """Play one turn of every episode: write, and where it goes on, read the answer."""
+    going: list[_Episode] = []
+    texts: list[str] = []
+    for episode, done in zip(active, _generate(engine, active, params, turn), strict=True):
+        before = episode.prefix
+        episode.write(done)
+        if done.finish_reason == "length":
+            episode.finish_reason = "length"
+        else:
+            going.append(episode)
+            texts.append(policy.completion_text(before, done.ids))
+    answers = environment.step([episode.state for episode in going], texts) if going else []
+    for episode, answer in zip(going, answers, strict=True):
+        episode.turn_rewards[-1] = answer.reward
+        if answer.observation is None:
+            episode.finish_reason = "stop"
+            continue
+        ids = policy.observation_ids(answer.observation, episode.ids[-1], inline=answer.inline)
+        room = min(params.max_new_tokens, engine.model.config.max_positions - len(episode.prompt_ids))
+        if turn + 1 == MAX_TURNS or len(episode.ids) + len(ids) >= room:
+            episode.finish_reason = "length"
+        else:
+            episode.read(ids)
+
+
+def _generate(
+    engine: Engine, active: Sequence[_Episode], params: SamplingParams, turn: int
+) -> list[Completion]:
+    """Draw the next turn of every episode; equal prefixes that stand together are read once."""
+    requests = []
+    for _, members in groupby(active, key=lambda episode: (episode.place, episode.prefix)):
+        row = list(members)
+        seeds = [episode.seed if turn == 0 else sequence_seed("turn", episode.seed, turn) for episode in row]
+        left = params.max_new_tokens - len(row[0].ids)
+        requests.append(Request(prompt_ids=row[0].prefix, seeds=tuple(seeds), max_new_tokens=left))
+    return [done for row in engine.generate(requests, params) for done in row]
+
+
+def _by_problem(episodes: Sequence[_Episode], num_problems: int) -> list[list[_Episode]]:
+    rows: list[list[_Episode]] = [[] for _ in range(num_problems)]
+    for episode in episodes:
+        rows[episode.place].append(episode)
+    return rows

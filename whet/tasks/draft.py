@@ -1,0 +1,238 @@
+"""Problems in the making: drawn from a seed, or read from rows of a file; the frame of all puzzle tasks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from whet.schema import AnswerType
+from whet.tasks.read import BadRow, Row, check_split, read_file, select_files, split_of
+from whet.types import Problem, UserError, problem_uid
+
+Item = TypeVar("Item")
+Judge = Callable[[Problem, str], bool]
+"""Says whether an extracted answer, which may be any text, solves the problem."""
+
+DEV_PERCENT = 5
+TEST_PERCENT = 8
+MAX_REPEATS = 2000
+"""Draws in a row without a new problem, after which the well is dry."""
+
+
+class Draw:
+    """Random choices that follow from words alone, on every machine and in every version of Python."""
+
+    def __init__(self, *words: object) -> None:
+        """Start the sequence that belongs to these words."""
+        self._key = "\x00".join(map(str, ("whet", *words)))
+        self._count = 0
+
+    def below(self, limit: int) -> int:
+        """Return an integer in [0, limit); SHA-256 in counter mode, so its bias is below limit / 2^64."""
+        self._count += 1
+        digest = hashlib.sha256(f"{self._key}\x00{self._count}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") % limit
+
+    def between(self, low: int, high: int) -> int:
+        """Return an integer in [low, high]."""
+        return low + self.below(high - low + 1)
+
+    def nonzero(self, limit: int) -> int:
+        """Return an integer in [-limit, limit] that is not 0."""
+        value = self.between(1, limit)
+        return value if self.below(2) else -value
+
+    def one(self, items: Sequence[Item]) -> Item:
+        """Return one of the items."""
+        return items[self.below(len(items))]
+
+    def shuffled(self, items: Sequence[Item]) -> list[Item]:
+        """Return the items in a random order."""
+        mixed = list(items)
+        for place in range(len(mixed) - 1, 0, -1):
+            other = self.below(place + 1)
+            mixed[place], mixed[other] = mixed[other], mixed[place]
+        return mixed
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A problem before it has a task and a split.
+
+    Attributes:
+        key: The same for all rearrangements of a problem; splits go by it.
+        prompt: The question.
+        answer: The gold answer.
+        solution: Worked thinking, or ''.
+        meta: Labels.
+    """
+
+    key: str
+    prompt: str
+    answer: str
+    solution: str = ""
+    meta: dict[str, str] = field(default_factory=dict)
+
+    def problem(self, task: str, uid: str, **meta: str) -> Problem:
+        """Return the problem; its `prompt_uid` keeps rearrangements in one split."""
+        meta = {**self.meta, **meta, "prompt_uid": problem_uid(task, self.key)}
+        return Problem(
+            uid=uid, task=task, prompt=self.prompt, answer=self.answer, solution=self.solution, meta=meta
+        )
+
+
+class Generated:
+    """A task whose problems are drawn: 5 % 'dev' and 8 % 'test' by hash of their keys.
+
+    Attributes:
+        name: Name of the task.
+        answer_type: What an answer is; it words the system prompt.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[Draw, int], Sequence[Draft]],
+        judge: Judge,
+        *,
+        num_levels: int,
+        num_problems: int,
+        answer_type: AnswerType = "number",
+        level: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Describe the task; nothing is drawn before a split is asked for.
+
+        Args:
+            name: Name of the task.
+            make: Draws problems of a level in [1, num_levels]; may return none, then the next draw is tried.
+            judge: Judges an answer.
+            num_levels: How many levels of difficulty there are; 1 is the easiest.
+            num_problems: How many problems all splits have together.
+            answer_type: What an answer is.
+            level: The one level that is wanted; 0 takes turns.
+            seed: Another seed draws other problems; a problem's split does not depend on it.
+        """
+        if not 0 <= level <= num_levels:
+            raise UserError(f"task.level = {level}: {name} has levels 1 to {num_levels}; 0 mixes them")
+        self.name, self.answer_type = name, answer_type
+        self._make, self._judge = make, judge
+        self._levels = [level] if level else list(range(1, num_levels + 1))
+        self._num_problems, self._seed = num_problems, seed
+        self._splits: dict[str, list[Problem]] = {}
+
+    def problems(self, split: str) -> list[Problem]:
+        """Return the problems of 'train', 'dev' or 'test' in a fixed order; all prompts differ.
+
+        Raises:
+            UserError: If there is no such split, or the level has fewer problems than wanted.
+        """
+        check_split(split)
+        if not self._splits:
+            self._splits = self._drawn()
+        return list(self._splits[split])
+
+    def is_correct(self, problem: Problem, answer: str | None) -> bool:
+        """Judge an extracted final answer."""
+        return answer is not None and self._judge(problem, answer)
+
+    def _drawn(self) -> dict[str, list[Problem]]:
+        splits: dict[str, list[Problem]] = {"train": [], "dev": [], "test": []}
+        seen: set[str] = set()
+        index, last = 0, 0
+        while len(seen) < self._num_problems:
+            level = self._levels[index % len(self._levels)]
+            for draft in self._make(Draw(self.name, self._seed, level, index), level):
+                uid = problem_uid(self.name, draft.prompt)
+                if uid not in seen and len(seen) < self._num_problems:
+                    seen.add(uid)
+                    last = index
+                    problem = draft.problem(self.name, uid, level=str(level))
+                    place = problem.meta["prompt_uid"]
+                    split = split_of(place, dev_percent=DEV_PERCENT, test_percent=TEST_PERCENT)
+                    splits[split].append(problem)
+            index += 1
+            if index - last > MAX_REPEATS:
+                raise UserError(
+                    f"task.num_problems = {self._num_problems}: {self.name} ran out of different problems at "
+                    f"{len(seen)}; ask for fewer, or for a higher level"
+                )
+        return splits
+
+
+class FromRows:
+    """A task whose problems stand in a file (5 % 'dev', 5 % 'test') or in a folder's train and test files.
+
+    Attributes:
+        name: Name of the task.
+        answer_type: What an answer is.
+        bad_rows: Rows left out so far.
+        num_duplicates: Repeated problems dropped so far.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: str | Path,
+        make: Callable[[Row], Draft | str],
+        judge: Judge,
+        *,
+        answer_type: AnswerType = "number",
+        max_bad_rows: int = 0,
+    ) -> None:
+        """Point at the data; rows are read when a split is asked for.
+
+        Args:
+            name: Name of the task.
+            path: A .jsonl, .jsonl.gz, .json, .csv or .parquet file, or a folder of such.
+            make: Turns a row into a problem, or says what is wrong with the row.
+            judge: Judges an answer.
+            answer_type: What an answer is.
+            max_bad_rows: How many bad rows per file are tolerated.
+
+        Raises:
+            UserError: If the path does not exist.
+        """
+        if not str(path) or not Path(path).exists():
+            raise UserError(f"{str(path)!r}: no such file or folder; check --task.path")
+        self.name, self.answer_type = name, answer_type
+        self._path, self._make, self._judge = Path(path), make, judge
+        self._max_bad_rows = max_bad_rows
+        self._files: dict[Path, list[Problem]] = {}
+        self.bad_rows: list[BadRow] = []
+        self.num_duplicates = 0
+
+    def problems(self, split: str) -> list[Problem]:
+        """Return all problems of 'train', 'dev' or 'test'."""
+        return select_files(self._path, split, self._file)
+
+    def is_correct(self, problem: Problem, answer: str | None) -> bool:
+        """Judge an extracted final answer."""
+        return answer is not None and self._judge(problem, answer)
+
+    def _file(self, path: Path) -> list[Problem]:
+        if path not in self._files:
+            drafts: dict[int, Draft] = {}
+
+            def check(row: Row) -> str | None:
+                draft = self._make(row)
+                if isinstance(draft, Draft):
+                    drafts[id(row)] = draft
+                    return None
+                return draft
+
+            rows, bad = read_file(path, required=(), max_bad_rows=self._max_bad_rows, check=check)
+            self.bad_rows += bad
+            problems: dict[str, Problem] = {}
+            for number, row in rows:
+                draft = drafts[id(row)]
+                uid = problem_uid(self.name, draft.prompt)
+                if uid in problems and problems[uid].answer != draft.answer:
+                    uid = problem_uid(self.name, f"{draft.prompt}\x00{draft.answer}")
+                self.num_duplicates += uid in problems
+                problems.setdefault(uid, draft.problem(self.name, uid, file=path.name, line=str(number)))
+            self._files[path] = list(problems.values())
+        return self._files[path]

@@ -1,0 +1,145 @@
+"""Tasks from the user's own Python file: `--task.name path.py:MyTask`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from whet.types import Problem, UserError
+
+_NAME = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
+
+
+def is_user_task(name: str) -> bool:
+    """Say whether a task's name has the form `path.py:MyTask`."""
+    return _NAME.fullmatch(name) is not None
+
+
+class UserTask:
+    """A task of the user's: his `problems` and `is_correct`, with mistakes reported in one line.
+
+    Attributes:
+        name: His task's `name`, else the name of its class.
+        answer_type: His task's `answer_type`, else 'text'.
+    """
+
+    def __init__(self, spec: str, path: str = "") -> None:
+        """Import the file and make the task.
+
+        Args:
+            spec: `path.py:MyTask`.
+            path: Handed to a class whose constructor has a parameter `path`.
+
+        Raises:
+            UserError: If there is no such file or class, the import or the constructor fails, or a method is missing.
+        """
+        match = _NAME.fullmatch(spec)
+        assert match is not None
+        self._file = Path(match[1])
+        maker = getattr(self._imported(), match[2], None)
+        if not isinstance(maker, type):
+            raise UserError(f"task '{spec}': no class {match[2]} in {self._file}")
+        missing = [name for name in ("problems", "is_correct") if not callable(getattr(maker, name, None))]
+        if missing:
+            raise UserError(
+                f"task '{spec}': class {match[2]} has no method {' and no method '.join(missing)}"
+            )
+        options = {"path": path} if path else {}
+        if path and "path" not in inspect.signature(maker).parameters:
+            raise UserError(f"task.path is not read by task {spec}: its constructor has no parameter 'path'")
+        self._task = self._call("its constructor", maker, **options)
+        self.name: str = str(getattr(self._task, "name", match[2]))
+        self.answer_type: Any = getattr(self._task, "answer_type", "text")
+
+    def problems(self, split: str) -> list[Problem]:
+        """Return his problems of 'train', 'dev' or 'test'.
+
+        Raises:
+            UserError: If they are not a list of `whet.types.Problem` with texts and different uids, or his code fails.
+        """
+        found = self._call(f"problems({split!r})", self._task.problems, split)
+        if not isinstance(found, list | tuple) or not found:
+            raise UserError(
+                f"{self._file}: problems({split!r}) returned {_kind(found)}, expected a list of whet.types.Problem"
+            )
+        uids: set[str] = set()
+        for place, problem in enumerate(found):
+            if not isinstance(problem, Problem):
+                raise UserError(
+                    f"{self._file}: problems({split!r})[{place}] is {_kind(problem)}, expected a whet.types.Problem"
+                )
+            for field in ("uid", "prompt", "answer"):
+                if not isinstance(getattr(problem, field), str) or not getattr(problem, field).strip():
+                    raise UserError(
+                        f"{self._file}: problems({split!r})[{place}].{field} is {_kind(getattr(problem, field))}, "
+                        "expected text that is not empty"
+                    )
+            if problem.uid in uids:
+                raise UserError(
+                    f"{self._file}: problems({split!r})[{place}] has the uid {problem.uid!r} of another problem; "
+                    "use whet.types.problem_uid(task, prompt)"
+                )
+            uids.add(problem.uid)
+        return list(found)
+
+    def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
+        """Let his task judge an answer; None: it could not be judged.
+
+        Raises:
+            UserError: If his code fails, or returns something else than True, False or None.
+        """
+        verdict = self._call("is_correct", self._task.is_correct, problem, answer)
+        if verdict is not None and not isinstance(verdict, bool):
+            raise UserError(
+                f"{self._file}: is_correct returned {_kind(verdict)}, expected True, False or None"
+            )
+        return verdict
+
+    def _imported(self) -> ModuleType:
+        """Import the file once per process, under a name of its own; it may import from its folder, as a script may."""
+        path = self._file.expanduser().resolve()
+        name = f"whet_user_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
+        if spec is None or spec.loader is None:
+            raise UserError(f"task file {str(self._file)!r}: no such file; check --task.name")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        sys.path.append(str(path.parent))
+        try:
+            self._call("the import", spec.loader.exec_module, module)
+        except UserError:
+            del sys.modules[name]
+            raise
+        finally:
+            sys.path.remove(str(path.parent))
+        return module
+
+    def _call(self, what: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call the user's code; what it raises becomes one line that names the line of his file."""
+        try:
+            return function(*args, **options)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            path = str(self._file.expanduser().resolve())
+            frames = traceback.extract_tb(error.__traceback__)
+            line = next((frame.lineno for frame in reversed(frames) if frame.filename == path), None)
+            line = error.lineno if isinstance(error, SyntaxError) else line
+            where = f"{self._file} line {line}" if line else str(self._file)
+            reason = (str(error).splitlines() or [""])[0][:200]
+            raise UserError(f"{where}: {what} failed: {type(error).__name__}: {reason}") from error
+
+
+def _kind(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text[:60]}" if value is not None else "None"
