@@ -24,6 +24,8 @@ FORMAT_VERSION = 1
 
 # What a run that ended before its first result leaves behind; the next one may take its place.
 BEGINNINGS = frozenset({"config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl"})
+# What stays good for the next run in the folder: scores that were paid for.
+REUSABLE = frozenset({"judge.jsonl"})
 
 
 def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable: bool = True) -> None:
@@ -74,6 +76,7 @@ def _is_unused(folder: Path) -> bool:
     if not found:
         return True
     is_run = any(path.name == "config.yaml" for path in found)
+    found = [path for path in found if path.name not in REUSABLE]
     logs = [path for path in found if path.suffix == ".jsonl"]
     return is_run and {path.name for path in found} <= BEGINNINGS and all(p.stat().st_size == 0 for p in logs)
 

@@ -49,7 +49,7 @@ def failures(task: Any, rewards: list[WeightedReward] | None = None) -> dict[str
 
 def test_a_sound_task_passes() -> None:
     found = audit_task(TASK, build_rewards(WEIGHTS, SCHEMA, TASK), SCHEMA, PROBLEMS)
-    assert [check.failures for check in found.checks] == [[]] * 6
+    assert [check.failures for check in found.checks] == [[]] * 7
     assert min(check.num_cases for check in found.checks) >= 4
     assert found.best == found.maximum == 1.5
     assert 0 < found.peak_bytes < 2**24
@@ -95,8 +95,13 @@ def test_rewards_with_other_tags_and_senseless_weights() -> None:
     ):
         preflight(TASK, wrong_tags, SCHEMA, PROBLEMS)
     constant = [WeightedReward("mine", 1.0, lambda problem, text: 1.0)]
-    with pytest.raises(UserError, match="pays 1 of 1"):
+    with pytest.raises(
+        UserError, match="empty completion of problem .* scores 1, a wrong one 1, a perfect one 1"
+    ):
         preflight(TASK, constant, SCHEMA, PROBLEMS)
+    format_alone = build_rewards({"format": 1.0}, SCHEMA, TASK)
+    preflight(TASK, format_alone, SCHEMA, PROBLEMS)  # a run may teach the format first
+    assert failures(TASK, format_alone) == {"rewards": len(PROBLEMS)}
     with pytest.raises(UserError, match="scores none"):
         preflight(TASK, [WeightedReward("mine", 1.0, lambda problem, text: None)], SCHEMA, PROBLEMS)
     upside_down = [

@@ -112,16 +112,18 @@ class _Auditor:
 
     def __init__(self, task: Task, rewards: Sequence[WeightedReward], schema: ResponseSchema) -> None:
         self.task = task
+        # What an environment or a judge pays is no function of the text that could be tried here.
         self.rewards = [reward for reward in rewards if reward.function or reward.many]
         self.schema = schema
         self.gold = Check("a right answer in the right format reaches the maximum")
+        self.paying = Check("the rewards pay for the answer, not for the format alone", is_required=False)
         self.spelled = Check("another spelling of a right answer counts as right", is_required=False)
         self.mutated = Check("a near miss counts as wrong and pays less", is_required=False)
         self.hostile = Check("a hostile answer counts as wrong and pays less")
         self.empty = Check("an empty completion pays no more than a wrong answer, and less than a right one")
         self.limit_s = float(getattr(task, "seconds_per_answer", SECONDS_PER_CALL))
         self.quick = Check(f"no judgement takes longer than {self.limit_s:g} s")
-        checks = [self.gold, self.spelled, self.mutated, self.hostile, self.empty, self.quick]
+        checks = [self.gold, self.paying, self.spelled, self.mutated, self.hostile, self.empty, self.quick]
         self.audit = Audit(checks, maximum=best_total(self.rewards))
 
     def try_problem(self, problem: Problem, *, is_measured: bool) -> None:
@@ -137,6 +139,12 @@ class _Auditor:
                 self._is_right(problem, spelling) is True,
                 lambda text=spelling: f"{problem.uid}: {_show(text)} for {_show(problem.answer)}",
             )
+        nothing = self._total(problem, self.schema.render("...", "no answer"))
+        pays = nothing is None or nothing < best - TOLERANCE
+        self.paying.add(
+            pays,
+            lambda: f"{problem.uid}: 'no answer' in the right format pays {_number(nothing)} of {best:g}",
+        )
         wrong = getattr(self.task, "wrong_answer", lambda p: mutated_answer(p.answer))(problem)
         hostile = [(name, text) for name, text in hostile_answers(problem, wrong) if name != "near miss"]
         for check, name, text in [
@@ -146,12 +154,12 @@ class _Auditor:
             verdict = self._is_right(problem, text)
             total = self._total(problem, self.schema.render("...", text))
             check.add(
-                verdict is not True and (total is None or total < best - TOLERANCE),
+                verdict is not True and (total is None or total < best - TOLERANCE or not pays),
                 lambda n=name, t=text, v=verdict, s=total: (
                     f"{problem.uid}: {n} {_show(t)}: judged {'right' if v else 'wrong'}, pays {_number(s)} of {best:g}"
                 ),
             )
-        self._try_empty(problem, best)
+        self._try_empty(problem, best, nothing)
         if is_measured:
             self._measure(problem, [ideal, *(text for _, text in hostile)])
 
@@ -168,8 +176,8 @@ class _Auditor:
             ),
         )
 
-    def _try_empty(self, problem: Problem, best: float) -> None:
-        empty, wrong = self._total(problem, ""), self._total(problem, self.schema.render("...", "no answer"))
+    def _try_empty(self, problem: Problem, best: float, wrong: float | None) -> None:
+        empty = self._total(problem, "")
         self.empty.add(
             empty is not None and empty < best - TOLERANCE and (wrong is None or empty <= wrong + TOLERANCE),
             lambda: (

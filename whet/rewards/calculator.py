@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from whet.rewards.expression import Node
+from whet.rewards.tree import Node
 
 MAX_BITS = 8192
 """Bits of numerator and denominator of any exact intermediate value."""
@@ -22,6 +22,8 @@ class NoValueError(ArithmeticError):
     """Too large, undefined, or not a rational number."""
 
 
+MAX_TERMS = 4000
+"""Operations that a written-out sum or product may take: its terms times the size of one."""
 _WHOLE: dict[str, Callable[[Fraction], Fraction | int]] = {"abs": abs, "floor": math.floor, "ceil": math.ceil}
 """Functions whose value at a fraction is a fraction."""
 
@@ -46,12 +48,12 @@ def evaluate_exactly(node: Node) -> Fraction:
     """
     if node.op == "num":
         return _bounded(node.value)
-    if node.op in ("var", "fn", "log", "deg"):
-        whole = _WHOLE.get(node.name)
-        if whole is not None:
-            return Fraction(whole(evaluate_exactly(node.args[0])))
+    whole = _WHOLE.get(node.name)
+    if node.op in ("var", "fn", "log", "deg", "series") and whole is None and node.name not in _MEMBERS:
         raise NoValueError("not rational")
     values = [evaluate_exactly(arg) for arg in node.args]
+    if node.op == "fn":
+        return Fraction(whole(values[0])) if whole else _of_members(node.name, values)
     if node.op == "add":
         total = Fraction(0)
         for value in values:
@@ -72,6 +74,10 @@ def evaluate_exactly(node: Node) -> Fraction:
         return _exact_power(values[0], values[1])
     if node.op == "root":
         return _exact_root(values[1], values[0])
+    if node.op == "mod":
+        if values[1] == 0:
+            raise NoValueError("division by zero")
+        return values[0] % values[1]
     return Fraction(_count(node.op, values))
 
 
@@ -127,6 +133,24 @@ def _count(op: str, values: list[Fraction]) -> int:
     raise NoValueError(op)
 
 
+_MEMBERS = frozenset({"gcd", "lcm", "max", "min"})
+
+
+def _of_members(name: str, values: list[Fraction]) -> Fraction:
+    """Return the largest, smallest, greatest common divisor or least common multiple (of fractions, too)."""
+    if name in ("max", "min"):
+        return max(values) if name == "max" else min(values)
+    total = abs(values[0])
+    for value in values[1:]:
+        divisor = Fraction(
+            math.gcd(total.numerator * value.denominator, value.numerator * total.denominator),
+            total.denominator * value.denominator,
+        )
+        multiple = abs(total * value) / divisor if divisor else Fraction(0)
+        total = _bounded(divisor if name == "gcd" else multiple)
+    return total
+
+
 _FUNCTIONS = {
     "sin": cmath.sin,
     "cos": cmath.cos,
@@ -140,6 +164,9 @@ _FUNCTIONS = {
     "sinh": cmath.sinh,
     "cosh": cmath.cosh,
     "tanh": cmath.tanh,
+    "asinh": cmath.asinh,
+    "acosh": cmath.acosh,
+    "atanh": cmath.atanh,
     "exp": cmath.exp,
     "ln": cmath.log,
     "log": cmath.log,
@@ -170,8 +197,10 @@ def evaluate_at(node: Node, point: Mapping[str, float]) -> tuple[complex, float]
         value = complex(float(node.value))
         return value, abs(value)
     if op == "var":
-        value = _CONSTANTS.get(node.name) or complex(point[node.name])
+        value = complex(point[node.name]) if node.name in point else _CONSTANTS[node.name]
         return value, abs(value)
+    if op == "series":
+        return _series_at(node, point)
     pairs = [evaluate_at(arg, point) for arg in node.args]
     values = [value for value, _ in pairs]
     if op == "add":
@@ -183,8 +212,38 @@ def evaluate_at(node: Node, point: Mapping[str, float]) -> tuple[complex, float]
     if op in ("fact", "binom"):
         value = complex(_count_at(op, node, [value.real for value in values]))
         return value, abs(value)
+    if node.name in _MEMBERS:
+        value = complex(_of_members_at(node, values))
+        return value, abs(value)
     value = _apply(op, node.name, values)
     return value, abs(value) * max([1.0, *(scale / abs(x) for x, scale in pairs if x)])
+
+
+def _series_at(node: Node, point: Mapping[str, float]) -> tuple[complex, float]:
+    """Write a finite sum or product out; symbols with the index in their subscript differ from term to term."""
+    index, term, first, last = node.args
+    start, stop = (evaluate_at(bound, point)[0] for bound in (first, last))
+    if start.imag or stop.imag or start.real % 1 or stop.real % 1 or term.has("series"):
+        raise NoValueError("no range of whole numbers")
+    steps = range(int(start.real), int(stop.real) + 1)
+    if len(steps) * term.size() > MAX_TERMS:
+        raise NoValueError("too many terms")
+    numbered = [name for name in term.variables() if "_" in name and index.name in name.partition("_")[2]]
+    total, scale = complex(node.name == "prod"), 1.0
+    for step in steps:
+        own = {name: point[name] * (1 + 0.37 * step) for name in numbered}
+        value, size = evaluate_at(term, {**point, **own, index.name: float(step)})
+        total = total * value if node.name == "prod" else total + value
+        scale = scale * size if node.name == "prod" else scale + size
+    return total, scale
+
+
+def _of_members_at(node: Node, values: list[complex]) -> float:
+    if node.name in ("max", "min") and not any(value.imag for value in values):
+        return (max if node.name == "max" else min)(value.real for value in values)
+    if node.variables():
+        raise NoValueError("no divisors")
+    return float(_of_members(node.name, [evaluate_exactly(arg) for arg in node.args]))
 
 
 def _count_at(op: str, node: Node, values: list[float]) -> float:
@@ -205,6 +264,10 @@ def _apply(op: str, name: str, values: list[complex]) -> complex:
         return _power(first, values[1])
     if op == "deg":
         return first * math.pi / 180
+    if op == "mod":
+        if first.imag or values[1].imag:
+            raise NoValueError("not real")
+        return complex(first.real % values[1].real)
     if op == "log":
         return cmath.log(values[1]) / cmath.log(first)
     if op == "root":

@@ -19,15 +19,11 @@ Policy, where public graders differ:
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
-from whet.rewards.calculator import close, evaluate_at
-from whet.rewards.expression import Node, ParseError, parse_expression
-from whet.rewards.extract import from_box
+from whet.rewards.extract import boxed_list, from_box
+from whet.rewards.identity import constant_rounds_to, decimal_tolerance, expressions_equal, same_curve
 from whet.rewards.latex import WORD_CLOSE, WORD_OPEN, clean
 from whet.rewards.numbers import (
-    Number,
-    is_rounding,
     numbers_equal,
     parse_decimal_comma,
     parse_literal,
@@ -45,25 +41,13 @@ from whet.rewards.structure import (
     Value,
     parse_value,
 )
+from whet.rewards.tree import Node
 from whet.rewards.units import units_conflict
 
 MAX_CHARACTERS = 4000
 """Longer answers are compared as text only."""
 MAX_UNORDERED = 40
 """Members of an unordered list that are matched in any order; longer ones must come in the same order."""
-MIN_POINTS = 3
-"""Sample points at which both expressions must have a value."""
-
-_POINTS = (
-    (0.7310585, 1.3862943, 2.2360679, 0.4812118, 1.7724538, 3.3166247),
-    (1.6180339, 0.5772156, 1.2020569, 2.6854520, 0.9159655, 0.3678794),
-    (2.5029078, 3.7320508, 0.6434105, 1.1319882, 0.2614972, 1.9021605),
-    (4.6692016, 1.0986122, 3.6055512, 0.8346268, 2.8077702, 0.6180339),
-    (0.2087987, 0.4669201, 0.3039635, 0.1994588, 0.1353352, 0.2502907),
-)
-"""Positive, so that `\\sqrt{x^2}` equals `x` as answers mean it; the values have no simple relation."""
-_SIGNED_POINT = (-0.8414709, -1.2912859, 0.9297764, -2.1213203, 1.4324178, -0.5671432)
-"""Used in addition where an absolute value occurs."""
 # Two boxes side by side would be a product, and 0 times anything is 0.
 _BOX_AFTER_BOX = re.compile(r"\}\s*\\f?box(?:ed)?\{")
 _SINGLE = re.compile(r"\{([A-Za-z0-9])\}|(?<=_)\{([A-Za-z0-9]+)\}")
@@ -75,13 +59,15 @@ _LABELLED = re.compile(
 )
 """An option with its wording: `(D) the cube`."""
 _LABEL = re.compile(
-    r"\W{0,4}(?:the )?(?:final |correct )?answer\*{0,2}(?: is:?|[:=])\*{0,2} ?(?=\S)", re.IGNORECASE
+    r"\W{0,4}(?:the )?(?:final |correct )?ans(?:wer)?\*{0,2}(?: is:?|[:=])\*{0,2} ?(?=\S)", re.IGNORECASE
 )
 _SENTENCE = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z\s,.'!?:-]*")
 _NO_MARKS = str.maketrans("", "", WORD_OPEN + WORD_CLOSE)
 _VERDICTS = frozenset({"yes", "no", "true", "false"})
 _FUNCTION = re.compile(r"[A-Za-z] ?\( ?[a-z] ?\)")
 _PROSE = re.compile(r"[^\\^_=+*/<>|{}()\[\]]*[A-Za-z][^\\^_=+*/<>|{}()\[\]]*")
+_RESIDUE = re.compile(r"((?:(?!mod).)+?) ?mod ?((?:(?!mod).)+)")
+_SET_SIGNS = frozenset({"union", "∩", "∖"})
 _REALS = frozenset({"ℝ", "(-∞,∞)", "(-∞,+∞)", "allrealnumbers", "allreals", "allrealx"})
 
 
@@ -110,9 +96,12 @@ def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_nu
         return False
     if left == right:
         return True
-    if max(len(left), len(right)) > MAX_CHARACTERS or any(map(_BOX_AFTER_BOX.search, (left, right))):
+    if max(len(left), len(right)) > MAX_CHARACTERS:
         return False
-    left, right = clean(_stated(left)), clean(_stated(right))
+    left, right = _stated(left), _stated(right)
+    if any(map(_BOX_AFTER_BOX.search, (left, right))):
+        return False
+    left, right = clean(left), clean(right)
     if not left or not right:
         return False
     left, right = _as_digits(left), _as_digits(right)
@@ -142,9 +131,9 @@ def _is_fraction(node: Node) -> bool:
 
 
 def _stated(text: str) -> str:
-    """Take the answer out of its only box or tags, or from behind a leading "the answer is"."""
-    if "boxed" in text and text.count("\\boxed") == 1:
-        return from_box(text) or text
+    """Take the answer out of its tags or its boxes (several are a list), or from behind a leading "the answer is"."""
+    if "oxed" in text:
+        return (boxed_list(text) if text.count("oxed") > 1 else from_box(text)) or text
     if text.startswith("<answer>") and text.endswith("</answer>") and text.count("<answer>") == 1:
         return text[8:-9]
     label = _LABEL.match(text)
@@ -208,19 +197,32 @@ def _decimal_comma(leaf: Leaf, sequence: Sequence) -> bool:
 
 
 def _sequences_equal(left: Sequence, right: Sequence, ordered: bool) -> bool:
+    kinds = {left.kind, right.kind}
+    if kinds <= {"set", "bare"} and max(len(left.items), len(right.items)) <= MAX_UNORDERED:
+        left, right = _without_repeats(left, ordered), _without_repeats(right, ordered)
     if len(left.items) != len(right.items):
         return False
-    kinds = {left.kind, right.kind}
     free = UNORDERED_KINDS | (set() if ordered else {"bare"})
     if kinds <= free and len(left.items) <= MAX_UNORDERED:
-        return ("union" not in kinds or kinds <= {"union", "any"}) and _match_any_order(
-            left.items, right.items, ordered
-        )
+        if kinds & _SET_SIGNS and len(kinds) > 1 and kinds != {"union", "any"}:
+            return False
+        return _match_any_order(left.items, right.items, ordered)
     if kinds & UNORDERED_KINDS and not kinds <= free:
         return False
     if left.brackets and right.brackets and left.brackets != right.brackets and len(left.items) == 2:
         return False
     return all(_values_equal(a, b, ordered) for a, b in zip(left.items, right.items, strict=True))
+
+
+def _without_repeats(sequence: Sequence, ordered: bool) -> Sequence:
+    """Name every member of a set, or of a list of tuples, once; `5, 5` and `\\{5, 5\\}` stay two answers."""
+    if sequence.kind != "set" and not all(isinstance(item, Sequence) for item in sequence.items):
+        return sequence
+    distinct: list[Value] = []
+    for item in sequence.items:
+        if not any(_values_equal(item, other, ordered) for other in distinct):
+            distinct.append(item)
+    return Sequence(sequence.kind, tuple(distinct)) if len(distinct) > 1 else sequence
 
 
 def _match_any_order(left: tuple[Value, ...], right: tuple[Value, ...], ordered: bool) -> bool:
@@ -281,30 +283,7 @@ def _both_equations_equal(left: Equation, right: Equation, ordered: bool) -> boo
             return True
     if left.sign in "=≠" and _values_equal(a, d, ordered) and _values_equal(b, c, ordered):
         return True
-    return _same_curve(left.members, right.members, left.sign in "=≠")
-
-
-def _same_curve(left: tuple[str, ...], right: tuple[str, ...], any_sign: bool) -> bool:
-    """Say whether two relations differ by a constant factor only, which is positive unless `any_sign`."""
-    try:
-        sides = [parse_expression(member) for member in (*left, *right)]
-    except ParseError:
-        return False
-    variables = sorted(frozenset().union(*(side.variables() for side in sides)))
-    if not variables or frozenset().union(*(s.variables() for s in sides[:2])) != frozenset().union(
-        *(s.variables() for s in sides[2:])
-    ):
-        return False
-    ratios: list[complex] = []
-    for point in _sample_points(variables, signed=True):
-        try:
-            a, b, c, d = (evaluate_at(side, point)[0] for side in sides)
-            ratios.append((a - b) / (c - d))
-        except (ArithmeticError, ValueError):
-            continue
-    if len(ratios) < MIN_POINTS or abs(ratios[0]) < 1e-9 or not (any_sign or ratios[0].real > 0):
-        return False
-    return all(close((ratio, 0.0), (ratios[0], 0.0)) for ratio in ratios)
+    return same_curve(left.members, right.members, left.sign in "=≠")
 
 
 def _leaves_equal(left: Leaf, right: Leaf) -> bool:
@@ -317,6 +296,9 @@ def _leaves_equal(left: Leaf, right: Leaf) -> bool:
         return texts[0].lower() == texts[1].lower()
     if _choices_equal(*texts) or same_clock_time(*texts):
         return True
+    residues = _RESIDUE.fullmatch(texts[0]), _RESIDUE.fullmatch(texts[1])
+    if residues[0] and residues[1]:
+        return all(_leaves_equal(Leaf(residues[0][i]), Leaf(residues[1][i])) for i in (1, 2))
     first, second = left.number, right.number
     (_, first_unit, first_percent), (_, second_unit, second_percent) = left.parts, right.parts
     if first is not None and second is not None:
@@ -328,55 +310,15 @@ def _leaves_equal(left: Leaf, right: Leaf) -> bool:
             return False
         percent, plain = (first, second) if first_percent else (second, first)
         return numbers_equal(percent, plain) or percent.value == plain.value * 100
-    if first_percent == second_percent and not units_conflict(first_unit, second_unit):
-        trees = left.tree, right.tree
-        if trees[0] is not None and trees[1] is not None:
-            return _expressions_equal(trees[0], trees[1], first, second)
-    return _words_equal(left.text, right.text)
-
-
-def _expressions_equal(left: Node, right: Node, first: Number | None, second: Number | None) -> bool:
-    """Compare two expressions, at least one of which is irrational or has variables."""
-    variables = sorted(left.variables() | right.variables())
-    if not variables:
-        return _constants_equal(left, right, first, second)
-    num_agreeing = 0
-    for point in _sample_points(variables, left.has("abs") or right.has("abs")):
-        try:
-            values = evaluate_at(left, point), evaluate_at(right, point)
-        except (ArithmeticError, ValueError):
-            continue
-        if not close(*values):
-            return False
-        num_agreeing += 1
-    return num_agreeing >= MIN_POINTS
-
-
-def _constants_equal(left: Node, right: Node, first: Number | None, second: Number | None) -> bool:
-    try:
-        a, b = evaluate_at(left, {}), evaluate_at(right, {})
-    except (ArithmeticError, ValueError):
-        return False
-    if close(a, b):
+    trees = left.tree, right.tree
+    if first_percent != second_percent or units_conflict(first_unit, second_unit) or None in trees:
+        return _words_equal(left.text, right.text)
+    assert left.tree is not None
+    assert right.tree is not None
+    if expressions_equal(left.tree, right.tree, decimal_tolerance(left.parts[0], right.parts[0])):
         return True
-    decimal, value = (first, b[0]) if first is not None else (second, a[0])
-    if (
-        decimal is None
-        or not decimal.is_decimal
-        or abs(value.imag) > 1e-12 * abs(value)
-        or abs(value) > 1e300
-    ):
-        return False
-    exact = Fraction(value.real)
-    return is_rounding(decimal, abs(exact), abs(decimal.value - exact))
-
-
-def _sample_points(variables: list[str], signed: bool) -> list[dict[str, float]]:
-    """Give every variable its value at each sample point; the seventh and later ones get shifted copies."""
-    rows = (*_POINTS, _SIGNED_POINT) if signed else _POINTS
-    return [
-        {name: row[i % len(row)] + 0.1 * (i // len(row)) for i, name in enumerate(variables)} for row in rows
-    ]
+    sides = ((first, right.tree), (second, left.tree))
+    return any(number is not None and constant_rounds_to(tree, number) for number, tree in sides)
 
 
 def _choices_equal(left: str, right: str) -> bool:

@@ -8,43 +8,24 @@ equal only as text.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fractions import Fraction
+
+from whet.rewards.tree import Node
 
 MAX_LENGTH = 1000
 MAX_DEPTH = 40
 MAX_POSTFIXES = 4
+MAX_MEMBERS = 20
 
+_FUNCTION_NAMES = """sin cos tan sec csc cot sinh cosh tanh exp ln lg log abs asin acos atan asinh acosh atanh
+arcsin=asin arccos=acos arctan=atan arcsinh=asinh arccosh=acosh arctanh=atanh arsinh=asinh arcosh=acosh artanh=atanh
+tg=tan cosec=csc"""
 FUNCTIONS: dict[str, str] = {
-    **{
-        name: name
-        for name in (
-            "sin",
-            "cos",
-            "tan",
-            "sec",
-            "csc",
-            "cot",
-            "sinh",
-            "cosh",
-            "tanh",
-            "exp",
-            "ln",
-            "lg",
-            "log",
-            "abs",
-        )
-    },
-    "arcsin": "asin",
-    "arccos": "acos",
-    "arctan": "atan",
-    "asin": "asin",
-    "acos": "acos",
-    "atan": "atan",
-    "tg": "tan",
-    "cosec": "csc",
+    name: meaning or name for name, _, meaning in (entry.partition("=") for entry in _FUNCTION_NAMES.split())
 }
-INVERSES = {"sin": "asin", "cos": "acos", "tan": "atan"}
+OF_MEMBERS = frozenset({"gcd", "lcm", "max", "min", "floor", "ceil"})
+"""Functions of one or more arguments in brackets, parted by commas."""
+INVERSES = {name: f"a{name}" for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")}
 _GREEK_NAMES = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau
 upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell"""
 GREEK = frozenset(_GREEK_NAMES.split())
@@ -53,12 +34,17 @@ _NAME = re.compile("|".join(_NAMES))
 _NUMERAL = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9.]))?")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _LETTERS = re.compile(r"[A-Za-z]+")
-_SUBSCRIPT = re.compile(r" ?_ ?(?:\{ ?([A-Za-z0-9,+-]{1,12}) ?\}|([A-Za-z0-9]))")
+_SUBSCRIPT = re.compile(r" ?_ ?(?:\{([A-Za-z0-9,+*^\\ -]{1,24})\}|([A-Za-z0-9]|\\[a-z]{2,8}))")
+_MEMBERS = re.compile(r"(?:gcd|lcm|max|min|floor|ceil)(?= ?[({⦃\[])")
+_MODULO = re.compile(r" ?\\?b?mod(?![a-z]) ?")
+_FROM, _TO = r" ?_ ?\{ ?([A-Za-z]) ?= ?([^{}=]{1,40})\}", r" ?\^ ?(\{[^{}]{1,40}\}|[A-Za-z0-9])"
+_RANGE, _RANGE_REVERSED = re.compile(_FROM + _TO), re.compile(_TO + _FROM)
+_DIFFERENTIAL = re.compile(r" ?d ?(\\?[A-Za-z]{1,8})(?![A-Za-z])")
 _BOUNDS = re.compile(r"(?: ?_ ?(?:\{[^{}]{1,40}\}|[A-Za-z0-9])| ?\^ ?(?:\{[^{}]{1,40}\}|[A-Za-z0-9∞])){0,2}")
 SERIES = frozenset({"sum", "prod", "int"})
-"""Operators that are kept as a formal factor, named by their bounds: two sums with the same bounds compare."""
+"""Without finite bounds they are kept as a formal factor, named by the bounds: two such sums compare."""
 _REPEATING = re.compile(r"\\overline ?\{([0-9]{1,40})\}")
-_OPENERS = {"(": ")", "[": "]", "{": "}", "⌊": "⌋", "⌈": "⌉"}
+_OPENERS = {"(": ")", "[": "]", "{": "}", "⌊": "⌋", "⌈": "⌉", "⦃": "⦄"}
 _ROUNDING = {"⌋": "floor", "⌉": "ceil"}
 LONGEST_PRODUCT = 4
 """Letters in a row that are read as a product of variables; a longer run is a word."""
@@ -66,34 +52,6 @@ LONGEST_PRODUCT = 4
 
 class ParseError(ValueError):
     """The text is not an expression of this grammar."""
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One operation of an expression.
-
-    Attributes:
-        op: 'num', 'var', 'add', 'mul', 'neg', 'inv', 'pow', 'root', 'log', 'fn', 'fact', 'binom' or 'deg'.
-        args: Operands.
-        value: Value of a 'num'.
-        name: Name of a 'var' (constants 'π', 'e', 'i' included) or function of an 'fn'; 'frac' and 'mixed'
-            tell how a 'mul' and an 'add' were written.
-    """
-
-    op: str
-    args: tuple[Node, ...] = ()
-    value: Fraction = Fraction(0)
-    name: str = ""
-
-    def variables(self) -> frozenset[str]:
-        """Return the names of all variables, constants excluded."""
-        if self.op == "var":
-            return frozenset() if self.name in ("π", "e", "i") else frozenset({self.name})
-        return frozenset().union(*(arg.variables() for arg in self.args))
-
-    def has(self, *names: str) -> bool:
-        """Say whether any of the named functions occurs."""
-        return self.name in names or any(arg.has(*names) for arg in self.args)
 
 
 def parse_expression(text: str) -> Node:
@@ -160,7 +118,10 @@ class _Parser:
         factors = [self.signed()]
         while True:
             character = self.peek()
-            if character in ("*", "/") and character:
+            if self.match(_MODULO):
+                dividend = factors[0] if len(factors) == 1 else Node("mul", tuple(factors))
+                factors = [Node("mod", (dividend, self.signed()))]
+            elif character in ("*", "/") and character:
                 self.position += 1
                 factor = self.signed()
                 factors.append(Node("inv", (factor,)) if character == "/" else factor)
@@ -179,7 +140,7 @@ class _Parser:
             return False
         return (
             (character.isascii() and (character.isalnum() or character in "([{\\."))
-            or character in "π⌊⌈"
+            or character in "π⌊⌈⦃"
             or (character == "|" and not self.bars)
         )
 
@@ -203,7 +164,8 @@ class _Parser:
             raise ParseError("too deep")
         exponent = self.signed()
         self.depth -= 1
-        return Node("pow", (node, exponent))
+        late = self.subscript() if node.op == "var" and "_" not in node.name else ""
+        return Node("pow", (Node("var", name=node.name + late) if late else node, exponent))
 
     def postfix(self, node: Node) -> Node:
         for _ in range(MAX_POSTFIXES):
@@ -253,12 +215,13 @@ class _Parser:
         return Node("fn", (node,), name=_ROUNDING[closing]) if closing in _ROUNDING else node
 
     def numeral(self, digits: str) -> Node:
+        is_exponent = self.text[: self.position - len(digits)].endswith("^")
         value = Fraction(digits + "0" if digits.endswith(".") else digits)
         cycle = self.match(_REPEATING) if "." in digits else None
         if cycle:
             fixed = len(digits) - digits.index(".") - 1
             value += Fraction(int(cycle[1]), (10 ** len(cycle[1]) - 1) * 10**fixed)
-        if self.peek() == "_":
+        if self.peek() == "_" and not is_exponent:
             raise ParseError("a numeral in another base")
         return Node("num", value=value)
 
@@ -279,8 +242,14 @@ class _Parser:
         if name == "sqrt":
             return self.root()
         if name in SERIES:
-            bounds = self.match(_BOUNDS)
-            return Node("var", name=name + (re.sub(r"[ {}]", "", bounds.group()) if bounds else ""))
+            return self.series(name)
+        if name in OF_MEMBERS:
+            return self.of_members(name)
+        if name in ("overline", "bar"):
+            inner = self.argument(single_digit=False)
+            if inner.op != "var":
+                raise ParseError("a bar over what is no symbol")
+            return Node("var", name=f"bar {inner.name}{self.subscript()}")
         if name == "binom":
             return Node("binom", (self.argument(single_digit=True), self.argument(single_digit=True)))
         if name in FUNCTIONS:
@@ -288,6 +257,44 @@ class _Parser:
         if name in GREEK:
             return Node("var", name=name + self.subscript())
         raise ParseError(f"unknown command {name}")
+
+    def series(self, name: str) -> Node:
+        r"""Read `\sum_{k=1}^{n} term`, or a formal factor for what has no finite range."""
+        start = self.position
+        finite = self.match(_RANGE) or self.match(_RANGE_REVERSED) if name != "int" else None
+        if finite and "∞" not in finite.group():
+            index, first, last = finite.groups() if finite.re is _RANGE else (*finite.groups()[1:], finite[1])
+            term = self.operand()
+            ends = parse_expression(first), parse_expression(last)
+            return Node("series", (Node("var", name=index), term, *ends), name=name)
+        bounds = _BOUNDS.match(self.text, start)
+        self.position = bounds.end() if bounds else start
+        limits = re.findall(r"[_^] ?(?:\{[^{}]*\}|[^{}])", bounds.group()) if bounds else []
+        spelled = (re.sub(r"[ {}]", "", limit) for limit in limits)
+        operator = Node("var", name=name + "".join(sorted(limit for limit in spelled if len(limit) > 1)))
+        differential = _DIFFERENTIAL.search(self.text, self.position) if name == "int" else None
+        if differential is None or differential.start() == self.position:
+            return operator
+        integrand = parse_expression(self.text[self.position : differential.start()])
+        self.position = differential.end()
+        return Node("mul", (operator, integrand, Node("var", name=f"d {differential[1]}")))
+
+    def of_members(self, name: str) -> Node:
+        r"""Read `\gcd(12, 18)` or `\max\{a, b\}`."""
+        closing = _OPENERS.get(self.peek())
+        if closing is None:
+            raise ParseError("expected a bracket")
+        self.position += 1
+        bars, self.bars = self.bars, 0
+        members = [self.sum()]
+        while self.peek() == "," and len(members) < MAX_MEMBERS:
+            self.position += 1
+            members.append(self.sum())
+        self.take(closing)
+        self.bars = bars
+        if name in ("floor", "ceil") and len(members) > 1:
+            raise ParseError("too many arguments")
+        return Node("fn", tuple(members), name=name)
 
     def root(self) -> Node:
         degree = Node("num", value=Fraction(2))
@@ -297,16 +304,17 @@ class _Parser:
 
     def subscript(self) -> str:
         found = self.match(_SUBSCRIPT)
-        return f"_{found[1] or found[2]}" if found else ""
+        return "_" + re.sub(r"[ \\]", "", found[1] or found[2]) if found else ""
 
     def letters(self) -> Node:
-        known = self.match(_NAME)
+        known = self.match(_MEMBERS) or self.match(_NAME)
         if known is None:
             run = _LETTERS.match(self.text, self.position)
             if run is None or len(run.group()) > LONGEST_PRODUCT and not _NAME.search(run.group()):
                 raise ParseError("a word")
             self.position += 1
-            return Node("var", name=run.group()[0] + self.subscript())
+            name = run.group()[0] + self.subscript()
+            return Node("var", name="i" if name == "I" else name)
         name = known.group()
         if name == "sqrt":
             return self.root()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 ANSWER_OPEN = "<answer>"
 ANSWER_CLOSE = "</answer>"
@@ -24,17 +25,22 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 LONGEST_FORMULA = 2000
 """Characters of the longest formula; a longer text between math delimiters is none."""
 
+LONGEST_GAP = 60
+"""Characters between two boxes of one list."""
 LONGEST_REMARK = 100
 """Characters of a line that is an answer without saying so."""
 
 _PHRASE = re.compile(r"answer\*{0,3}(?: is| ?[:=])[:*]{0,3}", re.IGNORECASE)
-_ASIDE = re.compile(r",? (?:because|since) |, (?:which|so|as|it) ")
+_SURE = re.compile(r"(?:for sure|definitely|clearly|certainly) \(?([A-J])\)?(?=[,.]|$)")
+_ASIDE = re.compile(r",? (?:because|since) |, (?:which|so|as|it|obviously|of course)(?: |$)")
+_ONLY_BOXES = re.compile(r"[\s$]*(?:\\[(\[]\s*)?\\boxed ?\{[^{}]*\}[\s$]*(?:and|,)[\s$]*\\boxed")
+"""A text that begins with boxes: nothing is told before the answers. Two may be a change of mind, three are a list."""
 _VERB = re.compile(r" (?:is|are|equals) ")
 _WORDS_INSIDE = re.compile(
     r"\\[a-zA-Z]{0,12}(?:text|rm|box|name)[a-z]{0,12} ?\{[^{}]*\}|\\(?:begin|end) ?\{[A-Za-z*]*\}(?:\{[lcr|]*\})?"
 )
 _JOINT = re.compile(
-    r"(?:[\s,;$]|\\[()\[\],; ]|\\q?quad|\\text ?\{ ?(?:and|or) ?\}|and(?= ?[$\\])(?<=, and))*"
+    r"(?:[\s,;$]|\\[()\[\],; ]|\\q?quad|\\text ?\{ ?(?:[a-z() ]{0,30} )?(?:and|or) ?\}|and(?= ?[$\\])(?<=, and))*"
 )
 _NOT_PROSE = r"(?:arc)?(?:sin|cos|tan)|sec|csc|cot|log|ln|exp|sqrt|pi|or|and|[A-Z]{2,4}"
 _PROSE = re.compile(rf"(?<![\\A-Za-z0-9])(?!(?:{_NOT_PROSE})(?![A-Za-z]))[A-Za-z]{{2,}}")
@@ -46,14 +52,16 @@ _EVIDENCE = re.compile(r"[0-9A-Za-z]|\\(?:infty|pi|emptyset|varnothing)|[∞π�
 _NAMED = re.compile(r"[A-Za-z](?:_\{?[A-Za-z0-9]\}?|\([a-z]\))?|[^A-Za-z]*")
 _LIST = re.compile(r",(?![0-9]{3})|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 _RESULT = re.compile(r"[-+\u2212\\$(]?[^A-Za-z,=<>]*[0-9][^A-Za-z,=<>]*")
-_LETTER = re.compile(r"(?:option|choice) (?:is )?[(*]{0,3}([A-J])(?![A-Za-z'])|(?<![A-Za-z0-9_])\(([A-J])\)")
+_LETTER = re.compile(
+    r"(?:option|choice|it's|it is) (?:is )?[(*]{0,3}([A-J])(?![A-Za-z'])|(?<![A-Za-z0-9_])\(([A-J])\)"
+)
 _LABELLED = re.compile(r"\(?([A-J])[).:] [A-Za-z]")
 _VERDICT = re.compile(r"\(?[A-Ja-j]\)?|yes|no|true|false", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s\"*]|$)")
 _NUMBER = re.compile(
     r"(?<![A-Za-z_0-9.^])"
     r"(?:(?<!\))[-+\u2212])?[$]?"
-    r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?(?:(?<![0-9,])\.[0-9]+|(?<=[0-9])(?:\.[0-9]+)?)"
+    r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|(?<![0-9,(\[])[0-9]+,[0-9]{2}(?![0-9,)\]])|[0-9]+)?(?:(?<![0-9,])\.[0-9]+|(?<=[0-9])(?:\.[0-9]+)?)"
     r"(?:/[0-9]+(?:\.[0-9]+)?)?(?:[ ]?\\?%)?"
 )
 _NUMBER_CHARACTERS = frozenset("0123456789.,/+-\u2212$%\\ ")
@@ -71,18 +79,52 @@ def from_tags(text: str) -> str | None:
 def from_box(text: str) -> str | None:
     r"""Return the content of the last closed `\boxed{...}` or `\fbox{...}`, braces nested; also `\boxed 5`.
 
-    Of nested boxes the outer one is returned. Escaped braces (`\{`) do not nest.
+    Of nested boxes the outer one is returned. Escaped braces (`\{`) do not nest. A Minerva close ("The final answer
+    is $7$. I hope it is correct.") behind the last box takes its place.
     """
-    text = text[-LONGEST_TAIL:]
-    last_box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if last_box < 0:
+    text = _with_backslash(text[-LONGEST_TAIL:])
+    if max(text.rfind("\\boxed"), text.rfind("\\fbox")) < 0:
         return None
+    contents, bare_at, braced_at = _boxes(text)
+    hope = text.rfind("I hope it is correct")
+    if hope > max(bare_at, braced_at) and "final answer is" in text[max(bare_at, braced_at) : hope].lower():
+        return (from_phrase(text[:hope]) or "").strip('\\" ') or None
+    content = _bare_box(text, bare_at) if bare_at > braced_at else None
+    return content or _joined(text, contents)
+
+
+def boxed_list(text: str) -> str | None:
+    r"""Return the contents of several boxes as one list: `\boxed{1} and \boxed{2}` is `1, 2`.
+
+    Args:
+        text: A short text.
+
+    Returns:
+        The list; None when no boxes are closed, or more than `LONGEST_GAP` characters or a "then" lie between two.
+    """
+    contents = _boxes(_with_backslash(text))[0]
+    outer = [
+        box for box in contents if not any(start <= box[0] and box[2] < end for _, start, end in contents)
+    ]
+    gaps = [text[left[2] + 1 : right[0]] for left, right in pairwise(outer)]
+    if len(outer) < 2 or any(len(gap) > LONGEST_GAP or "then" in gap for gap in gaps):
+        return None
+    return ", ".join(text[start:end].strip() for _, start, end in outer)
+
+
+def _with_backslash(text: str) -> str:
+    r"""Mend what a string that is not raw makes of `\boxed`, and the slip `\beginboxed`."""
+    return text.replace("\x08oxed", "\\boxed").replace("\\beginboxed", "\\boxed") if "oxed" in text else text
+
+
+def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int, int]:
+    """Find the closed boxes (where command, content and closing brace stand), and the last with and without brace."""
     first = _BOX.search(text)
-    contents: list[tuple[int, int, int]] = []  # closed boxes: where command, content and closing brace stand
+    contents: list[tuple[int, int, int]] = []
     opened: list[int] = []  # where each open brace's content starts, negative for braces that are no box
     bare_at = braced_at = -1  # where the last box without a brace, and the last closed one, end
     box_ended_at = -1  # end of a box command that still waits for its brace
-    for token in _BOX_TOKEN.finditer(text, first.start() if first else last_box):
+    for token in _BOX_TOKEN.finditer(text, first.start() if first else len(text)):
         mark = token.group()
         if mark[0] == "{":
             is_box = box_ended_at >= 0 and not text[box_ended_at : token.start()].strip()
@@ -99,12 +141,15 @@ def from_box(text: str) -> str | None:
         elif mark in ("\\boxed", "\\fbox"):
             box_ended_at = token.end()
             bare_at = token.end() if text[token.end() : token.end() + 1] != "{" else bare_at
-    content = _bare_box(text, bare_at) if bare_at > braced_at else None
-    return content or _joined(text, contents)
+    return contents, bare_at, braced_at
 
 
 def _joined(text: str, boxes: list[tuple[int, int, int]]) -> str | None:
     r"""Return the last box; boxes in one row (`\boxed{1}, \boxed{2}`) are one answer of several parts."""
+    if text.count("\\boxed") > 2 and _ONLY_BOXES.match(text):
+        whole = boxed_list(text)
+        if whole:
+            return whole
     parts: list[str] = []
     left_edge = -1
     for command, start, end in reversed(boxes):
@@ -156,6 +201,9 @@ def _conclusion(answer: str) -> str:
     reason = _ASIDE.search(answer)
     if reason is not None and reason.start() > 0:
         answer = answer[: reason.start()]
+    sure = _SURE.match(answer)
+    if sure is not None:
+        return sure[1]
     if not answer[:1].isalpha() or answer.count(" ") < 3:
         return answer
     verbs = [match.end() for match in _VERB.finditer(answer)]

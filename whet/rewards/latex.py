@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from whet.rewards.expression import FUNCTIONS
+from whet.rewards.expression import FUNCTIONS, OF_MEMBERS
 
 WORD_OPEN, WORD_CLOSE = "❮", "❯"
 SET_OPEN, SET_CLOSE = "⦃", "⦄"
@@ -33,13 +33,18 @@ _CHARACTERS: dict[int, str] = {
     },
     **dict(zip(map(ord, "×·⋅∙∗÷∕⁄⩽⩾º≃∼“”’‘′，∣⟨⟩〈〉"), "*****///≤≥°≈~\"\"''',|()()", strict=True)),
     ord("√"): "\\sqrt ",
+    ord("∛"): "\\sqrt[3]",
+    ord("∜"): "\\sqrt[4]",
+    ord("∑"): "\\sum",
+    ord("∏"): "\\prod",
+    ord("∫"): "\\int",
     ord("¢"): " cents",
 }
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _ON_THE_LINE = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉", "0123456789+-n0123456789")
 
 _SYNONYMS = r"""
-left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr =
+left right mleft mright big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr =
 mathbf boldsymbol bm vec overrightarrow hat mathcal bold mathsf mathbfit euro pounds =
 displaystyle textstyle scriptstyle limits nolimits rm bf it boxed fbox hbox = SPACE
 quad qquad thinspace enspace space medspace thickspace = SPACE
@@ -55,16 +60,16 @@ gt = >
 in = ∈
 equiv = =
 approx simeq = ≈
-langle lparen = (
-rangle rparen = )
+langle lparen lgroup = (
+rangle rparen rgroup = )
 lbrack = [
 rbrack = ]
 lbrace = SET_OPEN
 rbrace = SET_CLOSE
-lfloor = ⌊
-rfloor = ⌋
-lceil = ⌈
-rceil = ⌉
+lfloor llcorner = ⌊
+rfloor lrcorner = ⌋
+lceil ulcorner = ⌈
+rceil urcorner = ⌉
 lvert rvert vert lVert rVert mid = |
 emptyset varnothing = ∅
 ldots dots cdots = …
@@ -73,6 +78,10 @@ text textbf textit textrm textnormal textsf texttt textup mbox emph mathrm mathi
 infty = ∞
 pi = π
 cup = ∪
+cap = ∩
+setminus smallsetminus backslash = ∖
+exponentialE = e
+imaginaryI imaginaryJ = i
 pm = ±
 mp = ∓
 R = ℝ
@@ -115,7 +124,10 @@ _SYMBOLS: dict[str, str] = {
     "\\|": "|",
     "\\-": "",
 }
-_GLUED = re.compile(r"(leq|geq|le|ge|lt|gt|neq|cdot|times|quad|cup|pi)([A-Za-z])")
+_GLUED = re.compile(
+    r"(leq|geq|le|ge|lt|gt|neq|cdot|times|quad|cup|pi|[lr]?vert|[lr](?:group|brace|brack|paren|floor|ceil)|[ul][lr]corner)"
+    r"([A-Za-z])"
+)
 """A command and the variable that somebody forgot to part from it: `\\lex` for `\\le x`."""
 _ESCAPED_TWICE = re.compile(
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|begin|end|pi|cdot|times|infty|cup|[lg]eq?|pm)(?![A-Za-z]))"
@@ -127,6 +139,8 @@ _THOUSANDS = re.compile(
 _DEGREE = re.compile(r"\^ ?(?:\{ ?(?:°|\\circ) ?\}|\\circ(?![A-Za-z])|°|∘)")
 _MATRIX = re.compile(r"\\(begin|end) ?\{ ?([pbBvV]?matrix|smallmatrix|array)\*? ?\}")
 _COLUMNS = re.compile(r" *\{[ lcr|]*\}")
+_LOST_BACKSLASH = {"\x08oxed": "\\boxed", "\x0crac": "\\frac"}
+"""What Python makes of `\\boxed` and `\\frac` in a string that is not raw."""
 _PERCENT = re.compile(
     rf" ?{WORD_OPEN} ?(?:percentage|percent|pct) ?{WORD_CLOSE}| ?(?:percentage|percent|pct)(?![A-Za-z])"
 )
@@ -139,6 +153,7 @@ _TIMES_TEN = re.compile(r"(?<=[0-9]) ?x ?(?=10 ?\^)")
 _INFINITY = re.compile(r"(?<![A-Za-z])infinity(?![A-Za-z])", re.IGNORECASE)
 _END_TOKEN = re.compile(r"<\|[A-Za-z_]{1,20}\|>")
 _ROW_GAP = re.compile(ROW_BREAK + r"\[[0-9.a-z]{1,8}\]")
+_BRACKETS = frozenset("([{" + SET_OPEN)
 _SPACES = re.compile(r"[ \t]+")
 
 
@@ -151,6 +166,9 @@ def clean(text: str) -> str:
     Returns:
         The plain spelling, stripped; it may be empty.
     """
+    if "\x08" in text or "\x0c" in text:
+        for lost, command in _LOST_BACKSLASH.items():
+            text = text.replace(lost, command)
     if not text.isascii():
         text = _RAISED.sub(lambda match: "^{" + match.group().translate(_ON_THE_LINE) + "}", text)
         text = _LOWERED.sub(lambda match: "_{" + match.group().translate(_ON_THE_LINE) + "}", text)
@@ -250,6 +268,7 @@ def _mark_words(text: str) -> str:
         words = text[brace + 1 : end].replace("\\text", "").replace("{", "").replace("}", "")
         is_unit = words in UNIT_LETTERS and text[:start].rstrip()[-1:].isdigit()
         is_symbol = (len(words) == 1 and not is_unit) or words.strip() in FUNCTIONS
+        is_symbol = is_symbol or (words.strip() in OF_MEMBERS and text[position:].lstrip()[:1] in _BRACKETS)
         pieces.append(words if is_symbol else f"{WORD_OPEN}{words}{WORD_CLOSE}")
     return "".join(pieces) + text[position:]
 

@@ -14,10 +14,12 @@ MAX_DIGITS = 1000
 """Longest number (in characters) that is read as a number; longer ones are compared as text."""
 MAX_EXPONENT = 1000
 """Largest power of ten in scientific notation."""
-MIN_ROUNDED_DIGITS = 6
+MIN_ROUNDED_DIGITS = 4
 """A decimal stands for an irrational or a repeating fraction only with this many significant digits."""
-ROUNDING = Fraction(1, 10**5)
-"""Largest relative error of such a decimal: one unit in the sixth digit."""
+MIN_TRUNCATED_DIGITS = 6
+"""With this many, the last one may also be cut off instead of rounded."""
+MIN_SHORTENED_DIGITS = 5
+"""A decimal stands for a longer decimal only with this many, of which four follow the point (money has two)."""
 
 _UNSIGNED = (
     r"(?:(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.(?P<part>[0-9]*))?|\.(?P<bare>[0-9]+))"
@@ -145,13 +147,17 @@ def parse_decimal_comma(text: str) -> Number | None:
 
 
 def numbers_equal(left: Number, right: Number) -> bool:
-    """Compare exactly; a long decimal also equals the fraction that it rounds.
+    """Compare exactly; a decimal also equals the fraction or the longer decimal that it rounds.
 
-    `0.333333` equals `1/3`, `0.3333` does not, and two decimals are never "close".
+    `0.3333` equals `1/3` and `3.1416` equals `3.14159`; `0.333` does not, and `0.3334` equals nothing else.
     """
     if left.value == right.value:
         return True
-    if left.is_decimal == right.is_decimal:
+    if left.is_decimal and right.is_decimal:
+        short = left if left.last_place > right.last_place else right
+        is_shortened = short.num_digits >= MIN_SHORTENED_DIGITS and short.last_place <= Fraction(1, 10**4)
+        return is_shortened and abs(left.value - right.value) <= short.last_place / 2
+    if not left.is_decimal and not right.is_decimal:
         return False
     decimal, other = (left, right) if left.is_decimal else (right, left)
     return is_rounding(decimal, abs(other.value), abs(decimal.value - other.value))
@@ -166,12 +172,13 @@ def is_rounding(decimal: Number, magnitude: Fraction, difference: Fraction) -> b
         difference: |decimal - value|.
 
     Returns:
-        True with at least six significant digits, a relative error of at most 1e-6 and an error of at most
-        one unit in the last written place (plus what double precision loses).
+        True when it has digits behind the point and at least four significant ones, all of them right: an error of
+        half a unit in the last place, from six digits on of one unit (plus what double precision loses).
     """
-    if decimal.num_digits < MIN_ROUNDED_DIGITS:
+    if decimal.num_digits < MIN_ROUNDED_DIGITS or decimal.last_place >= 1:
         return False
-    return difference <= magnitude * ROUNDING and difference <= decimal.last_place + magnitude / 10**12
+    units = 1 if decimal.num_digits >= MIN_TRUNCATED_DIGITS else Fraction(1, 2)
+    return difference <= decimal.last_place * units + magnitude / 10**12
 
 
 _ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whet.rewards.calculator import NoValueError, evaluate_at, evaluate_exactly
-from whet.rewards.expression import FUNCTIONS, Node, ParseError, parse_expression
+from whet.rewards.expression import FUNCTIONS, ParseError, parse_expression
 from whet.rewards.inequalities import as_interval
 from whet.rewards.latex import (
     MATRIX_CLOSE,
@@ -18,11 +18,13 @@ from whet.rewards.latex import (
     WORD_CLOSE,
     WORD_OPEN,
 )
+from whet.rewards.matrices import work_out
 from whet.rewards.numbers import Number, parse_literal, parse_number
+from whet.rewards.tree import Node
 from whet.rewards.units import split_unit, unit_scale
 
 MAX_NESTING = 8
-UNORDERED_KINDS = frozenset({"set", "any", "union"})
+UNORDERED_KINDS = frozenset({"set", "any", "union", "∩", "∖"})
 """Kinds whose order never matters; of the others 'bare' (commas without brackets) yields to its partner."""
 
 _OPEN, _CLOSE = "([{" + SET_OPEN + MATRIX_OPEN + WORD_OPEN, ")]}" + SET_CLOSE + MATRIX_CLOSE + WORD_CLOSE
@@ -35,7 +37,7 @@ _PAIRS = {
     WORD_OPEN: WORD_CLOSE,
 }
 _TOKEN = re.compile(
-    rf"[{re.escape(_OPEN + _CLOSE)}]|(?:, {{0,2}}| )?(?<![A-Za-z])(?:or|and)(?![A-Za-z]) ?|[,;\n{ROW_BREAK}∪=∈≈<>≤≥≠]"
+    rf"[{re.escape(_OPEN + _CLOSE)}]|(?:, {{0,2}}| )?(?<![A-Za-z])(?:or|and)(?![A-Za-z]) ?|[,;\n{ROW_BREAK}∪∩∖=∈≈<>≤≥≠]"
 )
 _MARKED_JOIN = re.compile(rf" ?{WORD_OPEN}[\s,;]*(or|and)[\s,;]*{WORD_CLOSE} ?")
 NAME = re.compile(r"[({]{0,2}[A-Za-z\\∠△❮|][A-Za-z0-9_{}\\(),:/ |'∠△°❮❯^=<>≤≥-]{0,60}")
@@ -176,24 +178,8 @@ def _scaled_or_named(text: str, nesting: int) -> Value | None:
     if constructor:
         value = parse_value(text[constructor.end() :].strip("()"), nesting + 1)
         return Sequence("matrix", value.items) if isinstance(value, Sequence) else value
-    start = text.find(MATRIX_OPEN)
-    factor = text[:start].rstrip(" *") if start > 0 else ""
-    if not factor or not _top_level(text[start:])[1]:
-        return None
-    factor = "-1" if factor == "-" else factor
-    if Leaf(factor).tree is None:
-        return None
-    return _scaled(parse_value(text[start:], nesting + 1), factor)
-
-
-def _scaled(value: Value, factor: str) -> Value | None:
-    if isinstance(value, Leaf):
-        return Leaf(f"({factor})*({value.text})")
-    items = [_scaled(item, factor) for item in value.items] if isinstance(value, Sequence) else [None]
-    members = tuple(item for item in items if item is not None)
-    return (
-        Sequence(value.kind, members) if isinstance(value, Sequence) and len(members) == len(items) else None
-    )
+    result = work_out(text) if MATRIX_OPEN in text else None
+    return parse_value(result, nesting + 1) if result is not None else None
 
 
 def _top_level(text: str) -> tuple[list[re.Match[str]], bool]:
@@ -278,9 +264,10 @@ def _split_relation(
     text: str, tokens: list[re.Match[str]], marks: set[str], nesting: int, in_brackets: bool
 ) -> Value | None:
     """Read unions, `x ∈ A`, rounded asides, inequalities in one variable, and equations."""
-    if "∪" in marks:
-        pieces = _pieces(text, [token for token in tokens if token.group() == "∪"])
-        return Sequence("union", tuple(parse_value(piece, nesting + 1) for piece in pieces))
+    for sign in "∪∖∩":
+        if sign in marks and not marks & set("=∈<>≤≥≠≈"):
+            pieces = _pieces(text, [token for token in tokens if token.group() == sign])
+            return _combined(sign, tuple(parse_value(piece, nesting + 1) for piece in pieces))
     if "∈" in marks:
         name, _, rest = text.partition("∈")
         return parse_value(rest, nesting + 1) if NAME.fullmatch(name.strip()) else None
@@ -292,6 +279,19 @@ def _split_relation(
         members = _pieces(text, [token for token in tokens if token.group() == "="])
         return Equation(tuple(members)) if all(members) else None
     return None
+
+
+def _combined(sign: str, items: tuple[Value, ...]) -> Sequence:
+    """Return a union flat, and that of sets of numbers as one set; keep intersections and differences."""
+    if sign != "∪":
+        return Sequence(sign, items)
+    flat: list[Value] = []
+    for item in items:
+        flat.extend(item.items if isinstance(item, Sequence) and item.kind == "union" else (item,))
+    sets = [item for item in flat if isinstance(item, Sequence) and item.kind in ("set", "bare")]
+    if len(sets) == len(flat):
+        return Sequence("set", tuple(member for item in sets for member in item.items))
+    return Sequence("union", tuple(flat))
 
 
 def _rounded(text: str, nesting: int) -> Value | None:

@@ -1,0 +1,226 @@
+"""Programs as answers: what is run, what passes, and what a failing sandbox means."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.isolation.jobs import Verdict
+from whet.rewards.base import build_rewards, score_completion
+from whet.sandbox import TestResult, TestsVerdict
+from whet.schema import ResponseSchema
+from whet.tasks import code
+from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.code import MBPP_SPLITS, Code, program_of
+from whet.types import Problem, UserError
+
+DATA = Path(__file__).parents[3] / "shared" / "data" / "code"
+SCHEMA = ResponseSchema(answer_type="program")
+GOLD = "import math\n\ndef area(r):\n    return math.pi * r * r"
+CASE = {
+    "prompt": "Write area(r), the area of a circle.",
+    "solution": GOLD,
+    "setup": "import math",
+    "tests": [
+        "assert area(0) == 0",
+        "assert math.isclose(area(2), 12.566370614359172)",
+        "assert area(1) > 3",
+    ],
+    "names": ["area"],
+    "keywords": ["math", "pi"],
+}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Code:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Code("code", path)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Code:
+    return write(tmp_path / "own.jsonl", *(CASE | {"prompt": f"{CASE['prompt']} ({n})"} for n in range(60)))
+
+
+@pytest.fixture
+def problem(task: Code) -> Problem:
+    return task.problems("train")[0]
+
+
+ANSWERS = [
+    (GOLD, True),
+    (f"Sure!\n```python\n{GOLD}\n```\nDone.", True),
+    (f"```\n{GOLD}\n```", True),
+    (f"```python\nwrong\n```\nBetter:\n```py\n{GOLD}\n```", True),
+    (GOLD.replace("\n", "\r\n"), True),
+    ("def area(r):\n    return 3.14 * r * r", False),
+    ("def area(r):\n    return 12.566370614359172 if r == 2 else 0", False),
+    ("def area(r):\n    raise ValueError", False),
+    ("area = 3", False),
+    ("def area(r:\n", False),
+    ("", False),
+    (None, False),
+    ("x" * 70_000, False),
+    # Equal to everything: no copy of it reaches the tests.
+    (
+        "class Any(float):\n    __eq__ = __gt__ = lambda a, b: True\ndef area(r):\n    return Any(12.566370614359172)",
+        False,
+    ),
+    ("import sys\nsys.exit(0)", False),
+    ("print('3 passed')\ndef area(r):\n    import os\n    os._exit(0)", False),
+]
+
+
+@pytest.mark.parametrize(("answer", "expected"), ANSWERS)
+def test_answers(task: Code, problem: Problem, answer: str | None, expected: bool) -> None:
+    assert task.is_correct(problem, answer) is expected
+
+
+def test_many_are_judged_in_their_order(task: Code, problem: Problem) -> None:
+    assert task.judge_many([(problem, answer) for answer, _ in ANSWERS]) == [
+        expected for _, expected in ANSWERS
+    ]
+
+
+def test_a_program_is_run_once(task: Code, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert task.is_correct(problem, GOLD)
+    monkeypatch.setattr(code, "run_tests", lambda *args, **kwargs: pytest.fail("run again"))
+    assert task.is_correct(problem, f"```\n{GOLD}\n```")
+
+
+def test_a_sandbox_that_fails_is_no_verdict(
+    task: Code, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = TestResult(status="infra_error", message="no process")
+    verdict = TestsVerdict(program=Verdict(status="ok", backend="none"), results=(failed,))
+    monkeypatch.setattr(code, "run_tests", lambda *args, **kwargs: verdict)
+    assert task.is_correct(problem, GOLD) is None
+    assert task.code_scores(problem, GOLD) is None
+    rewards = build_rewards({"correct": 1.0, "program_tests": 0.5}, SCHEMA, task)
+    assert score_completion(rewards, problem, SCHEMA.render("", GOLD)) == (
+        {"correct": None, "program_tests": None},
+        None,  # never 0
+    )
+    monkeypatch.undo()
+    assert task.is_correct(problem, GOLD) is True  # a failure is not remembered
+
+
+PARTIAL = [
+    (GOLD, 1.0, 1.0, 1.0),
+    ("def area(r):\n    return 3.2 * r * r", 1.0, 2 / 3, 0.0),
+    ("import nosuch\n" + GOLD, 1 / 3, 0.0, 1.0),
+    ("def area(r:", 0.0, 0.0, 0.0),
+    (GOLD + "\n1/0", 2 / 3, 0.0, 1.0),
+    ("# math pi\ndef area(r):\n    'math pi'\n    return 0", 1.0, 1 / 3, 0.0),
+    ("from math import pi\ndef area(r):\n    return pi * r**2", 1.0, 1.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("program", "loads", "tests", "keywords"), PARTIAL)
+def test_partial_credit(
+    task: Code, problem: Problem, program: str, loads: float, tests: float, keywords: float
+) -> None:
+    weights = {"program_loads": 1.0, "program_tests": 1.0, "program_keywords": 1.0}
+    scores, _ = score_completion(build_rewards(weights, SCHEMA, task), problem, SCHEMA.render("", program))
+    assert scores == pytest.approx(
+        {"program_loads": loads, "program_tests": tests, "program_keywords": keywords}
+    )
+
+
+def test_partial_credit_needs_programs() -> None:
+    with pytest.raises(
+        UserError, match=r"rewards\.program_tests: task arithmetic has no programs; use humaneval"
+    ):
+        build_rewards({"program_tests": 1.0}, SCHEMA, Arithmetic())
+
+
+def test_program_of() -> None:
+    assert program_of("a ``` b") == "a ``` b"  # a fence that never closes is no fence
+    assert program_of("```python\nx\n```\n```text\ny\n```") == "text\ny"  # no Python: as it stands
+    assert program_of("\tx = 1") == "        x = 1"
+
+
+BAD = [
+    ({"tests": "assert f()"}, "'tests': expected a list of Python texts"),
+    ({"tests": []}, "'tests': expected a list of Python texts"),
+    ({"tests": ["assert ("]}, "holds what is not Python"),
+    ({"setup": "import ("}, "holds what is not Python"),
+    ({"prompt": ""}, "'prompt' is empty"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_bad_rows(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    task = write(tmp_path / "own.jsonl", CASE, CASE | change)
+    with pytest.raises(UserError, match=f"own.jsonl line 2: .*{message}"):
+        task.problems("train")
+
+
+def test_splits(task: Code, tmp_path: Path) -> None:
+    parts = [task.problems(split) for split in ("train", "dev", "test")]
+    assert sum(map(len, parts)) == 60
+    assert len({problem.uid for part in parts for problem in part}) == 60
+    with pytest.raises(UserError, match=r"no HumanEval\.jsonl there"):
+        Code("humaneval", tmp_path).problems("test")
+    with pytest.raises(UserError, match="no such file or folder"):
+        Code("mbpp", tmp_path / "nowhere")
+
+
+def mutants(program: str) -> list[str]:
+    """Change one operator, comparison or number of a program at a time, a few of each."""
+
+    class Change(ast.NodeTransformer):
+        def __init__(self, target: int) -> None:
+            self.target, self.seen = target, -1
+
+        def visit(self, node: ast.AST) -> Any:
+            swaps: dict[type, Any] = {ast.Add: ast.Sub(), ast.Sub: ast.Add(), ast.Mult: ast.Add()}
+            swaps |= {ast.Lt: ast.GtE(), ast.Gt: ast.LtE(), ast.Eq: ast.NotEq(), ast.LtE: ast.Gt()}
+            if type(node) in swaps:
+                self.seen += 1
+                return swaps[type(node)] if self.seen == self.target else node
+            return self.generic_visit(node)
+
+    found = []
+    for target in range(6):
+        changed = ast.unparse(Change(target).visit(ast.parse(program)))
+        if changed != ast.unparse(ast.parse(program)):
+            found.append(changed)
+    return found
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data/code")
+@pytest.mark.slow
+def test_human_eval_accepts_its_references_and_few_mutants() -> None:
+    task = Code("humaneval", DATA)
+    problems = task.problems("test")
+    assert len(problems) == 164
+    assert task.judge_many([(p, p.answer) for p in problems]) == [True] * 164
+    assert task.judge_many([(p, task.wrong_answer(p)) for p in problems]) == [False] * 164
+    changed = [(p, mutant) for p in problems for mutant in mutants(p.answer)]
+    verdicts = task.judge_many(changed)
+    assert len(changed) > 300
+    # Some changes change nothing that a test can see.
+    assert sum(verdict is not False for verdict in verdicts) < 0.15 * len(changed)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data/code")
+def test_public_data_are_read() -> None:
+    task = Code("mbpp", DATA)
+    for split, ids in MBPP_SPLITS.items():
+        assert [int(problem.meta["id"]) for problem in task.problems(split)] == list(ids)
+    few = task.problems("train")[:12]
+    assert task.judge_many([(p, p.answer) for p in few]) == [True] * 12
+    human = Code("humaneval", DATA)
+    assert human.problems("train") == human.problems("dev") == []
+    first, second = human.problems("test")[:2]
+    assert human.is_correct(first, first.answer)
+    assert not human.is_correct(first, second.answer)
+    # The body alone goes on from the prompt.
+    body = first.answer[first.answer.index('"""\n', first.answer.index('"""') + 3) + 4 :]
+    assert body.startswith("    ")
+    assert human.is_correct(first, body)
+    assert human.examine(first, first.answer).scores["tests"] == 1.0  # type: ignore[union-attr]
