@@ -12,6 +12,8 @@ import pytest
 from whet.eval.evaluate import (
     EvalConfig,
     EvalResult,
+    Judged,
+    breakdown,
     evaluate,
     fitting_problems,
     main,
@@ -19,7 +21,7 @@ from whet.eval.evaluate import (
     take_problems,
     write_result,
 )
-from whet.eval.grade import grade
+from whet.eval.grade import Grade, grade
 from whet.eval.show import print_result
 from whet.generate.engine import Completion, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
@@ -225,3 +227,24 @@ def test_config_refuses_what_makes_no_sense(tiny_policy: PolicyConfig, tmp_path:
     ):
         with pytest.raises(ValueError, match="expected"):
             replace(config, **wrong)  # type: ignore[arg-type]
+
+
+def test_pass_at_1_by_label(policy: Policy) -> None:
+    def judged(is_correct: bool) -> Judged:
+        return Judged("", 1, "stop", Grade("1", is_correct, "perfect", 1))
+
+    labels = [{"level": "1"}, {"level": "2", "subject": "a"}, {"level": "2", "subject": "a"}, {}]
+    problems = [replace(FIRST, uid=str(n), meta=meta) for n, meta in enumerate(labels)]
+    right = [[True, True], [True, False], [False, False], [True, True]]
+    samples = [[judged(value) for value in row] for row in right]
+    found = breakdown(EvalResult({}, problems, samples, [], 0.0))
+    assert set(found) == {"level"}  # one subject is no breakdown
+    assert {value: interval.mean for value, interval in found["level"].items()} == {"1": 1.0, "2": 0.25}
+
+
+def test_an_answer_that_nobody_could_judge_gives_no_score(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Arithmetic, "is_correct", lambda self, problem, answer: None)
+    with pytest.raises(UserError, match="10 of 10 answers could not be judged, so there is no score"):
+        run(policy, monkeypatch)

@@ -348,3 +348,23 @@ def test_the_probe_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_probe_fits_a_short_context() -> None:
     policy = load_policy(replace(BYTES, model=replace(SHAPE, max_positions=12)), seed=0)
     assert probe_policy(policy).exact
+
+
+def test_a_task_words_the_instruction() -> None:
+    policy = load_policy(replace(BYTES, template="base"), seed=0)
+    number = policy.prompt_ids(PROBLEM)
+    policy.expect("program")
+    assert "your final Python program" in policy.tokenizer.decode(policy.prompt_ids(PROBLEM))
+    assert policy.prompt_ids(PROBLEM) != number
+
+
+def test_what_the_alphabet_lacks_is_named() -> None:
+    made = PolicyConfig(tokenizer="characters", alphabet="01+=", template="plain", tags_as_tokens=True)
+    policy = load_policy(made, seed=0)
+    with pytest.raises(
+        UserError, match=r"does not know '78', 40% of the problems' tokens: give it another policy.alphabet"
+    ):
+        policy.check_alphabet([replace(PROBLEM, prompt="78=0", answer="1")])
+    policy.check_alphabet([replace(PROBLEM, prompt="10=0", answer="1", solution="7")])
+    with pytest.raises(UserError, match="'7'"):
+        policy.check_alphabet([replace(PROBLEM, prompt="10=0", answer="1", solution="7")], solutions=True)

@@ -52,11 +52,35 @@ no  ==  NO  ##  \text{no}  ==  No  ##  Option C  ==  C  ##  (C) the red cube  ==
 Hello, world!  ==  hello world  ##  infinity  ==  \infty  ##  19:45  ==  19:45:00
 19:45  ==  7:45 \text{ P.M.}
 7:45  ==  7:45 a.m.  ##  4 \pmod{9}  ==  4 (mod 9)  ##  x \equiv 4 \pmod 9  ==  4 \pmod{9}
-# one box, one tag, one label
+4 \pmod{9}  ==  4  ##  -3 \bmod 8  ==  5  ##  1 + 17 \bmod 5  ==  3
+# a decimal that rounds what it cannot spell out
+0.1429  ==  1/7  ##  2.236  ==  \sqrt{5}  ##  3.142  ==  \pi  ##  45.45  ==  \frac{500}{11}  ##  2.7183  ==  2.71828
+(1.732, 0.8571]  ==  (\sqrt{3}, \frac{6}{7}]  ##  0.6667 x + 1.732  ==  \frac{2x}{3} + \sqrt3  ##  2.646i  ==  i\sqrt7
+# functions of several numbers, sums, products, integrals
+\gcd(84, 36)  ==  12  ##  \operatorname{lcm}(6, 10, 15)  ==  30  ##  \max\{7, 3, 5\}  ==  7  ##  min(4, -2)  ==  -2
+\gcd(840,360)  ==  120  ##  \gcd(\frac34, \frac52)  ==  1/4  ##  \floor(8.6)  ==  8  ##  \left\ulcorner 4.2 \right\urcorner  ==  5
+\max(a, b)  ==  \max(b, a)  ##  \sum_{k=1}^{8} k^2  ==  204  ##  \sum^{8}_{k = 1} k^2  ==  204  ##  \prod_{i=1}^{5} i  ==  120
+\sum_{k=1}^{n} k  ==  \frac{n(n+1)}{2}  ##  \sum_{j=0}^{n} 2^j  ==  2^{n+1} - 1
+\sum_{k=1}^{\infty} \frac{1}{k^3}  ==  \sum_{k = 1}^\infty k^{-3}
+\int_2^5 (x + a)\, dx  ==  \int\limits^{5}_{2} a + x dx
+\operatorname{arcsinh} x  ==  \sinh^{-1} x  ##  \operatorname{artanh}(0)  ==  0  ##  e^{I\pi}  ==  -1  ##  4 + 5I  ==  5i + 4
+x^2_3  ==  x_{3}^{2}  ##  \bar{x}_n + 1  ==  1 + \overline{x}_n  ##  h_\theta  ==  h_{\theta}  ##  ∛8  ==  2
+\mleft( 3, 4 \mright)  ==  (3,4)  ##  \lfloorx\rfloor  ==  \lfloor x \rfloor
+# matrices that are worked out
+\begin{pmatrix}1&4\\2&3\end{pmatrix} + \begin{pmatrix}5&0\\1&1\end{pmatrix}  ==  [[6,4],[3,4]]
+\begin{pmatrix}1&2\\3&4\end{pmatrix} \begin{pmatrix}5\\6\end{pmatrix}  ==  (17, 39)
+t\left[\begin{matrix}1\\2\end{matrix}\right] - \begin{pmatrix}t\\1\end{pmatrix}  ==  (0, 2t-1)
+\begin{vmatrix} 3 & 1 \\ 1 & 2 \end{vmatrix}  ==  5  ##  \det\begin{pmatrix}2&0&1\\1&3&2\\0&1&1\end{pmatrix}  ==  3
+# sets
+\{4, 4, 9\}  ==  \{9, 4\}  ##  (1,2), (3,4), (1,2)  ==  (3,4), (1,2)  ##  \{1\} \cup \{2, 3\}  ==  \{1,2,3\}
+((0,1) \cup (2,3)) \cup (4,5)  ==  (0,1) \cup (2,3) \cup (4,5)  ##  \{1,2\} \cap \{2,5\}  ==  {2,1} ∩ {2,5}
+# one box, one tag, one label; several boxes are a list
+\boxed{4} and \boxed{9}  ==  4, 9  ##  \boxed{(4,1)} \text{ for part (a) and } \boxed{(9,2)}  ==  (4,1), (9,2)
+\boxed{4} cups and \boxed{9} pans  ==  \boxed{9, 4}  ##  \beginboxed{31}  ==  31
 so the total is \boxed{31}  ==  31  ##  <answer>31</answer>  ==  31  ##  The final answer is: 31  ==  31
 """
 DIFFERENT = r"""
-0.(27)  !=  0  ##  five twenty  !=  25  ##  forty-two  !=  43  ##  one  !=  1 1  ##  1.4142  !=  \sqrt2
+0.(27)  !=  0  ##  five twenty  !=  25  ##  forty-two  !=  43  ##  one  !=  1 1  ##  1.414  !=  \sqrt3
 2.23606  !=  \sqrt{6}  ##  2.314 \times 10^{-3}  !=  2314  ##  10²³  !=  10^8  ##  5!=120  !=  5 \neq 120
 x^1 0  !=  0 x  ##  3 k  !=  3  ##  \pi a^2  !=  \pi  ##  \pi r  !=  \pi  ##  x  !=  X
 [[1,2],[3,4]]  !=  [[1,3],[2,4]]  ##  \frac13\begin{pmatrix}3\\6\end{pmatrix}  !=  (3,6)
@@ -74,6 +98,20 @@ x > 6  !=  -x > -6  ##  2x \le 9  !=  (-\infty, 4.5)  ##  y < 2x + 1  !=  y > 2x
 \boxed{31} and \boxed{32}  !=  31  ##  \boxed{31} and \boxed{32}  !=  32  ##  The final answer is not 31  !=  31
 \begin{vmatrix} 3 & 1 \\ 1 & 2 \end{vmatrix} = 5  !=  6  ##  \sum_{k=1}^{n} k  !=  \sum_{k=1}^{m} k
 \boxed{0} \boxed{1}  !=  0  ##  \boxed{1}\boxed{4}  !=  4
+\boxed{4} \boxed{4}  !=  4  ##  \boxed{4} and then \boxed{9}  !=  4, 9  ##  \boxed{4} or \boxed{9}  !=  9
+0.143  !=  1/7  ##  0.1428  !=  1/7  ##  3.143  !=  \pi  ##  3.1415  !=  \pi  ##  2.718  !=  2.71828  ##  12.346  !=  12.35
+2.7182  !=  2.71828  ##  1234.6  !=  1234.56  ##  14.142  !=  10\sqrt{3}  ##  1.235e5  !=  246801/2  ##  12345.68  !=  12345.678
+0.667 x  !=  \frac{2x}{3}  ##  0.6667 x  !=  \frac{3x}{4}  ##  0.6667 x + 1  !=  0.6668 x + 1  ##  1.732 x  !=  \sqrt3 x^2
+\gcd(84, 36)  !=  6  ##  \max(7, 3)  !=  3  ##  \max(a, b)  !=  \min(a, b)  ##  \max(a, b)  !=  a  ##  maximum  !=  minimum
+\sum_{k=1}^{8} k  !=  35  ##  \sum_{k=1}^{n} a_k  !=  n a_k  ##  \sum_{k=1}^{n} k  !=  \frac{n(n-1)}{2}
+\sum_{k=1}^{\infty} k  !=  \sum_{k=2}^{\infty} k  ##  \int_2^5 x dx  !=  \int_2^6 x dx  ##  \int x dx  !=  \int x dt
+13 \bmod 5  !=  2 \bmod 4  ##  1 + 17 \bmod 5  !=  2  ##  x_2  !=  x^2  ##  \bar{x}  !=  x  ##  \sinh^{-1} x  !=  1/\sinh x
+\begin{pmatrix}1&2\\3&4\end{pmatrix} \begin{pmatrix}5\\6\end{pmatrix}  !=  (17, 38)
+\begin{pmatrix}1&2\\3&4\end{pmatrix} \begin{pmatrix}5&6\end{pmatrix}  !=  (5, 12)
+\begin{pmatrix}1\\2\end{pmatrix} + \begin{pmatrix}1\\2\\3\end{pmatrix}  !=  (2, 4)
+\begin{vmatrix} 3 & 1 \\ 1 & 2 \end{vmatrix}  !=  7
+\{4, 4\}  !=  4  ##  \{4, 4, 9\}  !=  \{4\}  ##  4, 4, 9  !=  4, 9  ##  (1,2), (1,2)  !=  (1,2)
+\{1,2\} \cap \{2,5\}  !=  \{1,2\} \cup \{2,5\}  ##  \{1,2\} \setminus \{2\}  !=  (\{1,2\}, \{2\})
 10 dollars  !=  10 hours  ##  -\infty  !=  infinity
 """
 

@@ -389,13 +389,19 @@ def test_overlong_penalty_is_added(tiny_policy: PolicyConfig, tmp_path: Path) ->
 
 
 def test_preflight_stops_rewards_with_other_tags(
-    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     other = SCHEMAS["working_out_solution"]
     set_reward(monkeypatch, "format", lambda schema, problem, completion: other.format_reward(completion))
     with pytest.raises(UserError, match="preflight: a perfect completion"):
         train(make_config(tiny_policy, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+    capsys.readouterr()
+    train(make_config(tiny_policy, tmp_path / "run", preflight="warn", num_steps=1))
+    assert "preflight: a perfect completion" in capsys.readouterr().out
 
 
 def test_a_run_without_any_signal_stops(tiny_policy: PolicyConfig, tmp_path: Path) -> None:

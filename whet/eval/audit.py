@@ -252,7 +252,9 @@ def preflight(
     audit = audit_task(task, rewards, schema, problems[:NUM_PREFLIGHT], num_measured=0)
     for check in audit.checks:
         if check.is_required and check.failures:
-            raise UserError(f"preflight: {check.failures[0]} ({check.name}; `whet audit` shows all)")
+            raise UserError(
+                f"preflight: {check.failures[0]} (claim: {check.name}; `whet audit` shows all, --preflight warn goes on)"
+            )
 
 
 def plan(config: AuditConfig) -> str:

@@ -279,7 +279,7 @@ def _right_side(formula: str) -> str | None:
     r"""Keep the 5 of `x = 5`, `2 + 3 = 5` and `a = b = 5`."""
     formula = _unfenced(formula.strip())
     sides = formula.split("=")
-    result = sides[-1].strip().rstrip(".")
+    result = sides[-1].strip().rstrip(". ")
     if _LIST.search(formula):
         return formula or None
     is_named = len(sides) > 2 or _NAMED.fullmatch(re.sub(r"\\[A-Za-z]+", "", sides[0].strip())) is not None

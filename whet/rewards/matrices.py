@@ -42,7 +42,7 @@ def work_out(text: str) -> str | None:
         if sign == "-":
             product = [[f"-({entry})" for entry in row] for row in product]
         total = product if total is None else _sum(total, product)
-        if total is None or any(len(entry) > MAX_ENTRY for row in total for entry in row):
+        if total is None or _is_long(total):
             return None
     return _spell(total) if total else None
 
@@ -105,11 +105,16 @@ def _product(term: str) -> Rows | None:
         if rows is None:
             return None
         result = rows if result is None else _times(result, rows)
-        if result is None:
+        if result is None or _is_long(result):
             return None
     if result is None or not scalars:
         return result
     return [["*".join([*scalars, f"({entry})"]) for entry in row] for row in result]
+
+
+def _is_long(rows: Rows) -> bool:
+    """Say whether an entry has outgrown the cap: every further factor would multiply it."""
+    return any(len(entry) > MAX_ENTRY for row in rows for entry in row)
 
 
 def _times(left: Rows, right: Rows) -> Rows | None:

@@ -75,8 +75,7 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     if not fitting:
         raise UserError(f"task {task.name}: no problem of the train split fits the context")
     rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
-    for part in {problem.meta.get(PART): None for problem in fitting}:
-        preflight(task, rewards, policy.schema, [p for p in fitting if p.meta.get(PART) == part])
+    warnings = _preflight(config, task, rewards, policy, fitting)
     if rank() == 0:
         open_run(folder, dump_yaml(config), resume=resume)
         write_environment(folder)
@@ -111,6 +110,8 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
             display.note(f"sampler vs trainer: {probe}")
             for note in notes:
                 display.note(note)
+            for warning in warnings:
+                display.note(warning, warning=True)
             for step in range(start, config.num_steps):
                 run.advance(step, folder, log, display)
     if rank() == 0:
@@ -118,6 +119,25 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
         content |= {"sampler_vs_trainer": str(probe)}
         (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
     return policy
+
+
+def _preflight(
+    config: RLConfig,
+    task: Task,
+    rewards: Sequence[WeightedReward],
+    policy: Policy,
+    problems: Sequence[Problem],
+) -> list[str]:
+    """Audit each part of the task in short; return what failed where that is only to be shown."""
+    failures = []
+    for part in {problem.meta.get(PART): None for problem in problems}:
+        try:
+            preflight(task, rewards, policy.schema, [p for p in problems if p.meta.get(PART) == part])
+        except UserError as error:
+            if config.preflight == "stop":
+                raise
+            failures.append(str(error))
+    return failures
 
 
 def _check_ranks(config: RLConfig) -> None:

@@ -60,6 +60,8 @@ class RLConfig:
     """Steps between validations; the best is kept as checkpoints/best."""
     save_every: int = 100
     """Steps between checkpoints (one at the end always)."""
+    preflight: Literal["stop", "warn"] = "stop"
+    """What a failure of the short audit before the run does: stop it, or only be shown."""
     ratio_tolerance: float = 0.0
     """Largest |ratio - 1| accepted on-policy where the start-up probe says exact; more stops the run."""
     max_dead_steps: int = 50
