@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from whet.isolation.battery import descendants, parents
+from whet.isolation.launch import BACKENDS
 from whet.sandbox import Sandbox, TestsVerdict, Verdict, run_python, run_tests
 from whet.types import UserError
 
@@ -30,6 +32,12 @@ def run(code: str, stdin: str | bytes = "", timeout_s: float = 20.0, memory_mib:
 
 
 ORDINARY = {
+    "f = open('/dev/stdout', 'w'); f.write('hi'); f.close()": "hi",
+    "\ufeffprint(1)": "1\n",
+    "import locale; print(locale.setlocale(locale.LC_ALL, '') > '')": "True\n",
+    "help(len)": "Help on built-in function len in module builtins:\n\nlen(obj, /)\n"
+    "    Return the number of items in a container.\n\n",
+    "try: 1 / 0\nexcept ZeroDivisionError:\n    import sys; sys.stderr.close(); print('x')": "x\n",
     "import json; print(json.dumps({'a': [1, 2.5, None]}))": '{"a": [1, 2.5, null]}\n',
     "import re; print(re.sub(r'(\\w+) (\\w+)', r'\\2 \\1', 'hello world'))": "world hello\n",
     "import math, cmath; print(math.comb(50, 25), cmath.sqrt(-4))": "126410606437752 2j\n",
@@ -104,6 +112,9 @@ def test_ordinary_programs(code: str) -> None:
         ("x = bytearray(1 << 40)", "mle", "run", "256 MiB"),
         ("while True: print('x' * 1000)", "ole", "run", "wrote more"),
         ("import os; os.abort()", "killed", "run", "SIGABRT"),
+        ("import os; os.kill(os.getpid(), 40)", "killed", "run", "signal 40"),
+        ("import sys; print(1); sys.stderr.close(); 1 / 0", "rte", "run", "ZeroDivisionError"),
+        (r"raise ValueError('\x1b[2J\n\u202e')", "rte", "run", r"ValueError: \x1b[2J\n\u202e"),
         (
             "import threading\nt = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()",
             "ok",
@@ -351,3 +362,73 @@ def test_expected_values_never_enter_the_programs_process() -> None:
         " return any(str(n + 1) in repr(o)[:5000] for o in seen)"
     )
     assert try_tests(code, "assert f(24680) in (False, 24681)").status == "ok"
+
+
+def test_output_before_a_failing_hook_is_kept() -> None:
+    verdict = run("import sys\ndef hook(*_): raise KeyError\nsys.excepthook = hook\nprint('x')\n1 / 0")
+    assert (verdict.status, verdict.stdout) == ("rte", "x\n")
+
+
+def test_stdin_with_a_lone_surrogate_is_no_crash() -> None:
+    assert run("print(ascii(input()))", stdin="a\ud800\udcff").status == "ok"
+
+
+def test_no_file_descriptors_left_is_no_verdict_and_nothing_leaks() -> None:
+    with Sandbox() as sandbox:
+        before = len(os.listdir("/proc/self/fd"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + 6, hard))  # a program needs 12
+        try:
+            assert sandbox.run("print(1)").status == "infra_error"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert sandbox.run("print(1)").stdout == "1\n"
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nobody_starves_while_others_loop() -> None:
+    with Sandbox(num_workers=1) as sandbox:
+        is_done = threading.Event()
+        num_others = [0]
+
+        def loop() -> None:
+            while not is_done.is_set() and num_others[0] < 500:
+                sandbox.run("1")
+                num_others[0] += 1
+
+        threads = [threading.Thread(target=loop) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        start = num_others[0]
+        sandbox.run("1")
+        waited = num_others[0] - start
+        is_done.set()
+        for thread in threads:
+            thread.join()
+        assert waited <= 20  # in turn it is 2 or 3; with an unfair semaphore hundreds
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stopped_supervisor_is_killed_with_all_below(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        sandbox = Sandbox(backend=backend)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert sandbox._supervisor is not None
+    process = sandbox._supervisor.process
+    below = {process.pid, *descendants(process.pid)}
+    for pid in below:
+        os.kill(pid, signal.SIGSTOP)
+    wait = process.wait
+    monkeypatch.setattr(process, "wait", lambda timeout=None: wait(timeout and 0.1))
+    sandbox.close()
+    deadline = time.monotonic() + 20
+    while (left := below & parents().keys()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+def test_a_test_that_does_not_compile_is_no_fault_of_the_program() -> None:
+    verdict = run_tests("def f(n): return n", ["assert f(1) ==", "assert f(1) == 1"])
+    assert [result.status for result in verdict.results] == ["infra_error", "ok"]

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeVar
@@ -38,6 +39,41 @@ def is_denied(function, *arguments):
 print(all([is_denied(socket.socket), is_denied(os.fork), is_denied(os.listdir, "/etc"), is_denied(open, "/tmp/x", "w"),
            is_denied(open, "/etc/passwd"), is_denied(os.kill, os.getppid(), 0)]))
 """
+
+
+class _Slots:
+    """A semaphore that serves in the order of asking: with Python's, threads that loop starve all others."""
+
+    def __init__(self, num_free: int) -> None:
+        self._lock = threading.Lock()
+        self._num_free = num_free
+        self._waiting: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        gate = threading.Lock()
+        with self._lock:
+            if self._num_free:
+                self._num_free -= 1
+                return
+            gate.acquire()
+            self._waiting.append(gate)
+        try:
+            gate.acquire()
+        except BaseException:  # Ctrl-C while it waits
+            with self._lock:
+                is_waiting = gate in self._waiting
+                if is_waiting:
+                    self._waiting.remove(gate)
+            if not is_waiting:
+                self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._num_free += 1
 
 
 class Sandbox:
@@ -74,7 +110,7 @@ class Sandbox:
             raise UserError(f"the sandbox needs Linux, this is {sys.platform}; nothing is run without one")
         self._max_output_bytes = max_output_bytes
         self.num_workers = num_workers or len(os.sched_getaffinity(0))
-        self._slots = threading.BoundedSemaphore(self.num_workers)
+        self._slots = _Slots(self.num_workers)
         self._lock = threading.Lock()
         self._supervisor: Supervisor | None = None
         self._is_closed = False
@@ -126,7 +162,7 @@ class Sandbox:
             UserError: If a limit is out of range, or the sandbox is closed.
         """
         _check_limits(timeout_s, memory_mib)
-        data = stdin.encode("utf-8", "surrogateescape") if isinstance(stdin, str) else stdin
+        data = _to_bytes(stdin) if isinstance(stdin, str) else stdin
 
         def job(supervisor: Supervisor) -> Verdict:
             return run_program(
@@ -171,6 +207,8 @@ class Sandbox:
             UserError: If a limit is out of range, or the sandbox is closed.
         """
         _check_limits(timeout_s, memory_mib)
+        if isinstance(tests, str):
+            raise UserError("tests is one text; expected a list of texts")
 
         def job(supervisor: Supervisor) -> TestsVerdict:
             return run_function_tests(
@@ -232,7 +270,7 @@ class Sandbox:
     def _forget(self) -> None:
         """Start afresh in a process forked from the one that made this: the supervisor is not its child."""
         self._lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(self.num_workers)
+        self._slots = _Slots(self.num_workers)
         if self._supervisor is not None:
             self._supervisor.abandon()
             self._supervisor = None
@@ -249,8 +287,16 @@ class Sandbox:
 def _check_limits(timeout_s: float, memory_mib: int) -> None:
     if not 0 < timeout_s <= 86_400:
         raise UserError(f"timeout_s = {timeout_s}: expected above 0 and at most 86,400 seconds")
-    if not 8 <= memory_mib <= 1 << 20:
-        raise UserError(f"memory_mib = {memory_mib}: expected 8 to 1,048,576 MiB")
+    if not isinstance(memory_mib, int) or not 8 <= memory_mib <= 1 << 20:
+        raise UserError(f"memory_mib = {memory_mib}: expected 8 to 1,048,576, a whole number of MiB")
+
+
+def _to_bytes(text: str) -> bytes:
+    """Encode input; lone surrogates that stand for no byte (of a text that a model wrote) become U+FFFD."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 _OPEN: weakref.WeakSet[Sandbox] = weakref.WeakSet()

@@ -102,7 +102,9 @@ def test_rewards_with_other_tags_and_senseless_weights() -> None:
     format_alone = build_rewards({"format": 1.0}, SCHEMA, TASK)
     preflight(TASK, format_alone, SCHEMA, PROBLEMS)  # a run may teach the format first
     assert failures(TASK, format_alone) == {"rewards": len(PROBLEMS)}
-    with pytest.raises(UserError, match="scores none"):
+    with pytest.raises(
+        UserError, match="reward 'mine' gives a perfect completion .* no score: it returned None"
+    ):
         preflight(TASK, [WeightedReward("mine", 1.0, lambda problem, text: None)], SCHEMA, PROBLEMS)
     upside_down = [
         WeightedReward("mine", 1.0, lambda problem, text: 1.0 - SCHEMA.format_reward(text), best=None)

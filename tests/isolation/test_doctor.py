@@ -37,3 +37,8 @@ def test_no_wall_ends_with_status_2(
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert check("sandbox", "--backend", "bwrap") == 2
     assert "not installed" in capsys.readouterr().err
+
+
+def test_a_name_that_no_attack_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("sandbox", "--only", "nope") == 2
+    assert "only = 'nope': no such attack; expected a part of a name, or of " in capsys.readouterr().err

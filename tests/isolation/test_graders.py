@@ -35,6 +35,10 @@ def hang_below(x, limit):
             pass
     return x
 
+def fork(x):
+    os.fork()
+    return x
+
 def slow(seconds):
     time.sleep(seconds)
     return "done"
@@ -189,6 +193,11 @@ def test_ten_hanging_calls_of_64_cost_one_deadline(pool: Callable[..., GraderPoo
     assert [i for i, outcome in enumerate(outcomes) if outcome.kind == "timeout"] == list(hanging)
     assert all(o.value == i for i, o in enumerate(outcomes) if i not in hanging)
     assert all(1.0 <= outcomes[i].seconds < 2.0 and outcomes[i].value is None for i in hanging)
+
+
+def test_a_grader_that_forks_answers_once(pool: Callable[..., GraderPool]) -> None:
+    outcomes = pool("fork", num_workers=1).map([(number,) for number in range(20)])
+    assert [outcome.value for outcome in outcomes] == list(range(20))
 
 
 def test_no_more_than_max_workers(pool: Callable[..., GraderPool]) -> None:

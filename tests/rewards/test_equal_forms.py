@@ -52,18 +52,23 @@ no  ==  NO  ##  \text{no}  ==  No  ##  Option C  ==  C  ##  (C) the red cube  ==
 Hello, world!  ==  hello world  ##  infinity  ==  \infty  ##  19:45  ==  19:45:00
 19:45  ==  7:45 \text{ P.M.}
 7:45  ==  7:45 a.m.  ##  4 \pmod{9}  ==  4 (mod 9)  ##  x \equiv 4 \pmod 9  ==  4 \pmod{9}
-4 \pmod{9}  ==  4  ##  -3 \bmod 8  ==  5  ##  1 + 17 \bmod 5  ==  3
+4 \pmod{9}  ==  4  ##  -3 \bmod 8  ==  5  ##  1 + 17 \bmod 5  ==  3  ##  17 \bmod 5 \cdot 3  ==  6
 # a decimal that rounds what it cannot spell out
-0.1429  ==  1/7  ##  2.236  ==  \sqrt{5}  ##  3.142  ==  \pi  ##  45.45  ==  \frac{500}{11}  ##  2.7183  ==  2.71828
-(1.732, 0.8571]  ==  (\sqrt{3}, \frac{6}{7}]  ##  0.6667 x + 1.732  ==  \frac{2x}{3} + \sqrt3  ##  2.646i  ==  i\sqrt7
+0.1429  ==  1/7  ##  2.236  ==  \sqrt{5}  ##  3.142  ==  \pi  ##  45.45  ==  \frac{500}{11}
+2.7183  ==  2.71828
+(1.732, 0.8571]  ==  (\sqrt{3}, \frac{6}{7}]  ##  0.6667 x + 1.732  ==  \frac{2x}{3} + \sqrt3
+2.646i  ==  i\sqrt7
 # functions of several numbers, sums, products, integrals
 \gcd(84, 36)  ==  12  ##  \operatorname{lcm}(6, 10, 15)  ==  30  ##  \max\{7, 3, 5\}  ==  7  ##  min(4, -2)  ==  -2
-\gcd(840,360)  ==  120  ##  \gcd(\frac34, \frac52)  ==  1/4  ##  \floor(8.6)  ==  8  ##  \left\ulcorner 4.2 \right\urcorner  ==  5
-\max(a, b)  ==  \max(b, a)  ##  \sum_{k=1}^{8} k^2  ==  204  ##  \sum^{8}_{k = 1} k^2  ==  204  ##  \prod_{i=1}^{5} i  ==  120
+\gcd(840,360)  ==  120  ##  \gcd(\frac34, \frac52)  ==  1/4  ##  \floor(8.6)  ==  8
+\left\ulcorner 4.2 \right\urcorner  ==  5
+\max(a, b)  ==  \max(b, a)  ##  \sum_{k=1}^{8} k^2  ==  204  ##  \sum^{8}_{k = 1} k^2  ==  204
+\prod_{i=1}^{5} i  ==  120
 \sum_{k=1}^{n} k  ==  \frac{n(n+1)}{2}  ##  \sum_{j=0}^{n} 2^j  ==  2^{n+1} - 1
 \sum_{k=1}^{\infty} \frac{1}{k^3}  ==  \sum_{k = 1}^\infty k^{-3}
 \int_2^5 (x + a)\, dx  ==  \int\limits^{5}_{2} a + x dx
-\operatorname{arcsinh} x  ==  \sinh^{-1} x  ##  \operatorname{artanh}(0)  ==  0  ##  e^{I\pi}  ==  -1  ##  4 + 5I  ==  5i + 4
+\operatorname{arcsinh} x  ==  \sinh^{-1} x  ##  \operatorname{artanh}(0)  ==  0  ##  e^{I\pi}  ==  -1
+4 + 5I  ==  5i + 4
 x^2_3  ==  x_{3}^{2}  ##  \bar{x}_n + 1  ==  1 + \overline{x}_n  ##  h_\theta  ==  h_{\theta}  ##  ∛8  ==  2
 \mleft( 3, 4 \mright)  ==  (3,4)  ##  \lfloorx\rfloor  ==  \lfloor x \rfloor
 # matrices that are worked out
@@ -99,18 +104,27 @@ x > 6  !=  -x > -6  ##  2x \le 9  !=  (-\infty, 4.5)  ##  y < 2x + 1  !=  y > 2x
 \begin{vmatrix} 3 & 1 \\ 1 & 2 \end{vmatrix} = 5  !=  6  ##  \sum_{k=1}^{n} k  !=  \sum_{k=1}^{m} k
 \boxed{0} \boxed{1}  !=  0  ##  \boxed{1}\boxed{4}  !=  4
 \boxed{4} \boxed{4}  !=  4  ##  \boxed{4} and then \boxed{9}  !=  4, 9  ##  \boxed{4} or \boxed{9}  !=  9
-0.143  !=  1/7  ##  0.1428  !=  1/7  ##  3.143  !=  \pi  ##  3.1415  !=  \pi  ##  2.718  !=  2.71828  ##  12.346  !=  12.35
-2.7182  !=  2.71828  ##  1234.6  !=  1234.56  ##  14.142  !=  10\sqrt{3}  ##  1.235e5  !=  246801/2  ##  12345.68  !=  12345.678
-0.667 x  !=  \frac{2x}{3}  ##  0.6667 x  !=  \frac{3x}{4}  ##  0.6667 x + 1  !=  0.6668 x + 1  ##  1.732 x  !=  \sqrt3 x^2
-\gcd(84, 36)  !=  6  ##  \max(7, 3)  !=  3  ##  \max(a, b)  !=  \min(a, b)  ##  \max(a, b)  !=  a  ##  maximum  !=  minimum
+0.143  !=  1/7  ##  0.1428  !=  1/7  ##  3.143  !=  \pi  ##  3.1415  !=  \pi  ##  2.718  !=  2.71828
+12.346  !=  12.35
+2.7182  !=  2.71828  ##  0.1235  !=  0.12346  ##  1234.6  !=  1234.56  ##  14.142  !=  10\sqrt{3}
+1.234e5  !=  246801/2
+12345.68  !=  12345.678
+0.667 x  !=  \frac{2x}{3}  ##  0.6667 x  !=  \frac{3x}{4}  ##  0.6667 x + 1  !=  0.6668 x + 1
+1.732 x  !=  \sqrt3 x^2
+\gcd(84, 36)  !=  6  ##  \max(7, 3)  !=  3  ##  \max(a, b)  !=  \min(a, b)  ##  \max(a, b)  !=  a
+maximum  !=  minimum
 \sum_{k=1}^{8} k  !=  35  ##  \sum_{k=1}^{n} a_k  !=  n a_k  ##  \sum_{k=1}^{n} k  !=  \frac{n(n-1)}{2}
-\sum_{k=1}^{\infty} k  !=  \sum_{k=2}^{\infty} k  ##  \int_2^5 x dx  !=  \int_2^6 x dx  ##  \int x dx  !=  \int x dt
-13 \bmod 5  !=  2 \bmod 4  ##  1 + 17 \bmod 5  !=  2  ##  x_2  !=  x^2  ##  \bar{x}  !=  x  ##  \sinh^{-1} x  !=  1/\sinh x
+\sum_{k=1}^{\infty} k  !=  \sum_{k=2}^{\infty} k  ##  \int_2^5 x dx  !=  \int_2^6 x dx
+\int x dx  !=  \int x dt
+13 \bmod 5  !=  2 \bmod 4  ##  1 + 17 \bmod 5  !=  2  ##  x_2  !=  x^2  ##  \bar{x}  !=  x
+\sinh^{-1} x  !=  1/\sinh x
 \begin{pmatrix}1&2\\3&4\end{pmatrix} \begin{pmatrix}5\\6\end{pmatrix}  !=  (17, 38)
 \begin{pmatrix}1&2\\3&4\end{pmatrix} \begin{pmatrix}5&6\end{pmatrix}  !=  (5, 12)
 \begin{pmatrix}1\\2\end{pmatrix} + \begin{pmatrix}1\\2\\3\end{pmatrix}  !=  (2, 4)
+\begin{pmatrix}1&2\\3&4\end{pmatrix} \begin{pmatrix}5\\6\\7\end{pmatrix}  !=  (17, 39)
 \begin{vmatrix} 3 & 1 \\ 1 & 2 \end{vmatrix}  !=  7
-\{4, 4\}  !=  4  ##  \{4, 4, 9\}  !=  \{4\}  ##  4, 4, 9  !=  4, 9  ##  (1,2), (1,2)  !=  (1,2)
+\{4, 4\}  !=  4  ##  \{4, 4\}  !=  \{4\}  ##  (0,1) \cap (2,3)  !=  (0,1) \cup (2,3)
+\{4, 4, 9\}  !=  \{4\}  ##  4, 4, 9  !=  4, 9  ##  (1,2), (1,2)  !=  (1,2)
 \{1,2\} \cap \{2,5\}  !=  \{1,2\} \cup \{2,5\}  ##  \{1,2\} \setminus \{2\}  !=  (\{1,2\}, \{2\})
 10 dollars  !=  10 hours  ##  -\infty  !=  infinity
 """

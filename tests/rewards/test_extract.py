@@ -38,6 +38,14 @@ BOXES = [
     (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     (r"\boxed{1} and \boxed{2}", "2"),
     (r"\boxed{1} and \boxed{2", "1"),
+    (r"\boxed{4} and \boxed{7} and $\boxed{8}$", "4, 7, 8"),
+    (r"I had \boxed{4} and \boxed{7} and \boxed{8}", "8"),
+    (r"\boxed{(4, 1)} \text{ for the first and } \boxed{(7, 2)}", "(4, 1), (7, 2)"),
+    ("\boxed{6}", "6"),  # not a raw string: \b is a control character
+    (r"\beginboxed{6}", "6"),
+    (r"\boxed{40}. Final Answer: The final answer is $45$. I hope it is correct.", "45"),
+    (r"The final answer is $45$. I hope it is correct. No: \boxed{40}", "40"),
+    (r"\boxed{40} is no guess. I hope it is correct.", "40"),
     (r"\boxed{1", None),
     (r"\boxed{\{1,2\}}", r"\{1,2\}"),
     (r"\boxed{\left\{x\right.}", r"\left\{x\right."),
@@ -59,6 +67,8 @@ BOXES = [
     ("no box", None),
 ]
 PHRASES = [
+    ("The answer is definitely C, for A and B are even", "C"),
+    ("the answer is 6, obviously", "6"),
     ("The answer is 5.", "5"),
     ("the answer is 3.14. I hope it is correct.", "3.14"),
     ("Final Answer: The final answer is $\\frac{1}{2}$. I hope it is correct.", r"\frac{1}{2}"),
@@ -95,6 +105,9 @@ HASHES = [
     ("# 5", None),
 ]
 NUMBERS = [
+    ("Prix : 3,85 euros", "3,85"),
+    ("from 3,85,12", "12"),
+    ("f(3,85)", "85"),
     ("so we have 3 and 4", "4"),
     ("x = -3", "-3"),
     ("x = \u22123", "\u22123"),
@@ -140,6 +153,7 @@ FORMULAS = [
     ("there are 5 of them", None),
 ]
 CHOICES = [
+    ("It's not A, so I think it's (D)", "D"),
     ("I weigh them all.\n\nC", "C"),
     ("Is it 5? \n**Yes.**", "Yes"),
     ("I would take (B) here", "B"),

@@ -31,13 +31,16 @@ PIECES = [
     "\\begin{cases}", "\\end{cases}", "&", "\\\\", "\\overline", ".", "\\log", "°", "\\sin", "\\binom",
     "\\choose", "\\approx", "\\infty", "$", "\\boxed{", "\n", "e", "i", "\\lfloor", "\\rfloor", "\\sum_",
     "array(", "two", "hundred", "B", "(C)", "3:45", " p.m.", "yes", "²", "₃", "❮", "\\lex", " mod 5",
+    "\\gcd(", "\\max\\{", "\\sum_{k=1}^{4}", "\\int_0^1", "dx", "\\bar{x}", "I", "\\cap", "1.4142", "\\boxed{2}",
 ]
 LOOPS = [
     "<answer>", "{", "}", "(", ")", "[", "\\frac", "\\frac{1}{", "$", "$1", "1", "1,", " ", "\\boxed{",
     "\\boxed{1},", "\\boxed{1} \\text{and} ", "answer is ", "answer: the ", " is ", ", which ", "####",
     "\\", "\\(", "\\[", "(B)", "option A ", "</think>", "\\text{", "\\texttext", "x=", "|x|<", "x≠(", "±",
     "a and ", "or ", "∪", "\\begin{pmatrix}", "1&", "\\\\", "twenty ", "3:30 ", "mod ", "\\lfloor",
-    "\\sum_", "²", "aB", "A. ", "**", "\n1", "0.(", "!=", "{a\\over", "<|", "$1$ or ",
+    "\\sum_", "²", "aB", "A. ", "**", "\n1", "0.(", "!=", "{a\\over", "<|", "$1$ or ", "\\gcd(", "max(1,",
+    "\\sum_{k=1}^{9}k+", "\\int x dx", "1 mod ", "\\bar", "∩", "x^2_", "1.2345x+", "\\boxed{1} and ",
+    "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{vmatrix}1&2\\\\3&4\\end{vmatrix}", "final answer is ",
 ]
 # fmt: on
 SIZE = 128 * 1024

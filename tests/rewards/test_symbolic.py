@@ -19,7 +19,7 @@ needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="needs math-verify: pip install 'whet[math]'"
 )
 DEADLINE_S = 2.0
-SUM = r"\sum_{k=1}^{10} k"
+SUM = r"\int_0^{10} (x + \frac{1}{2}) dx"
 
 EQUAL = [
     ("55", SUM),
@@ -89,7 +89,7 @@ HOSTILE = [
 
 @needs_math_verify
 def test_equal_and_unequal() -> None:
-    """The values are the textbook's: 1+...+10 = 55, Basel's pi^2/6, the determinant -2."""
+    """The values are the textbook's: 50 + 5 = 55, Basel's pi^2/6, the determinant -2."""
     pairs = EQUAL + UNEQUAL
     assert sum(needs_symbols(*pair) and not answers_equal(*pair) for pair in pairs) > len(pairs) / 2
     found = symbolic_equal_pairs(pairs, deadline_s=20.0)

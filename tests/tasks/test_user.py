@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from whet import cli
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
-from whet.types import UserError
+from whet.tasks.user import UserTask
+from whet.types import Turn, UserError
 
 HEAD = "from whet.types import Problem, problem_uid\n"
 GOOD = (
@@ -124,3 +126,77 @@ def test_command_line(tmp_path: Path) -> None:
             UserError, match=f"task.name = '{name}': expected one of .* did you mean '{near}'?"
         ):
             TaskConfig(name=name)
+
+
+ENVIRONMENT = """
+from whet.types import Problem, Turn
+
+
+class Game:
+    def reset(self, problem):
+        return []
+
+    def step(self, states, texts):
+        return {turns}
+
+
+class Mine:
+    name = "mine"
+    answer_type = "{kind}"
+    environment = {environment}
+    seconds_per_answer = 7
+
+    def problems(self, split):
+        return [Problem(uid="a", task="mine", prompt="1", answer="1")]
+
+    def is_correct(self, problem, answer):
+        return answer == "1"
+
+    def wrong_answer(self, problem):
+        return "2"
+"""
+
+
+def write_environment(
+    folder: Path, turns: str = "[Turn() for _ in texts]", kind: str = "number", environment: str = "Game()"
+) -> str:
+    path = folder / f"mine{abs(hash((turns, kind, environment)))}.py"
+    path.write_text(
+        ENVIRONMENT.replace("{turns}", turns).replace("{kind}", kind).replace("{environment}", environment)
+    )
+    return f"{path}:Mine"
+
+
+def test_an_environment_and_the_optional_parts_are_passed_on(tmp_path: Path) -> None:
+    task: Any = UserTask(write_environment(tmp_path, "[Turn(observation='go', reward=1) for _ in texts]"))
+    (problem,) = task.problems("train")
+    state = task.environment.reset(problem)
+    assert task.environment.step([state, state], ["x", "y"]) == [Turn(observation="go", reward=1)] * 2
+    assert task.wrong_answer(problem) == "2"
+    assert task.seconds_per_answer == 7
+    assert not hasattr(task, "judge_many")
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ("[]", r"step returned list \[\], expected a list of 1 Turns"),
+        ("None", "step returned None, expected a list of 1 Turns"),
+        ("['go']", "step returned str 'go', expected whet.types.Turn"),
+        ("[Turn(observation=5)]", "expected whet.types.Turn with text or None"),
+        ("[Turn(reward='1')]", "a number as reward"),
+        ("[Turn(reward=float('nan'))]", "paid nan, expected a finite number"),
+        ("1 / 0", r"line 10: environment.step failed: ZeroDivisionError"),
+    ],
+)
+def test_mistakes_in_an_environment(tmp_path: Path, turns: str, message: str) -> None:
+    task: Any = UserTask(write_environment(tmp_path, turns))
+    with pytest.raises(UserError, match=message):
+        task.environment.step([None], ["x"])
+
+
+def test_an_environment_without_its_methods_and_an_unknown_kind_of_answer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="environment has no method reset and no method step"):
+        UserTask(write_environment(tmp_path, environment="object()"))
+    with pytest.raises(UserError, match="answer_type is str 'integer', expected one of number, text"):
+        UserTask(write_environment(tmp_path, kind="integer"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,9 @@ async def slow(problem, completion):
     await asyncio.sleep(0.001)
     return 0.25
 
+def words(problem, completion):
+    return "good"
+
 def broken(problem, completion):
     raise KeyError("always")
 """
@@ -229,7 +233,11 @@ def test_rewards_of_the_users_own(tiny_policy: PolicyConfig, tmp_path: Path, min
 
 
 def test_what_a_reward_cannot_score_is_left_out_and_counted(
-    tiny_policy: PolicyConfig, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    mine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(rl, "preflight", lambda *arguments: None)
     train(make_config(tiny_policy, tmp_path / "run", reward=(f"{mine}:picky",)))
@@ -243,13 +251,27 @@ def test_what_a_reward_cannot_score_is_left_out_and_counted(
         assert (row["advantage"] is not None) == is_scored
     last = rows(tmp_path / "run", "metrics.jsonl")[-1]
     assert last["rl/reward_failures"] == len(failed)
+    assert re.search(r"reward 'picky' gave no score \d+ times so far.*no thanks", capsys.readouterr().out)
     assert not math.isnan(last["rl/loss"])
+
+
+def test_tools_and_environments_that_are_not_there(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    for tools, message in (
+        (("calculater",), "tool 'calculater': expected calculator, python or path.py:function"),
+        (("calculator", "calculator"), "tool 'calculator' comes twice"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(make_config(replace(tiny_policy, tools=tools), tmp_path / "run"))
+    with pytest.raises(UserError, match="task arithmetic has no environment that pays"):
+        train(make_config(tiny_policy, tmp_path / "run", rewards={"correct": 1.0, "episode": 1.0}))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{mine}:broken", "reward 'broken' fails for .*always.*mend"),
+        ("{mine}:broken", "reward 'broken' gives a perfect completion of problem .* no score: .*always"),
+        ("{mine}:words", "no score: returned str 'good', expected a finite number or None"),
         ("{mine}:nosuch", "nosuch"),
         ("nowhere.py:f", "no file 'nowhere.py'; check --reward"),
         ("mine:even", "expected path.py:function"),

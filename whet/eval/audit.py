@@ -18,7 +18,7 @@ from whet.config import align, dump_yaml
 from whet.eval.dispute import Disputed, dispute, dispute_samples, has_math_verify
 from whet.eval.evaluate import take_problems
 from whet.eval.grade import judge_answers
-from whet.rewards.base import WeightedReward, best_total, build_rewards, score_completions
+from whet.rewards.base import WeightedReward, best_total, build_rewards, score_completion, score_completions
 from whet.schema import SCHEMAS, ResponseSchema
 from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.selftest import hostile_answers, mutated_answer, rewritten_answers
@@ -114,6 +114,7 @@ class _Auditor:
         self.task = task
         # What an environment or a judge pays is no function of the text that could be tried here.
         self.rewards = [reward for reward in rewards if reward.function or reward.many]
+        self.is_whole = len(self.rewards) == len(rewards)
         self.schema = schema
         self.gold = Check("a right answer in the right format reaches the maximum")
         self.paying = Check("the rewards pay for the answer, not for the format alone", is_required=False)
@@ -124,7 +125,7 @@ class _Auditor:
         self.limit_s = float(getattr(task, "seconds_per_answer", SECONDS_PER_CALL))
         self.quick = Check(f"no judgement takes longer than {self.limit_s:g} s")
         checks = [self.gold, self.paying, self.spelled, self.mutated, self.hostile, self.empty, self.quick]
-        self.audit = Audit(checks, maximum=best_total(self.rewards))
+        self.audit = Audit(checks, maximum=best_total(self.rewards) if self.is_whole else None)
 
     def try_problem(self, problem: Problem, *, is_measured: bool) -> None:
         """Try every claim on one problem."""
@@ -140,11 +141,12 @@ class _Auditor:
                 lambda text=spelling: f"{problem.uid}: {_show(text)} for {_show(problem.answer)}",
             )
         nothing = self._total(problem, self.schema.render("...", "no answer"))
-        pays = nothing is None or nothing < best - TOLERANCE
-        self.paying.add(
-            pays,
-            lambda: f"{problem.uid}: 'no answer' in the right format pays {_number(nothing)} of {best:g}",
-        )
+        pays = self.is_whole and (nothing is None or nothing < best - TOLERANCE)
+        if self.is_whole:
+            self.paying.add(
+                pays,
+                lambda: f"{problem.uid}: 'no answer' in the right format pays {_number(nothing)} of {best:g}",
+            )
         wrong = getattr(self.task, "wrong_answer", lambda p: mutated_answer(p.answer))(problem)
         hostile = [(name, text) for name, text in hostile_answers(problem, wrong) if name != "near miss"]
         for check, name, text in [
@@ -171,20 +173,34 @@ class _Auditor:
         self.gold.add(
             reaches and self._is_right(problem, problem.answer) is not False,
             lambda: (
-                f"a perfect completion of problem {problem.uid} scores {_number(best)}, expected the maximum "
-                f"{_number(maximum)}; the rewards do not accept what the schema asks for: {_show(ideal, 120)}"
+                self._no_score(problem, ideal)
+                or (
+                    f"a perfect completion of problem {problem.uid} scores {_number(best)}, expected the maximum "
+                    f"{_number(maximum)}; the rewards do not accept what the schema asks for: {_show(ideal, 120)}"
+                )
             ),
         )
 
     def _try_empty(self, problem: Problem, best: float, wrong: float | None) -> None:
         empty = self._total(problem, "")
         self.empty.add(
-            empty is not None and empty < best - TOLERANCE and (wrong is None or empty <= wrong + TOLERANCE),
+            not self.is_whole
+            or empty is not None
+            and empty < best - TOLERANCE
+            and (wrong is None or empty <= wrong + TOLERANCE),
             lambda: (
                 f"an empty completion of problem {problem.uid} scores {_number(empty)}, a wrong one {_number(wrong)}, "
                 f"a perfect one {best:g}; expected empty <= wrong and empty < perfect: mend the rewards or weights"
             ),
         )
+
+    def _no_score(self, problem: Problem, ideal: str) -> str:
+        """Say which reward gives a perfect completion no score, and why; '' when all give one."""
+        for reward in self.rewards:
+            if score_completion([reward], problem, ideal)[1] is None:
+                reason = reward.failures.latest or "it returned None"
+                return f"reward '{reward.name}' gives a perfect completion of problem {problem.uid} no score: {reason}"
+        return ""
 
     def _total(self, problem: Problem, completion: str) -> float | None:
         ((_, total),) = self._timed(
@@ -193,7 +209,8 @@ class _Auditor:
         return total
 
     def _is_right(self, problem: Problem, answer: str) -> bool | None:
-        return self._timed(lambda: judge_answers(self.task, [(problem, answer)]), answer)[0]
+        seen = self.schema.parse(self.schema.render("...", answer)).answer  # what the rewards see of it
+        return self._timed(lambda: judge_answers(self.task, [(problem, seen)]), answer)[0]
 
     def _timed(self, call: Callable[[], T], text: str) -> T:
         began = time.perf_counter()
@@ -234,8 +251,10 @@ def audit_task(
         UserError: If there is no problem, or a reward cannot go on.
     """
     if not problems:
-        raise UserError(f"task {task.name}: nothing to audit, the split has no problems")
+        raise UserError(f"task {task.name}: nothing to audit, the split has no problems; try another --split")
     auditor = _Auditor(task, rewards, schema)
+    judge_answers(task, [(problems[0], problems[0].answer)])  # workers that have to start are not timed
+    score_completions(auditor.rewards, [(problems[0], schema.render("...", problems[0].answer))])
     for number, problem in enumerate(problems):
         auditor.try_problem(problem, is_measured=number < num_measured)
     return auditor.audit
@@ -253,7 +272,7 @@ def preflight(
     for check in audit.checks:
         if check.is_required and check.failures:
             raise UserError(
-                f"preflight: {check.failures[0]} (claim: {check.name}; `whet audit` shows all, --preflight warn goes on)"
+                f"preflight: {check.failures[0]} (claim: {check.name}; see `whet audit`, or --preflight warn)"
             )
 
 

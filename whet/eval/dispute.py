@@ -76,7 +76,9 @@ def dispute_samples(task: Task, problems: Sequence[Problem], path: Path) -> list
         lines = path.read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
         found = [(row["uid"], row["answer"]) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check --samples") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: not the samples of an evaluation ({type(error).__name__}: {error}); expected eval_samples.jsonl"
         ) from None

@@ -337,6 +337,7 @@ def main(config: EvalConfig) -> None:
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     policy = load_policy(config.policy, seed=config.seed, dtype=dtype)
     policy.expect(answer_type_of(task))
+    environment_for(policy.schema, task)  # a tool that is not there is found before the folder is made
     wanted = take_problems(task, config.split, config.num_problems)
     problems = fitting_problems(policy, wanted, min_new_tokens=1)
     open_run(folder, dump_yaml(config), resumable=False)

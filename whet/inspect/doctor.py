@@ -17,6 +17,7 @@ from whet.isolation.attacks import all_attacks
 from whet.isolation.battery import Finding, run_battery
 from whet.sandbox import Sandbox
 from whet.telemetry.display import escape_controls
+from whet.types import UserError
 
 SHOWN_HOW = 60
 
@@ -50,6 +51,9 @@ def main(config: DoctorConfig) -> None:
     attacks = [
         attack for attack in all_attacks() if config.only in attack.name or config.only in attack.group
     ]
+    if not attacks:
+        groups = ", ".join(dict.fromkeys(attack.group for attack in all_attacks()))
+        raise UserError(f"only = {config.only!r}: no such attack; expected a part of a name, or of {groups}")
     console = Console()
     start = time.monotonic()
     with Sandbox(backend=config.backend, num_workers=config.num_workers) as sandbox:

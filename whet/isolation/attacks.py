@@ -316,9 +316,22 @@ _PROGRAMS: dict[str, tuple[str, str, str]] = {
     "raw stdout": ("channel", "ole", "while True: os.write(1, b'x' * 65536)"),
     "status forged": (
         "channel",
-        "ok",
+        "ok ole",
         "for _ in range(100): os.write(3, b'RCDXinfra_error' * 100)",
     ),
+    "status pipe flooded": ("channel", "ole", "while True: os.write(3, b'C' * 65536)"),
+    "signal without a name": ("lifecycle", "killed", "os.kill(os.getpid(), 40)\nwhile True: pass"),
+    "main thread leaves, others stay": ("lifecycle", "tle", "import threading\ndef f():\n while True: pass\n"
+                                        "threading.Thread(target=f).start()\nsyscall(60, 93, 0)"),
+    "flags for the next program": ("channel", "ok", "import fcntl\nflags = fcntl.fcntl(6, fcntl.F_GETFL)\n"
+                                   "if flags & (os.O_APPEND | os.O_NONBLOCK): print('BREACH', flags)\n"
+                                   "fcntl.fcntl(6, fcntl.F_SETFL, flags | os.O_APPEND | os.O_NONBLOCK)"),
+    "flags of the last program": ("channel", "ok", "import fcntl\nflags = fcntl.fcntl(6, fcntl.F_GETFL)\n"
+                                  "if flags & (os.O_APPEND | os.O_NONBLOCK): print('BREACH', flags)"),
+    "fork by int 0x80": ("system calls", "killed", "import mmap\nif os.uname().machine != 'x86_64': os.abort()\n"
+                          "page = mmap.mmap(-1, 4096, prot=7); page.write(bytes.fromhex('b802000000cd80c3'))\n"
+                          "at = ctypes.addressof(ctypes.c_char.from_buffer(page))\n"
+                          "print('BREACH', ctypes.CFUNCTYPE(ctypes.c_int)(at)())"),
     "status of a failed start forged": ("channel", "rte", "os.write(3, b'X')\nos._exit(1)"),
     "invalid UTF-8": ("channel", "ok", "sys.stdout.buffer.write(bytes(range(256)))"),
     "lone surrogate": ("channel", "rte", "print('\\ud800')"),

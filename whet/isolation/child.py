@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import traceback
-from _sitebuiltins import Quitter
+from _sitebuiltins import Quitter, _Helper
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FunctionType, ModuleType
@@ -30,6 +30,8 @@ READY, COMPILED, IMPORT_FAILED, OUT_OF_MEMORY, DONE, FAILED = b"RCIMDX"
 PROGRAM = "program.py"
 THREAD_STACK_BYTES = 2 << 20
 """Of address space, unless the program asks for more: 128 threads fit in 256 MiB."""
+
+_DEVICES = {os.devnull: NULL_FD, "/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 
 _KEPT = (ModuleType, FunctionType, type)
 """What `__del__` may still want when a program's other names are let go."""
@@ -61,6 +63,9 @@ def main(
         with suppress(OSError):  # so that a machine out of memory takes this process, not the trainer
             score = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=processes)
             os.write(score, b"1000")
+        # Opened anew: flags set on the supervisor's would be seen by later programs.
+        null = os.open(f"self/fd/{NULL_FD}", os.O_RDWR, dir_fd=processes)
+        os.dup2(null, NULL_FD)
         if ruleset >= 0:
             os.dup2(ruleset, _RULES_FD)
         os.closerange(_RULES_FD + (ruleset >= 0), 1 << 16)
@@ -110,17 +115,17 @@ def _open_streams() -> None:
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=name == "stderr")
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    sys.argv = [PROGRAM]
+    sys.argv, sys.orig_argv = [PROGRAM], ["python", PROGRAM]
     for name in ("exit", "quit"):  # which come with the site module, and that is not loaded
         setattr(builtins, name, Quitter(name, "end of file"))
+    builtins.help = _Helper()
     threading.stack_size(THREAD_STACK_BYTES)
     real_open = builtins.open
 
     def open_file(file: Any, *args: Any, **kwargs: Any) -> Any:
-        """Open a file; /dev/null, which a program may want to write to, is already there."""
-        if file == os.devnull:
-            return real_open(os.dup(NULL_FD), *args, **kwargs)
-        return real_open(file, *args, **kwargs)
+        """Open a file; the devices that a program may want are already there."""
+        fd = _DEVICES.get(file) if isinstance(file, str) else None
+        return real_open(file if fd is None else os.dup(fd), *args, **kwargs)
 
     builtins.open = open_file
 
@@ -128,7 +133,7 @@ def _open_streams() -> None:
 def _run(code: str, module: ModuleType) -> int:
     """Compile and run a program in a module; return its exit status and tell how far it got."""
     try:
-        compiled = compile(code, PROGRAM, "exec", dont_inherit=True)
+        compiled = compile(code.removeprefix("\ufeff"), PROGRAM, "exec", dont_inherit=True)
     except BaseException as error:
         _tell(FAILED, _describe(error))
         traceback.print_exception(type(error), error, None)
@@ -151,12 +156,13 @@ def _run(code: str, module: ModuleType) -> int:
             _tell(IMPORT_FAILED)
         _tell(FAILED, _describe(error))
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-        if sys.excepthook is sys.__excepthook__:
-            traceback.print_exception(
-                error
-            )  # which, unlike the hook, shows lines of a program that is in no file
-        else:
-            sys.excepthook(type(error), error, error.__traceback__)
+        with suppress(BaseException):  # a stream that the program closed, a hook of its own that fails
+            if (
+                sys.excepthook is sys.__excepthook__
+            ):  # which does not show lines of a program that is in no file
+                traceback.print_exception(error)
+            else:
+                sys.excepthook(type(error), error, error.__traceback__)
         return 1
     _tell(DONE)
     return 0

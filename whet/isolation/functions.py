@@ -14,7 +14,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from whet.isolation.jobs import Process, Stage, Status, Verdict, cpu_limit, judge_end, pump, stage_of
+from whet.isolation.jobs import (
+    Process,
+    Stage,
+    Status,
+    Verdict,
+    cpu_limit,
+    judge_end,
+    one_line,
+    pump,
+    stage_of,
+)
 from whet.isolation.launch import Supervisor
 from whet.isolation.remote import NONCE_BYTES
 
@@ -165,7 +175,7 @@ class _Pair:
                 if call[:1] == last:
                     self.is_broken = False
                     status, message, num_calls = json.loads(call[1:])
-                    return status, message, num_calls
+                    return status, one_line(message), num_calls
                 if self.program.has_ended:
                     nonce = b"-"
                 else:

@@ -25,6 +25,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -95,11 +96,9 @@ def describe(error: BaseException) -> str:
 
 def address_space() -> int:
     """Return the bytes of address space that this process has (0 where /proc does not say)."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
+    with suppress(OSError), open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+    return 0
 
 
 def grade(function: Callable[..., Any], line: bytes, runner: asyncio.Runner) -> dict[str, Any]:
@@ -138,10 +137,9 @@ def check_value(value: Any) -> None:
 def serve_calls(connection: socket.socket, function: Callable[..., Any], memory_bytes: int) -> None:
     """Be a worker: answer calls until the server closes the connection, within the memory limit.
 
-    A worker that has come to hold half of its memory asks to be replaced, so that caches which grow never fail
-    an innocent call.
+    One that holds half of its memory asks to be replaced, so that growing caches never fail an innocent call.
     """
-    base = address_space()
+    base, pid = address_space(), os.getpid()
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (base + memory_bytes, base + memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -149,6 +147,8 @@ def serve_calls(connection: socket.socket, function: Callable[..., Any], memory_
         for line in connection.makefile("rb"):
             index, _, payload = line.partition(b" ")
             outcome = grade(function, payload, runner)
+            if os.getpid() != pid:  # a child that the grader forked
+                return
             retire = outcome["kind"] == "memory" or address_space() - base > memory_bytes // 2
             text = json.dumps({**outcome, "retire": retire})
             connection.sendall(index + b" " + text.encode() + b"\n")
@@ -185,10 +185,9 @@ class Channel:
         try:
             while self.outgoing:
                 del self.outgoing[: self.socket.send(self.outgoing[:CHUNK])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.outgoing.clear()
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                self.outgoing.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +266,7 @@ class Server:
             mark, descriptors, _, _ = socket.recv_fds(self.control, 1, 1)
         except OSError:
             return False
-        self.clients.extend(Channel(socket.socket(fileno=fd)) for fd in descriptors)
+        self.clients += [Channel(socket.socket(fileno=fd)) for fd in descriptors]
         return bool(mark)
 
     def _serve(self, client: Channel) -> None:
@@ -359,10 +358,8 @@ class Server:
     def _kill(self, worker: Worker) -> None:
         """Kill a worker with its process group, which a grader's own subprocesses belong to."""
         for kill in (os.killpg, os.kill):
-            try:
+            with suppress(ProcessLookupError):  # not yet a group of its own, or gone
                 kill(worker.pid, signal.SIGKILL)
-            except ProcessLookupError:  # not yet a group of its own, or gone
-                continue
         self.workers.remove(worker)
         worker.channel.socket.close()
         self.dying.add(worker.pid)
@@ -377,6 +374,9 @@ def main() -> None:
     settings = json.loads(sys.argv[2])
     sys.path[:] = settings["sys_path"]
     os.dup2(2, 1)  # what a grader prints belongs to nobody's standard output
+    signal.alarm(
+        settings["start_timeout_s"]
+    )  # an import that hangs shall not outlive a client that was killed
     try:
         function = load_function(settings["function"])
         if settings["prepare"]:
@@ -386,6 +386,7 @@ def main() -> None:
         told = told if told.startswith("grader '") else f"{settings['prepare']} failed: {describe(error)}"
         control.sendall(json.dumps(told).encode() + b"\n")
         return
+    signal.alarm(0)
     control.sendall(b'""\n')
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -95,6 +95,7 @@ class GraderPool:
             "function": _check_spec(function),
             "prepare": _check_spec(prepare) if prepare else "",
             "sys_path": [*map(str, sys.path)],
+            "start_timeout_s": int(START_TIMEOUT_S) + 1,
             "limits": {
                 "deadline_s": deadline_s,
                 "memory_mib": memory_mib,

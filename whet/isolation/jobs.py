@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -95,30 +95,35 @@ class Process:
         self.started = time.monotonic()
         self.report: tuple[int, int, int] | None = None
         self.is_over = self.is_lost = False
-        self.link, their_link = socket.socketpair()
-        self.channel, their_channel = socket.socketpair()
-        self.channel.setblocking(False)
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(3)]
-        files = [_memory_file(stdin), _memory_file(json.dumps(payload).encode())]
-        self.readers = {reader: bytearray() for reader, _ in pipes}
-        self.stdout, self.stderr, self.status = self.readers.values()
-        for reader in self.readers:
-            os.set_blocking(reader, False)
+        self.readers: dict[int, bytearray] = {}
         self.inbox, self.outbox = bytearray(), bytearray()
-        writers = [writer for _, writer in pipes]
-        fds = [their_link.fileno(), files[0], *writers, files[1], their_channel.fileno()]
-        assert len(fds) == NUM_FDS
-        try:
-            socket.send_fds(supervisor.socket, [REQUEST.pack(memory_mib << 20, cpu_s)], fds)
-        except OSError as error:
-            self.is_lost = True
-            self.close()
-            raise SupervisorError(str(error)) from None
-        finally:
-            their_link.close()
-            their_channel.close()
-            for fd in (*files, *writers):
-                os.close(fd)
+        self.stdout, self.stderr, self.status = bytearray(), bytearray(), bytearray()
+        with ExitStack() as ours, ExitStack() as theirs:
+            try:
+                self.link, their_link = socket.socketpair()
+                ours.callback(self.link.close)
+                theirs.callback(their_link.close)
+                self.channel, their_channel = socket.socketpair()
+                ours.callback(self.channel.close)
+                theirs.callback(their_channel.close)
+                self.channel.setblocking(False)
+                writers: list[int] = []
+                for buffer in (self.stdout, self.stderr, self.status):
+                    reader, writer = os.pipe2(os.O_CLOEXEC)
+                    ours.callback(os.close, reader)
+                    theirs.callback(os.close, writer)
+                    os.set_blocking(reader, False)
+                    self.readers[reader] = buffer
+                    writers.append(writer)
+                files = [_memory_file(data, theirs) for data in (stdin, json.dumps(payload).encode())]
+                fds = [their_link.fileno(), files[0], *writers, files[1], their_channel.fileno()]
+                assert len(fds) == NUM_FDS
+                socket.send_fds(supervisor.socket, [REQUEST.pack(memory_mib << 20, cpu_s)], fds)
+            except (
+                OSError
+            ) as error:  # no file descriptors left, a limit of file sizes, the supervisor has gone
+                raise SupervisorError(str(error)) from None
+            ours.pop_all()
 
     @property
     def is_ready(self) -> bool:
@@ -203,8 +208,7 @@ class Process:
         buffer += data
         if len(buffer) > limit:
             del buffer[limit:]
-            if buffer is not self.status:
-                self.is_over = True
+            self.is_over = True
         return not self.is_over
 
     def _talk(self) -> None:
@@ -262,9 +266,10 @@ class Process:
             self.close()
 
 
-def _memory_file(data: bytes) -> int:
-    """Return a file in memory that holds data and can only be read."""
+def _memory_file(data: bytes, stack: ExitStack) -> int:
+    """Return a file in memory that holds data and can only be read; the stack closes it."""
     fd = os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    stack.callback(os.close, fd)
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
@@ -319,9 +324,9 @@ def judge_end(process: Process, is_late: bool) -> tuple[Status, int, str]:
     wait_status, reason, max_kib = process.report
     code = os.waitstatus_to_exitcode(wait_status)
     letters = bytes(process.status)
-    text = letters.partition(bytes([inside.FAILED]))[2].decode("utf-8", "replace")
+    text = one_line(letters.partition(bytes([inside.FAILED]))[2].decode("utf-8", "replace"))
     if process.is_over:
-        return "ole", code, f"wrote more than {process.max_output_bytes:,} bytes"
+        return "ole", code, f"wrote more than it may ({process.max_output_bytes:,} bytes of output)"
     if reason == TOO_MANY_THREADS:
         return "killed", code, f"had more than {MAX_THREADS} threads"
     if is_late or code == -signal.SIGXCPU:
@@ -332,8 +337,14 @@ def judge_end(process: Process, is_late: bool) -> tuple[Status, int, str]:
     if code == -signal.SIGKILL:
         return "mle", code, "killed by the kernel, most likely for want of memory"
     if code < 0:
-        return "killed", code, f"died of {signal.Signals(-code).name}"
+        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        return "killed", code, f"died of {name}"
     return ("rte" if code else "ok"), code, text or (f"exit code {code}" if code else "")
+
+
+def one_line(text: str) -> str:
+    """Return a program's text with all that could move a terminal's cursor or start a new line escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def stage_of(process: Process) -> Stage:

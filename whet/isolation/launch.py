@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -69,7 +70,10 @@ class Supervisor:
             str(package),
         ]
         environment = _ENVIRONMENT | {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:  # no file descriptors left
+            raise SupervisorError(str(error)) from None
         with theirs:
             try:
                 self.process = subprocess.Popen(
@@ -89,7 +93,7 @@ class Supervisor:
             hello = self.socket.recv(64)
         except OSError as error:
             hello = b""
-            self.process.kill()
+            self._kill()
             reason = str(error)
         else:
             reason = "it ended at once"
@@ -109,8 +113,13 @@ class Supervisor:
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self._kill()
             self.process.wait()
+
+    def _kill(self) -> None:
+        """Kill it with its group: behind namespaces it is a grandchild, which would live on without its parent."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def abandon(self) -> None:
         """Forget it in a process forked from the one that started it: its socket is not ours to use."""

@@ -311,7 +311,11 @@ def _attempt(connection: _Connection, code: str, scope: _Names) -> tuple[str, st
     connection.raised.clear()
     status, message = "ok", ""
     try:
-        exec(compile(code, "test.py", "exec", dont_inherit=True), scope)
+        compiled = compile(code, "test.py", "exec", dont_inherit=True)
+    except Exception as error:  # no fault of the program's
+        return "infra_error", f"the test does not compile: {error}"[:500], 0
+    try:
+        exec(compiled, scope)
     except BaseException as error:
         status = "rte" if any(error is raised for raised in connection.raised) else "wrong"
         try:

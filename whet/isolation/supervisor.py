@@ -16,6 +16,7 @@ import array
 import fcntl
 import gc
 import importlib
+import locale
 import os
 import select
 import signal
@@ -82,6 +83,8 @@ class Supervisor:
         for name in PRELOADED.split():
             with suppress(ImportError):  # a Python that was built without it
                 importlib.import_module(name)
+        with suppress(locale.Error):  # loaded now: a child finds no locale's files
+            locale.setlocale(locale.LC_ALL, "")
         self.ruleset = _settle()
         gc.collect()
         gc.freeze()

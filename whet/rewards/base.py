@@ -21,8 +21,8 @@ ELSEWHERE = (EPISODE, JUDGE)
 DEADLINE_S = 2.0
 """Time that one call of a user's own reward may take."""
 MEMORY_MIB = 2048
-FAILURE_LIMIT = 0.5
-"""More failures than this in one batch stop the run: then the function is wrong, not a completion."""
+FAILURE_LIMIT, MIN_BATCH = 0.5, 8
+"""A larger share of errors in a batch of at least so many stops the run: the function is wrong, not a completion."""
 
 Item = tuple[Problem, str]
 ManyScores = Callable[[Sequence[Item]], "list[float | None]"]
@@ -137,13 +137,15 @@ def own_reward(text: str) -> WeightedReward:
                 if isinstance(value, (int, float)) and math.isfinite(value):
                     scores.append(float(value))
                     continue
-                message = f"returned {value!r}, expected a finite number or None"
+                message = f"returned {type(value).__name__} {value!r:.60}, expected a finite number or None"
             if outcome.kind != "ok" or value is not None:
                 failures.count += 1
-                failures.latest = message or outcome.kind
+                failures.latest = (
+                    message or outcome.kind if outcome.kind != "timeout" else f"took over {DEADLINE_S:g} s"
+                )
             scores.append(None)
         num_failed = sum(outcome.kind == "error" for outcome in outcomes)
-        if num_failed > FAILURE_LIMIT * len(items):
+        if len(items) >= MIN_BATCH and num_failed > FAILURE_LIMIT * len(items):
             raise UserError(
                 f"reward '{name}' fails for {num_failed} of {len(items)} completions: {failures.latest}; mend {path}"
             )

@@ -3,17 +3,22 @@ r"""`answers_equal`: is the predicted answer the gold answer, whatever its spell
 Policy, where public graders differ:
 
 - *Percent*: `50%` equals `50` and `0.5`; two percentages, or two plain numbers, compare as they stand.
-- *Tolerance*: rationals compare exactly. A decimal with six or more significant digits may stand for a
-  fraction or an irrational number within one unit of its last place: `3.14159` is `\pi`, `3.14` is not.
+- *Tolerance*: rationals compare exactly. A decimal of four or more significant digits, rightly rounded, may stand
+  for a fraction or an irrational number (`3.142` is `\pi`, `3.14` and `3.143` are not), also inside an expression;
+  from six digits on the last one may be cut off. It stands for a longer decimal with five digits, four of them
+  behind the point: cents are exact.
 - *Units*: one side may leave its unit out; two different known units conflict. Currency and degree signs go.
 - *Order*: matters between tuples, vectors and lines; not for sets, `or`, `±`, nor between two bare comma
-  lists (lists of roots), unless the caller says `ordered`. Plain braces `{1,2}` are such a list.
+  lists (lists of roots), unless the caller says `ordered`. Plain braces `{1,2}` are such a list. A set, or a list of
+  tuples, may name a member twice.
+- *Work left to do* counts as done: `2+3`, `\gcd(12,18)`, `\sum_{k=1}^{9} k`, sums and products of matrices,
+  unless the caller asks for a `plain_number`.
 - *Brackets*: `(1,2)` and `[1,2]` differ (intervals); from three members on they are vectors, and do not.
 - *Equations*: `x = 5` is 5, and so is `x = 2+3 = 5`; `2+4 = 5` is nothing. Relations in one variable are
   intervals; other ones compare up to a factor. `2/3 ≈ 0.67` counts as 2/3, and as 0.67 if rightly rounded.
 - *Words*: case, articles and punctuation do not count; number words ("twelve") are numbers, `(B) the cube` is B.
-- *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched; only one
-  box, one pair of answer tags, or a leading "the answer is" goes.
+- *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched; only its
+  boxes, one pair of answer tags, or a leading "the answer is" go. Several boxes are a list of several answers.
 """
 
 from __future__ import annotations
@@ -26,7 +31,6 @@ from whet.rewards.latex import WORD_CLOSE, WORD_OPEN, clean
 from whet.rewards.numbers import (
     numbers_equal,
     parse_decimal_comma,
-    parse_literal,
     parse_number,
     same_clock_time,
     spelled_number,
@@ -50,6 +54,7 @@ MAX_UNORDERED = 40
 """Members of an unordered list that are matched in any order; longer ones must come in the same order."""
 # Two boxes side by side would be a product, and 0 times anything is 0.
 _BOX_AFTER_BOX = re.compile(r"\}\s*\\f?box(?:ed)?\{")
+_PLAIN = re.compile(r"[-+]?[0-9.,]{1,40}(?:[eE][-+]?[0-9]{1,3})?(?:/[0-9.]{1,40})?")
 _SINGLE = re.compile(r"\{([A-Za-z0-9])\}|(?<=_)\{([A-Za-z0-9]+)\}")
 _IDLE_SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _IDLE_PROSE = re.compile(rf"(?<![a-z0-9])(?:a|an|the)(?=\s[a-z]{{3}})|[\s\"'`.,!?{WORD_OPEN}{WORD_CLOSE}]")
@@ -87,11 +92,10 @@ def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_nu
     left, right = prediction.strip(), gold.strip()
     if not left or not right:
         return False
-    literal = parse_literal(left)
-    if literal is not None:
-        other = parse_literal(right)
-        if other is not None:
-            return numbers_equal(literal, other)
+    if _PLAIN.fullmatch(left) and _PLAIN.fullmatch(right):  # the short way, for most answers of most tasks
+        first, second = parse_number(left), parse_number(right)
+        if first is not None and second is not None:
+            return numbers_equal(first, second)
     if plain_number and not is_plain_number(left):
         return False
     if left == right:

@@ -87,7 +87,7 @@ def from_box(text: str) -> str | None:
         return None
     contents, bare_at, braced_at = _boxes(text)
     hope = text.rfind("I hope it is correct")
-    if hope > max(bare_at, braced_at) and "final answer is" in text[max(bare_at, braced_at) : hope].lower():
+    if hope > 0 and "final answer is" in text[max(bare_at, braced_at) : hope].lower():
         return (from_phrase(text[:hope]) or "").strip('\\" ') or None
     content = _bare_box(text, bare_at) if bare_at > braced_at else None
     return content or _joined(text, contents)

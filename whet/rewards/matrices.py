@@ -28,8 +28,8 @@ def work_out(text: str) -> str | None:
         The resulting matrix or determinant as cleaned text; None when the formula has another form, the sizes do
         not fit, or it is a single matrix (and there is nothing to do).
     """
-    if text.startswith("\\det "):
-        rows = _rows(text[5:].strip())
+    if text.startswith("\\det"):
+        rows = _rows(text[4:].strip())
         return _determinant(rows) if rows and len(rows) == len(rows[0]) <= 3 else None
     total: Rows | None = None
     terms = _cut(_BRACKETED.sub(r"\1", text), "+-")

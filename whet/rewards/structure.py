@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whet.rewards.calculator import NoValueError, evaluate_at, evaluate_exactly
-from whet.rewards.expression import FUNCTIONS, ParseError, parse_expression
+from whet.rewards.expression import FUNCTIONS, OF_MEMBERS, ParseError, parse_expression
 from whet.rewards.inequalities import as_interval
 from whet.rewards.latex import (
     MATRIX_CLOSE,
@@ -67,7 +67,9 @@ class Leaf:
         core = core.rstrip("% ") if is_percent else core
         if "°" in core and not _TRIG.search(core):
             core = core.replace("°", "").strip()
-        return _GROUPED.sub(lambda match: match.group().replace(",", ""), core), unit, is_percent
+        if "," in core and not any(name in core for name in OF_MEMBERS):
+            core = _GROUPED.sub(lambda match: match.group().replace(",", ""), core)
+        return core, unit, is_percent
 
     @cached_property
     def tree(self) -> Node | None:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from whet.isolation.graders import GraderPool, num_cores
+from whet.isolation.graders import GraderPool, Outcome, num_cores
 from whet.rewards.calculator import NoValueError, evaluate_exactly
 from whet.rewards.expression import ParseError, parse_expression
 from whet.rewards.latex import clean
@@ -41,6 +41,10 @@ class ToolBox:
     def __init__(self, schema: ResponseSchema, inner: Environment | None = None) -> None:
         self._schema = schema
         self._inner = inner
+        names = [tool_name(spec) for spec in schema.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UserError(f"tool '{twice}' comes twice; give the function another name")
         self._tools = {tool_name(spec): find_tool(spec) for spec in schema.tools}
 
     def reset(self, problem: Problem) -> Any:
@@ -124,9 +128,18 @@ def find_tool(spec: str) -> Tool:
 
     def call(arguments: Sequence[str]) -> list[str]:
         outcomes = pool.map([(argument,) for argument in arguments])
-        return [str(o.value) if o.kind == "ok" else f"error: {o.message or o.kind}" for o in outcomes]
+        return [_own_answer(outcome) for outcome in outcomes]
 
     return call
+
+
+def _own_answer(outcome: Outcome) -> str:
+    """Return what a tool of the user's said; a failure, or nothing, is an answer too."""
+    if outcome.kind != "ok":
+        return f"error: {outcome.message or outcome.kind}"
+    if outcome.value is None:
+        return "error: the tool returned nothing"
+    return str(outcome.value).encode("utf-8", "replace").decode()
 
 
 def calculate(text: str) -> str:

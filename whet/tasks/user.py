@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
+import math
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from whet.types import Problem, UserError
+from whet.schema import ANSWER_TYPE_WORDS
+from whet.types import Problem, Turn, UserError
 
+OPTIONAL = ("judge_many", "wrong_answer", "other_spellings", "seconds_per_answer")
+"""Attributes of the user's class that are passed on as they are: see `whet.eval.audit` and `whet.types.ManyJudge`."""
 _NAME = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 
 
@@ -29,6 +33,7 @@ class UserTask:
     Attributes:
         name: His task's `name`, else the name of its class.
         answer_type: His task's `answer_type`, else 'text'.
+        environment: His task's, if it has one. `OPTIONAL` names what else is passed on.
     """
 
     def __init__(self, spec: str, path: str = "") -> None:
@@ -58,6 +63,16 @@ class UserTask:
         self._task = self._call("its constructor", maker, **options)
         self.name: str = str(getattr(self._task, "name", match[2]))
         self.answer_type: Any = getattr(self._task, "answer_type", "text")
+        if self.answer_type not in ANSWER_TYPE_WORDS:
+            kinds = ", ".join(ANSWER_TYPE_WORDS)
+            raise UserError(
+                f"{self._file}: answer_type is {_kind(self.answer_type)}, expected one of {kinds}"
+            )
+        for name in OPTIONAL:
+            if hasattr(self._task, name):
+                setattr(self, name, getattr(self._task, name))
+        if hasattr(self._task, "environment"):
+            self.environment = _UserEnvironment(self._task.environment, self._file, self._call)
 
     def problems(self, split: str) -> list[Problem]:
         """Return his problems of 'train', 'dev' or 'test'.
@@ -138,6 +153,41 @@ class UserTask:
             where = f"{self._file} line {line}" if line else str(self._file)
             reason = (str(error).splitlines() or [""])[0][:200]
             raise UserError(f"{where}: {what} failed: {type(error).__name__}: {reason}") from error
+
+
+class _UserEnvironment:
+    """The user's environment, with mistakes reported in one line."""
+
+    def __init__(self, inner: Any, file: Path, call: Callable[..., Any]) -> None:
+        missing = [name for name in ("reset", "step") if not callable(getattr(inner, name, None))]
+        if missing:
+            raise UserError(f"{file}: environment has no method {' and no method '.join(missing)}")
+        self._inner, self._file, self._call = inner, file, call
+
+    def reset(self, problem: Problem) -> Any:
+        """Begin an episode."""
+        return self._call("environment.reset", self._inner.reset, problem)
+
+    def step(self, states: Sequence[Any], texts: Sequence[str]) -> list[Turn]:
+        """Answer the newest turns."""
+        turns = self._call("environment.step", self._inner.step, states, texts)
+        if not isinstance(turns, list | tuple) or len(turns) != len(texts):
+            raise UserError(
+                f"{self._file}: environment.step returned {_kind(turns)}, expected a list of {len(texts)} Turns"
+            )
+        for turn in turns:
+            self._check(turn)
+        return list(turns)
+
+    def _check(self, turn: Any) -> None:
+        is_turn = isinstance(turn, Turn) and (turn.observation is None or isinstance(turn.observation, str))
+        if not is_turn or isinstance(turn.reward, bool) or not isinstance(turn.reward, (int, float)):
+            raise UserError(
+                f"{self._file}: environment.step returned {_kind(turn)}, expected whet.types.Turn with text or None as "
+                "observation and a number as reward"
+            )
+        if not math.isfinite(turn.reward):
+            raise UserError(f"{self._file}: environment.step paid {turn.reward}, expected a finite number")
 
 
 def _kind(value: Any) -> str:

@@ -17,11 +17,12 @@ from whet.eval.evaluate import evaluate, fitting_problems, take_problems
 from whet.generate.policy import Policy, load_policy
 from whet.generate.probe import ProbeResult, probe_policy
 from whet.model.weights import load_model
-from whet.rewards.base import WeightedReward, build_rewards
+from whet.rewards.base import EPISODE, WeightedReward, build_rewards
 from whet.rewards.divergence import judge_diverges
 from whet.rewards.judge import Judge
 from whet.tasks.base import answer_type_of, load_task
 from whet.tasks.mixture import PART
+from whet.tasks.tools import environment_for
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.environment import write_environment
 from whet.telemetry.health import dead_reason, health_warnings
@@ -75,6 +76,9 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     if not fitting:
         raise UserError(f"task {task.name}: no problem of the train split fits the context")
     rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
+    environment_for(policy.schema, task)  # a tool that is not there is found before anything is made
+    if EPISODE in config.rewards and getattr(task, "environment", None) is None:
+        raise UserError(f"rewards.episode: task {task.name} has no environment that pays; leave it out")
     warnings = _preflight(config, task, rewards, policy, fitting)
     if rank() == 0:
         open_run(folder, dump_yaml(config), resume=resume)
@@ -168,7 +172,8 @@ class _Run:
         self.config = config
         self.policy = policy
         self.task = task
-        self.failures = [reward.failures for reward in rewards]
+        self.failures = {reward.name: reward.failures for reward in rewards}
+        self.shown_failures = dict.fromkeys(self.failures, 0)
         self.held_out = held_out
         self.probe = probe
         self.weights = config.reward_weights
@@ -239,7 +244,7 @@ class _Run:
         if self.judge is not None:
             values |= {f"rl/judge_{name}": float(n) for name, n in asdict(self.judge.stats).items()}
         if self.config.reward:
-            values["rl/reward_failures"] = float(sum(failures.count for failures in self.failures))
+            values["rl/reward_failures"] = float(sum(f.count for f in self.failures.values()))
         values["rl/staleness"] = float(step - collected.step)
         lr = learning_rate(config.optim, step, config.num_steps)
         values |= self.objective.update(
@@ -265,6 +270,7 @@ class _Run:
         log.write_samples(count, [*groups, *without_advantages(unused)])
         for warning in health_warnings("rl", values, self.history):
             display.note(warning, warning=True)
+        self.show_failures(display)
         self.history.append({"step": count, **values})
         display.update(count, values)
         self.check(values, count)
@@ -272,6 +278,17 @@ class _Run:
             self.save(folder, count, values)
         if self.judge is not None and (reason := judge_diverges(self.history)):
             raise UserError(f"step {count}: {reason}")
+
+    def show_failures(self, display: Display) -> None:
+        """Tell of a reward that gives no score: at its first failure, and whenever there are twice as many."""
+        for name, failures in self.failures.items():
+            if failures.count >= max(1, 2 * self.shown_failures[name]):
+                self.shown_failures[name] = failures.count
+                display.note(
+                    f"reward '{name}' gave no score {failures.count} times so far, these samples are left out; last: "
+                    f"{failures.latest}",
+                    warning=True,
+                )
 
     def validate(self) -> dict[str, float]:
         """Return the share of dev problems answered right, greedily and by samples."""
