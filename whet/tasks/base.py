@@ -22,6 +22,7 @@ from whet.tasks.math import MATH
 from whet.tasks.mixture import Mixture
 from whet.tasks.products import Products
 from whet.tasks.sudoku import sudoku
+from whet.tasks.symbolic import Symbolic
 from whet.tasks.user import UserTask, is_user_task
 from whet.types import Task, UserError
 
@@ -35,15 +36,17 @@ OPTIONS: dict[str, frozenset[str]] = {
     "game24": frozenset({"path", "max_bad_rows"}),
     "sudoku": _MADE,
     "letters": _MADE,
-    "gsm8k": frozenset({"path", "max_bad_rows", "keep_calculator"}),
-    "math": frozenset({"path", "max_bad_rows"}),
+    "gsm8k": frozenset({"path", "max_bad_rows", "keep_calculator", "symbolic"}),
+    "math": frozenset({"path", "max_bad_rows", "symbolic"}),
     "humaneval": frozenset({"path", "max_bad_rows"}),
     "mbpp": frozenset({"path", "max_bad_rows"}),
     "code": frozenset({"path", "max_bad_rows"}),
     "choice": frozenset({"path", "max_bad_rows"}),
     "yes_no": frozenset({"path", "max_bad_rows"}),
     "gym": _DRAWN | {"path"},
-    "jsonl": frozenset({"path", "max_bad_rows", "prompt_field", "answer_field", "solution_field"}),
+    "jsonl": frozenset(
+        {"path", "max_bad_rows", "prompt_field", "answer_field", "solution_field", "symbolic"}
+    ),
     "mixture": frozenset({"weights", "paths"}),
 }
 """Which fields of `TaskConfig` each task reads; setting another one is an error. A mixture also reads what its parts
@@ -71,6 +74,8 @@ class TaskConfig:
     """jsonl: column of the gold answer; taken from the solution where absent."""
     solution_field: str | None = None
     """jsonl: column of the worked solution; 'solution' where there is one."""
+    symbolic: bool = False
+    """gsm8k, math, jsonl: ask math-verify (pip install 'whet[math]') about formulas that ours cannot decide."""
     num_problems: int = 0
     """Tasks made on the spot, gym: how many problems, all splits together; 0 takes the task's own number."""
     level: int = 0
@@ -194,7 +199,8 @@ def load_task(config: TaskConfig) -> Task:
     """Make the task that a configuration names; raise UserError where its data is not there."""
     if is_user_task(config.name):
         return UserTask(config.name, config.path)
-    return TASKS[config.name](config)
+    task = TASKS[config.name](config)
+    return Symbolic(task) if config.symbolic and config.name != "mixture" else task
 
 
 def answer_type_of(task: Task) -> AnswerType:

@@ -1,0 +1,50 @@
+"""A task whose answers are compared symbolically where our own comparison cannot decide."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+from whet.rewards.symbolic import symbolic_equal_pairs
+from whet.schema import AnswerType
+from whet.types import Problem, Task, UserError
+
+
+class Symbolic:
+    """Another task, with math-verify asked (in workers that can be killed) about formulas that it found unequal.
+
+    A comparison that takes too long counts as unequal.
+
+    Attributes:
+        name: The task's.
+        answer_type: The task's.
+    """
+
+    def __init__(self, task: Task) -> None:
+        """Wrap a task whose gold answers are LaTeX or text.
+
+        Raises:
+            UserError: If math-verify is not installed.
+        """
+        if importlib.util.find_spec("math_verify") is None:
+            raise UserError("task.symbolic needs math-verify: pip install 'whet[math]', or leave it out")
+        self._task = task
+        self.name = task.name
+        self.answer_type: AnswerType = getattr(task, "answer_type", "number")
+
+    def problems(self, split: str) -> list[Problem]:
+        """Return the task's problems."""
+        return self._task.problems(split)
+
+    def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
+        """Judge an answer."""
+        return self.judge_many([(problem, answer)])[0]
+
+    def judge_many(self, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
+        """Judge answers: first as the task does, then all that are left together, so that hangs share one deadline."""
+        verdicts = [self._task.is_correct(problem, answer) for problem, answer in items]
+        left = [place for place, verdict in enumerate(verdicts) if verdict is False and items[place][1]]
+        pairs = [(items[place][1] or "", items[place][0].answer) for place in left]
+        for place, is_equal in zip(left, symbolic_equal_pairs(pairs), strict=True):
+            verdicts[place] = is_equal is True
+        return verdicts
