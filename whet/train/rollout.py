@@ -78,8 +78,8 @@ def collect_groups(
     generated = time.perf_counter()
     weight = next((reward.weight for reward in rewards if reward.name == EPISODE), 0.0)
     pairs = [
-        (problem, _sample(policy, problem, index, done, weight))
-        for problem, row in zip(problems, drawn, strict=True)
+        (problem, _sample(policy, problem, prompt_ids, index, done, weight))
+        for problem, prompt_ids, row in zip(problems, map(policy.prompt_ids, problems), drawn, strict=True)
         for index, done in enumerate(row)
     ]
     grades = grade(policy, task, [(problem, s.text, s.completion_ids) for problem, s in pairs])
@@ -109,9 +109,15 @@ def collect_groups(
     return Rollout(groups, rows, generated - began, time.perf_counter() - generated)
 
 
-def _sample(policy: Policy, problem: Problem, index: int, done: Completion, episode_weight: float) -> Sample:
+def _sample(
+    policy: Policy,
+    problem: Problem,
+    prompt_ids: tuple[int, ...],
+    index: int,
+    done: Completion,
+    episode_weight: float,
+) -> Sample:
     """Turn what was drawn into a record without rewards."""
-    prompt_ids = policy.prompt_ids(problem)
     return Sample(
         uid=problem.uid,
         index=index,
