@@ -54,6 +54,7 @@ def test_a_healthy_run_has_no_warning() -> None:
 PROBLEMS = [
     ({"rl/grad_norm": None}, "grad_norm is not finite", "lower lr"),
     ({"rl/reward_std": 0.0}, "no learning signal", "check rewards, tags and difficulty"),
+    ({"rl/unscorable": 3.0}, "3 samples could not be scored", "whet doctor sandbox"),
     ({"rl/zero_variance_groups": 0.95}, "over 90% of groups", "problems of middling difficulty"),
     ({"rl/truncated": 0.3}, "cut off", "raise the completion limit"),
     ({"rl/ratio_drift": 1e-3}, "sampler and trainer disagree", "check precision"),
