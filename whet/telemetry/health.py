@@ -75,10 +75,9 @@ def _rl_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         problems["truncated"] = (
             "over 20% of completions are cut off: raise the completion limit or use the overlong reward"
         )
-    unscorable = row.get("rl/unscorable") or 0.0
-    if unscorable > 0:
+    if min(_last(rows, "rl/unscorable", 5), default=0.0) > 0:
         problems["unscorable"] = (
-            f"{unscorable:.0f} samples could not be scored and are left out: look for 'null' rewards in samples.jsonl; "
+            f"{row['rl/unscorable']:.0f} samples could not be scored and are left out, for 5 steps now: look for 'null' rewards in samples.jsonl; "
             "a sandbox or judge that fails shows in `whet doctor sandbox`, or rl/judge_failures"
         )
     drift = row.get("rl/ratio_drift") or 0.0
