@@ -77,7 +77,8 @@ def _rl_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         )
     if min(_last(rows, "rl/unscorable", 5), default=0.0) > 0:
         problems["unscorable"] = (
-            f"{row['rl/unscorable']:.0f} samples could not be scored and are left out, for 5 steps now: look for 'null' rewards in samples.jsonl; "
+            f"{row['rl/unscorable']:.0f} samples could not be scored and are left out, for 5 steps now: look for "
+            "'null' rewards in samples.jsonl; "
             "a sandbox or judge that fails shows in `whet doctor sandbox`, or rl/judge_failures"
         )
     drift = row.get("rl/ratio_drift") or 0.0
