@@ -30,6 +30,8 @@ T = TypeVar("T")
 TOLERANCE = 1e-6
 SECONDS_PER_CALL = 1.0
 """A judgement that takes longer than this on hostile text is a fault."""
+NEAR_MISSES = 0.5
+"""Share of near misses that may count as right: some tasks have several answers."""
 NUM_PREFLIGHT = 3
 NUM_SHOWN = 5
 SHOWN_CHARACTERS = 60
@@ -72,12 +74,19 @@ class Check:
         is_required: Whether a failure refutes it; otherwise it is for the reader to judge.
         num_cases: How often it was tried.
         failures: What went against it, in one line each.
+        tolerated: Share of the cases that may fail before it is refuted.
     """
 
     name: str
     is_required: bool = True
+    tolerated: float = 0.0
     num_cases: int = 0
     failures: list[str] = field(default_factory=list)
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether a required claim does not hold."""
+        return self.is_required and len(self.failures) > self.tolerated * self.num_cases
 
     def add(self, holds: bool, failure: Callable[[], str]) -> None:
         """Count one case."""
@@ -119,7 +128,8 @@ class _Auditor:
         self.gold = Check("a right answer in the right format reaches the maximum")
         self.paying = Check("the rewards pay for the answer, not for the format alone", is_required=False)
         self.spelled = Check("another spelling of a right answer counts as right", is_required=False)
-        self.mutated = Check("a near miss counts as wrong and pays less", is_required=False)
+        # A changed answer may be right where several are; not in most cases.
+        self.mutated = Check("a near miss counts as wrong and pays less", tolerated=NEAR_MISSES)
         self.hostile = Check("a hostile answer counts as wrong and pays less")
         self.empty = Check("an empty completion pays no more than a wrong answer, and less than a right one")
         self.limit_s = float(getattr(task, "seconds_per_answer", SECONDS_PER_CALL))
@@ -270,7 +280,7 @@ def preflight(
     """
     audit = audit_task(task, rewards, schema, problems[:NUM_PREFLIGHT], num_measured=0)
     for check in audit.checks:
-        if check.is_required and check.failures:
+        if check.is_refuted:
             raise UserError(
                 f"preflight: {check.failures[0]} (claim: {check.name}; see `whet audit`, or --preflight warn)"
             )
@@ -301,7 +311,7 @@ def main(config: AuditConfig) -> None:
     _write(folder, audit)
     print(_table(f"audit of {task.name}: {len(problems)} problems", audit))
     print(f"disputed answers, for you to judge: {folder / 'disputed.csv'} ({len(audit.disputed)} rows)")
-    failed = [check for check in audit.checks if check.is_required and check.failures]
+    failed = [check for check in audit.checks if check.is_refuted]
     if failed:
         raise UserError(
             f"{len(failed)} of {sum(check.is_required for check in audit.checks)} required claims fail, first: "
@@ -314,7 +324,7 @@ def _table(title: str, audit: Audit) -> str:
     lines = [title, ""]
     for check in audit.checks:
         share = f"{check.num_cases - len(check.failures):,} of {check.num_cases:,}"
-        mark = "ok  " if not check.failures else ("FAIL" if check.is_required else "look")
+        mark = "FAIL" if check.is_refuted else "look" if check.failures else "ok  "
         lines.append(f"  {mark}  {share:>16}  {check.name}")
         lines += [f"{'':26}{escape_controls(failure)}" for failure in check.failures[:NUM_SHOWN]]
         if len(check.failures) > NUM_SHOWN:
