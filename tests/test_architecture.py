@@ -29,6 +29,7 @@ ORDER = (
     ("isolation",),
     ("distributed", "sandbox"),
     ("checkpoint", "telemetry"),
+    ("pages",),
     ("rewards", "algo", "model"),
     ("generate", "tasks", "edit"),
     ("eval",),

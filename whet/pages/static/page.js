@@ -1,0 +1,46 @@
+"use strict";
+// Helpers of every page. Text goes in as text nodes only; nothing here builds markup from strings.
+
+/** Return the JSON value that the page carries under a name. */
+function pageData(name) {
+  return JSON.parse(document.getElementById("data-" + name).textContent);
+}
+
+/** Make control, format and direction characters visible; new lines and tabs stay. */
+function visible(text) {
+  return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}]/gu, (c) => {
+    if (c === "\n" || c === "\t") return c;
+    const code = c.codePointAt(0);
+    return code < 256 ? "\\x" + code.toString(16).padStart(2, "0") : "\\u" + code.toString(16).padStart(4, "0");
+  });
+}
+
+/** Make an element: el("td", {class: "number", title: "..."}, child, "text", ...). */
+function el(tag, attributes, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes || {})) {
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : value);
+  }
+  for (const child of children) node.append(child instanceof Node ? child : document.createTextNode(visible(child)));
+  return node;
+}
+
+/** Return a colour of the style sheet, in the theme that is on. */
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+}
+
+/** Call back when the reader's system turns light or dark. */
+function onTheme(callback) {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", callback);
+}
+
+/** Write a number shortly: 1,234 or 0.0123 or 1.2e-7. */
+function shortNumber(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en");
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  return value.toLocaleString("en", { maximumSignificantDigits: 4 });
+}
