@@ -581,3 +581,27 @@ def test_dry_run_and_resume_reach_the_program(
     assert calls[-1] == Optim(lr=7.0)
     assert __main__.main(["plain", "--lr", "0"]) == 2
     assert capsys.readouterr().err == "whet: error: whet plain: lr=0.0, expected > 0\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """Words that need no option."""
+
+    models: tuple[str, ...]
+    """All of them."""
+    name: str = ""
+    """One of them."""
+
+
+def test_words_without_an_option() -> None:
+    def models(*argv: str) -> Words:
+        return cli.parse("whet toy", Words, {}, argv, positional="models").config
+
+    assert models("a", "b", "--name", "x") == Words(models=("a", "b"), name="x")
+    assert models("--name", "x", "--models", "a") == Words(models=("a",), name="x")
+    with pytest.raises(UserError, match="models"):
+        models()
+    one = cli.parse("whet toy", Words, {}, ["x", "--models", "a"], positional="name").config
+    assert one == Words(models=("a",), name="x")
+    with pytest.raises(UserError, match="unexpected argument 'y'"):
+        cli.parse("whet toy", Words, {}, ["x", "y", "--models", "a"], positional="name")

@@ -26,7 +26,7 @@ class Program:
         plan: Text that --dry-run prints below the config.
         presets: Named values of a group of fields, as `--algo gspo`.
         resumable: Whether it knows --resume.
-        positional: Field that its one word sets, for a program without recipes.
+        positional: Field that its one word sets (all its words, where it is a tuple), for a program without recipes.
     """
 
     config_class: type[Any]

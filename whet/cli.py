@@ -97,7 +97,8 @@ def parse(
         argv: The words after the program.
         resumable: Whether the program knows `--resume`; otherwise that is an unknown field.
         presets: For a group of fields, named values of it: `--algo gspo`; fields given beside it change it further.
-        positional: Field that a program without recipes takes as its one word: `whet audit gsm8k`.
+        positional: Field that a program without recipes takes as its one word, `whet audit gsm8k`, or, where it is a
+            tuple, as all its words: `whet compare A B`.
 
     Returns:
         The config and the switches.
@@ -108,7 +109,9 @@ def parse(
     """
     words, overrides, switches = _scan(argv, _SWITCHES | ({"--resume": "resume"} if resumable else {}))
     if positional and words:
-        overrides, words = [(_flag(positional), words[:1]), *overrides], words[1:]
+        takes_all = get_origin(unwrap(leaves(config_class)[positional])[0]) is tuple
+        taken = words if takes_all else words[:1]
+        overrides, words = [(_flag(positional), taken), *overrides], words[len(taken) :]
     if recipes and not words:
         if "help" in switches:
             print(_overview(program, recipes, resumable=resumable))
