@@ -82,7 +82,66 @@ def _eval() -> Program:
     from whet.eval.evaluate import EvalConfig, main, plan
     from whet.recipes.evaluation import RECIPES
 
-    return Program(config_class=EvalConfig, main=main, recipes=RECIPES, plan=plan)
+    return Program(config_class=EvalConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
+
+
+def _compare() -> Program:
+    from whet.eval.compare import CompareConfig, main, plan
+    from whet.recipes.evaluation import RECIPES
+
+    presets = {"eval": RECIPES}
+    return Program(
+        config_class=CompareConfig, main=main, plan=plan, presets=presets, positional="models", resumable=True
+    )
+
+
+def _runs() -> Program:
+    from whet.inspect.registry import RunsConfig, main
+
+    return Program(config_class=RunsConfig, main=main, positional="folder")
+
+
+def _report() -> Program:
+    from whet.inspect.report import ReportConfig, main
+
+    return Program(config_class=ReportConfig, main=main, positional="run")
+
+
+def _watch() -> Program:
+    from whet.inspect.watch import WatchConfig, main
+
+    return Program(config_class=WatchConfig, main=main, positional="run")
+
+
+def _probe() -> Program:
+    from whet.eval.probe import ProbeConfig, main, plan
+
+    return Program(config_class=ProbeConfig, main=main, plan=plan, positional="models")
+
+
+def _validate() -> Program:
+    from whet.inspect.validate import ValidateConfig, main, plan
+    from whet.recipes.validation import RECIPES
+
+    return Program(config_class=ValidateConfig, main=main, recipes=RECIPES, plan=plan)
+
+
+def _chat() -> Program:
+    from whet.inspect.chat import ChatConfig, main
+
+    return Program(config_class=ChatConfig, main=main, positional="policy.init")
+
+
+def _serve() -> Program:
+    from whet.inspect.serve import ServeConfig, main
+
+    return Program(config_class=ServeConfig, main=main, positional="policy.init")
+
+
+def _track() -> Program:
+    from whet.inspect.track import TrackRunConfig, main
+
+    return Program(config_class=TrackRunConfig, main=main, positional="run")
 
 
 def _audit() -> Program:
@@ -127,6 +186,24 @@ COMMANDS: dict[str, Command] = {
     "dpo": Command(load=_dpo, help="teach a model to prefer better completions over worse ones"),
     "rl": Command(load=_rl, help="reinforce a model with verifiable rewards"),
     "eval": Command(load=_eval, help="measure a model: accuracy with its confidence interval"),
+    "compare": Command(load=_compare, help="models side by side: what differs, how certain, what they wrote"),
+    "report": Command(
+        load=_report, help="one HTML page of a run: curves, warnings, every completion, differences"
+    ),
+    "watch": Command(load=_watch, help="a running run in the browser: live curves, every completion"),
+    "probe": Command(
+        load=_probe, help="what a model forgot: off-domain questions, perplexity of prose, token transcripts"
+    ),
+    "validate": Command(
+        load=_validate,
+        help="a whole recipe against thresholds declared before; exit status 1 when one is missed",
+    ),
+    "chat": Command(load=_chat, help="talk to a model in the terminal"),
+    "serve": Command(load=_serve, help="serve a model to OpenAI's clients and evaluation harnesses"),
+    "runs": Command(load=_runs, help="the registry of runs: lineage, hashes, results"),
+    "track": Command(
+        load=_track, help="send a run that has ended to experiment trackers, from its own files"
+    ),
     "audit": Command(
         load=_audit, help="test a task and its rewards before training: right pays most, hostile nothing"
     ),

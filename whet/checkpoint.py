@@ -23,7 +23,9 @@ FORMAT_VERSION = 1
 
 
 # What a run that ended before its first result leaves behind; the next one may take its place.
-BEGINNINGS = frozenset({"config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl"})
+BEGINNINGS = frozenset(
+    {"config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "provenance.json"}
+)
 # What stays good for the next run in the folder: scores that were paid for.
 REUSABLE = frozenset({"judge.jsonl"})
 

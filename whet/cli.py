@@ -48,7 +48,7 @@ __all__ = [
 Config = TypeVar("Config", bound="DataclassInstance")
 
 _NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
-_SHORT = {"--task": "--task.name"}
+_SHORT = {"--task": "--task.name", "--track": "--track.to"}
 """Options that stand for one field of a group."""
 _SWITCHES = {"--dry-run": "dry_run", "--dry_run": "dry_run", "--help": "help", "-h": "help"}
 

@@ -9,19 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from whet.eval.evaluate import (
-    EvalConfig,
-    EvalResult,
-    Judged,
-    breakdown,
-    evaluate,
-    fitting_problems,
-    main,
-    plan,
-    take_problems,
-    write_result,
-)
-from whet.eval.grade import Grade, grade
+from whet.eval.evaluate import EvalConfig, fitting_problems, main, plan, take_problems
+from whet.eval.grade import Grade, Judged, grade
+from whet.eval.measure import EvalResult, evaluate
+from whet.eval.metrics import breakdown
+from whet.eval.record import write_result
 from whet.eval.show import print_result
 from whet.generate.engine import Completion, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
@@ -65,7 +57,11 @@ class Scripted:
     def complete(self, text: str) -> Completion:
         ids = tuple(self.policy.tokenizer.encode(text))
         stopped = ids[-1] in self.policy.stop_ids
-        return Completion(ids=ids, logprobs=(0.0,) * len(ids), finish_reason="stop" if stopped else "length")
+        return Completion(
+            ids=ids,
+            logprobs=(-0.5,) * (len(ids) - 1) + (-1.5,),
+            finish_reason="stop" if stopped else "length",
+        )
 
 
 @pytest.fixture
@@ -144,7 +140,26 @@ def test_files(policy: Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         "completion_tokens": 9,
         "finish_reason": "length",
         "answer_from": None,
+        "num_turns": 1,
+        "completion_ids": policy.tokenizer.encode(NONE),
+        "logprobs": [-0.5] * 8 + [-1.5],
+        "mean_logprob": pytest.approx(-5.5 / 9, abs=1e-6),
+        "answer_logprob": None,
+        "hedges": 0,
+        "revisions": 0,
+        "rewards": {},
+        "reward": None,
     }
+    # RIGHT: the tokens of "132" are the three before the closing tag; only the last token costs 1.5 nats.
+    assert (rows[0]["answer_logprob"], rows[0]["mean_logprob"]) == (
+        -0.5,
+        pytest.approx(-(20 * 0.5 + 1.5) / 21, abs=1e-6),
+    )
+    assert content["tokens"] == {
+        "prompt": 2 * sum(len(policy.prompt_ids(problem)) for problem in (FIRST, SECOND)),
+        "completion": sum(row["completion_tokens"] for row in rows),
+    }
+    assert (content["requests"], content["hardware"], content["model"]) == (10, None, None)
     assert sum(row["correct"] for row in rows if row["sample"] != "greedy") == 3
 
 
@@ -205,7 +220,8 @@ def test_main_is_reproducible(
     assert "accuracy is near zero" in capsys.readouterr().out
     first, second = (json.loads((tmp_path / name / "eval.json").read_text()) for name in ("first", "second"))
     for content in (first, second):
-        del content["seconds"]
+        for name in ("seconds", "generation_seconds", "hardware"):  # of this run, not of the model
+            del content[name]
     assert first == second
     texts = [(tmp_path / name / "eval_samples.jsonl").read_text() for name in ("first", "second")]
     assert texts[0] == texts[1]
@@ -237,7 +253,7 @@ def test_pass_at_1_by_label(policy: Policy) -> None:
     problems = [replace(FIRST, uid=str(n), meta=meta) for n, meta in enumerate(labels)]
     right = [[True, True], [True, False], [False, False], [True, True]]
     samples = [[judged(value) for value in row] for row in right]
-    found = breakdown(EvalResult({}, problems, samples, [], 0.0))
+    found = breakdown(problems, samples)
     assert set(found) == {"level"}  # one subject is no breakdown
     assert {value: interval.mean for value, interval in found["level"].items()} == {"1": 1.0, "2": 0.25}
 

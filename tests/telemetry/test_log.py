@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 
 from whet.telemetry.health import QUIET_ROWS, health_warnings
-from whet.telemetry.log import FAMILIES, METRICS, RunLog, find_metric, format_metric, read_metrics, read_rows
+from whet.telemetry.log import RunLog, read_metrics, read_rows
+from whet.telemetry.metrics import FAMILIES, METRICS, find_metric, format_metric
 from whet.types import Group, Problem, Sample
 
 
-def make_group(*, text="7", reward=1.0, advantage=0.5, prompt="3+4=", rewards=None):
+def make_group(
+    *, text="7", reward=1.0, advantage=0.5, prompt="3+4=", rewards=None, logprobs=(-0.12346, -0.00001, 0.0)
+):
     sample = Sample(
         uid="ab12",
         index=0,
         prompt_ids=(1, 5),
         completion_ids=(7, 8, 2),
-        sampler_logprobs=(-0.1, -0.2, 0.0),
+        sampler_logprobs=logprobs,
         text=text,
         finish_reason="stop",
         rewards={"correct": 1.0} if rewards is None else rewards,
@@ -114,11 +117,34 @@ def test_samples_hold_everything_of_a_rollout(tmp_path):
         "num_read_tokens": 0,
         "num_turns": 1,
         "completion_ids": [7, 8, 2],
+        "sampler_logprobs": [-0.1235, 0.0, 0.0],
         "finish_reason": "stop",
         "rewards": {"correct": 1.0},
         "reward": 1.0,
         "advantage": 0.5,
     }
+
+
+def test_logprobs_are_short_and_always_json(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.write_samples(1, [make_group(logprobs=(-0.00001, -math.inf, math.nan))])
+        assert log.num_non_finite == 2
+    (row,) = strict_rows(tmp_path / "samples.jsonl")
+    assert row["sampler_logprobs"] == [0.0, None, None]
+    assert "-0.0" not in (tmp_path / "samples.jsonl").read_text()
+
+
+def test_a_listener_hears_what_is_written_and_nothing_on_other_ranks(tmp_path):
+    heard = []
+
+    def listen(file, rows):
+        heard.append((file, [dict(row) for row in rows]))
+
+    for enabled in (False, True):
+        with RunLog(tmp_path, enabled=enabled, listener=listen) as log:
+            log.write_metrics("rl", 1, {"rl/loss": 0.5})
+            log.write_samples(1, [make_group(), make_group()])
+    assert heard == [(name, strict_rows(tmp_path / name)) for name in ("metrics.jsonl", "samples.jsonl")]
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\u2028b\r\n\x85c", "\x1b]0;title\x07\x00", '"\\', "漢字 🙂"])

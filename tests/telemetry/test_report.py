@@ -8,7 +8,8 @@ import pytest
 from whet import __version__
 from whet.telemetry import plots, report
 from whet.telemetry.environment import write_environment
-from whet.telemetry.log import METRICS, RunLog
+from whet.telemetry.log import RunLog
+from whet.telemetry.metrics import METRICS
 from whet.telemetry.report import write_report
 from whet.types import Group, Problem, Sample
 

@@ -26,7 +26,8 @@ from whet.train.pairs import Pair, is_held_out
 from whet.train.step import OptimConfig
 from whet.types import UserError
 
-TIME_FIELDS = {"time_s", "dpo/tokens_per_second"}
+MACHINE = ("time_s", "_per_second", "_gib", "hardware/utilisation/cpu", "hardware/memory_gib/cpu")
+"""Ends of the names of what a machine adds: two equal runs differ in them."""
 GOOD = {"prompt": "1+1=", "chosen": "</think><answer>2</answer>", "rejected": "</think><answer>3</answer>"}
 
 
@@ -51,7 +52,7 @@ def make_config(halfway: Any, folder: Path, **changes: Any) -> DPOConfig:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in TIME_FIELDS} for row in rows]
+    return [{name: value for name, value in row.items() if not name.endswith(MACHINE)} for row in rows]
 
 
 def weights(folder: Path, step: int) -> bytes:

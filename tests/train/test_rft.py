@@ -22,7 +22,8 @@ from whet.train.rft import RFTConfig, greedy_accuracy, main, plan, train
 from whet.train.step import OptimConfig
 from whet.types import UserError
 
-TIME_FIELDS = {"time_s", "rft/tokens_per_second"}
+MACHINE = ("time_s", "_per_second", "_gib", "hardware/utilisation/cpu", "hardware/memory_gib/cpu")
+"""Ends of the names of what a machine adds: two equal runs differ in them."""
 
 
 def make_config(halfway: Any, folder: Path, **changes: Any) -> RFTConfig:
@@ -47,7 +48,7 @@ def make_config(halfway: Any, folder: Path, **changes: Any) -> RFTConfig:
 
 def read(path: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in TIME_FIELDS} for row in rows]
+    return [{name: value for name, value in row.items() if not name.endswith(MACHINE)} for row in rows]
 
 
 def final_weights(folder: Path) -> bytes:

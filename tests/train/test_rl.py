@@ -34,7 +34,7 @@ from whet.types import Group, Problem, Sample, Task, UserError
 pytestmark = pytest.mark.usefixtures("few_problems")
 
 # Rates and durations differ between any two runs.
-TIMES = ("_seconds", "_per_second", "time_s")
+TIMES = ("_seconds", "_per_second", "time_s", "_gib", "hardware/utilisation/cpu", "hardware/memory_gib/cpu")
 MAX_NEW = 14
 
 

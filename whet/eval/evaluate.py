@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from whet.checkpoint import open_run
 from whet.config import align, dump_yaml
-from whet.eval.grade import AnswerFrom, Grade, grade
-from whet.eval.show import print_result
-from whet.eval.stats import Interval, bootstrap_interval, majority_at_k, pass_at_k, wilson_interval
-from whet.generate.episode import play
+from whet.eval.grade import AnswerFrom
+from whet.eval.identity import describe_weights
+from whet.eval.measure import Chunk, EvalResult, evaluate
+from whet.eval.plots import draw_evaluation
+from whet.eval.record import (
+    PROGRESS,
+    SUMMARY,
+    read_finished,
+    save_chunk,
+    start_progress,
+    write_json,
+    write_summary,
+)
+from whet.eval.show import describe, intervals, print_result
+from whet.eval.work import total_work
 from whet.generate.policy import Policy, PolicyConfig, load_policy
-from whet.generate.sampling import SamplingParams, sequence_seed
-from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.generate.sampling import SamplingParams
+from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
+from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, load_task
 from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.environment import write_environment
+from whet.telemetry.hardware import HardwareMonitor
 from whet.telemetry.log import RunLog
+from whet.telemetry.provenance import data_hash, write_provenance
 from whet.telemetry.report import write_report
 from whet.types import Problem, Task, UserError
-
-NEAR_ZERO = 0.05
-BREAKDOWN = ("part", "subject", "level", "environment")
-"""Labels of problems by which pass@1 is reported besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +53,32 @@ class EvalConfig:
     """The model."""
     task: TaskConfig = field(default_factory=TaskConfig)
     """The problems."""
+    tasks: tuple[str, ...] = ()
+    """Several tasks at once, each a name or name=FOLDER_OR_FILE, in place of task.name and task.path; the other
+    fields of task go to those that read them. Each gets a sub-folder of its own."""
     split: str = "test"
     """Part of the data: train, dev or test."""
     num_problems: int = 200
     """Problems taken from the front of the split's hash order; 0 takes all."""
     num_samples: int = 16
-    """Completions per problem; pass@k is reported for k up to this."""
+    """Completions per problem (n); pass@k is reported for every k up to this."""
+    k: tuple[int, ...] = ()
+    """More k for which pass@k is shown; each at most num_samples. eval.json has them all."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How completions are drawn (greedy decoding is always measured too)."""
     answer_from: AnswerFrom = "schema"
     """schema: only the answer block counts; anywhere: boxes, phrases and the last number count too."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Weight of built-in rewards by name, as in `whet rl`: every completion is scored, and best@n is the accuracy of
+    the sample with the highest reward. Empty: no best@n."""
+    reward: tuple[str, ...] = ()
+    """Rewards of your own besides: path.py:function, weight 1, or path.py:function=0.5."""
     precision: str = "float32"
     """Dtype of the parameters: float32 or bfloat16."""
     seed: int = 0
     """Seed of the samples and of the bootstrap."""
+    hardware: bool = True
+    """Watch power, energy, load and memory of the devices while completions are drawn."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -67,221 +91,15 @@ class EvalConfig:
             )
         if self.precision not in ("float32", "bfloat16"):
             raise ValueError(f"precision = {self.precision!r}: expected float32 or bfloat16")
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """One graded completion."""
-
-    text: str
-    num_tokens: int
-    finish_reason: str
-    grade: Grade
-    num_turns: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class EvalResult:
-    """Metrics with their intervals, and every completion behind them.
-
-    Attributes:
-        metrics: 'pass@1', 'greedy', 'pass@k', 'maj@k', 'format', 'thinking_tokens' and more, by name.
-        problems: The problems.
-        samples: Graded samples of each problem.
-        greedy: Graded greedy completion of each problem.
-        seconds: Wall time.
-    """
-
-    metrics: dict[str, Interval]
-    problems: Sequence[Problem]
-    samples: Sequence[Sequence[Judged]]
-    greedy: Sequence[Judged]
-    seconds: float
-
-
-def evaluate(
-    policy: Policy,
-    task: Task,
-    problems: Sequence[Problem],
-    *,
-    num_samples: int,
-    sampling: SamplingParams,
-    seed: int,
-    answer_from: AnswerFrom = "schema",
-    autocast: torch.dtype | None = None,
-    on_finished: Callable[[int], None] | None = None,
-) -> EvalResult:
-    """Sample and grade completions of every problem, greedy ones too.
-
-    Args:
-        policy: The model.
-        task: Judges answers.
-        problems: Held-out problems.
-        num_samples: Completions per problem.
-        sampling: How they are drawn.
-        seed: Seed of samples and bootstrap.
-        answer_from: Where an answer may stand.
-        autocast: Compute dtype when it is not the parameters' own.
-        on_finished: Called with the number of completions that ended since the last call.
-
-    Returns:
-        The result.
-
-    Raises:
-        UserError: If there is no problem.
-    """
-    if not problems:
-        raise UserError("nothing to evaluate: the split has no problems")
-    began = time.perf_counter()
-    engine = policy.engine(autocast)
-    environment = environment_for(policy.schema, task)
-    seeds = [
-        [sequence_seed("eval", seed, problem.uid, index) for index in range(num_samples)]
-        for problem in problems
-    ]
-    drawn = play(policy, engine, problems, seeds, sampling, environment, on_finished=on_finished)
-    greedy_params = SamplingParams(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
-    once = [[0]] * len(problems)
-    best = play(policy, engine, problems, once, greedy_params, environment, on_finished=on_finished)
-    rows = [[*row, done] for row, (done,) in zip(drawn, best, strict=True)]
-    prompts = [policy.prompt_ids(problem) for problem in problems]
-    items = [
-        (problem, policy.completion_text(prompt, done.ids), done)
-        for problem, prompt, row in zip(problems, prompts, rows, strict=True)
-        for done in row
-    ]
-    grades = grade(policy, task, [(p, text, done.ids) for p, text, done in items], answer_from=answer_from)
-    num_unjudged = sum(not graded.is_judged for graded in grades)
-    if num_unjudged:
-        raise UserError(
-            f"task {task.name}: {num_unjudged} of {len(grades)} answers could not be judged, so there is no score; "
-            "see `whet doctor sandbox`"
-        )
-    judged = [
-        Judged(text, len(done.ids), done.finish_reason, graded, max(1, len(done.turn_ends)))
-        for (_, text, done), graded in zip(items, grades, strict=True)
-    ]
-    count = num_samples + 1
-    samples = [judged[start : start + num_samples] for start in range(0, len(judged), count)]
-    greedy = judged[num_samples::count]
-    metrics = _metrics(task, problems, samples, greedy, seed)
-    return EvalResult(metrics, problems, samples, greedy, time.perf_counter() - began)
-
-
-def _metrics(
-    task: Task,
-    problems: Sequence[Problem],
-    samples: Sequence[Sequence[Judged]],
-    greedy: Sequence[Judged],
-    seed: int,
-) -> dict[str, Interval]:
-    """Average over samples within a problem, then bootstrap over problems."""
-    count = len(samples[0])
-    correct_P = [sum(s.grade.is_correct for s in row) for row in samples]
-    per_problem: dict[str, list[float]] = {
-        "pass@1": [c / count for c in correct_P],
-        "greedy": [float(done.grade.is_correct) for done in greedy],
-    }
-    k = 2
-    while k < count:
-        per_problem[f"pass@{k}"] = [pass_at_k(count, c, k) for c in correct_P]
-        k *= 2
-    if count > 1:
-        per_problem[f"pass@{count}"] = [pass_at_k(count, c, count) for c in correct_P]
-        per_problem[f"maj@{count}"] = [
-            majority_at_k(
-                [s.grade.answer for s in row], lambda answer, p=problem: bool(task.is_correct(p, answer))
+        wrong = next((k for k in self.k if not 1 <= k <= self.num_samples), None)
+        if wrong is not None:
+            raise ValueError(
+                f"k = {wrong}: pass@{wrong} needs 1 <= k <= num_samples = {self.num_samples}; draw more samples, or "
+                "ask for a smaller k"
             )
-            for problem, row in zip(problems, samples, strict=True)
-        ]
-    per_problem["format"] = [_mean([s.grade.verdict == "perfect" for s in row]) for row in samples]
-    per_problem["truncated"] = [_mean([s.finish_reason == "length" for s in row]) for row in samples]
-    per_problem["thinking_tokens"] = [_mean([s.grade.thinking_tokens for s in row]) for row in samples]
-    per_problem["completion_tokens"] = [_mean([s.num_tokens for s in row]) for row in samples]
-    if any(s.num_turns > 1 for row in samples for s in row):
-        per_problem["turns"] = [_mean([s.num_turns for s in row]) for row in samples]
-    return {name: _interval(values, seed) for name, values in per_problem.items()}
-
-
-def _interval(values: Sequence[float], seed: int) -> Interval:
-    """Bootstrap over problems; Wilson where each counts 0 or 1 (a bootstrap of nothing but ones claims certainty)."""
-    if all(value in (0.0, 1.0) for value in values):
-        return wilson_interval(int(sum(values)), len(values))
-    return bootstrap_interval(values, seed=seed)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def write_result(folder: Path, result: EvalResult, *, label: str, identity: dict[str, object]) -> None:
-    """Write eval.json (metrics with intervals) and eval_samples.jsonl (every completion) into a folder.
-
-    Args:
-        folder: Existing folder.
-        result: The result.
-        label: What was evaluated.
-        identity: Protocol, task and sampling: two results compare only when these are equal.
-    """
-    counts = {"num_problems": len(result.problems), "num_samples": len(result.samples[0])}
-    metrics = {name: asdict(interval) for name, interval in result.metrics.items()}
-    content = {
-        "label": label,
-        "remark": remark(result),
-        **counts,
-        "metrics": metrics,
-        "pass@1 by": {
-            label: {value: asdict(interval) for value, interval in rows.items()}
-            for label, rows in breakdown(result).items()
-        },
-        "seconds": round(result.seconds, 2),
-        "identity": identity,
-    }
-    (folder / "eval.json").write_text(json.dumps(content, indent=1) + "\n")
-    with (folder / "eval_samples.jsonl").open("w", encoding="ascii") as file:
-        for problem, row, greedy in zip(result.problems, result.samples, result.greedy, strict=True):
-            for index, done in enumerate([greedy, *row]):
-                record = {
-                    "uid": problem.uid,
-                    "prompt": problem.prompt,
-                    "gold": problem.answer,
-                    "meta": dict(problem.meta),
-                    "sample": "greedy" if index == 0 else index - 1,
-                    "text": done.text,
-                    "answer": done.grade.answer,
-                    "answer_from": done.grade.answer_step,
-                    "correct": done.grade.is_correct,
-                    "format": done.grade.verdict,
-                    "thinking_tokens": done.grade.thinking_tokens,
-                    "completion_tokens": done.num_tokens,
-                    "finish_reason": done.finish_reason,
-                }
-                file.write(json.dumps(record) + "\n")
-
-
-def breakdown(result: EvalResult) -> dict[str, dict[str, Interval]]:
-    """Return pass@1 for each value of a problem's labels (subject, level ...), where a label has several values."""
-    found: dict[str, dict[str, Interval]] = {}
-    for label in BREAKDOWN:
-        rows: dict[str, list[float]] = {}
-        for problem, samples in zip(result.problems, result.samples, strict=True):
-            if problem.meta.get(label):
-                right = _mean([sample.grade.is_correct for sample in samples])
-                rows.setdefault(problem.meta[label], []).append(right)
-        if len(rows) > 1:
-            found[label] = {value: _interval(values, 0) for value, values in sorted(rows.items())}
-    return found
-
-
-def remark(result: EvalResult) -> str:
-    """Say plainly what the numbers must not be taken for."""
-    accuracy = result.metrics["pass@1"].mean
-    if accuracy >= NEAR_ZERO:
-        return ""
-    return (
-        f"accuracy is near zero (pass@1 {100 * accuracy:.1f} %): the model does not solve this task; right answers of "
-        "this share, and the pass@k made of them, are what lucky guesses give. Read format and samples instead."
-    )
+        if JUDGE in self.rewards:
+            raise ValueError("rewards.judge: an evaluation asks no judge; leave it out")
+        task_configs(self)
 
 
 def take_problems(task: Task, split: str, count: int) -> list[Problem]:
@@ -318,65 +136,239 @@ def fitting_problems(policy: Policy, problems: Sequence[Problem], *, min_new_tok
     return kept
 
 
+def task_configs(config: EvalConfig) -> dict[str, TaskConfig]:
+    """Return the tasks of an evaluation by the name of their sub-folder; '' for the one task without `tasks`.
+
+    Raises:
+        UserError: If an entry names no task, two have the same folder, or a field of `task` is read by none.
+    """
+    if not config.tasks:
+        return {"": config.task}
+    given = {
+        item.name: value
+        for item in fields(TaskConfig)
+        if item.name not in ("name", "path")
+        and (value := getattr(config.task, item.name)) not in (item.default, {})
+    }
+    found: dict[str, TaskConfig] = {}
+    read: set[str] = set()
+    for entry in config.tasks:
+        name, _, path = entry.partition("=")
+        options: dict[str, Any] = {key: given[key] for key in given.keys() & OPTIONS.get(name, frozenset())}
+        try:
+            if name == config.task.name and not path:
+                path = config.task.path
+            task = TaskConfig(name=name, path=path, **options)
+        except ValueError as error:
+            raise UserError(f"tasks: {entry!r}: {error} (written NAME or NAME=FOLDER_OR_FILE)") from None
+        folder = Path(name.partition(":")[0]).stem if ":" in name else name
+        if folder in found and path:
+            folder = f"{folder}-{Path(path).stem}"
+        if folder in found:
+            raise UserError(f"tasks: {entry!r} comes twice; leave one out")
+        found[folder] = task
+        read |= options.keys()
+    unread = sorted(given.keys() - read)
+    if unread:
+        raise UserError(
+            f"task.{unread[0]} is read by none of tasks = {', '.join(config.tasks)}; leave it out"
+        )
+    return found
+
+
 def plan(config: EvalConfig) -> str:
     """Describe the work without doing it."""
+    names = ", ".join(f"{task.name}/{config.split}" for task in task_configs(config).values())
     return align(
         "work",
         {
-            "problems": f"{config.num_problems or 'all'} of {config.task.name}/{config.split}",
+            "problems": f"{config.num_problems or 'all'} of {names}",
             "completions per problem": f"{config.num_samples} sampled + 1 greedy",
             "new tokens per completion, at most": config.sampling.max_new_tokens,
         },
     )
 
 
-def main(config: EvalConfig) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """One task of an evaluation, ready to run."""
+
+    name: str
+    config: EvalConfig
+    task: Task
+    problems: list[Problem]
+    num_left_out: int
+    rewards: list[WeightedReward]
+
+
+def main(config: EvalConfig, *, resume: bool = False) -> None:
     """Run the evaluation and write its folder."""
     folder = Path(config.out)
-    task = load_task(config.task)
+    if resume and _is_finished(folder):
+        open_run(folder, dump_yaml(config), resume=True)
+        print(f"{folder}: this evaluation is finished; nothing was changed")
+        return
+    tasks = {name: (own, load_task(own)) for name, own in task_configs(config).items()}
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     policy = load_policy(config.policy, seed=config.seed, dtype=dtype)
+    jobs = [_prepare(config, policy, name, own, task) for name, (own, task) in tasks.items()]
+    model = describe_weights(config.policy, policy)
+    open_run(folder, dump_yaml(config), resume=resume)
+    _write_origin(config, [problem for job in jobs for problem in job.problems])
+    summaries = {job.name: _run(policy, job, model) for job in jobs}
+    shown = {
+        f"{name} x {summary['num_problems']}"
+        if name
+        else Path(config.policy.init).name or "random": intervals(summary)
+        for name, summary in summaries.items()
+    }
+    print_result(shown, sum(s["num_problems"] for s in summaries.values()), config.num_samples)
+    for name, summary in summaries.items():
+        print("\n".join([f"{name}:"] * bool(name) + describe(summary)))
+    if config.tasks:
+        content = {
+            "label": _label(config),
+            "tasks": {n: _overview(s) for n, s in summaries.items()},
+            "model": model,
+        }
+        write_json(folder / SUMMARY, content)
+        write_report(folder)
+    print(f"report: {folder / 'report.md'}")
+
+
+def _write_origin(config: EvalConfig, problems: Sequence[Problem]) -> None:
+    """Write environment.json, and provenance.json for the registry of runs."""
+    write_environment(Path(config.out))
+    write_provenance(
+        Path(config.out),
+        base=config.policy.init,
+        adapter=config.policy.adapter,
+        config_yaml=dump_yaml(config),
+        problems=problems,
+    )
+
+
+def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, task: Task) -> _Job:
+    """Take the problems and make the rewards; whatever is missing is found before a folder is made."""
     policy.expect(answer_type_of(task))
-    environment_for(policy.schema, task)  # a tool that is not there is found before the folder is made
+    environment_for(policy.schema, task)  # a tool that is not there is found now
+    rewards: list[WeightedReward] = []
+    if config.rewards or config.reward:
+        rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
+    if EPISODE in config.rewards and getattr(task, "environment", None) is None:
+        raise UserError(f"rewards.episode: task {task.name} has no environment that pays; leave it out")
     wanted = take_problems(task, config.split, config.num_problems)
+    twice = next((left.uid for left, right in pairwise(wanted) if left.uid == right.uid), None)
+    if twice is not None:
+        raise UserError(f"task {task.name}: two problems have the uid {twice!r}; give every problem its own")
     problems = fitting_problems(policy, wanted, min_new_tokens=1)
-    open_run(folder, dump_yaml(config), resumable=False)
-    write_environment(folder)
-    total = len(problems) * (config.num_samples + 1)
-    with open_display(f"eval {task.name}/{config.split}", total, (), unit="completion") as display:
-        if len(problems) < len(wanted):
-            display.note(
-                f"{len(wanted) - len(problems)} of {len(wanted)} problems do not fit the context; left out"
-            )
+    if not problems:
+        raise UserError(f"nothing to evaluate: task {task.name} has no problems in split {config.split!r}")
+    if name:
+        config = replace(config, tasks=(), task=own, out=str(Path(config.out) / name))
+    return _Job(
+        name=name,
+        config=config,
+        task=task,
+        problems=problems,
+        num_left_out=len(wanted) - len(problems),
+        rewards=rewards,
+    )
+
+
+def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
+    """Evaluate one task, or go on where an earlier start ended; return what eval.json holds."""
+    config, folder = job.config, Path(job.config.out)
+    if _is_finished(folder):
+        return json.loads((folder / SUMMARY).read_bytes())
+    if job.name:
+        open_run(folder, dump_yaml(config), resume=(folder / "config.yaml").is_file())
+        _write_origin(config, job.problems)
+    policy.expect(answer_type_of(job.task))
+    identity = _identity(policy, job)
+    parts = start_progress(folder, {"identity": identity, "model": model})
+    known = read_finished(folder, job.problems, config.num_samples)
+    count = config.num_samples + 1
+    title = f"eval {job.task.name}/{config.split}"
+    with (
+        HardwareMonitor() if config.hardware else nullcontext() as monitor,
+        open_display(title, len(job.problems) * count, (), unit="completion") as display,
+    ):
+        if job.num_left_out:
+            num_wanted = job.num_left_out + len(job.problems)
+            display.note(f"{job.num_left_out} of {num_wanted} problems do not fit the context; left out")
+        advance = advancing(display)
+        if known:
+            display.note(f"{len(known)} of {len(job.problems)} problems were finished before; going on")
+            advance(len(known) * count)
+
+        def keep(chunk: Chunk) -> None:
+            window = None if monitor is None else monitor.window(chunk.start_s, chunk.end_s)
+            parts.append(replace(chunk.work, hardware=window))
+            save_chunk(folder, chunk, parts[-1])
 
         result = evaluate(
             policy,
-            task,
-            problems,
+            job.task,
+            job.problems,
             num_samples=config.num_samples,
             sampling=config.sampling,
             seed=config.seed,
             answer_from=config.answer_from,
-            on_finished=advancing(display),
+            rewards=job.rewards,
+            ks=config.k,
+            known=known,
+            on_finished=advance,
+            on_chunk=keep,
         )
-    identity: dict[str, object] = {
+    result = replace(result, work=total_work(parts))
+    summary = write_summary(folder, result, label=_label(config), identity=identity, model=model)
+    _report(folder, summary, result)
+    (folder / PROGRESS).unlink()
+    return summary
+
+
+def _identity(policy: Policy, job: _Job) -> dict[str, Any]:
+    """Return what was asked: two results compare only where it is the same (`whet.eval.record.differences`)."""
+    config = job.config
+    return {
         "protocol": policy.protocol(),
         "task": asdict(config.task),
         "split": config.split,
         "sampling": asdict(config.sampling),
         "answer_from": config.answer_from,
+        "precision": config.precision,
         "seed": config.seed,
-        "left_out": len(wanted) - len(problems),
+        "num_samples": config.num_samples,
+        "left_out": job.num_left_out,
+        "problems_sha256": data_hash(job.problems)[0],
     }
-    write_result(folder, result, label=config.policy.init or "random weights", identity=identity)
+
+
+def _report(folder: Path, summary: dict[str, Any], result: EvalResult) -> None:
+    """Log the metrics and write report.md with its plots; done again by a start that finds it half done."""
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
     with RunLog(folder) as log:
-        log.write_metrics(
-            "eval", 0, {f"eval/{name}": interval.mean for name, interval in result.metrics.items()}
-        )
+        log.write_metrics("eval", 0, {f"eval/{name}": row.mean for name, row in result.metrics.items()})
     write_report(folder)
-    print_result(
-        {Path(config.policy.init).name or "random": result.metrics}, len(problems), config.num_samples
-    )
-    if remark(result):
-        print(remark(result))
-    print(f"report: {folder / 'report.md'}")
+    drawn = draw_evaluation(summary, result.samples, folder / "plots")
+    with (folder / "report.md").open("a", encoding="utf-8") as file:
+        file.write("\n## Samples in plots\n\n")
+        file.writelines(f"![{name.replace('_', ' ')}](plots/{name}.png)\n\n" for name in drawn)
+
+
+def _overview(summary: dict[str, Any]) -> dict[str, Any]:
+    """Return what the table of several tasks keeps of one."""
+    metrics = summary["metrics"]
+    return {
+        "num_problems": summary["num_problems"],
+        **{name: metrics[name] for name in ("pass@1", "greedy", f"pass@{summary['num_samples']}", "format")},
+    }
+
+
+def _label(config: EvalConfig) -> str:
+    return config.policy.init or "random weights"
+
+
+def _is_finished(folder: Path) -> bool:
+    return (folder / SUMMARY).is_file() and not (folder / PROGRESS).is_file()

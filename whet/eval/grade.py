@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
+from whet.eval.confidence import Confidence
 from whet.generate.policy import Policy
 from whet.rewards.extract import extract_answer_with_step
 from whet.schema import FormatVerdict
@@ -33,6 +34,40 @@ class Grade:
     thinking_tokens: int
     answer_step: str | None = None
     is_judged: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One graded completion.
+
+    Attributes:
+        text: The decoded completion.
+        num_tokens: Its length.
+        finish_reason: 'stop', or 'length' where it was cut off.
+        grade: Answer, correctness, format.
+        num_turns: Turns of the episode; 1 without tools.
+        ids: Its tokens; empty where they were written to disk and let go.
+        logprobs: Log-probability of each token, nats, rounded to 4 places; empty as `ids`.
+        confidence: How sure it was of itself.
+        rewards: Unweighted score of every reward by name; None where a reward could not score it.
+        reward: Weighted sum; None without rewards, or where one could not score it.
+    """
+
+    text: str
+    num_tokens: int
+    finish_reason: str
+    grade: Grade
+    num_turns: int = 1
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    confidence: Confidence = Confidence()
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    reward: float | None = None
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens behind the thinking: the tags and the answer."""
+        return max(0, self.num_tokens - self.grade.thinking_tokens)
 
 
 def grade(

@@ -1,8 +1,9 @@
-"""Results of an evaluation as tables in the terminal."""
+"""Results of an evaluation as tables and sentences in the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from whet.eval.stats import Interval
 
@@ -14,9 +15,11 @@ def print_result(results: Mapping[str, Mapping[str, Interval]], num_problems: in
     from rich.table import Table
     from rich.text import Text
 
-    names = ["pass@1", "greedy", f"pass@{num_samples}", f"maj@{num_samples}", "format", "thinking_tokens"]
-    names = [name for name in dict.fromkeys(names) if name in next(iter(results.values()))]
-    title = f"{num_problems} held-out problems x {num_samples} samples; percent, with 95 % intervals over problems"
+    names = [name for name in table_names(num_samples) if name in next(iter(results.values()))]
+    title = (
+        f"{num_problems} held-out problem{'s' * (num_problems != 1)} x {num_samples} "
+        f"sample{'s' * (num_samples != 1)}; percent, with 95 % intervals over problems"
+    )
     table = Table(title=title, box=SIMPLE_HEAD, leading=1, title_justify="left")
     table.add_column("", style="bold", overflow="fold", min_width=4, max_width=16)
     for name in names:
@@ -24,6 +27,12 @@ def print_result(results: Mapping[str, Mapping[str, Interval]], num_problems: in
     for label, metrics in results.items():
         table.add_row(Text(label), *(Text(show_metric(name, metrics[name])) for name in names))
     Console().print(table)
+
+
+def table_names(num_samples: int) -> list[str]:
+    """Return the metrics of the table: six, as many as 80 columns hold."""
+    names = ["pass@1", "greedy", f"pass@{num_samples}", f"maj@{num_samples}", "format", "thinking_tokens"]
+    return list(dict.fromkeys(names))
 
 
 def show_metric(name: str, interval: Interval) -> str:
@@ -34,3 +43,57 @@ def show_metric(name: str, interval: Interval) -> str:
         for value in (interval.mean, interval.low, interval.high)
     )
     return f"{mean}\n{low}-{high}"
+
+
+def intervals(summary: Mapping[str, Any]) -> dict[str, Interval]:
+    """Return the metrics of an eval.json as intervals."""
+    return {name: Interval(**row) for name, row in summary["metrics"].items()}
+
+
+def describe(summary: Mapping[str, Any]) -> list[str]:
+    """Say in a few lines what the table leaves out: consistency, opportunity, lengths, speed, and what to beware of.
+
+    Args:
+        summary: Content of eval.json.
+    """
+    problems, count = summary["num_problems"], summary["num_samples"]
+    others = {
+        name: row["mean"]
+        for name, row in summary["metrics"].items()
+        if name not in table_names(count) and (name.startswith(("pass@", "best@")) or name == "truncated")
+    }
+    lines = [", ".join(f"{name} {100 * mean:.1f} %" for name, mean in others.items())]
+    if count > 1:
+        share = {name: f"{100 * row['mean']:.1f} %" for name, row in summary["consistency"].items()}
+        lines += [
+            f"consistency: {share['always']} of the problems always right, {share['mixed']} mixed, "
+            f"{share['never']} never",
+            f"opportunity: pass@{count} - pass@1 = {_points(summary['opportunity'])}; only the mixed problems give a "
+            "gradient",
+        ]
+    lengths = [f"{name} {_length(rows)}" for name, rows in summary["lengths"].items() if rows["completion"]]
+    lines.append(f"tokens of a completion: {', '.join(lengths)}")
+    if summary["generation_seconds"]:
+        lines.append(_speed(summary))
+    lines.append(
+        f"a difference of pass@1 below {100 * summary['minimum_detectable_effect']:.1f} points would not be seen with "
+        f"{problems} problem{'s' * (problems != 1)} (two evaluations side by side, 80 % power)"
+    )
+    return [*lines, summary["remark"]] if summary["remark"] else lines
+
+
+def _points(row: Mapping[str, float]) -> str:
+    mean, low, high = (f"{100 * row[end]:.1f}" for end in ("mean", "low", "high"))
+    return f"{mean} points ({low} to {high})"
+
+
+def _length(rows: Mapping[str, Any]) -> str:
+    whole, thinking = rows["completion"]["mean"], rows["thinking"]["mean"]
+    return f"{whole:.1f} (thinking {thinking:.1f})"
+
+
+def _speed(summary: Mapping[str, Any]) -> str:
+    tokens, seconds = summary["tokens"]["completion"], summary["generation_seconds"]
+    text = f"sampling: {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
+    joules = (summary["hardware"] or {}).get("joules_per_token")
+    return text if joules is None else f"{text}, {joules:.3g} J/token"

@@ -212,6 +212,60 @@ def mcnemar_exact(b: int, c: int) -> float:
     return min(1.0, 2 * tail / 2 ** (b + c))
 
 
+def fisher_exact(a: int, num_a: int, b: int, num_b: int) -> float:
+    """Give Fisher's exact two-sided p-value for two proportions of unpaired observations.
+
+    For two systems on the same problems take `mcnemar_exact`, which sees more.
+
+    Args:
+        a: Successes of the first system.
+        num_a: Its trials.
+        b: Successes of the second system.
+        num_b: Its trials.
+
+    Returns:
+        The probability of all tables with the same margins that are as unlikely as the observed one, or more.
+
+    Raises:
+        ValueError: If a count is out of range.
+
+    Source:
+        Fisher 1935; the two-sided rule is that of R and scipy. Integers up to the last division: no tie is missed.
+    """
+    if not (0 <= a <= num_a and 0 <= b <= num_b and num_a and num_b):
+        raise ValueError(
+            f"expected 0 <= successes <= trials, trials >= 1, got {a} of {num_a}, {b} of {num_b}"
+        )
+    total = a + b
+    counts = range(max(0, total - num_b), min(num_a, total) + 1)
+    ways = [math.comb(num_a, count) * math.comb(num_b, total - count) for count in counts]
+    observed = math.comb(num_a, a) * math.comb(num_b, b)
+    return sum(number for number in ways if number <= observed) / math.comb(num_a + num_b, total)
+
+
+def detectable_difference(
+    values_P: Sequence[float] | np.ndarray, power: float = 0.8, confidence: float = 0.95
+) -> float:
+    """Give the smallest difference of means that two unpaired evaluations like this one would show.
+
+    For scores of 0 and 1 it is `minimum_detectable_effect`; several samples per problem make it smaller. Where all
+    scores are equal the formula says 0, which would promise certainty: at least one problem is taken to differ.
+
+    Args:
+        values_P: One finite score in [0, 1] per problem.
+        power: Chance to see a difference of that size, in (0, 1).
+        confidence: 1 minus the two-sided significance level, in (0, 1).
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    values = _scores("values_P", values_P)
+    edge = 1 / (values.size + 1)
+    variance = max(float(values.var()), edge * (1 - edge))
+    share = (1 + math.sqrt(max(0.0, 1 - 4 * variance))) / 2  # p with p (1-p) = variance
+    return minimum_detectable_effect(share, values.size, power, confidence)
+
+
 def minimum_detectable_effect(p: float, n: int, power: float = 0.8, confidence: float = 0.95) -> float:
     """Give the smallest difference between two unpaired evaluations that would be seen with the given power.
 

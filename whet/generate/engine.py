@@ -8,46 +8,24 @@ which `whet.generate.probe` measures).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 
-from whet.algo.logprobs import head_logits
+from whet.algo.logprobs import head_logits, select_logprobs
 from whet.generate.cache import Decode, KVCache, Prefill
+from whet.generate.rows import Completion, Job, Request, Rows, Token, by_params
 from whet.generate.sampling import SamplingParams, sample_tokens
-from whet.model.attention import KEY_BLOCK, KEY_QUANTUM, AttentionKind, round_up
+from whet.model.attention import KEY_BLOCK, KEY_QUANTUM, AttentionKind, Packed, round_up
 from whet.model.transformer import LanguageModel
-from whet.types import FinishReason, UserError
+from whet.types import UserError
 
 PREFILL_TOKENS = 8192
 CHECK_EVERY_GPU = 8
 CHECK_EVERY_TEXT = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """One prompt and the seeds of the samples wanted of it; `max_new_tokens` tightens the bound."""
-
-    prompt_ids: tuple[int, ...]
-    seeds: tuple[int, ...]
-    max_new_tokens: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
-    """Generated ids (stop token included), their log-probabilities (fp32) and why it ended.
-
-    The rest is that of an episode of several turns, see `whet.types.Sample`.
-    """
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-    trained: tuple[bool, ...] = ()
-    turn_ends: tuple[int, ...] = ()
-    turn_rewards: tuple[float, ...] = ()
+SCORE_ROWS = 1024
 
 
 @dataclass(slots=True)
@@ -58,52 +36,6 @@ class EngineStats:
     new_tokens: int = 0
     decode_steps: int = 0
     seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class _Rows:
-    """State of the live rows, as tensors of `max_rows`; row r of every field belongs to one sequence."""
-
-    seeds: torch.Tensor
-    positions: torch.Tensor
-    counts: torch.Tensor
-    checked: torch.Tensor
-    limits: torch.Tensor
-    last: torch.Tensor
-    done: torch.Tensor
-    stopped: torch.Tensor
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    owner: list[tuple[int, int]] = field(default_factory=list)
-
-    @classmethod
-    def empty(cls, num_rows: int, max_new: int, device: torch.device) -> _Rows:
-        """Make `num_rows` rows; the buffers have one spare column, where ended rows write."""
-
-        def whole(dtype: torch.dtype, *width: int) -> torch.Tensor:
-            return torch.zeros(num_rows, *width, dtype=dtype, device=device)
-
-        return cls(
-            seeds=whole(torch.int64),
-            positions=whole(torch.int64),
-            counts=whole(torch.int64),
-            checked=whole(torch.int64),
-            limits=whole(torch.int64),
-            last=whole(torch.int64),
-            done=whole(torch.bool),
-            stopped=whole(torch.bool),
-            tokens=whole(torch.int64, max_new + 1),
-            logprobs=whole(torch.float32, max_new + 1),
-        )
-
-    def move(self, source: list[int], target: list[int]) -> None:
-        """Overwrite rows `target` by rows `source`."""
-        for item in fields(self):
-            if item.name != "owner":
-                tensor = getattr(self, item.name)
-                tensor[target] = tensor[source]
-        for old, new in zip(source, target, strict=True):
-            self.owner[new] = self.owner[old]
 
 
 class Engine:
@@ -138,9 +70,7 @@ class Engine:
         self.device = model.head_weight.device
         self.stats = EngineStats()
         self._stop_ids = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=self.device)
-        self._stop_strings = tuple(stop_strings)
-        # Every token spells at least a byte, and a character may begin a few tokens earlier.
-        self._stop_tail = max((len(stop.encode()) for stop in stop_strings), default=0) + 4
+        self.stop_strings = tuple(stop_strings)
         self._decode = decode
         self._max_rows = max_rows
         self._attention: AttentionKind = attention
@@ -168,14 +98,32 @@ class Engine:
         Raises:
             UserError: If a prompt is empty or leaves no room in the context.
         """
-        self._check(requests)
+        for index, request in enumerate(requests):
+            self.check(request.prompt_ids, f"prompt {index}")
         began = time.perf_counter()
-        results: list[list[Completion | None]] = [[None] * len(request.seeds) for request in requests]
-        num_samples = sum(len(request.seeds) for request in requests)
-        if num_samples == 0:
+        jobs = [
+            [Job(request=r, seed=seed, params=params, stop_strings=self.stop_strings) for seed in r.seeds]
+            for r in requests
+        ]
+        waiting = [job for row in jobs for job in row]
+        if not waiting:
             return [[] for _ in requests]
         longest = max(len(request.prompt_ids) for request in requests)
         capacity = min(longest + params.max_new_tokens, self.model.config.max_positions)
+        with self.session(min(self._max_rows, len(waiting)), capacity, params.max_new_tokens) as rows:
+            self._run(rows, waiting, on_finished)
+        self.stats.seconds += time.perf_counter() - began
+        return [[job.completion for job in row if job.completion is not None] for row in jobs]
+
+    @contextmanager
+    def session(self, num_rows: int, capacity: int, max_new: int) -> Iterator[Rows]:
+        """Make room for rows and be ready to `admit` jobs to them and to `decode` them.
+
+        Args:
+            num_rows: Jobs that are live at once.
+            capacity: Positions of each, prompt and completion.
+            max_new: Longest completion in tokens.
+        """
         context: AbstractContextManager[object] = nullcontext()
         if self._autocast is not None:
             context = torch.autocast(self.device.type, dtype=self._autocast)
@@ -183,37 +131,36 @@ class Engine:
         self.model.eval()
         try:
             with torch.inference_mode(), context:
-                rows = min(self._max_rows, num_samples)
                 self._head = self._head_for_sampling()
-                self._reserve(rows, capacity)
-                self._run(requests, params, results, rows, on_finished)
+                self._reserve(num_rows, capacity)
+                yield Rows.empty(num_rows, max_new, self.device)
         finally:
             self._head = None
             self.model.train(was_training)
-        self.stats.seconds += time.perf_counter() - began
-        return [[completion for completion in row if completion is not None] for row in results]
 
     def release(self) -> None:
         """Give the cache's memory back until the next call."""
         self._cache = None
 
-    def _check(self, requests: Sequence[Request]) -> None:
-        context = self.model.config.max_positions
-        for index, request in enumerate(requests):
-            length = len(request.prompt_ids)
-            if length == 0:
-                raise UserError(f"prompt {index} is empty: expected at least one token (a BOS token will do)")
-            if length >= context:
-                raise UserError(
-                    f"prompt {index} has {length} tokens, the model's context holds {context}: shorten or drop it"
-                )
-            if max(request.prompt_ids) >= self.model.config.vocab_size or min(request.prompt_ids) < 0:
-                bad = min(request.prompt_ids) if min(request.prompt_ids) < 0 else max(request.prompt_ids)
-                raise UserError(
-                    f"prompt {index} has token id {bad}, the model's vocabulary has "
-                    f"{self.model.config.vocab_size} rows: "
-                    "the tokenizer does not fit the model"
-                )
+    def check(self, prompt_ids: Sequence[int], name: str = "the prompt") -> None:
+        """Refuse a prompt that the model cannot read, or that leaves no room in its context.
+
+        Raises:
+            UserError: One line that calls it by `name`.
+        """
+        context, vocabulary = self.model.config.max_positions, self.model.config.vocab_size
+        if not prompt_ids:
+            raise UserError(f"{name} is empty: expected at least one token (a BOS token will do)")
+        if len(prompt_ids) >= context:
+            raise UserError(
+                f"{name} has {len(prompt_ids)} tokens, the model's context holds {context}: shorten or drop it"
+            )
+        if max(prompt_ids) >= vocabulary or min(prompt_ids) < 0:
+            bad = min(prompt_ids) if min(prompt_ids) < 0 else max(prompt_ids)
+            raise UserError(
+                f"{name} has token id {bad}, the model's vocabulary has {vocabulary} rows: "
+                "the tokenizer does not fit the model"
+            )
 
     def _head_for_sampling(self) -> torch.Tensor:
         weight = self.model.head_weight
@@ -226,62 +173,49 @@ class Engine:
             self._cache = None
             self._cache = KVCache(self.model.config, rows, capacity, dtype, self.device)
 
-    def _run(
-        self,
-        requests: Sequence[Request],
-        params: SamplingParams,
-        results: list[list[Completion | None]],
-        max_rows: int,
-        on_finished: Callable[[int], None] | None,
-    ) -> None:
-        state = _Rows.empty(max_rows, params.max_new_tokens, self.device)
-        waiting = [
-            (index, sample) for index, request in enumerate(requests) for sample in range(len(request.seeds))
-        ]
+    def _run(self, state: Rows, waiting: list[Job], on_finished: Callable[[int], None] | None) -> None:
         waiting.reverse()
         steps = 0
-        while waiting or state.owner:
-            if waiting and len(state.owner) < max_rows:
-                self._admit(requests, params, state, waiting, max_rows)
+        while waiting or state.jobs:
+            if waiting and len(state.jobs) < state.num_rows:
+                self.admit(state, waiting)
             else:
-                self._decode_step(params, state)
+                self.decode(state)
                 steps += 1
-            if self._stop_strings and steps % CHECK_EVERY_TEXT == 0:
-                self._stop_on_text(state)
+            if steps % CHECK_EVERY_TEXT == 0:
+                self.stop_on_text(state)
             if self.device.type == "cuda" and steps % CHECK_EVERY_GPU:
                 continue
-            live = len(state.owner)
+            live = len(state.jobs)
             num_done = int(state.done[:live].sum())
             if num_done and (num_done == live or num_done * 4 >= live or (waiting and num_done * 8 >= live)):
-                self._harvest(state, results)
+                self.harvest(state)
                 if on_finished is not None:
                     on_finished(num_done)
 
-    def _admit(
-        self,
-        requests: Sequence[Request],
-        params: SamplingParams,
-        state: _Rows,
-        waiting: list[tuple[int, int]],
-        max_rows: int,
-    ) -> None:
-        """Prefill waiting prompts, each once, as far as rows and the token budget reach; draw their first tokens."""
+    def admit(self, state: Rows, waiting: list[Job]) -> None:
+        """Prefill waiting prompts, each once, as far as rows and the token budget reach; draw their first tokens.
+
+        Args:
+            state: Live rows; at least one is free.
+            waiting: Jobs, the next one last; those admitted are taken out.
+        """
         assert self._cache is not None
-        first = len(state.owner)
-        prompts: list[tuple[int, list[int]]] = []
+        first = len(state.jobs)
+        prompts: list[tuple[Request, list[int]]] = []
         tokens = 0
-        while waiting and len(state.owner) < max_rows:
-            index, _ = waiting[-1]
-            if not prompts or prompts[-1][0] != index:
-                if prompts and tokens + len(requests[index].prompt_ids) > PREFILL_TOKENS:
+        while waiting and len(state.jobs) < state.num_rows:
+            request = waiting[-1].request
+            if not prompts or prompts[-1][0] is not request:
+                if prompts and tokens + len(request.prompt_ids) > PREFILL_TOKENS:
                     break
-                prompts.append((index, []))
-                tokens += len(requests[index].prompt_ids)
-            prompts[-1][1].append(len(state.owner))
-            state.owner.append(waiting.pop())
-        lengths = [len(requests[index].prompt_ids) for index, _ in prompts]
+                prompts.append((request, []))
+                tokens += len(request.prompt_ids)
+            prompts[-1][1].append(len(state.jobs))
+            state.jobs.append(waiting.pop())
+        lengths = [len(request.prompt_ids) for request, _ in prompts]
         flat = torch.tensor(
-            [token for index, _ in prompts for token in requests[index].prompt_ids], device=self.device
+            [token for request, _ in prompts for token in request.prompt_ids], device=self.device
         )
         positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
         context = Prefill(self._cache, [rows[0] for _, rows in prompts], lengths, self._attention)
@@ -290,36 +224,44 @@ class Engine:
             self._cache.copy_rows([rows[0]] * (len(rows) - 1), rows[1:], length)
         ends = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         repeats = torch.tensor([len(rows) for _, rows in prompts], device=self.device)
-        logits = self._logits(hidden.index_select(0, ends), params).repeat_interleave(repeats, dim=0)
-        new = slice(first, len(state.owner))
-        state.seeds[new] = torch.tensor(
-            [requests[index].seeds[sample] for index, sample in state.owner[new]], device=self.device
-        )
+        logits = self._logits(hidden.index_select(0, ends)).repeat_interleave(repeats, dim=0)
+        new = slice(first, len(state.jobs))
+        state.seeds[new] = torch.tensor([job.seed for job in state.jobs[new]], device=self.device)
         state.positions[new] = torch.tensor(lengths, device=self.device).repeat_interleave(repeats) - 1
-        longest = params.max_new_tokens
-        most = [min(requests[index].max_new_tokens or longest, longest) for index, _ in prompts]
-        room = [self.model.config.max_positions - length for length in lengths]
-        limits = list(map(min, most, room))
-        state.limits[new] = torch.tensor(limits, device=self.device).repeat_interleave(repeats)
+        limits = [self._limit(job) for job in state.jobs[new]]
+        state.limits[new] = torch.tensor(limits, device=self.device)
         for flags in (state.counts, state.checked, state.done, state.stopped):
             flags[new] = 0
         self.stats.prompt_tokens += tokens
-        self._append(logits, params, state, new)
+        self._append(logits, state, new)
 
-    def _logits(self, hidden_BD: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    def _limit(self, job: Job) -> int:
+        longest, length = job.params.max_new_tokens, len(job.request.prompt_ids)
+        return min(longest, job.request.max_new_tokens or longest, self.model.config.max_positions - length)
+
+    def _logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         assert self._head is not None
-        temperature = params.temperature or 1.0
-        return head_logits(
-            hidden_BD, self._head, temperature=temperature, num_valid=self.model.num_valid_tokens
-        )
+        return head_logits(hidden_BD, self._head, temperature=1.0, num_valid=self.model.num_valid_tokens)
 
-    def _append(self, logits_BV: torch.Tensor, params: SamplingParams, state: _Rows, rows: slice) -> None:
+    def _append(self, logits_BV: torch.Tensor, state: Rows, rows: slice) -> None:
         """Draw one token for each row and note it; ended rows write into the spare column and do not move on."""
-        done = state.done[rows]
-        tokens, logprobs = sample_tokens(logits_BV, state.seeds[rows], state.counts[rows], params)
-        column = torch.where(done, params.max_new_tokens, state.counts[rows])[:, None]
+        jobs, done = state.jobs[rows], state.done[rows]
+        tokens = torch.empty_like(state.last[rows])
+        logprobs = torch.empty_like(state.logprobs[rows, 0])
+        for params, members in by_params(jobs):
+            index = slice(None) if members is None else torch.tensor(members, device=self.device)
+            logits = logits_BV[index]
+            if params.temperature not in (0.0, 1.0):
+                logits = logits / params.temperature
+            tokens[index], scores = sample_tokens(
+                logits, state.seeds[rows][index], state.counts[rows][index], params
+            )
+            logprobs[index] = scores.float()
+        if any(job.num_top is not None for job in jobs):
+            note(logits_BV, tokens, jobs)
+        column = torch.where(done, state.tokens.shape[1] - 1, state.counts[rows])[:, None]
         state.tokens[rows].scatter_(1, column, tokens[:, None])
-        state.logprobs[rows].scatter_(1, column, logprobs.float()[:, None])
+        state.logprobs[rows].scatter_(1, column, logprobs[:, None])
         live = ~done
         state.last[rows] = tokens
         state.counts[rows] += live
@@ -328,59 +270,60 @@ class Engine:
         state.stopped[rows] |= stopped
         state.done[rows] |= stopped | (state.counts[rows] >= state.limits[rows])
 
-    def _decode_step(self, params: SamplingParams, state: _Rows) -> None:
+    def decode(self, state: Rows) -> None:
+        """Draw the next token of every live row."""
         assert self._cache is not None
-        live = slice(0, len(state.owner))
+        live = slice(0, len(state.jobs))
         positions = state.positions[live].clone()
         deepest = int(positions.max()) + 1
         num_keys = round_up(deepest, KEY_QUANTUM if deepest <= KEY_BLOCK else KEY_BLOCK)
         context = Decode(self._cache, positions, min(num_keys, self._cache.capacity), self._attention)
         hidden = self.model(state.last[live], positions, context)
-        self._append(self._logits(hidden, params), params, state, live)
+        self._append(self._logits(hidden), state, live)
         self.stats.decode_steps += 1
 
-    def _stop_on_text(self, state: _Rows) -> None:
+    def stop_on_text(self, state: Rows) -> None:
         """End rows whose text has a stop string, and cut them at the token that completed it.
 
         Every token of every row is looked at before the row leaves, a stop id's row too: where a sequence ends does not
         depend on when this is called.
         """
-        assert self._decode is not None
+        if not any(job.stop_strings for job in state.jobs):
+            return
         counts, checked = state.counts.tolist(), state.checked.tolist()
-        for row in range(len(state.owner)):
-            if checked[row] == counts[row]:
+        for row, job in enumerate(state.jobs):
+            if checked[row] == counts[row] or not job.stop_strings:
                 continue
-            first = max(0, checked[row] - self._stop_tail)
+            first = max(0, checked[row] - job.tail)
             window = state.tokens[row, first : counts[row]].tolist()
             state.checked[row] = counts[row]
-            if not self._has_stop(window):
+            if not self._has_stop(window, job):
                 continue
             fresh = range(checked[row] - first + 1, len(window) + 1)
-            length = next((n for n in fresh if self._has_stop(window[:n])), None)
+            length = next((n for n in fresh if self._has_stop(window[:n], job)), None)
             if length is not None:
                 state.counts[row] = state.checked[row] = first + length
                 state.done[row] = True
                 state.stopped[row] = True
 
-    def _has_stop(self, ids: Sequence[int]) -> bool:
+    def _has_stop(self, ids: Sequence[int], job: Job) -> bool:
         assert self._decode is not None
         text = self._decode(ids)
-        return any(stop in text for stop in self._stop_strings)
+        return any(stop in text for stop in job.stop_strings)
 
-    def _harvest(self, state: _Rows, results: list[list[Completion | None]]) -> None:
-        """Hand out ended rows and close the holes with rows from the end."""
+    def harvest(self, state: Rows) -> list[Job]:
+        """Complete the jobs that ended, return them, and close the holes with rows from the end."""
         assert self._cache is not None
-        if self._stop_strings:
-            self._stop_on_text(state)
-        live = len(state.owner)
+        self.stop_on_text(state)
+        live = len(state.jobs)
         done = state.done[:live].tolist()
         ended = [row for row in range(live) if done[row]]
         counts, stopped = state.counts.tolist(), state.stopped.tolist()
         tokens, logprobs = state.tokens[ended].tolist(), state.logprobs[ended].tolist()
-        for row, row_tokens, row_logprobs in zip(ended, tokens, logprobs, strict=True):
-            index, sample = state.owner[row]
+        jobs = [state.jobs[row] for row in ended]
+        for row, job, row_tokens, row_logprobs in zip(ended, jobs, tokens, logprobs, strict=True):
             count = counts[row]
-            results[index][sample] = Completion(
+            job.completion = Completion(
                 ids=tuple(row_tokens[:count]),
                 logprobs=tuple(row_logprobs[:count]),
                 finish_reason="stop" if stopped[row] else "length",
@@ -392,4 +335,42 @@ class Engine:
         if movers:
             self._cache.copy_rows(movers, holes, int(state.positions[movers].max()) + 1)
             state.move(movers, holes)
-        del state.owner[kept:]
+        del state.jobs[kept:]
+        return jobs
+
+    def score(self, prompt_ids: Sequence[int], num_top: int) -> list[Token]:
+        """Score a text's own tokens, inside a `session`; the first has no score, since nothing stands before it."""
+        length = len(prompt_ids)
+        ids = torch.tensor(prompt_ids, device=self.device)
+        context = Packed([length], self.device, self._attention)
+        hidden = self.model(ids, torch.arange(length, device=self.device), context)
+        tokens = [Token(prompt_ids[0])]
+        for start in range(0, length - 1, SCORE_ROWS):
+            stop = min(start + SCORE_ROWS, length - 1)
+            tokens += noted(self._logits(hidden[start:stop]), ids[start + 1 : stop + 1], num_top)
+        return tokens
+
+
+def note(logits_BV: torch.Tensor, tokens_B: torch.Tensor, jobs: Sequence[Job]) -> None:
+    """Append to the jobs that ask for it what the model thought of their newest token."""
+    rows = [row for row, job in enumerate(jobs) if job.num_top is not None]
+    most = max(jobs[row].num_top or 0 for row in rows)
+    for row, token in zip(rows, noted(logits_BV[rows], tokens_B[rows], most), strict=True):
+        jobs[row].notes.append(replace(token, top=token.top[: jobs[row].num_top]))
+
+
+def noted(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> list[Token]:
+    """Score tokens under the model's own distribution.
+
+    Args:
+        logits_BV: Logits at temperature 1.
+        tokens_B: The tokens that stand there.
+        num_top: Likeliest tokens to name besides.
+    """
+    chosen, normaliser = select_logprobs(logits_BV, tokens_B)
+    values, ids = logits_BV.topk(min(num_top, logits_BV.shape[1]), dim=-1)
+    pairs = [
+        tuple((index, logprob) for index, logprob in zip(*row, strict=True) if logprob > float("-inf"))
+        for row in zip(ids.tolist(), (values - normaliser[:, None]).tolist(), strict=True)
+    ]
+    return [Token(*row) for row in zip(tokens_B.tolist(), chosen.tolist(), pairs, strict=True)]

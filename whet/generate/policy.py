@@ -15,13 +15,15 @@ from typing import Literal
 import torch
 
 from whet.generate.engine import Engine
+from whet.model.adapter import Adapter
+from whet.model.adapter_files import find_model
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig
 from whet.model.files import read_json
 from whet.model.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
-from whet.model.weights import build_model, load_model, model_folder, resize_vocabulary, save_model
+from whet.model.weights import build_model, load_model, resize_vocabulary, save_model
 from whet.schema import CALLS, SCHEMAS, AnswerType, ResponseSchema
 from whet.types import Problem, UserError
 
@@ -37,7 +39,10 @@ class PolicyConfig:
     """Where a model comes from and how it is asked."""
 
     init: str = ""
-    """Run folder, Hugging Face folder or hub name; empty for random weights of the shape `model`."""
+    """Run folder, Hugging Face folder or hub name, or a LoRA adapter that names its base; empty for random weights of
+    the shape `model`."""
+    adapter: str = ""
+    """LoRA adapter (folder of the peft library, or hub name) to merge into `init`; empty for none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Shape when the weights are random; vocab_size is set from the tokenizer."""
     tokenizer: str = ""
@@ -78,6 +83,8 @@ class PolicyConfig:
             raise ValueError(
                 "policy.init is empty (random weights): give policy.tokenizer, such as bytes or a folder"
             )
+        if self.adapter and not self.init:
+            raise ValueError("policy.adapter is read with policy.init only: give the adapter's base there")
         if self.init and self.model != ModelConfig():
             raise ValueError(
                 "policy.model is read for random weights only: leave it out, or leave out policy.init"
@@ -100,6 +107,7 @@ class Policy:
         system_prompt: Whether prompts begin with the schema's instruction.
         attention: Attention kernel for sampling and training.
         max_rows: Sequences decoded together.
+        adapter: The LoRA adapter that was merged into the model, or is applied to it; None without one.
     """
 
     def __init__(
@@ -111,6 +119,7 @@ class Policy:
         system_prompt: bool = True,
         attention: AttentionKind = "exact",
         max_rows: int = 256,
+        adapter: Adapter | None = None,
     ) -> None:
         if tokenizer.vocab_size > model.config.vocab_size:
             raise UserError(
@@ -124,6 +133,7 @@ class Policy:
         self.system_prompt = system_prompt
         self.attention: AttentionKind = attention
         self.max_rows = max_rows
+        self.adapter = adapter
         closings = {stop: tokenizer.encode(stop) for stop in schema.stop_strings}
         single = {stop: ids[0] for stop, ids in closings.items() if len(ids) == 1}
         single = {stop: index for stop, index in single.items() if index in tokenizer.special_ids}
@@ -249,6 +259,7 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Write weights, tokenizer and protocol as a folder that `transformers` and whet load."""
+        assert self.adapter is None or not self.adapter.is_applied, "an applied adapter would be left out"
         self.tokenizer.save(folder)
         save_model(self.model, folder, bos_id=self.tokenizer.bos_id, eos_ids=self.stop_ids)
         (folder / "protocol.json").write_text(json.dumps(self.protocol(), indent=1) + "\n")
@@ -271,13 +282,16 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def load_policy(config: PolicyConfig, *, seed: int, dtype: torch.dtype = torch.float32) -> Policy:
-    """Load or make model, tokenizer and protocol.
+def load_policy(
+    config: PolicyConfig, *, seed: int, dtype: torch.dtype = torch.float32, merge: bool = True
+) -> Policy:
+    """Load or make model, tokenizer and protocol. An adapter's own tokenizer and protocol go before its base's.
 
     Args:
         config: What to load.
         seed: Seed of random weights and of new vocabulary rows.
         dtype: Parameter dtype.
+        merge: Merge an adapter; False applies it, so that it can be switched off (`policy.adapter.off`).
 
     Returns:
         The policy, on its device.
@@ -288,9 +302,9 @@ def load_policy(config: PolicyConfig, *, seed: int, dtype: torch.dtype = torch.f
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = resolve_device(config.device)
-    folder = model_folder(config.init) if config.init else None
-    schema, template, system_prompt = _protocol(config, folder)
-    tokenizer = _tokenizer(config, folder, schema)
+    folder, adapter = find_model(config.init, config.adapter) if config.init else (None, None)
+    schema, template, system_prompt = _protocol(config, _home(folder, adapter, "protocol.json"))
+    tokenizer = _tokenizer(config, folder, adapter, schema)
     name = config.template
     if name == "chat" and tokenizer.chat_template is None:
         raise UserError("policy.template = chat: the tokenizer has no chat template; use base, plain or auto")
@@ -311,10 +325,17 @@ def load_policy(config: PolicyConfig, *, seed: int, dtype: torch.dtype = torch.f
         model = model.to(device=device, dtype=dtype)
     else:
         model, _ = load_model(folder, dtype=dtype, device=device)
+        if adapter is not None:
+            model = adapter.fit(model)
+            if merge:
+                adapter.merge(model)
         if config.tags_as_tokens:
             model = resize_vocabulary(model, max(tokenizer.vocab_size, config.padded_vocab_size), seed).to(
                 device
             )
+        if adapter is not None and not merge:
+            adapter.fit(model)  # the vocabulary may have grown
+            adapter.apply(model)
     has_system = system_prompt and tokenizer.chat_template != PLAIN_TEMPLATE
     return Policy(
         model,
@@ -323,7 +344,13 @@ def load_policy(config: PolicyConfig, *, seed: int, dtype: torch.dtype = torch.f
         system_prompt=has_system,
         attention=_attention(config, device),
         max_rows=config.max_rows,
+        adapter=adapter,
     )
+
+
+def _home(folder: Path | None, adapter: Adapter | None, name: str) -> Path | None:
+    """Return the folder of a file: the adapter's where it has one, else the base's."""
+    return adapter.folder if adapter is not None and (adapter.folder / name).is_file() else folder
 
 
 def _attention(config: PolicyConfig, device: torch.device) -> AttentionKind:
@@ -355,12 +382,18 @@ def _protocol(config: PolicyConfig, folder: Path | None) -> tuple[ResponseSchema
     return schema, template, system_prompt
 
 
-def _tokenizer(config: PolicyConfig, folder: Path | None, schema: ResponseSchema) -> Tokenizer:
+def _tokenizer(
+    config: PolicyConfig, folder: Path | None, adapter: Adapter | None, schema: ResponseSchema
+) -> Tokenizer:
     tags = (*schema.tags, *schema.tool_tags) if config.tags_as_tokens else ()
     if config.tokenizer == "characters":
         return Tokenizer.characters(config.alphabet, tags)
     if config.tokenizer == "bytes":
         return Tokenizer.bytes(tags)
-    tokenizer = Tokenizer.load(config.tokenizer or str(folder))
+    home = _home(folder, adapter, "tokenizer.json")
+    tokenizer = Tokenizer.load(config.tokenizer or str(home))
+    if not config.tokenizer and home != folder and folder and (folder / "tokenizer.json").is_file():
+        base = Tokenizer.load(folder)  # what ends a generation is often told beside the base only
+        tokenizer.stop_ids |= {n for n in base.stop_ids if base.token_text(n) == tokenizer.token_text(n)}
     rows = config.padded_vocab_size or None
     return tokenizer.with_tags(tags, padded_vocab_size=rows) if tags else tokenizer

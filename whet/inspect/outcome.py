@@ -20,7 +20,7 @@ from rich.text import Text
 
 from whet.inspect.spread import Curve, Spread, draw_spread, first_reach, spread
 from whet.telemetry.display import PLAIN_SECONDS, SPARK_WIDTH, escape_controls, sparkline
-from whet.telemetry.log import format_metric
+from whet.telemetry.metrics import format_metric
 
 Status = Literal["waiting", "running", "done", "killed", "failed", "interrupted"]
 COLOURS: dict[Status, str] = {

@@ -22,7 +22,8 @@ from whet.config import closest, dump_yaml
 from whet.inspect.outcome import Board, Measure, Outcome, Status, write_outcomes
 from whet.inspect.spread import FLAT_BELOW, Curve, KillRules, kill_reason
 from whet.telemetry.display import escape_controls
-from whet.telemetry.log import METRICS, find_metric, parse_row
+from whet.telemetry.log import parse_row
+from whet.telemetry.metrics import METRICS, find_metric
 from whet.types import UserError
 
 WHET = (sys.executable, "-m", "whet")

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from whet.telemetry.log import find_metric, format_metric, read_metrics
+from whet.telemetry.log import read_metrics
+from whet.telemetry.metrics import find_metric, format_metric
 from whet.telemetry.plots import COLOURS, INK, MUTED, STYLE
 
 NOISE = 2.0

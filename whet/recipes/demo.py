@@ -15,12 +15,9 @@ from rich.text import Text
 
 from whet.checkpoint import open_run
 from whet.config import dump_yaml
-from whet.eval.evaluate import (
-    EvalResult,
-    evaluate,
-    take_problems,
-    write_result,
-)
+from whet.eval.evaluate import take_problems
+from whet.eval.measure import EvalResult, evaluate
+from whet.eval.record import write_result
 from whet.eval.show import print_result, show_metric
 from whet.generate.policy import Policy, load_policy
 from whet.generate.sampling import SamplingParams

@@ -21,6 +21,7 @@ from whet.tasks.letters import letters
 from whet.tasks.math import MATH
 from whet.tasks.mixture import Mixture
 from whet.tasks.products import Products
+from whet.tasks.sanity import Sanity
 from whet.tasks.sudoku import sudoku
 from whet.tasks.symbolic import Symbolic
 from whet.tasks.user import UserTask, is_user_task
@@ -36,6 +37,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "game24": frozenset({"path", "max_bad_rows"}),
     "sudoku": _MADE,
     "letters": _MADE,
+    "sanity": frozenset(),
     "gsm8k": frozenset({"path", "max_bad_rows", "keep_calculator", "symbolic"}),
     "math": frozenset({"path", "max_bad_rows", "symbolic"}),
     "humaneval": frozenset({"path", "max_bad_rows"}),
@@ -60,8 +62,8 @@ class TaskConfig:
     """Which problems to train or test on."""
 
     name: str = "arithmetic"
-    """Made on the spot: arithmetic, products, algebra, countdown, game24, sudoku, letters; data: gsm8k, math, choice,
-    yes_no, humaneval, mbpp, code, jsonl; gym (reasoning-gym); mixture; a class of your own: path.py:MyTask."""
+    """Made on the spot: arithmetic, products, algebra, countdown, game24, sudoku, letters; 50 fixed sums: sanity; data:
+    gsm8k, math, choice, yes_no, humaneval, mbpp, code, jsonl; gym (reasoning-gym); mixture; yours: path.py:MyTask."""
     path: str = ""
     """Folder or file of the data, or hub name (gsm8k, math); gym: names of environments, with commas between."""
     max_bad_rows: int = 0
@@ -174,6 +176,7 @@ TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "game24": lambda config: game24(config.path, max_bad_rows=config.max_bad_rows),
     "sudoku": lambda config: sudoku(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
     "letters": lambda config: letters(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
+    "sanity": lambda config: Sanity(),
     "gsm8k": lambda config: GSM8K(
         config.path, keep_calculator=config.keep_calculator, max_bad_rows=config.max_bad_rows
     ),

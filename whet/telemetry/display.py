@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from whet.telemetry.log import find_metric, format_metric
+from whet.telemetry.metrics import find_metric, format_metric
 
 PANEL_WIDTH = 92
 SPARK_WIDTH = 36

@@ -1,4 +1,4 @@
-"""What a run measures and where it is kept: the metric table, the run log and its readers.
+"""Where a run's metrics and samples are kept: the run log and its readers.
 
 Rows are strict JSON in plain ASCII, one object per line, so every reader can parse them whatever a model
 wrote. `step` is the number of optimizer steps that are done: the first training row is step 1, an evaluation
@@ -7,202 +7,19 @@ before training is step 0.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from whet.telemetry.metrics import find_metric
 from whet.types import Group, Problem, Sample
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """The declaration of one metric.
-
-    Attributes:
-        unit: Unit of the value; 'share' is a fraction in [0, 1], shown as percent.
-        meaning: One line that explains it to the reader of a report.
-        format: Format specification for display.
-    """
-
-    unit: str
-    meaning: str
-    format: str = ".3f"
-
-
-def _share(meaning: str) -> Metric:
-    return Metric("share", meaning, ".1%")
-
-
-METRICS: dict[str, Metric] = {
-    "sft/loss": Metric("nats/token", "mean negative log-probability of the trained tokens"),
-    "sft/validation_loss": Metric("nats/token", "the same on held-out rows"),
-    "sft/lr": Metric("1", "learning rate of this step", ".2e"),
-    "sft/grad_norm": Metric("1", "gradient norm before clipping"),
-    "sft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
-    "sft/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
-    "sft/epoch": Metric("epochs", "passes over the data so far", ".2f"),
-    "dpo/loss": Metric("1", "mean loss of a pair, the fine-tuning term included", ".4f"),
-    "dpo/validation_loss": Metric("1", "the same on held-out pairs", ".4f"),
-    "dpo/accuracy": _share("pairs whose chosen completion has the higher implicit reward"),
-    "dpo/validation_accuracy": _share("the same on held-out pairs"),
-    "dpo/margin": Metric("score", "mean implicit reward of the chosen minus that of the rejected completion"),
-    "dpo/chosen_reward": Metric("score", "mean implicit reward of the chosen completions: beta x log-ratio"),
-    "dpo/rejected_reward": Metric("score", "the same of the rejected completions"),
-    "dpo/chosen_logprob": Metric("nats", "mean log-probability of a whole chosen completion", ".1f"),
-    "dpo/rejected_logprob": Metric("nats", "mean log-probability of a whole rejected completion", ".1f"),
-    "dpo/nll": Metric("nats/token", "mean over pairs of the chosen completion's nats per token"),
-    "dpo/lr": Metric("1", "learning rate of this step", ".2e"),
-    "dpo/grad_norm": Metric("1", "gradient norm before clipping"),
-    "dpo/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
-    "dpo/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
-    "dpo/epoch": Metric("epochs", "passes over the pairs so far", ".2f"),
-    "rft/loss": Metric("nats/token", "mean negative log-probability of the kept completions' tokens"),
-    "rft/sampled": Metric("completions", "completions sampled in the round that begins", ",.0f"),
-    "rft/right": _share("sampled completions that are right and in perfect format"),
-    "rft/kept": Metric("completions", "different right completions kept for training", ",.0f"),
-    "rft/covered": _share("problems with at least one kept completion"),
-    "rft/lr": Metric("1", "learning rate of this step", ".2e"),
-    "rft/grad_norm": Metric("1", "gradient norm before clipping"),
-    "rft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
-    "rft/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
-    "rft/epoch": Metric("epochs", "passes over the round's completions so far", ".2f"),
-    "rl/reward_mean": Metric("score", "mean total reward of the scorable samples"),
-    "rl/reward_std": Metric("score", "standard deviation of the total reward over all samples of the step"),
-    "rl/correct": _share("samples whose answer is right"),
-    "rl/format": _share("samples in perfect format"),
-    "rl/thinking_tokens": Metric("tokens", "mean length of the thinking block", ".0f"),
-    "rl/completion_tokens": Metric("tokens", "mean length of a completion", ".0f"),
-    "rl/turns": Metric("turns", "mean turns of an episode, calls of tools included", ".2f"),
-    "rl/reward_failures": Metric(
-        "samples", "scores of your own rewards that hung, failed or were no number, so far", ",.0f"
-    ),
-    "rl/judge_requests": Metric("requests", "requests to the judge so far, repetitions included", ",.0f"),
-    "rl/judge_retries": Metric("requests", "requests to the judge that were repeated so far", ",.0f"),
-    "rl/judge_cache_hits": Metric(
-        "completions", "completions that needed no request of their own so far", ",.0f"
-    ),
-    "rl/judge_failures": Metric(
-        "completions", "completions without a score, as requests failed, so far", ",.0f"
-    ),
-    "rl/judge_unscorable": Metric(
-        "completions", "completions that the judge gave no readable score, so far", ",.0f"
-    ),
-    "rl/judge_tokens": Metric("tokens", "tokens that judging took so far", ",.0f"),
-    "rl/judge_corrupt_lines": Metric("lines", "unreadable lines of the judge's cache", ",.0f"),
-    "rl/truncated": _share("samples cut off by the length limit"),
-    "rl/zero_variance_groups": _share(
-        "groups whose rewards are all equal: a comparison inside them teaches nothing"
-    ),
-    "rl/groups_with_signal": Metric(
-        "groups", "groups of which a token has an advantage, so that they teach", ".0f"
-    ),
-    "rl/all_right_groups": _share("groups all of whose answers are right"),
-    "rl/all_wrong_groups": _share("groups all of whose answers are wrong"),
-    "rl/cancellation": _share(
-        "spread of the rewards inside groups that is lost in their sum; 1 when they cancel"
-    ),
-    "rl/repetition": _share("4-grams of a completion's tokens that occurred in it before"),
-    "rl/groups_refilled": Metric("groups", "groups sampled to replace uninformative ones", ".0f"),
-    "rl/unscorable": Metric(
-        "samples", "samples that no reward could score; they leave every denominator", ".0f"
-    ),
-    "rl/entropy": Metric("nats/token", "entropy of the policy on the tokens that reach the backward pass"),
-    "rl/kl": Metric("nats/token", "divergence from the reference model", ".4f"),
-    "rl/kl_coef": Metric("1", "present weight of the KL term", ".2e"),
-    "rl/entropy_coef": Metric("1", "present weight of the entropy bonus", ".2e"),
-    "rl/ratio_spread": Metric(
-        "nats", "mean |log ratio| of a trained token over the step's updates; 0 at the first", ".1e"
-    ),
-    "rl/clip_high": _share("trained tokens held back by the upper clip"),
-    "rl/clip_low": _share("trained tokens held back by the lower clip"),
-    "rl/staleness": Metric("steps", "steps between sampling and training; 0 is on-policy", ".0f"),
-    "rl/updates": Metric("updates", "optimizer updates made of the step's rollouts", ".0f"),
-    "rl/mismatch_k3": Metric(
-        "nats/token", "estimated KL of the sampler from the trainer before the first update", ".1e"
-    ),
-    "rl/effective_samples": _share(
-        "tokens that count after weighing trainer / sampler: (sum w)^2 / (n sum w^2)"
-    ),
-    "rl/correction_active": _share("tokens whose off-policy weight is truncated or masked"),
-    "rl/value_loss": Metric("1", "half the mean squared error of the critic"),
-    "rl/value_grad_norm": Metric("1", "gradient norm of the critic before clipping"),
-    "rl/value_clipped": _share("tokens where the critic's clip holds"),
-    "rl/value_explained": Metric(
-        "1", "share of the returns' variance that the critic explains; 1 is perfect", ".2f"
-    ),
-    "rl/ratio_drift": Metric(
-        "1", "largest |ratio - 1| at the first update of the step; 0 when on-policy", ".1e"
-    ),
-    "rl/logprob_gap_mean": Metric("nats", "mean |sampler - trainer| log-probability of a token", ".1e"),
-    "rl/logprob_gap_max": Metric("nats", "largest |sampler - trainer| log-probability of a token", ".1e"),
-    "rl/loss": Metric("1", "surrogate loss; its sign and size say nothing about health", ".4f"),
-    "rl/lr": Metric("1", "learning rate of this step", ".2e"),
-    "rl/grad_norm": Metric("1", "gradient norm before clipping"),
-    "rl/tokens_per_second": Metric("tokens/s", "completion tokens per second of the whole step", ",.0f"),
-    "rl/generate_seconds": Metric("s", "time to sample", ".2f"),
-    "rl/reward_seconds": Metric("s", "time to score", ".2f"),
-    "rl/train_seconds": Metric("s", "time to train", ".2f"),
-    "rl/generate_tokens_per_second": Metric("tokens/s", "completion tokens per second of sampling", ",.0f"),
-    "rl/train_tokens_per_second": Metric(
-        "tokens/s", "tokens of the policy's updates per second of training", ",.0f"
-    ),
-    "eval/pass@1": _share("mean share of right samples over problems"),
-    "eval/greedy": _share("problems answered right by greedy decoding"),
-    "eval/format": _share("completions in perfect format"),
-    "eval/truncated": _share("completions cut off by the length limit"),
-    "eval/thinking_tokens": Metric("tokens", "mean length of the thinking block", ".0f"),
-    "eval/completion_tokens": Metric("tokens", "mean length of a completion", ".0f"),
-    "eval/turns": Metric("turns", "mean turns of an episode, calls of tools included", ".2f"),
-    "eval/seconds": Metric("s", "time of the evaluation", ".1f"),
-}
-"""Every metric with its unit and meaning. Logging another name is an error, unless it belongs to a family."""
-
-FAMILIES: dict[str, Metric] = {
-    "rl/reward/": Metric("score", "mean unweighted score of this reward"),
-    "rl/signal/": _share(
-        "part of this reward in the spread of advantages inside groups; negative works against the rest"
-    ),
-    "eval/": _share("evaluation score"),
-}
-"""Prefixes of metrics whose last part is a name that the user chose (a reward, a subject, a k)."""
-
-
-def find_metric(name: str) -> Metric:
-    """Look a metric up.
-
-    Args:
-        name: `group/quantity`.
-
-    Returns:
-        Its declaration, or that of its family.
-
-    Raises:
-        ValueError: If it is not declared.
-    """
-    if name in METRICS:
-        return METRICS[name]
-    for prefix, family in FAMILIES.items():
-        if name.startswith(prefix) and len(name) > len(prefix):
-            return family
-    close = difflib.get_close_matches(name, METRICS, n=1)
-    hint = f"did you mean '{close[0]}'?" if close else "declare it"
-    raise ValueError(f"metric '{name}' is not declared in whet/telemetry/log.py: {hint}")
-
-
-def format_metric(name: str, value: float | None) -> str:
-    """Write a value the way its metric asks for; a dash when there is none."""
-    if value is None or math.isnan(value):
-        return "–"
-    return format(value, find_metric(name).format)
 
 
 class RunLog:
@@ -216,7 +33,14 @@ class RunLog:
         num_failed_writes: Writes that the disk refused so far.
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int | None = None, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        resume_step: int | None = None,
+        enabled: bool = True,
+        listener: Callable[[str, Sequence[Mapping[str, Any]]], None] | None = None,
+    ) -> None:
         """Open the log.
 
         Args:
@@ -224,7 +48,9 @@ class RunLog:
             resume_step: Optimizer steps done in the checkpoint that the run resumes from; later rows, which
                 the run will write again, are dropped. None appends to what is there.
             enabled: False on all ranks but one: everything is checked, nothing is written.
+            listener: Told of every write: the file's name and its rows.
         """
+        self._listener = listener
         self.num_non_finite = 0
         self.num_failed_writes = 0
         self._files: dict[str, int] = {}
@@ -295,6 +121,7 @@ class RunLog:
             "num_read_tokens": len(sample.completion_ids) - sample.num_trained,
             "num_turns": max(1, len(sample.turn_ends)),
             "completion_ids": list(sample.completion_ids),
+            "sampler_logprobs": [self._finite(round(value, 4) + 0.0) for value in sample.sampler_logprobs],
             "finish_reason": sample.finish_reason,
             "rewards": {name: self._finite(score) for name, score in sample.rewards.items()},
             "reward": self._finite(sample.reward),
@@ -324,6 +151,8 @@ class RunLog:
                     f"warning: {name} could not be written ({error.strerror}); the run goes on",
                     file=sys.stderr,
                 )
+        if self._listener is not None:
+            self._listener(name, rows)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from whet.telemetry.display import metric_label
-from whet.telemetry.log import Metric, find_metric
+from whet.telemetry.metrics import Metric, find_metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +44,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("speed", ("sft/tokens_per_second",)),
         Panel("tokens trained", ("sft/tokens",), smooth=False),
         Panel("epochs", ("sft/epoch",), smooth=False),
+        Panel("peak memory", ("sft/peak_memory_gib",), smooth=False),
     ),
     "dpo": (
         Panel("loss", ("dpo/loss", "dpo/validation_loss")),
@@ -56,6 +57,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("speed", ("dpo/tokens_per_second",)),
         Panel("tokens trained", ("dpo/tokens",), smooth=False),
         Panel("epochs", ("dpo/epoch",), smooth=False),
+        Panel("peak memory", ("dpo/peak_memory_gib",), smooth=False),
     ),
     "rft": (
         Panel("loss", ("rft/loss",)),
@@ -66,6 +68,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("speed", ("rft/tokens_per_second",)),
         Panel("tokens trained", ("rft/tokens",), smooth=False),
         Panel("epochs", ("rft/epoch",), smooth=False),
+        Panel("peak memory", ("rft/peak_memory_gib",), smooth=False),
     ),
     "evaluation": (
         Panel("accuracy", ("eval/pass@1", "eval/greedy", "eval/pass@", "eval/majority@"), smooth=False),
@@ -134,6 +137,14 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("time per step", ("rl/generate_seconds", "rl/reward_seconds", "rl/train_seconds")),
         Panel("speed of the step", ("rl/tokens_per_second",)),
         Panel("speed of its parts", ("rl/generate_tokens_per_second", "rl/train_tokens_per_second")),
+        Panel("peak memory", ("rl/peak_memory_gib",), smooth=False),
+    ),
+    "hardware": (
+        Panel("utilisation", ("hardware/utilisation/",)),
+        Panel("memory activity", ("hardware/memory_activity/",)),
+        Panel("power", ("hardware/power_w/",)),
+        Panel("temperature", ("hardware/temperature_c/",)),
+        Panel("memory in use", ("hardware/memory_gib/",)),
     ),
 }
 """PNG file stem -> panels. Every declared metric has its place here; a test says so."""
@@ -257,6 +268,8 @@ def _label(name: str) -> str:
     """Write the legend of a metric without what title and unit say."""
     if name.startswith("rl/reward/"):
         return name.removeprefix("rl/reward/")
+    if name.startswith("hardware/"):
+        return name.rpartition("/")[2]
     label = metric_label(name).removeprefix("logprob gap ")
     return label.removesuffix(" tokens per second").removesuffix(" seconds").removesuffix(" tokens")
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from whet.telemetry.display import escape_controls
 from whet.telemetry.health import HISTORY_ROWS, health_warnings
-from whet.telemetry.log import METRICS, find_metric, format_metric, parse_row, read_metrics, read_rows
+from whet.telemetry.log import parse_row, read_metrics, read_rows
+from whet.telemetry.metrics import METRICS, find_metric, format_metric
 from whet.telemetry.plots import Series, draw_figures
 
 MAX_WARNINGS = 20

@@ -19,7 +19,8 @@ from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_micro_batch
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.telemetry.display import advancing, open_display
-from whet.train.fit import FIT_ATTENTION, Fit, StepResult, finish, open_folder
+from whet.telemetry.trackers import TrackConfig
+from whet.train.fit import FIT_ATTENTION, Fit, StepResult, finish, open_folder, open_tracking, write_origin
 from whet.train.harvest import check_sampling, gather_rows, load_rows, sample_judged, write_rows
 from whet.train.order import EpochOrder
 from whet.train.pairs import Pair, Pairing, is_held_out, read_pairs
@@ -86,6 +87,8 @@ class DPOConfig:
     """Steps between validations (one at the end always); the best is kept as checkpoints/best."""
     save_every: int = 100
     """Steps between checkpoints (one at the end always)."""
+    track: TrackConfig = field(default_factory=TrackConfig)
+    """Experiment trackers that show the run besides its own files."""
     seed: int = 0
     """Seed of samples, choice of pairs, held-out prompts and data order."""
 
@@ -349,6 +352,7 @@ def train(config: DPOConfig, *, resume: bool = False) -> Policy:
     Raises:
         UserError: If inputs do not fit together, there are no pairs, or the run cannot go on.
     """
+    tracking = open_tracking(config)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     prepare_model(policy.model, config.optim)
     if policy.schema.tools:
@@ -361,6 +365,7 @@ def train(config: DPOConfig, *, resume: bool = False) -> Policy:
     kept = [pair for pair in pairs if not is_held_out(pair.uid, config.seed, config.validation_share)]
     if not kept:
         raise UserError(f"all {len(pairs)} pairs are held out; lower validation_share")
+    write_origin(config, [pair.as_problem() for pair in kept])
 
     def train_batch(drawn: Sequence[tuple[int, Pair]]) -> StepResult:
         return train_step(policy, [pair for _, pair in drawn], config)
@@ -369,6 +374,7 @@ def train(config: DPOConfig, *, resume: bool = False) -> Policy:
         "dpo",
         config,
         policy,
+        tracking,
         train_batch,
         (lambda: validate(policy, held_out, config)) if held_out else None,
         best="dpo/validation_loss",
@@ -377,6 +383,7 @@ def train(config: DPOConfig, *, resume: bool = False) -> Policy:
     if resume:
         fit.restore()
     note = f"{len(kept):,} pairs of {len({pair.uid for pair in kept}):,} prompts; {len(held_out):,} pairs held out"
-    fit.run(EpochOrder(kept, config.seed), title="dpo", notes=[note])
+    with tracking:
+        fit.run(EpochOrder(kept, config.seed), title="dpo", notes=[note])
     fit.write_summary({"train_pairs": len(kept), "held_out_pairs": len(held_out)})
     return policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -13,17 +13,21 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from whet.checkpoint import commit_folder, load_step, open_run, save_step
 from whet.config import dump_yaml
 from whet.distributed import barrier, rank, shard
-from whet.generate.policy import Policy
+from whet.generate.policy import Policy, PolicyConfig
 from whet.model.attention import AttentionKind
 from whet.model.weights import load_model
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.environment import write_environment
+from whet.telemetry.hardware import HardwareMonitor, step_metrics
 from whet.telemetry.health import health_warnings
 from whet.telemetry.log import RunLog, read_metrics
+from whet.telemetry.provenance import write_provenance
 from whet.telemetry.report import write_report
+from whet.telemetry.trackers import TrackConfig
+from whet.telemetry.tracking import Tracking
 from whet.train.order import EpochOrder, MixtureOrder
 from whet.train.step import OptimConfig, Optimizer, learning_rate, parameter_dtype
-from whet.types import UserError
+from whet.types import Problem, UserError
 
 Item = TypeVar("Item")
 
@@ -40,6 +44,11 @@ class FitConfig(Protocol):
     @property
     def out(self) -> str:
         """Run folder."""
+        ...
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """The model that it starts from."""
         ...
 
     @property
@@ -67,6 +76,11 @@ class FitConfig(Protocol):
         """Steps between checkpoints."""
         ...
 
+    @property
+    def track(self) -> TrackConfig:
+        """Experiment trackers."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -85,6 +99,11 @@ class StepResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def open_tracking(config: FitConfig) -> Tracking:
+    """Load the trackers of a run before anything else is done: a missing package is said at once."""
+    return Tracking(config.track, Path(config.out), enabled=rank() == 0)
+
+
 def open_folder(config: FitConfig, *, resume: bool) -> Path:
     """Make the run folder or check that it may go on; return it once all ranks can use it."""
     folder = Path(config.out)
@@ -93,6 +112,18 @@ def open_folder(config: FitConfig, *, resume: bool) -> Path:
         write_environment(folder)
     barrier()
     return folder
+
+
+def write_origin(config: FitConfig, problems: Iterable[Problem]) -> None:
+    """Write provenance.json: the run's id, and hashes of everything that it depends on."""
+    if rank() == 0:
+        write_provenance(
+            Path(config.out),
+            base=config.policy.init,
+            adapter=config.policy.adapter,
+            config_yaml=dump_yaml(config),
+            problems=problems,
+        )
 
 
 def finish(config: FitConfig) -> None:
@@ -110,6 +141,7 @@ class Fit(Generic[Item]):
         stage: Program, the first part of its metrics' names.
         config: Its settings.
         policy: The policy that is trained.
+        tracking: The run's trackers, opened and closed by the caller.
         train_batch: Backpropagates this rank's items of a step, given as (epoch, item).
         validate: Measures on held-out data; None for no validation.
         best: Metric of `validate` by which checkpoints/best is kept.
@@ -125,6 +157,7 @@ class Fit(Generic[Item]):
         stage: str,
         config: FitConfig,
         policy: Policy,
+        tracking: Tracking,
         train_batch: Callable[[Sequence[tuple[int, Item]]], StepResult],
         validate: Callable[[], dict[str, float]] | None,
         *,
@@ -134,7 +167,7 @@ class Fit(Generic[Item]):
     ) -> None:
         self.step = 0
         self._stage, self._config, self._policy = stage, config, policy
-        self._train_batch, self._validate = train_batch, validate
+        self._train_batch, self._validate, self._listener = train_batch, validate, tracking.put
         self._best_name, self._sign = best, -1.0 if higher_is_better else 1.0
         self._headline = headline
         self._folder = Path(config.out)
@@ -188,8 +221,9 @@ class Fit(Generic[Item]):
         order.cursor = (self.step - start) * self._config.batch_size
         is_main = rank() == 0
         with (
-            RunLog(self._folder, resume_step=self.step, enabled=is_main) as log,
+            RunLog(self._folder, resume_step=self.step, enabled=is_main, listener=self._listener) as log,
             open_display(title, self._config.num_steps, self._headline, enabled=is_main) as display,
+            HardwareMonitor() as monitor,
         ):
             for note in notes:
                 display.note(note)
@@ -197,18 +231,23 @@ class Fit(Generic[Item]):
                 log.write_metrics(self._stage, start, opening)
                 self._last |= opening
             while self.step < end:
-                self._advance(order, end, log, display)
+                self._advance(order, end, log, display, monitor)
 
     def _is_logged(self, step: int, values: Mapping[str, float]) -> bool:
         rows = read_metrics(self._folder)
         return any(row["step"] == step and values.keys() <= row.keys() for row in rows)
 
     def _advance(
-        self, order: EpochOrder[Item] | MixtureOrder[Item], end: int, log: RunLog, display: Display
+        self,
+        order: EpochOrder[Item] | MixtureOrder[Item],
+        end: int,
+        log: RunLog,
+        display: Display,
+        monitor: HardwareMonitor,
     ) -> None:
         """Do one optimizer step, and validate and save where due."""
         config, stage = self._config, self._stage
-        began = time.perf_counter()
+        began = time.monotonic()
         drawn = order.next(config.batch_size)
         result = self._train_batch([drawn[index] for index in shard(len(drawn))])
         lr = learning_rate(config.optim, self.step, config.num_steps)
@@ -220,8 +259,9 @@ class Fit(Generic[Item]):
             f"{stage}/grad_norm": norm,
             f"{stage}/tokens": float(self._tokens),
             f"{stage}/epoch": order.epochs,
-            f"{stage}/tokens_per_second": result.num_tokens / (time.perf_counter() - began),
+            f"{stage}/tokens_per_second": result.num_tokens / (time.monotonic() - began),
             **result.metrics,
+            **step_metrics(monitor, stage, began, self._policy.device),
         }
         self.step += 1
         if self._validate is not None and (self.step % config.validate_every == 0 or self.step == end):

@@ -43,6 +43,10 @@ class Pair:
     ref_chosen_logprob: float = 0.0
     ref_rejected_logprob: float = 0.0
 
+    def as_problem(self) -> Problem:
+        """Return its texts as a problem, for hashes of the data."""
+        return Problem(uid=self.uid, task="dpo", prompt=self.prompt, answer=f"{self.chosen}\0{self.rejected}")
+
     @property
     def num_tokens(self) -> int:
         """Tokens that the model reads: the prompt stands before both completions."""

@@ -13,7 +13,8 @@ from whet.eval.evaluate import fitting_problems, take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
-from whet.train.fit import Fit, StepResult, finish, open_folder
+from whet.telemetry.trackers import TrackConfig
+from whet.train.fit import Fit, StepResult, finish, open_folder, open_tracking, write_origin
 from whet.train.harvest import (
     Row,
     check_sampling,
@@ -64,6 +65,8 @@ class RFTConfig:
     """Problems of the dev split answered greedily before and after each round; 0 for none."""
     save_every: int = 100
     """Steps between checkpoints (one at the end of each round always)."""
+    track: TrackConfig = field(default_factory=TrackConfig)
+    """Experiment trackers that show the run besides its own files."""
     seed: int = 0
     """Seed of samples, choice and data order."""
 
@@ -118,6 +121,7 @@ def train(config: RFTConfig, *, resume: bool = False) -> Policy:
     Raises:
         UserError: If inputs do not fit together, nothing can be kept, or the run cannot go on.
     """
+    tracking = open_tracking(config)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     policy.expect(answer_type_of(task))
@@ -132,6 +136,7 @@ def train(config: RFTConfig, *, resume: bool = False) -> Policy:
         wanted = take_problems(task, "dev", config.validation_problems)
         held_out = fitting_problems(policy, wanted, min_new_tokens=1)
     folder = open_folder(config, resume=resume)
+    write_origin(config, problems)
 
     def train_batch(drawn: Sequence[tuple[int, TrainingSequence]]) -> StepResult:
         return StepResult(*train_step(policy, [sequence for _, sequence in drawn], config.optim))
@@ -143,6 +148,7 @@ def train(config: RFTConfig, *, resume: bool = False) -> Policy:
         "rft",
         config,
         policy,
+        tracking,
         train_batch,
         validate if held_out else None,
         best="eval/greedy",
@@ -151,24 +157,25 @@ def train(config: RFTConfig, *, resume: bool = False) -> Policy:
     )
     if resume:
         fit.restore()
-    for number in range(config.rounds):
-        start = number * config.steps_per_round
-        if fit.step >= start + config.steps_per_round:
-            continue
-        done = stored_round(folder, number)
-        if done is None:
-            before = validate() if held_out and number == 0 else {}
-            kept, counts = sample_round(config, policy, task, problems, number)
-            done = store_round(folder, number, kept, {"step": start, **counts, **before})
-        kept, counts = done
-        title = f"rft {task.name}, round {number + 1} of {config.rounds}"
-        note = (
-            f"round {number + 1}: {counts['rft/kept']:,.0f} of {counts['rft/sampled']:,.0f} completions kept "
-            f"({counts['rft/right']:.1%} right), for {counts['rft/covered']:.1%} of {len(problems):,} problems"
-        )
-        order = EpochOrder([_sequence(row) for row in kept], config.seed)
-        end = start + config.steps_per_round
-        fit.run(order, title=title, start=start, end=end, notes=[note], opening=counts)
+    with tracking:
+        for number in range(config.rounds):
+            start = number * config.steps_per_round
+            if fit.step >= start + config.steps_per_round:
+                continue
+            done = stored_round(folder, number)
+            if done is None:
+                before = validate() if held_out and number == 0 else {}
+                kept, counts = sample_round(config, policy, task, problems, number)
+                done = store_round(folder, number, kept, {"step": start, **counts, **before})
+            kept, counts = done
+            title = f"rft {task.name}, round {number + 1} of {config.rounds}"
+            note = (
+                f"round {number + 1}: {counts['rft/kept']:,.0f} of {counts['rft/sampled']:,.0f} completions kept "
+                f"({counts['rft/right']:.1%} right), for {counts['rft/covered']:.1%} of {len(problems):,} problems"
+            )
+            order = EpochOrder([_sequence(row) for row in kept], config.seed)
+            end = start + config.steps_per_round
+            fit.run(order, title=title, start=start, end=end, notes=[note], opening=counts)
     fit.write_summary({})
     return policy
 

@@ -13,7 +13,8 @@ from whet.checkpoint import commit_folder, load_step, open_run, save_step
 from whet.config import dump_yaml
 from whet.distributed import all_reduce_sum, barrier, rank, world_size
 from whet.eval.audit import preflight
-from whet.eval.evaluate import evaluate, fitting_problems, take_problems
+from whet.eval.evaluate import fitting_problems, take_problems
+from whet.eval.measure import evaluate
 from whet.generate.policy import Policy, load_policy
 from whet.generate.probe import ProbeResult, probe_policy
 from whet.model.weights import load_model
@@ -25,9 +26,12 @@ from whet.tasks.mixture import PART
 from whet.tasks.tools import environment_for
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.environment import write_environment
+from whet.telemetry.hardware import HardwareMonitor, step_metrics
 from whet.telemetry.health import dead_reason, health_warnings
 from whet.telemetry.log import RunLog, read_metrics
+from whet.telemetry.provenance import write_provenance
 from whet.telemetry.report import write_report
+from whet.telemetry.tracking import Tracking
 from whet.train.advantage import with_advantages, without_advantages
 from whet.train.curriculum import select_problems
 from whet.train.judging import open_judge
@@ -43,10 +47,11 @@ from whet.train.step import (
     parameter_dtype,
     prepare_model,
 )
-from whet.types import Problem, Task, UserError
+from whet.types import Group, Problem, Task, UserError
 
 HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
 APPROX_GAP_LIMIT = 0.1
+SHOWN_TEXT = 400
 SOLVED = 0.99
 
 
@@ -66,6 +71,8 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
         UserError: If inputs do not fit together, or the run cannot go on.
     """
     folder = Path(config.out)
+    is_main = rank() == 0
+    tracking = Tracking(config.track, folder, enabled=is_main)
     _check_ranks(config)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
@@ -80,16 +87,12 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     if EPISODE in config.rewards and getattr(task, "environment", None) is None:
         raise UserError(f"rewards.episode: task {task.name} has no environment that pays; leave it out")
     warnings = _preflight(config, task, rewards, policy, fitting)
-    if rank() == 0:
-        open_run(folder, dump_yaml(config), resume=resume)
-        write_environment(folder)
+    if is_main:
+        _open_folder(config, fitting, resume=resume)
     barrier()
     autocast = autocast_dtype(config.optim.precision)
     probe = probe_policy(policy, temperature=config.sampling.temperature, autocast=autocast)
-    held_out: list[Problem] = []
-    if config.validation_problems:
-        wanted = take_problems(task, "dev", config.validation_problems)
-        held_out = fitting_problems(policy, wanted, min_new_tokens=1)
+    held_out = _held_out(config, policy, task)
     kept, notes = select_problems(
         policy,
         task,
@@ -107,22 +110,60 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
         run = _Run(config, policy, task, rewards, data_order(task, kept, config.seed), held_out, probe)
         run.judge = judge
         start = run.restore(folder) if resume else 0
+        resume_step = start if resume else None
         with (
-            RunLog(folder, resume_step=start if resume else None, enabled=rank() == 0) as log,
-            open_display(f"rl {task.name}", config.num_steps, HEADLINE, enabled=rank() == 0) as display,
+            tracking,
+            RunLog(folder, resume_step=resume_step, enabled=is_main, listener=tracking.put) as log,
+            open_display(f"rl {task.name}", config.num_steps, HEADLINE, enabled=is_main) as display,
+            run.monitor,
         ):
-            display.note(f"sampler vs trainer: {probe}")
-            for note in notes:
+            for note in (f"sampler vs trainer: {probe}", *notes):
                 display.note(note)
             for warning in warnings:
                 display.note(warning, warning=True)
             for step in range(start, config.num_steps):
                 run.advance(step, folder, log, display)
-    if rank() == 0:
-        content = {name.removeprefix("rl/"): value for name, value in run.last.items()}
-        content |= {"sampler_vs_trainer": str(probe)}
-        (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
+    if is_main:
+        _write_summary(folder, run)
     return policy
+
+
+def _open_folder(config: RLConfig, problems: Sequence[Problem], *, resume: bool) -> None:
+    """Make the run folder, or check that it may go on; write what the run is made of."""
+    folder, text = Path(config.out), dump_yaml(config)
+    open_run(folder, text, resume=resume)
+    write_environment(folder)
+    write_provenance(
+        folder,
+        base=config.policy.init,
+        adapter=config.policy.adapter,
+        config_yaml=text,
+        problems=problems,
+    )
+
+
+def _held_out(config: RLConfig, policy: Policy, task: Task) -> list[Problem]:
+    """Return the dev problems that are answered while it trains."""
+    if not config.validation_problems:
+        return []
+    return fitting_problems(policy, take_problems(task, "dev", config.validation_problems), min_new_tokens=1)
+
+
+def _write_summary(folder: Path, run: _Run) -> None:
+    """Write summary.json: the last value of every metric, and how exact sampler and trainer agree."""
+    content = {name.removeprefix("rl/"): value for name, value in run.last.items()}
+    content |= {"sampler_vs_trainer": str(run.probe)}
+    (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def sample_note(group: Group) -> str:
+    """Write the first completion of a group with its reward, cut to a few lines of the terminal."""
+    sample = group.samples[0]
+    reward = "none" if sample.reward is None else f"{sample.reward:g}"
+    prompt, text = (
+        t if len(t) <= SHOWN_TEXT else t[:SHOWN_TEXT] + "…" for t in (group.problem.prompt, sample.text)
+    )
+    return f"sample, reward {reward}, answer {group.problem.answer[:80]}: {prompt}\n{text}"
 
 
 def _preflight(
@@ -206,6 +247,7 @@ class _Run:
             seed=config.seed,
         )
         self.judge: Judge | None = None
+        self.monitor = HardwareMonitor()
         self.best = -math.inf
         self.dead_steps = 0
         self.last: dict[str, float] = {}
@@ -233,13 +275,13 @@ class _Run:
     def advance(self, step: int, folder: Path, log: RunLog, display: Display) -> None:
         """Sample, score, train; validate and save where due."""
         config = self.config
-        began = time.perf_counter()
+        began = time.monotonic()
         collected = self.source.next(step)
         rollout = collected.rollout
         groups = with_advantages(
             [rollout.groups[place] for place in collected.used], config.algo, self.weights
         )
-        sampled = time.perf_counter()
+        sampled = time.monotonic()
         values = rollout_metrics(rollout, config.algo, self.weights, collected.num_refilled)
         if self.judge is not None:
             values |= {f"rl/judge_{name}": float(n) for name, n in asdict(self.judge.stats).items()}
@@ -250,7 +292,7 @@ class _Run:
         values |= self.objective.update(
             groups, self.optimizer, lr, step=step, progress=step / max(1, config.num_steps - 1)
         )
-        done = time.perf_counter()
+        done = time.monotonic()
         tokens = all_reduce_sum(sum(len(s.completion_ids) for g in rollout.groups for s in g.samples))[0]
         values |= {
             "rl/generate_seconds": rollout.generate_seconds,
@@ -260,6 +302,7 @@ class _Run:
             "rl/generate_tokens_per_second": tokens / max(rollout.generate_seconds, 1e-9),
             "rl/train_tokens_per_second": self.objective.num_tokens_read / (done - sampled),
             "rl/lr": lr,
+            **step_metrics(self.monitor, "rl", began, self.policy.device),
         }
         count = step + 1
         if self.held_out and (count % config.validate_every == 0 or count == config.num_steps):
@@ -271,6 +314,8 @@ class _Run:
         for warning in health_warnings("rl", values, self.history):
             display.note(warning, warning=True)
         self.show_failures(display)
+        if config.show_samples_every and count % config.show_samples_every == 0:
+            display.note(sample_note(rollout.groups[0]))
         self.history.append({"step": count, **values})
         display.update(count, values)
         self.check(values, count)

@@ -11,6 +11,7 @@ from whet.generate.sampling import SamplingParams
 from whet.rewards.base import JUDGE, parse_own
 from whet.rewards.judge import JudgeConfig
 from whet.tasks.base import TaskConfig
+from whet.telemetry.trackers import TrackConfig
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
 from whet.train.curriculum import CurriculumConfig
 from whet.train.step import OptimConfig
@@ -66,6 +67,10 @@ class RLConfig:
     """Largest |ratio - 1| accepted on-policy where the start-up probe says exact; more stops the run."""
     max_dead_steps: int = 50
     """Steps in a row without any reward difference after which the run stops."""
+    show_samples_every: int = 0
+    """Steps between completions that are printed while it trains, one each; 0 for none."""
+    track: TrackConfig = field(default_factory=TrackConfig)
+    """Experiment trackers that show the run besides its own files."""
     seed: int = 0
     """Seed of data order and of every sample."""
 
@@ -81,7 +86,7 @@ class RLConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
-        for name in ("validation_problems", "ratio_tolerance"):
+        for name in ("validation_problems", "ratio_tolerance", "show_samples_every"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
         if self.value.warmup_steps >= self.num_steps:

@@ -16,7 +16,8 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import sequence_seed
 from whet.generate.scoring import score_micro_batch
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
-from whet.train.fit import FIT_ATTENTION, Fit, StepResult, finish, open_folder
+from whet.telemetry.trackers import TrackConfig
+from whet.train.fit import FIT_ATTENTION, Fit, StepResult, finish, open_folder, open_tracking, write_origin
 from whet.train.order import data_order
 from whet.train.step import OptimConfig, autocast_dtype, forward_backward, parameter_dtype, prepare_model
 from whet.types import MicroBatch, Problem, UserError
@@ -48,6 +49,8 @@ class SFTConfig:
     """Steps between validations (one at the end always); the best is kept as checkpoints/best."""
     save_every: int = 500
     """Steps between checkpoints (one at the end always)."""
+    track: TrackConfig = field(default_factory=TrackConfig)
+    """Experiment trackers that show the run besides its own files."""
     seed: int = 0
     """Seed of weights, data order and empty scratch-pads."""
 
@@ -142,6 +145,7 @@ def train(config: SFTConfig, *, resume: bool = False) -> Policy:
     Raises:
         UserError: If inputs do not fit together, or the run cannot go on.
     """
+    tracking = open_tracking(config)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     policy.expect(answer_type_of(task))
@@ -156,6 +160,7 @@ def train(config: SFTConfig, *, resume: bool = False) -> Policy:
         else []
     )
     open_folder(config, resume=resume)
+    write_origin(config, kept)
     encoded: dict[tuple[str, bool], TrainingSequence] = {}
 
     def encode(epoch: int, problem: Problem) -> TrainingSequence:
@@ -175,6 +180,7 @@ def train(config: SFTConfig, *, resume: bool = False) -> Policy:
         "sft",
         config,
         policy,
+        tracking,
         train_batch,
         validate if held_out else None,
         best="sft/validation_loss",
@@ -184,6 +190,9 @@ def train(config: SFTConfig, *, resume: bool = False) -> Policy:
         fit.restore()
     left_out = len(problems) - len(kept)
     note = f"{left_out} of {len(problems)} demonstrations do not fit the context; left out"
-    fit.run(data_order(task, kept, config.seed), title=f"sft {task.name}", notes=[note] if left_out else [])
+    with tracking:
+        fit.run(
+            data_order(task, kept, config.seed), title=f"sft {task.name}", notes=[note] if left_out else []
+        )
     fit.write_summary({"train_problems": len(kept), "left_out": left_out})
     return policy

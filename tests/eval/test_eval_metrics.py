@@ -1,0 +1,172 @@
+"""Metrics of an evaluation from verdicts that were written down by hand, and from the seeds' recorded counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from whet.eval.confidence import Confidence
+from whet.eval.grade import Grade, Judged
+from whet.eval.metrics import best_of_n, headline, summarise
+from whet.eval.show import describe
+from whet.eval.stats import detectable_difference, fisher_exact, minimum_detectable_effect
+from whet.types import Problem
+
+
+def done(
+    is_correct: bool,
+    *,
+    answer: str | None = "1",
+    reward: float | None = None,
+    thinking: int = 3,
+    tokens: int = 5,
+) -> Judged:
+    graded = Grade(answer, is_correct, "perfect", thinking)
+    rewards = {} if reward is None else {"format": reward}
+    sure = Confidence(-0.5, None if answer is None else -0.25, hedges=2, revisions=1)
+    return Judged("", tokens, "stop", graded, confidence=sure, rewards=rewards, reward=reward)
+
+
+def problems(count: int) -> list[Problem]:
+    return [Problem(uid=str(n), task="t", prompt="?", answer="1") for n in range(count)]
+
+
+def rows_of(counts: Sequence[int], num_samples: int) -> list[list[Judged]]:
+    return [[done(index < count) for index in range(num_samples)] for count in counts]
+
+
+def summary_of(samples: list[list[Judged]]) -> dict[str, Any]:
+    metrics = headline(samples, [row[0] for row in samples], seed=0)
+    extra = {"generation_seconds": 0.0, "hardware": None}
+    return summarise(problems(len(samples)), samples, metrics) | extra
+
+
+def test_recorded_gap_of_the_source() -> None:
+    # S1-09: sampled pass@1 67.7 and pass@8 95.0 leave 27.3 points; 1083 of 1600 samples, 190 of 200 problems.
+    counts = [8] * 81 + [4] * 107 + [5, 2] + [0] * 10
+    assert (sum(counts), len(counts), counts.count(0)) == (1083, 200, 10)
+    found = summary_of(rows_of(counts, 8))
+    shares = [f"{100 * found['pass@k'][k]['mean']:.1f}" for k in ("1", "8")]
+    gap = found["opportunity"]
+    assert shares == ["67.7", "95.0"]
+    assert f"{100 * gap['mean']:.1f}" == "27.3"
+    assert 0.2 < gap["low"] < gap["mean"] < gap["high"] < 0.35
+
+
+def test_every_k_is_that_of_exhaustive_draws() -> None:
+    counts = [0, 1, 3, 5]
+    found = summary_of(rows_of(counts, 5))["pass@k"]
+    assert list(found) == ["1", "2", "3", "4", "5"]
+    for k in range(1, 6):
+        draws = [[any(index < c for index in chosen) for chosen in combinations(range(5), k)] for c in counts]
+        expected = sum(sum(row) / len(row) for row in draws) / len(counts)
+        assert found[str(k)]["mean"] == pytest.approx(expected)
+
+
+def test_wanted_k_and_one_too_large() -> None:
+    samples = rows_of([1, 2], 5)
+    metrics = headline(samples, [row[0] for row in samples], seed=0, ks=(3,))
+    assert [name for name in metrics if name.startswith("pass@")] == [
+        "pass@1",
+        "pass@2",
+        "pass@3",
+        "pass@4",
+        "pass@5",
+    ]
+    with pytest.raises(ValueError, match="k=6, num_samples=5: draw more samples"):
+        headline(samples, [row[0] for row in samples], seed=0, ks=(6,))
+
+
+def test_consistency_formats_lengths_and_confidence() -> None:
+    long_wrong = done(False, answer=None, thinking=20, tokens=20)
+    samples = [[done(True), done(True)], [done(True), long_wrong], [long_wrong, done(False)]]
+    found = summary_of(samples)
+    consistency = {name: row["mean"] for name, row in found["consistency"].items()}
+    assert consistency == pytest.approx({"always": 1 / 3, "mixed": 1 / 3, "never": 1 / 3})
+    # Wilson of 1 in 3, from the closed form (z = 1.96): 0.0615 to 0.7923.
+    assert found["consistency"]["mixed"]["low"] == pytest.approx(0.0615, abs=5e-4)
+    assert found["consistency"]["mixed"]["high"] == pytest.approx(0.7923, abs=5e-4)
+    assert found["format"] == {"perfect": 1.0, "partial": 0.0, "none": 0.0}
+    right, wrong = found["lengths"]["right"], found["lengths"]["wrong"]
+    assert (right["completion"]["mean"], right["answer"]["mean"], right["completion"]["num_samples"]) == (
+        5,
+        2,
+        3,
+    )
+    # Means over problems, not over samples: problem 2 has 20, problem 3 has (20 + 5) / 2.
+    assert wrong["completion"]["mean"] == pytest.approx((20 + 12.5) / 2)
+    assert wrong["thinking"]["quartiles"] == [11.5, 20.0, 20.0]
+    sure = found["confidence"]
+    assert sure["answer_logprob"]["num_samples"] == 4
+    assert (sure["hedges"]["mean"], sure["revisions"]["mean"]) == (2, 1)
+    assert sure["vote_share"]["mean"] == pytest.approx((1 + 0.5 + 0.5) / 3)
+
+
+def test_no_right_sample_has_no_lengths() -> None:
+    found = summary_of(rows_of([0, 0], 2))
+    assert found["lengths"]["right"] == {"thinking": None, "answer": None, "completion": None}
+    assert any("wrong 5.0" in line and "right" not in line for line in describe(found) if "tokens" in line)
+
+
+def test_votes_of_equal_numbers_count_together() -> None:
+    row = [
+        done(False, answer="7"),
+        done(False, answer="7"),
+        *(done(True, answer=a) for a in ("5", "5.0", " 5")),
+    ]
+    metrics = headline([row], [row[0]], seed=0)
+    assert metrics["maj@5"].mean == 1.0
+    tie = [done(False, answer="7"), done(True, answer="5"), done(False, answer=None)]
+    assert headline([tie], [tie[0]], seed=0)["maj@3"].mean == 0.5
+
+
+def test_best_of_n_by_reward() -> None:
+    high_wrong, high_right = done(False, reward=2.0), done(True, reward=2.0)
+    low_right, unknown = done(True, reward=1.0), done(True, reward=None)
+    assert best_of_n([high_wrong, low_right]) == 0.0
+    assert best_of_n([high_wrong, high_right, low_right]) == 0.5
+    assert best_of_n([high_right, high_wrong, unknown]) == 0.5
+    assert best_of_n([unknown, done(False, reward=None)]) == 0.5
+    samples = [[high_wrong, low_right]]
+    assert headline(samples, [low_right], seed=0)["best@2"].mean == 0.0
+    assert "best@2" not in headline([[unknown, unknown]], [unknown], seed=0)
+
+
+@pytest.mark.parametrize(("count", "num_samples"), [(3, 1), (1, 4)])
+def test_anecdote(count: int, num_samples: int) -> None:
+    found = summary_of(rows_of([1] * count, num_samples))
+    assert found["anecdote"] is True
+    assert str(found["remark"]).startswith("anecdote: one")
+    assert any(line.startswith("anecdote") for line in describe(found))
+    several = summary_of(rows_of([2, 3], 4))
+    assert (several["anecdote"], several["remark"]) == (False, "")
+
+
+def test_detectable_difference() -> None:
+    # 4 of 200 right: 3.9 points, the closed form of section 6.10; several samples per problem make it smaller.
+    assert detectable_difference([1.0] * 4 + [0.0] * 196) == pytest.approx(
+        minimum_detectable_effect(0.02, 200)
+    )
+    assert detectable_difference([1.0] * 4 + [0.0] * 196) == pytest.approx(0.0392, abs=5e-5)
+    assert detectable_difference([0.4, 0.6] * 100) == pytest.approx(
+        2.8016 * (2 * 0.01 / 200) ** 0.5, abs=1e-5
+    )
+    assert detectable_difference([0.0] * 200) == pytest.approx(minimum_detectable_effect(1 / 201, 200))
+    assert detectable_difference([1.0]) > 1  # one problem shows nothing
+    found = summary_of(rows_of([16] * 4 + [0] * 196, 16))
+    assert any("below 3.9 points would not be seen with 200 problems" in line for line in describe(found))
+
+
+def test_fisher_against_an_oracle() -> None:
+    # scipy.stats.fisher_exact 1.17, two-sided; the first two are the seeds' tables (S4-15), the third S4-14.
+    assert fisher_exact(3, 200, 4, 200) == pytest.approx(1.0)
+    assert fisher_exact(3, 200, 6, 200) == pytest.approx(0.5028218860560039, rel=1e-12)
+    assert fisher_exact(726, 800, 670, 800) == pytest.approx(3.417886735716473e-05, rel=1e-10)
+    assert fisher_exact(8, 10, 1, 6) == pytest.approx(0.034965034965034975, rel=1e-12)
+    assert fisher_exact(0, 5, 5, 5) == pytest.approx(0.007936507936507938, rel=1e-12)
+    for wrong in ((3, 2, 0, 1), (-1, 2, 0, 1), (0, 0, 0, 1)):
+        with pytest.raises(ValueError, match="expected 0 <= successes <= trials"):
+            fisher_exact(*wrong)

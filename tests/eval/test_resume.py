@@ -1,0 +1,255 @@
+"""An evaluation that was killed goes on: nothing is drawn twice, and the numbers are those of a whole run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config import dump_yaml
+from whet.eval import measure
+from whet.eval.evaluate import EvalConfig, main
+from whet.eval.record import PROGRESS, SAMPLES, SUMMARY, differences, read_eval, start_progress
+from whet.generate.policy import PolicyConfig
+from whet.generate.sampling import SamplingParams
+from whet.types import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMES = ("seconds", "generation_seconds", "tokens", "requests", "hardware")
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+from whet.config import load_yaml
+from whet.eval import measure
+from whet.eval.evaluate import EvalConfig, main
+from whet.tasks.arithmetic import Arithmetic
+torch.set_num_threads(1)
+measure.CHUNK_ROUNDS = 1
+original = Arithmetic.problems
+Arithmetic.problems = lambda self, split: original(self, split)[:200]
+main(load_yaml(Path(sys.argv[1]), EvalConfig), resume="--resume" in sys.argv)
+"""
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch, few_problems: None) -> None:
+    monkeypatch.setattr(measure, "CHUNK_ROUNDS", 1)
+    monkeypatch.setattr("whet.eval.evaluate.write_report", lambda folder: (folder / "report.md").touch())
+    monkeypatch.setattr("whet.eval.evaluate.draw_evaluation", lambda *arguments: [])
+
+
+def make_config(tiny_policy: PolicyConfig, folder: Path, **changes: Any) -> EvalConfig:
+    config = EvalConfig(
+        out=str(folder),
+        policy=replace(tiny_policy, max_rows=8),  # chunks of 4 problems at most
+        num_problems=9,
+        num_samples=2,
+        rewards={"format": 1.0},
+        sampling=SamplingParams(max_new_tokens=6),
+        hardware=False,
+    )
+    return replace(config, **changes)
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    content = json.loads((folder / SUMMARY).read_text())
+    return {name: value for name, value in content.items() if name not in TIMES}
+
+
+def interrupt(whole: Path, folder: Path, size: int, works: int = 1) -> None:
+    """Make a folder as a killed evaluation leaves it: `size` bytes of its completions."""
+    shutil.copytree(whole, folder)
+    summary = json.loads((folder / SUMMARY).read_text())
+    for name in (SUMMARY, "report.md", "metrics.jsonl"):
+        (folder / name).unlink()
+    rows = (folder / SAMPLES).read_bytes()
+    (folder / SAMPLES).unlink()
+    start_progress(folder, {"identity": summary["identity"], "model": summary["model"]})
+    note = {"prompt_tokens": 1, "completion_tokens": 2, "requests": 3, "seconds": 4.0, "hardware": None}
+    with (folder / PROGRESS).open("a") as file:
+        file.writelines([json.dumps(note) + "\n"] * works)
+    (folder / SAMPLES).write_bytes(rows[:size])
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace(str(whole), str(folder)))
+
+
+def test_every_kind_of_cut_is_mended(
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = tmp_path / "whole"
+    main(make_config(tiny_policy, whole))
+    rows = (whole / SAMPLES).read_bytes()
+    ends = [place + 1 for place, byte in enumerate(rows) if byte == 10]
+    assert len(ends) == 27
+    cuts = {  # bytes left -> problems that are whole
+        0: 0,
+        5: 0,
+        ends[0]: 0,
+        ends[1] + 40: 0,
+        ends[2] - 1: 0,
+        ends[2]: 1,
+        ends[2] + 7: 1,
+        ends[11]: 4,
+        ends[13]: 4,
+        ends[25] + 9: 8,
+        ends[26] - 1: 8,
+        ends[26]: 9,
+    }
+    chunks: list[int] = []
+    folder = whole
+    original = measure.play
+    monkeypatch.setattr(measure, "play", lambda *a, **k: (chunks.append(len(a[2])), original(*a, **k))[1])
+    for number, (size, num_whole) in enumerate(cuts.items()):
+        folder = tmp_path / str(number)
+        interrupt(whole, folder, size)
+        chunks.clear()
+        main(make_config(tiny_policy, folder), resume=True)
+        assert sum(chunks) == 2 * (9 - num_whole), size  # sampled and greedy; only what was missing
+        assert (folder / SAMPLES).read_bytes() == rows, size
+        assert numbers(folder) == numbers(whole), size
+        assert not (folder / PROGRESS).exists()
+        content = json.loads((folder / SUMMARY).read_text())
+        assert content["requests"] == 3 + 3 * (9 - num_whole)  # what earlier starts sampled counts, too
+    capsys.readouterr()
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    main(make_config(tiny_policy, folder), resume=True)
+    assert "this evaluation is finished; nothing was changed" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_killed_by_the_system(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    big = {"num_problems": 60}
+    main(make_config(tiny_policy, whole, **big))
+    config = make_config(tiny_policy, killed, **big)
+    (tmp_path / "given.yaml").write_text(dump_yaml(config))
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "given.yaml")]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (killed / PROGRESS).exists() and (killed / PROGRESS).read_bytes().count(b"\n") > 3:
+            process.kill()
+        time.sleep(0.005)
+    assert process.wait() == -9
+    assert not (killed / SUMMARY).exists()
+    done = (killed / SAMPLES).read_bytes().count(b"\n")
+    assert 0 < done < 180
+    with pytest.raises(UserError, match="is not finished; go on with --resume"):
+        read_eval(killed)
+    with pytest.raises(UserError, match="already exists .* or --resume"):
+        main(config)
+    main(config, resume=True)
+    rows = [json.loads(line) for line in (killed / SAMPLES).read_text().splitlines()]
+    assert set(Counter((row["uid"], row["sample"]) for row in rows).values()) == {1}
+    assert (killed / SAMPLES).read_bytes() == (whole / SAMPLES).read_bytes()
+    assert numbers(killed) == numbers(whole)
+
+
+def test_results_do_not_depend_on_the_chunks(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    texts = []
+    for max_rows in (1, 3, 64):
+        folder = tmp_path / str(max_rows)
+        main(make_config(tiny_policy, folder, policy=replace(tiny_policy, max_rows=max_rows)))
+        texts.append((folder / SAMPLES).read_text())
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_what_cannot_go_on_is_refused(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    config = make_config(tiny_policy, whole)
+    main(config)
+    lines = (whole / SAMPLES).read_bytes().splitlines(keepends=True)
+
+    def attempt(name: str, message: str, **changes: Any) -> None:
+        with pytest.raises(UserError, match=message):
+            main(replace(config, out=str(tmp_path / name), **changes), resume=True)
+
+    attempt("none", "nothing to resume")
+    interrupt(whole, tmp_path / "other", len(lines[0]))
+    attempt("other", "--resume needs the configuration that the run was started with", seed=1)
+    for name, change in (("model", '"sha256": "'), ("data", '"problems_sha256": "')):
+        interrupt(whole, tmp_path / name, sum(map(len, lines[:3])))
+        notes = (tmp_path / name / PROGRESS).read_text()
+        (tmp_path / name / PROGRESS).write_text(notes.replace(change, change + "f"))
+        attempt(name, rf"cannot go on, since its first start there has changed .*{change[1:-4]}")
+    interrupt(whole, tmp_path / "order", 0)
+    (tmp_path / "order" / SAMPLES).write_bytes(b"".join(lines[3:9]))
+    attempt("order", "completion 1 is not of the problem that the task gives now")
+    interrupt(whole, tmp_path / "lost", len(lines[0]))
+    (tmp_path / "lost" / PROGRESS).unlink()
+    attempt("lost", "has completions, but eval_progress.jsonl is lost")
+    interrupt(whole, tmp_path / "row", 0)
+    row = json.loads(lines[0])
+    del row["hedges"]
+    (tmp_path / "row" / SAMPLES).write_text(json.dumps(row) + "\n")
+    attempt("row", "a completion has no 'hedges'")
+
+
+def test_reading_back_and_what_differs(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    main(make_config(tiny_policy, tmp_path / "a"))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    a = read_eval(tmp_path / "a")
+    assert (a.label, len(a.samples), len(a.greedy)) == ("random weights", 9, 9)
+    assert all([row["sample"] for row in rows] == [0, 1] for rows in a.samples.values())
+    assert differences(a, a) == []
+    summary = json.loads((tmp_path / "a" / SUMMARY).read_text())
+
+    def changed(**identity: Any) -> list[str]:
+        content = summary | {"identity": summary["identity"] | identity}
+        (tmp_path / "b" / SUMMARY).write_text(json.dumps(content))
+        return differences(a, read_eval(tmp_path / "b"))
+
+    assert changed(seed=5, num_samples=99, left_out=3) == []  # the same question, asked more often
+    assert changed(task=summary["identity"]["task"] | {"path": "/elsewhere"}) == []
+    assert changed(split="dev", precision="bfloat16") == [
+        'split ("test", "dev")',
+        'precision ("float32", "bfloat16")',
+    ]
+    sampling = summary["identity"]["sampling"] | {"temperature": 0.7}
+    assert changed(sampling=sampling) == ["sampling.temperature (1.0, 0.7)"]
+    protocol = summary["identity"]["protocol"] | {"template": "x" * 100, "system_prompt": True}
+    assert changed(protocol=protocol) == ["protocol.system_prompt (false, true)", "protocol.template"]
+    assert changed(answer_from="anywhere") == ['answer_from ("schema", "anywhere")']
+    lines = (tmp_path / "b" / SAMPLES).read_text()
+    (tmp_path / "b" / SAMPLES).write_text(lines.replace('"gold": "', '"gold": "1'))
+    assert changed() == ["gold answers of the same problems"]
+    (tmp_path / "b" / SAMPLES).write_text(lines.replace('"uid": "', '"uid": "f'))
+    assert changed() == ["problems (none in common)"]
+
+
+def test_what_cannot_be_read_back(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    main(make_config(tiny_policy, folder))
+    rows, summary = (folder / SAMPLES).read_text(), (folder / SUMMARY).read_text()
+    for text, message in (
+        (rows[:-20], "line 27 is damaged"),
+        (rows + '{"uid": 1}\n', "line 28 is damaged"),
+        (rows[: rows.rindex("\n", 0, -1) + 1], "completions are missing"),
+        (rows.replace('"sample": 1', '"sample": 0', 1), "completions are missing"),
+    ):
+        (folder / SAMPLES).write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_eval(folder)
+    (folder / SAMPLES).unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        read_eval(folder)
+    for text, message in (("{", "damaged"), ("{}", "damaged"), (summary[:50], "damaged")):
+        (folder / SUMMARY).write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_eval(folder)
+    with pytest.raises(UserError, match=r"no eval\.json in it"):
+        read_eval(tmp_path / "nowhere")

@@ -1,0 +1,424 @@
+"""Hardware telemetry: fake drivers and a fake /proc and /sys, on a clock that the test turns."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from whet.telemetry.hardware import HardwareMonitor, Readings, hardware_metrics, peak_memory_gib, rates
+from whet.telemetry.sensors import Device, amd_devices, cpu_devices, growing, nvidia_devices, visible
+
+GIB = 2**30
+
+
+class Clock:
+    """A clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def monitor_of(clock: Clock, *devices: Device, interval_s: float = 1.0) -> HardwareMonitor:
+    return HardwareMonitor(interval_s, sources={"fake": lambda: list(devices)}, clock=clock)
+
+
+def run(monitor: HardwareMonitor, clock: Clock, times: list[float]) -> None:
+    for now in times:
+        clock.now = now
+        monitor.sample()
+
+
+def gpu(number: int = 0, **sensors: Callable[[], float | None]) -> Device:
+    return Device(f"gpu{number}", f"Fake {number}", "gpu", sensors)
+
+
+def seconds(first: int, last: int, step: float = 1.0) -> list[float]:
+    return [first + step * n for n in range(round((last - first) / step) + 1)]
+
+
+def test_energy_of_a_known_power_curve_over_exactly_the_window() -> None:
+    clock = Clock()
+    monitor = monitor_of(clock, gpu(power_w=lambda: 10 * (clock.now - 100)))
+    run(monitor, clock, seconds(100, 120))
+    for start, end in ((102.0, 110.0), (102.25, 109.6), (104.9, 106.1), (100.0, 120.0)):
+        device = monitor.window(start, end)["devices"][0]
+        # The integral of 10 (t - 100); a straight line is what the trapezoid rule gets exactly.
+        assert device["energy_j"] == pytest.approx(5 * ((end - 100) ** 2 - (start - 100) ** 2))
+        assert device["energy_from"] == "power"
+        assert device["power_w"]["mean"] == pytest.approx(10 * ((start + end) / 2 - 100))
+        assert device["power_w"]["max"] == pytest.approx(10 * (end - 100))
+
+
+def test_the_counter_goes_before_the_integral_and_gives_power_where_there_is_no_sensor() -> None:
+    clock = Clock()
+    both = gpu(0, power_w=lambda: 50.0, energy_j=growing(lambda: 1000 + 70 * clock.now))
+    only = gpu(1, energy_j=growing(lambda: 7 * clock.now))
+    monitor = monitor_of(clock, both, only)
+    run(monitor, clock, seconds(100, 110))
+    window = monitor.window(101.5, 110.5)  # the last half second has no reading yet
+    first, second = window["devices"]
+    assert first["energy_j"] == pytest.approx(70 * 9)
+    assert first["energy_from"] == second["energy_from"] == "counter"
+    assert first["power_w"] == {"mean": 50.0, "max": 50.0}
+    assert second["power_w"] == {"mean": pytest.approx(7.0), "max": None}
+    assert "gpu1/power_w" not in window["absent"]
+    assert first["num_samples"] == window["num_samples"] == 9
+
+
+def test_a_counter_that_wraps_and_one_that_goes_back() -> None:
+    values = iter([990.0, 998.0, 5.0, 9.0])
+    sensor = growing(lambda: next(values), 1000.0)
+    assert [sensor() for _ in range(4)] == [0, 8, 15, 19]
+    reset = iter([50.0, 3.0])
+    sensor = growing(lambda: next(reset))
+    sensor()
+    with pytest.raises(ValueError, match="went back"):
+        sensor()
+
+
+def test_windows_without_readings_say_so_and_never_zero() -> None:
+    clock = Clock()
+    monitor = monitor_of(clock, gpu(power_w=lambda: 100.0, utilisation=lambda: 0.5))
+    assert monitor.window(90.0, 95.0)["absent"] == {"fake": "not looked for yet"}
+    run(monitor, clock, seconds(100, 110))
+    cases = {
+        (103.2, 103.8): "no reading in the window",  # between two readings
+        (100.0, 100.0): "the window is empty",
+        (50.0, 60.0): "no reading in the window",
+        (90.0, 105.0): "readings cover only 5.0 of 15.0 s",
+        (105.0, 140.0): "readings cover only 5.0 of 35.0 s",
+    }
+    for (start, end), reason in cases.items():
+        window = monitor.window(start, end)
+        device = window["devices"][0]
+        assert device["power_w"] is device["energy_j"] is device["energy_from"] is None
+        assert window["absent"]["gpu0/power_w"] == reason
+        assert window["absent"]["gpu0/temperature_c"]
+        assert rates(window, 100, 10)["joules_per_token"] is None
+        assert hardware_metrics(window) == {}
+        assert json.loads(json.dumps(window, allow_nan=False)) == window
+    assert monitor.window(102.0, 104.0)["devices"][0]["energy_j"] == pytest.approx(200.0)
+
+
+def test_a_sensor_that_fails_half_way_is_absent_with_its_reason_and_the_others_go_on() -> None:
+    clock = Clock()
+
+    def power() -> float:
+        if clock.now == 103:
+            raise OSError("a hiccup")  # one failure is none
+        if clock.now > 110:
+            raise OSError("GPU is lost\nsecond line")
+        return 100.0
+
+    broken = gpu(0, power_w=power, utilisation=lambda: 1.0, temperature_c=lambda: float("nan"))
+    monitor = monitor_of(clock, broken)
+    run(monitor, clock, seconds(100, 130))
+    window = monitor.window(101.0, 129.0)
+    assert window["devices"][0]["utilisation"] == {"mean": 1.0, "max": 1.0}
+    assert window["absent"]["gpu0/power_w"] == "OSError: GPU is lost"
+    assert window["absent"]["gpu0/temperature_c"] == "ValueError: the sensor reads nan"
+    assert window["devices"][0]["power_w"] is None
+    assert window["devices"][0]["energy_j"] is None
+    before = monitor.window(101.0, 109.0)
+    assert before["devices"][0]["energy_j"] == pytest.approx(800.0)
+
+
+def test_a_hanging_sensor_holds_up_neither_the_other_sources_nor_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = threading.Event()
+
+    def hang() -> float:
+        release.wait(30)
+        return 1.0
+
+    sources = {
+        "hangs": lambda: [gpu(0, power_w=hang)],
+        "hangs too": lambda: [gpu(1)] if release.wait(30) else [],
+        "works": lambda: [Device("cpu", "CPU", "cpu", {"utilisation": lambda: 0.25})],
+        "raises": lambda: (_ for _ in ()).throw(LookupError("no such thing")),
+    }
+    with HardwareMonitor(0.01, sources=sources) as monitor:
+        start = time.monotonic()
+        deadline = start + 20
+        while monitor.window(start, time.monotonic())["num_samples"] < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        window = monitor.window(start, time.monotonic())
+        began = time.monotonic()
+    assert time.monotonic() - began < 10  # a second is granted to all threads together
+    ids = {device["id"]: device for device in window["devices"]}
+    assert ids["cpu"]["utilisation"]["max"] == 0.25
+    assert ids["gpu0"]["power_w"] is None
+    assert window["absent"]["raises"] == "no such thing"
+    monkeypatch.setattr("whet.telemetry.hardware.HOLD_S", 0.05)
+    time.sleep(0.2)
+    late = monitor.window(start, time.monotonic())["absent"]
+    assert late["gpu0/power_w"].startswith("gpu0/power_w has not answered for")
+    assert late["hangs too"].startswith("hangs too has not answered for")
+    release.set()
+
+
+def test_memory_is_bounded_and_thinning_keeps_integrals_and_maxima() -> None:
+    whole, thin = Readings(10**6), Readings(64)
+    for n in range(5000):
+        for readings in (whole, thin):
+            readings.add(float(n), 100.0 + (900.0 if n == 700 else n % 7))
+    assert len(thin._times) < 64
+    assert thin.summary(0, 4999) == pytest.approx(whole.summary(0, 4999))
+    assert thin.summary(0, 4999)["max"] == 1000
+    assert thin.count(0, 4999) == whole.count(0, 4999) == 5000
+    assert thin.summary(4980, 4999) == pytest.approx(whole.summary(4980, 4999))
+    # An edge inside a thinned stretch: its own mean stands for the part.
+    assert thin.summary(1000, 3000)["mean"] == pytest.approx(whole.summary(1000, 3000)["mean"], rel=0.2)
+
+
+def test_rates_count_the_gpus_or_else_the_cpu() -> None:
+    def window(**joules: float | None) -> dict[str, Any]:
+        devices = [{"id": i, "kind": i.rstrip("01"), "energy_j": j} for i, j in joules.items()]
+        return {"seconds": 4.0, "devices": devices}
+
+    two = rates(window(gpu0=100.0, gpu1=60.0, cpu=40.0), 80, 5)
+    assert two == {
+        "tokens_per_second": 20.0,
+        "joules_per_token": 2.0,
+        "joules_per_request": 32.0,
+        "joules_of": ["gpu0", "gpu1"],
+    }
+    assert rates(window(cpu=40.0), 80, 0)["joules_per_token"] == 0.5
+    assert rates(window(cpu=40.0), 80, 0)["joules_per_request"] is None
+    one_silent = rates(window(gpu0=100.0, gpu1=None, cpu=40.0), 80, 5)
+    assert one_silent["joules_per_token"] is None
+    assert one_silent["joules_of"] == []
+
+
+def fake_nvml(watts: list[int]) -> SimpleNamespace:
+    def power(handle: int) -> int:
+        return watts[handle] * 1000
+
+    def energy(handle: int) -> int:
+        if handle == 1:
+            raise RuntimeError("Not Supported")
+        return 5000
+
+    return SimpleNamespace(
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: len(watts),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{'abc'[handle]}",
+        nvmlDeviceGetName=lambda handle: f"Fake H{handle}",
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=100, memory=13 - handle),
+        nvmlDeviceGetPowerUsage=power,
+        nvmlDeviceGetTemperature=lambda handle, kind: 41 - handle,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=(handle + 1) * GIB),
+        nvmlDeviceGetTotalEnergyConsumption=energy,
+    )
+
+
+def test_two_nvidia_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([394, 320]))
+    clock = Clock()
+    monitor = HardwareMonitor(1.0, sources={"nvidia": nvidia_devices}, clock=clock)
+    run(monitor, clock, seconds(100, 104))
+    window = monitor.window(100, 104)
+    first, second = window["devices"]
+    assert (first["id"], first["name"], second["id"]) == ("gpu0", "Fake H0", "gpu1")
+    assert (first["power_w"]["max"], second["power_w"]["max"]) == (394, 320)
+    assert (first["memory_activity"]["max"], second["memory_activity"]["max"]) == (0.13, 0.12)
+    assert (first["utilisation"]["max"], second["temperature_c"]["max"]) == (1.0, 40)
+    assert second["memory_gib"]["mean"] == 2
+    assert (first["energy_from"], second["energy_from"]) == ("counter", "power")
+    assert second["energy_j"] == 320 * 4
+    assert window["absent"] == {}
+    metrics = hardware_metrics(window)
+    assert metrics["hardware/power_w/gpu1"] == 320
+    assert metrics["hardware/utilisation/gpu0"] == 1.0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
+    assert [device.id for device in nvidia_devices()] == ["gpu1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(LookupError, match="no NVIDIA GPU"):
+        nvidia_devices()
+
+
+def test_the_driver_library_has_every_name_that_is_used() -> None:
+    pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py: pip install 'whet[hardware]'")
+    used = set(re.findall(r"pynvml\.(\w+)", inspect.getsource(nvidia_devices)))
+    assert len(used) == 11
+    assert used == {name for name in used if hasattr(pynvml, name)}
+
+
+def test_no_driver_no_gpu_no_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "amdsmi", None)
+    (tmp_path / "kfd").touch()
+    sources = {
+        "nvidia": nvidia_devices,
+        "no amd": lambda: amd_devices(tmp_path / "none"),
+        "amd": lambda: amd_devices(tmp_path / "kfd"),
+    }
+    monitor = HardwareMonitor(sources=sources)
+    monitor.sample()
+    window = monitor.window(0, 1)
+    assert window["devices"] == []
+    assert window["absent"]["nvidia"] == "nvidia-ml-py is not installed: pip install 'whet[hardware]'"
+    assert "no AMD GPU" in window["absent"]["no amd"]
+    assert "whet[hardware]" in window["absent"]["amd"]
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([]))
+    with pytest.raises(LookupError, match="no NVIDIA GPU"):
+        nvidia_devices()
+
+
+def test_an_amd_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    ticks = iter(range(0, 10**9, 1000))
+    fake = SimpleNamespace(
+        AmdSmiTemperatureType=SimpleNamespace(HOTSPOT=1),
+        AmdSmiTemperatureMetric=SimpleNamespace(CURRENT=0),
+        amdsmi_init=lambda: None,
+        amdsmi_get_processor_handles=lambda: ["handle"],
+        amdsmi_get_gpu_asic_info=lambda handle: {"market_name": "Fake MI300X"},
+        amdsmi_get_gpu_activity=lambda handle: {"gfx_activity": 80, "umc_activity": "N/A"},
+        amdsmi_get_power_info=lambda handle: {"current_socket_power": "N/A", "average_socket_power": 300},
+        amdsmi_get_energy_count=lambda handle: {
+            "energy_accumulator": next(ticks),
+            "counter_resolution": 15e3,
+        },
+        amdsmi_get_temp_metric=lambda handle, kind, metric: 47,
+        amdsmi_get_gpu_vram_usage=lambda handle: {"vram_used": 2048},
+    )
+    monkeypatch.setitem(sys.modules, "amdsmi", fake)
+    (tmp_path / "kfd").touch()
+    clock = Clock()
+    monitor = HardwareMonitor(1.0, sources={"amd": lambda: amd_devices(tmp_path / "kfd")}, clock=clock)
+    run(monitor, clock, seconds(100, 110))
+    window = monitor.window(100, 110)
+    device = window["devices"][0]
+    assert device["name"] == "Fake MI300X"
+    assert device["utilisation"]["mean"] == pytest.approx(0.8)
+    assert device["memory_gib"]["mean"] == pytest.approx(2.0)
+    assert (device["power_w"]["max"], device["temperature_c"]["max"]) == (300, 47)
+    assert device["energy_j"] == pytest.approx(10 * 1000 * 15e3 / 1e6)  # 1,000 counts a second of 15 mJ
+    assert window["absent"] == {"gpu0/memory_activity": "ValueError: the driver says 'N/A'"}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A made-up /proc and /sys of a machine with two processor packages."""
+    (tmp_path / "proc").mkdir()
+    write_proc(tmp_path, busy=0, idle=0)
+    for number, name in enumerate(("package-0", "package-1", "psys")):
+        folder = tmp_path / f"sys/class/powercap/intel-rapl:{number}"
+        folder.mkdir(parents=True)
+        (folder / "name").write_text(name + "\n")
+        (folder / "max_energy_range_uj").write_text("9999999\n")
+        (folder / "energy_uj").write_text("0\n")
+    sub = tmp_path / "sys/class/powercap/intel-rapl:0:0"
+    sub.mkdir()
+    (sub / "name").write_text("core\n")
+    (sub / "energy_uj").write_text("1\n")
+    hwmon = tmp_path / "sys/class/hwmon/hwmon3"
+    hwmon.mkdir(parents=True)
+    (hwmon / "name").write_text("k10temp\n")
+    (hwmon / "temp1_input").write_text("52500\n")
+    return tmp_path
+
+
+def write_proc(root: Path, *, busy: int, idle: int) -> None:
+    (root / "proc/stat").write_text(f"cpu  {busy} 0 0 {idle} 5 0 0 0 0 0\ncpu0 1 2 3 4\n")
+    (root / "proc/meminfo").write_text("MemTotal: 8388608 kB\nMemFree: 10 kB\nMemAvailable: 6291456 kB\n")
+    (root / "proc/cpuinfo").write_text("processor: 0\nmodel name\t: Fake 9000\n")
+
+
+def test_cpu_memory_and_rapl_with_wrap_around(machine: Path) -> None:
+    clock = Clock()
+    sources = {"cpu": lambda: cpu_devices(machine / "proc", machine / "sys")}
+    monitor = HardwareMonitor(1.0, sources=sources, clock=clock)
+    for n in range(11):
+        clock.now = 100.0 + n
+        write_proc(machine, busy=30 * n, idle=10 * n)
+        for number in range(3):  # 3 W and 6 W: the counters pass 10 J in the first three seconds
+            joules = (number + 1) * 3_000_000 * n
+            (machine / f"sys/class/powercap/intel-rapl:{number}/energy_uj").write_text(
+                f"{joules % 10_000_000}\n"
+            )
+        monitor.sample()
+    window = monitor.window(101.0, 109.0)
+    (device,) = window["devices"]
+    assert (device["id"], device["name"], device["kind"]) == ("cpu", "Fake 9000", "cpu")
+    assert device["utilisation"]["mean"] == pytest.approx(0.75)
+    assert device["memory_gib"]["mean"] == pytest.approx(2.0)
+    assert device["temperature_c"]["mean"] == pytest.approx(52.5)
+    assert device["energy_j"] == pytest.approx((3 + 6) * 8)  # packages only: 'psys' holds them once more
+    assert device["power_w"] == {"mean": pytest.approx(9.0), "max": None}
+    assert window["absent"] == {"cpu/memory_activity": "no such sensor for a CPU"}
+
+
+def test_unreadable_rapl_is_absent_not_zero(machine: Path) -> None:
+    (machine / "sys/class/powercap/intel-rapl:0/energy_uj").unlink()
+    (device,) = cpu_devices(machine / "proc", machine / "sys")
+    assert "energy_j" not in device.sensors
+    assert "energy_uj" in device.absent["energy_j"]
+    (device,) = cpu_devices(machine / "proc", machine / "nothing")
+    assert "no RAPL counter" in device.absent["energy_j"]
+    assert "no CPU thermometer" in device.absent["temperature_c"]
+
+
+def test_without_proc_psutil_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = SimpleNamespace(
+        cpu_percent=lambda interval: 40.0, virtual_memory=lambda: SimpleNamespace(used=3 * GIB)
+    )
+    monkeypatch.setitem(sys.modules, "psutil", fake)
+    (device,) = cpu_devices(tmp_path, tmp_path)
+    assert (device.sensors["utilisation"](), device.sensors["memory_gib"]()) == (0.4, 3.0)
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(LookupError, match="psutil is not installed"):
+        cpu_devices(tmp_path, tmp_path)
+
+
+def test_this_machine_has_a_cpu() -> None:
+    with HardwareMonitor(0.02) as monitor:
+        start = time.monotonic()
+        while time.monotonic() - start < 20:
+            window = monitor.window(start, time.monotonic())
+            if window["num_samples"] >= 3:
+                break
+            time.sleep(0.02)
+    cpu = next(device for device in window["devices"] if device["id"] == "cpu")
+    assert 0 < cpu["memory_gib"]["mean"] < 10_000
+    assert (cpu["energy_j"] is None) == ("cpu/energy_j" in window["absent"])
+
+
+def test_visible_follows_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = ["GPU-aa", "GPU-bb", "GPU-cc"]
+    for text, expected in {"2,0": [2, 0], "GPU-b": [1], "0,-1,1": [0], "-1": [], "": [], "7": []}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+        assert visible(uuids, ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")) == expected
+
+
+def test_peak_memory_of_this_process() -> None:
+    first = peak_memory_gib("cpu")
+    block = bytearray(b"x") * (64 * 2**20)
+    now_gib = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / GIB  # what is resident at present
+    assert len(block) == 64 * 2**20
+    assert 0.99 * now_gib <= peak_memory_gib("cpu") < 10 * now_gib
+    assert peak_memory_gib("cpu") >= first
+
+
+def test_interval_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="interval_s = 0"):
+        HardwareMonitor(0)

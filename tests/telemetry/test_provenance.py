@@ -1,0 +1,141 @@
+"""Provenance of a run: ids, hashes, parents; and finding a run again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from whet.telemetry.environment import write_environment
+from whet.telemetry.provenance import (
+    data_hash,
+    describe_model,
+    find_run,
+    parent_run,
+    run_folders,
+    run_id,
+    write_provenance,
+)
+from whet.types import Problem, UserError
+
+PROBLEMS = [Problem(uid=str(i), task="t", prompt=f"{i}+1=", answer=str(i + 1)) for i in range(3)]
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def started(folder: Path, config: str = "seed: 0\n") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(config)
+    write_environment(folder)
+    return folder
+
+
+def model(folder: Path, weights: str = "w") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text(weights)
+    return folder
+
+
+def test_a_run_names_everything_that_it_depends_on(tmp_path: Path) -> None:
+    sft = started(tmp_path / "runs" / "sft-one")
+    first = write_provenance(sft, config_yaml="seed: 0\n", problems=PROBLEMS)
+    model(sft / "checkpoints" / "step_00000009", "old")
+    model(sft / "checkpoints" / "step_00000010", "new")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_text("lora")
+    rl = started(tmp_path / "runs" / "rl-one")
+    link = {"name": "wandb", "id": "kga9ov93", "url": "https://wandb.ai/x/kga9ov93"}
+    found = write_provenance(
+        rl, base=str(sft), adapter=str(adapter), config_yaml="seed: 1\n", problems=PROBLEMS[:2], links=[link]
+    )
+    assert found == json.loads((rl / "provenance.json").read_text())
+    assert re.fullmatch(r"rl-one-\d{8}-\d{6}-[0-9a-f]{6}", found["run_id"])
+    assert found["config_sha256"] == sha("seed: 1\n")
+    assert found["base"]["sha256"]["model.safetensors"] == sha("new"), "the newest checkpoint is loaded"
+    assert found["adapter"]["sha256"]["adapter_model.safetensors"] == sha("lora")
+    assert (found["num_problems"], found["links"]) == (2, [link])
+    assert found["parent"] is None, "the adapter is what was trained on, and no run made it"
+    environment = json.loads((rl / "environment.json").read_text())
+    assert (found["start_utc"], found["git_commit"]) == (environment["start_utc"], environment["git_commit"])
+    later = started(tmp_path / "runs" / "eval-one")
+    assert write_provenance(later, base=str(sft))["parent"] == {"folder": str(sft), "run_id": first["run_id"]}
+
+
+def test_a_resumed_run_keeps_its_identity_and_runs_of_one_second_differ(tmp_path: Path) -> None:
+    folders = [started(tmp_path / place / "rl-same") for place in "ab"]
+    ids = [write_provenance(folder, config_yaml="seed: 0\n")["run_id"] for folder in folders]
+    assert ids[0] != ids[1]
+    assert write_provenance(folders[0], config_yaml="seed: 7\n")["run_id"] == ids[0]
+    folders[0].rename(tmp_path / "moved")
+    assert run_id(tmp_path / "moved") == ids[0]
+
+
+def test_old_folders_have_an_id_that_stays(tmp_path: Path) -> None:
+    a, b = started(tmp_path / "rl", "seed: 0\n"), started(tmp_path / "rl-b", "seed: 1\n")
+    assert run_id(a) == run_id(a) != run_id(b)
+    assert run_id(a).startswith(f"{tmp_path.name}-rl-"), "a short name gets its parent's before it"
+
+
+def test_the_data_hash_depends_on_content_and_not_on_order() -> None:
+    assert data_hash(PROBLEMS) == data_hash(PROBLEMS[::-1])
+    changed = Problem(uid="2", task="t", prompt="2+1=", answer="4")
+    assert data_hash([*PROBLEMS[:2], changed])[0] != data_hash(PROBLEMS)[0]
+    assert data_hash([]) == (None, 0)
+
+
+def test_known_hashes_are_taken_and_hub_commits_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model(tmp_path / "checkpoint")
+    files = {"model.safetensors": {"size": 1, "sha256": "ab" * 32}}
+    (folder / "manifest.json").write_text(json.dumps({"files": files}))
+    assert describe_model(str(folder))["sha256"]["model.safetensors"] == "ab" * 32
+    commit = "67e21dbdbeb243569e965957aa42b82df87d039d"
+    cache = tmp_path / "hub" / "models--owner--name"
+    snapshot = model(cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(commit)
+    blob = cache / "blobs" / ("cd" * 32)
+    blob.parent.mkdir()
+    blob.write_text("large")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(blob)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = describe_model("owner/name")
+    assert found["commit"] == commit
+    assert found["sha256"] == {"config.json": sha("{}"), "model.safetensors": "cd" * 32}
+    assert describe_model("owner/other")["sha256_of_all"] is None
+
+
+def test_runs_are_found_by_id_beginning_or_path_and_checkpoints_are_not_entered(tmp_path: Path) -> None:
+    one = started(tmp_path / "rl-one")
+    two = started(tmp_path / "more" / "rl-two")
+    model(one / "checkpoints" / "step_00000001")
+    started(one / "checkpoints" / "odd")
+    (tmp_path / "notes").mkdir()
+    assert list(run_folders(tmp_path)) == [two, one]
+    name = write_provenance(two)["run_id"]
+    assert (
+        find_run(tmp_path, name) == find_run(tmp_path, "rl-two") == find_run(tmp_path, "more/rl-two") == two
+    )
+    with pytest.raises(UserError, match="'rl-' names 2 runs below .*; give more of the id"):
+        find_run(tmp_path, "rl-")
+    with pytest.raises(UserError, match="'nothing': no run of that id"):
+        find_run(tmp_path, "nothing")
+    assert parent_run(str(one / "checkpoints" / "step_00000001")) == one
+    assert parent_run("owner/name") is None
+
+
+def test_damaged_files_are_no_reason_to_stop(tmp_path: Path) -> None:
+    folder = started(tmp_path / "rl-one")
+    (folder / "environment.json").write_text("{")
+    (folder / "provenance.json").write_text("[1]")
+    assert run_id(folder).startswith("rl-one-")

@@ -1,0 +1,205 @@
+"""Measured confidence of a completion: log-probability of its answer, hedges, changes of mind, votes. Pure functions.
+
+None of these is a calibrated probability. They are counts and sums that anybody can repeat on the saved completions,
+in place of a reader's impression. Every pass over a model's text takes linear time.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from whet.rewards.extract import from_box, from_hashes, from_phrase
+from whet.rewards.numbers import parse_number
+from whet.schema import ResponseSchema
+
+HEDGES = (
+    "alternatively",
+    "another possibility",
+    "but perhaps",
+    "but maybe",
+    "could be",
+    "double-check",
+    "given the ambiguity",
+    "hmm",
+    "i am not sure",
+    "i guess",
+    "i might be wrong",
+    "i think",
+    "i'm not sure",
+    "it seems",
+    "let me check",
+    "let me double-check",
+    "let me re-check",
+    "let me recheck",
+    "let me reconsider",
+    "maybe",
+    "might be",
+    "not certain",
+    "not sure",
+    "on second thought",
+    "perhaps",
+    "possibly",
+    "presumably",
+    "probably",
+    "unclear",
+    "wait",
+)
+"""Phrases that take back or soften what is said, whole words, in any case; of overlapping ones the first counts."""
+LONGEST_STATEMENT = 300
+"""Characters behind a mark such as "the answer is" in which a stated answer is looked for."""
+LONGEST_VOTE = 200
+"""Longer answers (programs) vote as they are written."""
+
+_HEDGE = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, HEDGES))})(?!\w)")
+_MARK = re.compile(r"answer\*{0,3}(?: is| ?[:=])|\\boxed(?![A-Za-z])|####", re.IGNORECASE)
+_READERS: dict[str, Callable[[str], str | None]] = {"\\": from_box, "#": from_hashes}
+
+
+@dataclass(frozen=True, slots=True)
+class Confidence:
+    """How sure a completion was of itself.
+
+    Attributes:
+        mean_logprob: Mean log-probability of the tokens that the model wrote, nats; None when it wrote none.
+        answer_logprob: The same of the tokens of the final answer alone; None when there is no answer in the text.
+        hedges: How many hedging phrases it has.
+        revisions: How often the answer that it states changes within its text.
+    """
+
+    mean_logprob: float | None = None
+    answer_logprob: float | None = None
+    hedges: int = 0
+    revisions: int = 0
+
+
+def measure_confidence(
+    text: str,
+    answer: str | None,
+    schema: ResponseSchema,
+    logprobs: Sequence[float],
+    *,
+    trained: Sequence[bool],
+    num_characters: Callable[[int], int],
+) -> Confidence:
+    """Measure one completion.
+
+    Args:
+        text: The decoded completion.
+        answer: Its final answer; None without one.
+        schema: Knows the tags of an answer block.
+        logprobs: Log-probability of each token under the distribution that it was drawn from, nats.
+        trained: True for tokens that the model wrote; empty when it wrote all.
+        num_characters: Returns the length of the text of the first so many tokens; it never falls.
+    """
+    written = [value for place, value in enumerate(logprobs) if not trained or trained[place]]
+    span = None if answer is None else answer_span(text, answer, schema)
+    inside: Sequence[float] = ()
+    if span is not None:
+        first, end = token_span(span, len(logprobs), num_characters)
+        inside = [logprobs[place] for place in range(first, end) if not trained or trained[place]]
+    return Confidence(_mean(written), _mean(inside), count_hedges(text), count_revisions(text, schema))
+
+
+def answer_span(text: str, answer: str, schema: ResponseSchema) -> tuple[int, int] | None:
+    """Find the characters of the final answer: in the last answer block that has it, else where it stands last.
+
+    Args:
+        text: The completion.
+        answer: The answer that was extracted from it.
+        schema: Knows the tags of an answer block.
+
+    Returns:
+        (first character, one past the last); None for an answer that was put together and stands nowhere as such.
+    """
+    close = text.rfind(schema.answer_close)
+    opened = text.rfind(schema.answer_open, 0, max(close, 0))
+    inside = opened + len(schema.answer_open)
+    start = text.find(answer, inside, text.find(schema.answer_close, inside)) if opened >= 0 else -1
+    if start < 0:
+        start = text.rfind(answer)
+    return (start, start + len(answer)) if answer and start >= 0 else None
+
+
+def token_span(
+    span: tuple[int, int], num_tokens: int, num_characters: Callable[[int], int]
+) -> tuple[int, int]:
+    """Return the range (first, one past the last) of the tokens that hold a character of a span, by bisection.
+
+    Args:
+        span: Characters, one past the last excluded.
+        num_tokens: Tokens of the text.
+        num_characters: Returns the length of the text of the first so many tokens; it never falls.
+    """
+    counts = range(num_tokens + 1)
+    first = bisect_right(counts, span[0], key=num_characters) - 1
+    return first, min(num_tokens, bisect_left(counts, span[1], lo=first, key=num_characters))
+
+
+def count_hedges(text: str) -> int:
+    """Count the phrases of `HEDGES` in a text, as whole words, in any case and with any white space inside."""
+    return sum(1 for _ in _HEDGE.finditer(" ".join(text.lower().replace("\u2019", "'").split())))
+
+
+def count_revisions(text: str, schema: ResponseSchema) -> int:
+    r"""Count how often the stated answer changes: "the answer is 5 ... <answer>6</answer>" has one revision.
+
+    A statement is an answer block of the schema, a `\boxed{...}`, the layout `#### ...` or an "answer is ...". Equal
+    answers in another spelling (5 and 5.0) are no change.
+    """
+    stated = [canonical(answer) for answer in _statements(text, schema)]
+    return sum(left != right for left, right in zip(stated, stated[1:], strict=False))
+
+
+def canonical(answer: str) -> str:
+    """Write an answer so that equal numbers, and texts that differ in case and white space only, are equal strings."""
+    if len(answer) > LONGEST_VOTE:
+        return answer
+    short = " ".join(answer.split()).strip("$* ").rstrip(".").casefold()
+    number = parse_number(short.removeprefix("\\$"))
+    return short if number is None else str(number.value)
+
+
+def vote_share(answers: Sequence[str | None]) -> float:
+    """Return the share of a problem's samples that gave its most frequent answer; a sample without one votes for none.
+
+    Args:
+        answers: One answer per sample, at least one.
+
+    Source:
+        Self-consistency, arXiv 2203.11171: the size of the majority.
+    """
+    votes = Counter(canonical(answer) for answer in answers if answer is not None)
+    return max(votes.values(), default=0) / len(answers)
+
+
+def _statements(text: str, schema: ResponseSchema) -> list[str]:
+    """Return the stated answers in their order; a box inside an answer block is one statement, not two."""
+    found: list[tuple[int, int, str]] = []  # where a statement begins and ends, and what it says
+    start = text.find(schema.answer_open)
+    while start >= 0 and (end := text.find(schema.answer_close, start)) >= 0:
+        block = text[start + len(schema.answer_open) : end]
+        found.append((start, end, from_box(block[:LONGEST_STATEMENT]) or block))
+        start = text.find(schema.answer_open, end)
+    marks = [mark.start() for mark in _MARK.finditer(text)]
+    for place, following in zip(marks, [*marks[1:], len(text)], strict=False):
+        piece = text[place : min(following, place + LONGEST_STATEMENT)]
+        for tag in schema.tags:
+            piece = piece.partition(tag)[0]
+        answer = _READERS.get(piece[:1], from_phrase)(piece)
+        if answer:
+            found.append((place, place + len(piece), answer))
+    statements: list[str] = []
+    covered = -1
+    for place, end, answer in sorted(found):
+        if place >= covered:
+            statements.append(answer)
+            covered = end
+    return statements
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(sum(values) / len(values), 6) if values else None

@@ -1,0 +1,245 @@
+"""Sample and grade completions of held-out problems, in chunks, so that a killed evaluation can go on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from whet.eval.confidence import Confidence, measure_confidence
+from whet.eval.grade import AnswerFrom, Judged, grade
+from whet.eval.metrics import headline
+from whet.eval.stats import Interval
+from whet.eval.work import Work, total_work
+from whet.generate.engine import Completion, Engine
+from whet.generate.episode import play
+from whet.generate.policy import Policy
+from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.rewards.base import EPISODE, WeightedReward, score_completions
+from whet.tasks.tools import environment_for
+from whet.types import Problem, Task, UserError
+
+CHUNK_ROUNDS = 4
+"""Sequences of a chunk, in multiples of the engine's rows: few, so that little is lost; enough to keep rows full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some problems, finished.
+
+    Attributes:
+        problems: The problems.
+        rows: Per problem the greedy completion, then its samples.
+        work: What they took.
+        start_s: When sampling began, `time.monotonic()`.
+        end_s: When it ended.
+    """
+
+    problems: Sequence[Problem]
+    rows: Sequence[Sequence[Judged]]
+    work: Work
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Metrics with their intervals, and every completion behind them.
+
+    Attributes:
+        metrics: 'pass@1', 'greedy', 'pass@k', 'maj@n', 'best@n', 'format', 'thinking_tokens' and more, by name.
+        problems: The problems.
+        samples: Graded samples of each problem.
+        greedy: Graded greedy completion of each problem.
+        seconds: Wall time.
+        work: What was sampled in it.
+        seed: Seed of samples and bootstrap.
+    """
+
+    metrics: dict[str, Interval]
+    problems: Sequence[Problem]
+    samples: Sequence[Sequence[Judged]]
+    greedy: Sequence[Judged]
+    seconds: float
+    work: Work = Work()
+    seed: int = 0
+
+
+def evaluate(
+    policy: Policy,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    num_samples: int,
+    sampling: SamplingParams,
+    seed: int,
+    answer_from: AnswerFrom = "schema",
+    autocast: torch.dtype | None = None,
+    rewards: Sequence[WeightedReward] = (),
+    ks: Sequence[int] = (),
+    known: Sequence[Sequence[Judged]] = (),
+    on_finished: Callable[[int], None] | None = None,
+    on_chunk: Callable[[Chunk], None] | None = None,
+) -> EvalResult:
+    """Sample and grade completions of every problem, greedy ones too.
+
+    A sample's noise is keyed by seed, problem and index, so that results do not depend on how the work is cut.
+
+    Args:
+        policy: The model.
+        task: Judges answers.
+        problems: Held-out problems.
+        num_samples: Completions per problem.
+        sampling: How they are drawn.
+        seed: Seed of samples and bootstrap.
+        answer_from: Where an answer may stand.
+        autocast: Compute dtype when it is not the parameters' own.
+        rewards: Score every completion; none for no best-of-n.
+        ks: pass@k wanted besides.
+        known: Completions of the first problems, greedy first, as an earlier start left them: they are not drawn.
+        on_finished: Called with the number of completions that ended since the last call.
+        on_chunk: Called with every finished chunk, to save it; the tokens of its completions are let go afterwards.
+            Without it everything is drawn at once and kept.
+
+    Returns:
+        The result.
+
+    Raises:
+        UserError: If there is no problem, or answers could not be judged.
+    """
+    if not problems:
+        raise UserError("nothing to evaluate: the split has no problems")
+    began = time.perf_counter()
+    engine = policy.engine(autocast)
+    rows = [list(row) for row in known]
+    parts: list[Work] = []
+    while len(rows) < len(problems):
+        waiting = problems[len(rows) :]
+        if on_chunk is not None:
+            most = max(1, CHUNK_ROUNDS * policy.max_rows // num_samples)
+            waiting = waiting[: math.ceil(len(waiting) / math.ceil(len(waiting) / most))]  # of equal size
+        chunk = _finish(
+            policy,
+            engine,
+            task,
+            waiting,
+            num_samples=num_samples,
+            sampling=sampling,
+            seed=seed,
+            answer_from=answer_from,
+            rewards=rewards,
+            on_finished=on_finished,
+        )
+        parts.append(chunk.work)
+        if on_chunk is None:
+            rows += [list(row) for row in chunk.rows]
+        else:
+            on_chunk(chunk)
+            rows += [[replace(done, ids=(), logprobs=()) for done in row] for row in chunk.rows]
+    samples, greedy = [row[1:] for row in rows], [row[0] for row in rows]
+    metrics = headline(samples, greedy, seed=seed, ks=ks)
+    return EvalResult(
+        metrics, problems, samples, greedy, time.perf_counter() - began, total_work(parts), seed
+    )
+
+
+def _finish(
+    policy: Policy,
+    engine: Engine,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    num_samples: int,
+    sampling: SamplingParams,
+    seed: int,
+    answer_from: AnswerFrom,
+    rewards: Sequence[WeightedReward],
+    on_finished: Callable[[int], None] | None,
+) -> Chunk:
+    """Draw and grade the completions of some problems."""
+    environment = environment_for(policy.schema, task)
+    seeds = [
+        [sequence_seed("eval", seed, problem.uid, index) for index in range(num_samples)]
+        for problem in problems
+    ]
+    greedy_params = SamplingParams(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
+    once = [[0]] * len(problems)
+    start = time.monotonic()
+    drawn = play(policy, engine, problems, seeds, sampling, environment, on_finished=on_finished)
+    best = play(policy, engine, problems, once, greedy_params, environment, on_finished=on_finished)
+    end = time.monotonic()
+    prompts = [policy.prompt_ids(problem) for problem in problems]
+    items = [
+        (problem, prompt, done)
+        for problem, prompt, row, (greedy,) in zip(problems, prompts, drawn, best, strict=True)
+        for done in (greedy, *row)
+    ]
+    judged = _judge(policy, task, items, answer_from, rewards)
+    count = num_samples + 1
+    work = Work(
+        prompt_tokens=2 * sum(map(len, prompts)),
+        completion_tokens=sum(sum(done.trained) if done.trained else len(done.ids) for *_, done in items),
+        requests=len(items),
+        seconds=end - start,
+    )
+    rows = [judged[first : first + count] for first in range(0, len(judged), count)]
+    return Chunk(problems, rows, work, start, end)
+
+
+def _judge(
+    policy: Policy,
+    task: Task,
+    items: Sequence[tuple[Problem, tuple[int, ...], Completion]],
+    answer_from: AnswerFrom,
+    rewards: Sequence[WeightedReward],
+) -> list[Judged]:
+    """Grade and score completions, and measure how sure they were."""
+    texts = [policy.completion_text(prompt, done.ids) for _, prompt, done in items]
+    asked = [(problem, text) for (problem, _, _), text in zip(items, texts, strict=True)]
+    grades = grade(
+        policy,
+        task,
+        [(p, text, d.ids) for (p, _, d), text in zip(items, texts, strict=True)],
+        answer_from=answer_from,
+    )
+    num_unjudged = sum(not graded.is_judged for graded in grades)
+    if num_unjudged:
+        raise UserError(
+            f"task {task.name}: {num_unjudged} of {len(grades)} answers could not be judged, so there is no score; "
+            "see `whet doctor sandbox`"
+        )
+    paid = [math.fsum(done.turn_rewards) for *_, done in items]
+    none: tuple[dict[str, float | None], float | None] = ({}, None)
+    scored = score_completions(rewards, asked, {EPISODE: paid}) if rewards else [none] * len(items)
+    return [
+        Judged(
+            text=text,
+            num_tokens=len(done.ids),
+            finish_reason=done.finish_reason,
+            grade=graded,
+            num_turns=max(1, len(done.turn_ends)),
+            ids=done.ids,
+            logprobs=tuple(round(value, 4) + 0.0 for value in done.logprobs),  # no -0.0
+            confidence=_confidence(policy, prompt, done, text, graded.answer),
+            rewards=scores,
+            reward=total,
+        )
+        for (_, prompt, done), text, graded, (scores, total) in zip(items, texts, grades, scored, strict=True)
+    ]
+
+
+def _confidence(
+    policy: Policy, prompt: tuple[int, ...], done: Completion, text: str, answer: str | None
+) -> Confidence:
+    def num_characters(count: int) -> int:
+        """Count the characters of the first tokens; the whole text has no final end-of-text token."""
+        if count == len(done.ids):
+            return len(text)
+        return len(policy.tokenizer.decode_completion(prompt, done.ids[:count]))
+
+    return measure_confidence(
+        text, answer, policy.schema, done.logprobs, trained=done.trained, num_characters=num_characters
+    )

@@ -1,0 +1,222 @@
+"""From graded completions to numbers: averages over samples within a problem, then intervals over problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from whet.eval.confidence import canonical, vote_share
+from whet.eval.grade import Judged
+from whet.eval.stats import (
+    Interval,
+    bootstrap_interval,
+    detectable_difference,
+    majority_at_k,
+    paired_bootstrap,
+    pass_at_k,
+    wilson_interval,
+)
+from whet.types import Problem
+
+NEAR_ZERO = 0.05
+BREAKDOWN = ("part", "subject", "level", "environment")
+"""Labels of problems by which pass@1 is reported besides."""
+Rows = Sequence[Sequence[Judged]]
+LENGTHS: dict[str, Callable[[Judged], float]] = {
+    "thinking": lambda done: done.grade.thinking_tokens,
+    "answer": lambda done: done.answer_tokens,
+    "completion": lambda done: done.num_tokens,
+}
+CONFIDENCE: dict[str, Callable[[Judged], float | None]] = {
+    "mean_logprob": lambda done: done.confidence.mean_logprob,
+    "answer_logprob": lambda done: done.confidence.answer_logprob,
+    "hedges": lambda done: done.confidence.hedges,
+    "revisions": lambda done: done.confidence.revisions,
+}
+
+
+def headline(
+    samples: Rows, greedy: Sequence[Judged], *, seed: int, ks: Sequence[int] = ()
+) -> dict[str, Interval]:
+    """Measure what the table and the run's log show.
+
+    Args:
+        samples: Graded samples of each problem, equally many.
+        greedy: Graded greedy completion of each problem.
+        seed: Seed of the bootstrap.
+        ks: pass@k that are wanted beside k = 1, 2, 4, 8 ... and all samples.
+
+    Raises:
+        ValueError: If a k is larger than the number of samples.
+    """
+    count = len(samples[0])
+    correct_P = _right(samples)
+    per_problem: dict[str, list[float]] = {
+        "pass@1": [c / count for c in correct_P],
+        "greedy": [float(done.grade.is_correct) for done in greedy],
+    }
+    doubled = [1 << power for power in range(1, count.bit_length()) if 1 << power < count]
+    for k in sorted({*doubled, *ks, count} - {1}):
+        per_problem[f"pass@{k}"] = [pass_at_k(count, c, k) for c in correct_P]
+    if count > 1:
+        per_problem[f"maj@{count}"] = [_majority(row) for row in samples]
+    if any(done.rewards for row in samples for done in row):
+        per_problem[f"best@{count}"] = [best_of_n(row) for row in samples]
+    per_problem["format"] = [_mean([s.grade.verdict == "perfect" for s in row]) for row in samples]
+    per_problem["truncated"] = [_mean([s.finish_reason == "length" for s in row]) for row in samples]
+    per_problem["thinking_tokens"] = [_mean([s.grade.thinking_tokens for s in row]) for row in samples]
+    per_problem["completion_tokens"] = [_mean([s.num_tokens for s in row]) for row in samples]
+    if any(s.num_turns > 1 for row in samples for s in row):
+        per_problem["turns"] = [_mean([s.num_turns for s in row]) for row in samples]
+    return {name: _interval(values, seed) for name, values in per_problem.items()}
+
+
+def best_of_n(row: Sequence[Judged]) -> float:
+    """Score the sample with the highest reward; samples that tie share the credit.
+
+    Where no sample could be scored there is nothing to choose by, and any of them counts as likely.
+    """
+    scored = [done for done in row if done.reward is not None]
+    highest = max((done.reward for done in scored if done.reward is not None), default=None)
+    return _mean([done.grade.is_correct for done in row if done.reward == highest])
+
+
+def summarise(
+    problems: Sequence[Problem], samples: Rows, metrics: Mapping[str, Interval], *, seed: int = 0
+) -> dict[str, Any]:
+    """Measure everything else that eval.json holds, as JSON values.
+
+    Args:
+        problems: The problems.
+        samples: Graded samples of each problem.
+        metrics: What `headline` gave.
+        seed: Seed of the bootstrap.
+    """
+    count, correct_P = len(samples[0]), _right(samples)
+    pass_P = {k: [pass_at_k(count, c, k) for c in correct_P] for k in range(1, count + 1)}
+    classes = {
+        "always": sum(c == count for c in correct_P),
+        "mixed": sum(0 < c < count for c in correct_P),
+        "never": sum(c == 0 for c in correct_P),
+    }
+    gap, _ = paired_bootstrap(pass_P[1], pass_P[count], seed=seed)
+    votes = [vote_share([done.grade.answer for done in row]) for row in samples]
+    is_anecdote = count == 1 or len(problems) == 1
+    return {
+        "remark": remark(metrics["pass@1"].mean, len(problems), count),
+        "anecdote": is_anecdote,
+        "num_problems": len(problems),
+        "num_samples": count,
+        "metrics": {name: asdict(interval) for name, interval in metrics.items()},
+        "minimum_detectable_effect": detectable_difference(pass_P[1]),
+        "pass@k": {str(k): asdict(_interval(values, seed)) for k, values in pass_P.items()},
+        "consistency": {
+            name: asdict(wilson_interval(number, len(problems))) for name, number in classes.items()
+        },
+        "opportunity": asdict(gap),
+        "format": _formats(samples),
+        "lengths": {name: _lengths(samples, is_right, seed) for name, is_right in VERDICTS.items()},
+        "confidence": {
+            **{name: _over_problems(samples, measure, None, seed) for name, measure in CONFIDENCE.items()},
+            "vote_share": asdict(_interval(votes, seed)),
+        },
+        "pass@1 by": {
+            label: {value: asdict(interval) for value, interval in rows.items()}
+            for label, rows in breakdown(problems, samples).items()
+        },
+    }
+
+
+VERDICTS = {"right": True, "wrong": False}
+
+
+def breakdown(problems: Sequence[Problem], samples: Rows) -> dict[str, dict[str, Interval]]:
+    """Return pass@1 for each value of a problem's labels (subject, level ...), where a label has several values."""
+    found: dict[str, dict[str, Interval]] = {}
+    for label in BREAKDOWN:
+        rows: dict[str, list[float]] = {}
+        for problem, row in zip(problems, samples, strict=True):
+            if problem.meta.get(label):
+                rows.setdefault(problem.meta[label], []).append(_mean([s.grade.is_correct for s in row]))
+        if len(rows) > 1:
+            found[label] = {value: _interval(values, 0) for value, values in sorted(rows.items())}
+    return found
+
+
+def remark(pass_at_1: float, num_problems: int, num_samples: int) -> str:
+    """Say plainly what the numbers must not be taken for; '' where there is nothing to warn of."""
+    found: list[str] = []
+    if num_samples == 1 or num_problems == 1:
+        why = "one problem" if num_problems == 1 else "one sample per problem"
+        found.append(f"anecdote: {why} says little about the model; take more before you conclude anything.")
+    if pass_at_1 < NEAR_ZERO:
+        found.append(
+            f"accuracy is near zero (pass@1 {100 * pass_at_1:.1f} %): the model does not solve this task; right "
+            "answers of this share, and the pass@k made of them, are what lucky guesses give. Read format and samples "
+            "instead."
+        )
+    return " ".join(found)
+
+
+def _right(samples: Rows) -> list[int]:
+    return [sum(done.grade.is_correct for done in row) for row in samples]
+
+
+def _majority(row: Sequence[Judged]) -> float:
+    """Score the vote of one problem's samples; a sample's own verdict judges the answer that wins."""
+    answers = [None if done.grade.answer is None else canonical(done.grade.answer) for done in row]
+    verdict = {answer: done.grade.is_correct for answer, done in zip(answers, row, strict=True)}
+    return majority_at_k(answers, lambda answer: verdict[answer])
+
+
+def _formats(samples: Rows) -> dict[str, float]:
+    verdicts = [done.grade.verdict for row in samples for done in row]
+    return {name: verdicts.count(name) / len(verdicts) for name in ("perfect", "partial", "none")}
+
+
+def _lengths(samples: Rows, is_right: bool, seed: int) -> dict[str, dict[str, Any] | None]:
+    return {name: _over_problems(samples, measure, is_right, seed) for name, measure in LENGTHS.items()}
+
+
+def _over_problems(
+    samples: Rows, measure: Callable[[Judged], float | None], is_right: bool | None, seed: int
+) -> dict[str, Any] | None:
+    """Average a quantity within each problem that has such samples, then over problems; quartiles are of samples.
+
+    Args:
+        samples: Graded samples of each problem.
+        measure: The quantity; None where a sample has none.
+        is_right: Right samples, wrong ones, or all (None).
+        seed: Seed of the bootstrap.
+
+    Returns:
+        mean, low, high, quartiles and how much they rest on; None without any sample.
+    """
+    kept = [
+        [measure(done) for done in row if is_right is None or done.grade.is_correct == is_right]
+        for row in samples
+    ]
+    rows = [numbers for row in kept if (numbers := [value for value in row if value is not None])]
+    if not rows:
+        return None
+    values = [value for row in rows for value in row]
+    return {
+        **asdict(bootstrap_interval([_mean(row) for row in rows], seed=seed)),
+        "quartiles": [float(value) for value in np.quantile(values, (0.25, 0.5, 0.75))],
+        "num_problems": len(rows),
+        "num_samples": len(values),
+    }
+
+
+def _interval(values: Sequence[float], seed: int) -> Interval:
+    """Bootstrap over problems; Wilson where each counts 0 or 1 (a bootstrap of nothing but ones claims certainty)."""
+    if all(value in (0.0, 1.0) for value in values):
+        return wilson_interval(int(sum(values)), len(values))
+    return bootstrap_interval(values, seed=seed)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,339 @@
+"""The files of an evaluation: written so that a killed one goes on, read by whoever compares."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from whet.eval.confidence import Confidence
+from whet.eval.grade import Grade, Judged
+from whet.eval.measure import Chunk, EvalResult
+from whet.eval.metrics import summarise
+from whet.eval.work import Work, show_work
+from whet.telemetry.log import parse_row
+from whet.types import Problem, UserError
+
+SUMMARY = "eval.json"
+SAMPLES = "eval_samples.jsonl"
+PROGRESS = "eval_progress.jsonl"
+"""What an unfinished evaluation was asked, and what each chunk took; it goes when eval.json is there."""
+GREEDY = "greedy"
+IDENTITY = ("protocol", "task", "split", "sampling", "answer_from", "precision")
+"""Parts of the identity in which two evaluations must agree to be compared. Not among them are `seed` (other noise, the
+same question), `num_samples` (pass@1 asks the same of any number; pass@k and maj@n have it in their names) and what
+names the problems: those that both have are compared."""
+ELSEWHERE = ("task.path",)
+"""Parts that may differ: the same data may lie in another folder. That it is the same is seen by the problems."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEval:
+    """A finished evaluation, read back.
+
+    Attributes:
+        folder: Its folder.
+        label: What was evaluated.
+        summary: Content of eval.json.
+        samples: Rows of eval_samples.jsonl by uid of the problem: samples 0, 1, 2 ... of each.
+        greedy: Row of the greedy completion by uid.
+    """
+
+    folder: Path
+    label: str
+    summary: dict[str, Any]
+    samples: dict[str, list[dict[str, Any]]]
+    greedy: dict[str, dict[str, Any]]
+
+
+def read_eval(folder: str | Path) -> StoredEval:
+    """Read a finished evaluation.
+
+    Args:
+        folder: A folder that `whet eval` wrote.
+
+    Raises:
+        UserError: If it is none, is not finished, or is damaged.
+    """
+    folder = Path(folder)
+    path = folder / SUMMARY
+    if not path.is_file():
+        unfinished = (folder / PROGRESS).is_file()
+        what = "the evaluation is not finished; go on with --resume" if unfinished else f"no {SUMMARY} in it"
+        raise UserError(f"{folder}: {what}; expected the folder of a finished `whet eval`")
+    summary = parse_row(path.read_bytes())
+    if summary is not None and "tasks" in summary:
+        names = ", ".join(str(folder / name) for name in summary["tasks"])
+        raise UserError(f"{folder}: holds several tasks; give the folder of one of them: {names}")
+    if (
+        summary is None
+        or not {"label", "metrics", "identity", "num_problems", "num_samples"} <= summary.keys()
+    ):
+        raise UserError(f"{path}: damaged, or not written by whet; evaluate again")
+    samples: dict[str, list[dict[str, Any]]] = {}
+    greedy: dict[str, dict[str, Any]] = {}
+    for number, (row, _) in enumerate(_rows(folder / SAMPLES), start=1):
+        if row is None or not {"uid", "sample", "correct", "text"} <= row.keys():
+            raise UserError(f"{folder / SAMPLES}: line {number} is damaged; evaluate again")
+        if row["sample"] == GREEDY:
+            greedy[row["uid"]] = row
+        else:
+            samples.setdefault(row["uid"], []).append(row)
+    wanted = list(range(summary["num_samples"]))
+    is_whole = all([row["sample"] for row in rows] == wanted for rows in samples.values())
+    if not is_whole or greedy.keys() != samples.keys() or len(greedy) != summary["num_problems"]:
+        raise UserError(f"{folder / SAMPLES}: completions are missing; evaluate again")
+    return StoredEval(folder, str(summary["label"]), summary, samples, greedy)
+
+
+def differences(a: StoredEval, b: StoredEval) -> list[str]:
+    """Name what was asked differently of two models; empty when their results may be compared.
+
+    Args:
+        a: One evaluation.
+        b: The other.
+
+    Returns:
+        Such as `protocol.system_prompt (True, False)`; long values are named alone.
+    """
+    one, two = a.summary["identity"], b.summary["identity"]
+    found: list[str] = []
+    for part in IDENTITY:
+        if part in one or part in two:
+            found += unequal(part, one.get(part), two.get(part))
+    shared = a.greedy.keys() & b.greedy.keys()
+    if not shared:
+        found.append("problems (none in common)")
+    elif any(a.greedy[uid]["gold"] != b.greedy[uid]["gold"] for uid in shared):
+        found.append("gold answers of the same problems")
+    return found
+
+
+def unequal(name: str, a: Any, b: Any) -> list[str]:
+    """Return the dotted names under which two JSON values differ, with short values behind them."""
+    if a == b or name in ELSEWHERE:
+        return []
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = dict.fromkeys([*a, *b])
+        return [text for key in keys for text in unequal(f"{name}.{key}", a.get(key), b.get(key))]
+    shown = [json.dumps(value) for value in (a, b)]
+    return [f"{name} ({', '.join(shown)})" if max(map(len, shown)) <= 40 else name]
+
+
+def write_result(
+    folder: Path,
+    result: EvalResult,
+    *,
+    label: str,
+    identity: Mapping[str, Any],
+    model: Mapping[str, Any] | None = None,
+) -> None:
+    """Write eval.json (metrics with intervals) and eval_samples.jsonl (every completion) of an evaluation in memory.
+
+    Args:
+        folder: Existing folder.
+        result: The result.
+        label: What was evaluated.
+        identity: Protocol, task and sampling: two results compare only when these are equal.
+        model: Where the weights came from, and their hash.
+    """
+    rows = [[greedy, *row] for greedy, row in zip(result.greedy, result.samples, strict=True)]
+    (folder / SAMPLES).unlink(missing_ok=True)
+    append_rows(folder, result.problems, rows)
+    write_summary(folder, result, label=label, identity=identity, model=model)
+
+
+def write_summary(
+    folder: Path,
+    result: EvalResult,
+    *,
+    label: str,
+    identity: Mapping[str, Any],
+    model: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write eval.json alone, whole or not at all, and return its content; arguments as in `write_result`."""
+    content = {
+        "label": label,
+        **summarise(result.problems, result.samples, result.metrics, seed=result.seed),
+        "seconds": round(result.seconds, 2),
+        **show_work(result.work),
+        "model": dict(model) if model else None,
+        "identity": identity,
+    }
+    write_json(folder / SUMMARY, content)
+    return content
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("w", encoding="ascii") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def append_rows(folder: Path, problems: Sequence[Problem], rows: Sequence[Sequence[Judged]]) -> None:
+    """Append the completions of problems to eval_samples.jsonl, the greedy one first, and sync them to disk."""
+    _append(
+        folder / SAMPLES,
+        (
+            _row(problem, GREEDY if index == 0 else index - 1, done)
+            for problem, row in zip(problems, rows, strict=True)
+            for index, done in enumerate(row)
+        ),
+    )
+
+
+def start_progress(folder: Path, asked: Mapping[str, Any]) -> list[Work]:
+    """Begin the notes of an evaluation, or check that those of an earlier start are of the same one.
+
+    Args:
+        folder: The evaluation's folder.
+        asked: Identity and model, as JSON.
+
+    Returns:
+        What earlier starts sampled; empty for a new evaluation.
+
+    Raises:
+        UserError: If the model or what is asked of it has changed, or the notes are lost.
+    """
+    path = folder / PROGRESS
+    asked = json.loads(json.dumps(asked))
+    notes = [row for row, _ in _rows(path) if row is not None] if path.exists() else []
+    if not notes:
+        if (folder / SAMPLES).exists():
+            raise UserError(
+                f"{folder}: has completions, but {PROGRESS} is lost, so nobody knows of which model; "
+                "choose another --out"
+            )
+        path.unlink(missing_ok=True)
+        _append(path, [asked])
+        return []
+    changed = [text for key in asked for text in unequal(key, notes[0].get(key), asked[key])]
+    if changed:
+        raise UserError(
+            f"{folder}: cannot go on, since its first start there has changed {'; '.join(changed)[:300]}; "
+            "choose another --out"
+        )
+    whole = takewhile(lambda line: line[0] is not None, _rows(path))
+    _cut(path, sum(size for _, size in whole))
+    return [Work(**note) for note in notes[1:]]
+
+
+def save_chunk(folder: Path, chunk: Chunk, work: Work) -> None:
+    """Append a finished chunk: its completions, then what they took."""
+    append_rows(folder, chunk.problems, chunk.rows)
+    _append(folder / PROGRESS, [asdict(work)])
+
+
+def read_finished(folder: Path, problems: Sequence[Problem], num_samples: int) -> list[list[Judged]]:
+    """Return what an earlier start left of the first problems, and mend the file behind the last whole one.
+
+    Args:
+        folder: The evaluation's folder.
+        problems: All problems, in their order.
+        num_samples: Samples of each.
+
+    Raises:
+        UserError: If the file holds other problems than the task gives now.
+    """
+    path = folder / SAMPLES
+    if not path.exists():
+        return []
+    finished: list[list[Judged]] = []
+    row_of: list[Judged] = []
+    size = whole = 0
+    for row, num_bytes in _rows(path):
+        if row is None or len(finished) == len(problems):
+            break
+        wanted = GREEDY if not row_of else len(row_of) - 1
+        if (row.get("uid"), row.get("sample")) != (problems[len(finished)].uid, wanted):
+            raise UserError(
+                f"{path}: completion {len(finished) * (num_samples + 1) + len(row_of) + 1} is not of the problem that "
+                "the task gives now, so the data has changed; choose another --out"
+            )
+        size += num_bytes
+        try:
+            row_of.append(_judged(row))
+        except KeyError as error:
+            raise UserError(f"{path}: a completion has no {error}; choose another --out") from None
+        if len(row_of) == num_samples + 1:
+            finished.append(row_of)
+            row_of, whole = [], size
+    _cut(path, whole)
+    return finished
+
+
+def _row(problem: Problem, sample: int | str, done: Judged) -> dict[str, Any]:
+    return {
+        "uid": problem.uid,
+        "prompt": problem.prompt,
+        "gold": problem.answer,
+        "meta": dict(problem.meta),
+        "sample": sample,
+        "text": done.text,
+        "answer": done.grade.answer,
+        "answer_from": done.grade.answer_step,
+        "correct": done.grade.is_correct,
+        "format": done.grade.verdict,
+        "thinking_tokens": done.grade.thinking_tokens,
+        "completion_tokens": done.num_tokens,
+        "finish_reason": done.finish_reason,
+        "num_turns": done.num_turns,
+        "completion_ids": list(done.ids),
+        "logprobs": list(done.logprobs),
+        **asdict(done.confidence),
+        "rewards": dict(done.rewards),
+        "reward": done.reward,
+    }
+
+
+def _judged(row: Mapping[str, Any]) -> Judged:
+    """Read a row back, but for its tokens: what the metrics are made of is exactly what was written."""
+    graded = Grade(row["answer"], row["correct"], row["format"], row["thinking_tokens"], row["answer_from"])
+    confidence = Confidence(row["mean_logprob"], row["answer_logprob"], row["hedges"], row["revisions"])
+    return Judged(
+        text=row["text"],
+        num_tokens=row["completion_tokens"],
+        finish_reason=row["finish_reason"],
+        grade=graded,
+        num_turns=row["num_turns"],
+        confidence=confidence,
+        rewards=row["rewards"],
+        reward=row["reward"],
+    )
+
+
+def _rows(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """Yield every line's object, None for a torn or unreadable one, with its size in bytes."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                yield (parse_row(line) if line.endswith(b"\n") else None), len(line)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    try:
+        with path.open("a", encoding="ascii") as file:
+            for row in rows:
+                file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free space, then --resume") from None
+
+
+def _cut(path: Path, size: int) -> None:
+    """Cut a file to its whole lines."""
+    if path.stat().st_size > size:
+        with path.open("r+b") as file:
+            file.truncate(size)
+            os.fsync(file.fileno())

@@ -1,0 +1,142 @@
+"""What is being drawn: a job for every completion, and the tensors of the rows that are live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from whet.generate.sampling import SamplingParams
+from whet.types import FinishReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt and the seeds of the samples wanted of it; `max_new_tokens` tightens the bound."""
+
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """Generated ids (stop token included), their log-probabilities (fp32) and why it ended.
+
+    The rest is that of an episode of several turns, see `whet.types.Sample`.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    trained: tuple[bool, ...] = ()
+    turn_ends: tuple[int, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token, its log-probability under the model itself (temperature 1, no filter), and the likeliest in its place.
+
+    Attributes:
+        id: Token id.
+        logprob: Natural logarithm; None where nothing was asked for, or nothing stands before the token.
+        top: (id, log-probability) of the likeliest tokens, best first.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job:
+    """One completion to be drawn.
+
+    Attributes:
+        request: Its prompt; jobs of one request that stand together share a prefill.
+        seed: Seed of its noise.
+        params: How tokens are drawn.
+        stop_strings: Texts that end it.
+        num_top: Note the model's own log-probabilities, with this many alternatives; None notes none.
+        notes: What was noted, a token each.
+        cancelled: Nobody wants it any more; may be set by any thread.
+        completion: The result, once it has ended.
+    """
+
+    request: Request
+    seed: int
+    params: SamplingParams
+    stop_strings: tuple[str, ...] = ()
+    num_top: int | None = None
+    notes: list[Token] = field(default_factory=list)
+    cancelled: bool = False
+    completion: Completion | None = None
+
+    @property
+    def tail(self) -> int:
+        """Tokens in which the end of a stop string may hide: each spells a byte at least, a character takes a few."""
+        return max((len(stop.encode()) for stop in self.stop_strings), default=0) + 4
+
+
+@dataclass(slots=True)
+class Rows:
+    """State of the live rows, as tensors of as many rows as fit; row r of every field belongs to one job."""
+
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    counts: torch.Tensor
+    checked: torch.Tensor
+    limits: torch.Tensor
+    last: torch.Tensor
+    done: torch.Tensor
+    stopped: torch.Tensor
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    jobs: list[Job] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, num_rows: int, max_new: int, device: torch.device) -> Rows:
+        """Make `num_rows` rows; the buffers have one spare column, where ended rows write."""
+
+        def whole(dtype: torch.dtype, *width: int) -> torch.Tensor:
+            return torch.zeros(num_rows, *width, dtype=dtype, device=device)
+
+        return cls(
+            seeds=whole(torch.int64),
+            positions=whole(torch.int64),
+            counts=whole(torch.int64),
+            checked=whole(torch.int64),
+            limits=whole(torch.int64),
+            last=whole(torch.int64),
+            done=whole(torch.bool),
+            stopped=whole(torch.bool),
+            tokens=whole(torch.int64, max_new + 1),
+            logprobs=whole(torch.float32, max_new + 1),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that fit."""
+        return self.seeds.shape[0]
+
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Overwrite rows `target` by rows `source`."""
+        for item in fields(self):
+            if item.name != "jobs":
+                tensor = getattr(self, item.name)
+                tensor[target] = tensor[source]
+        for old, new in zip(source, target, strict=True):
+            self.jobs[new] = self.jobs[old]
+
+
+def by_params(jobs: Sequence[Job]) -> Iterable[tuple[SamplingParams, list[int] | None]]:
+    """Group jobs by how their tokens are drawn: (params, indices), None for all where there is one group."""
+    first = jobs[0].params
+    if all(job.params is first for job in jobs):
+        return [(first, None)]
+    groups: dict[SamplingParams, list[int]] = {}
+    for index, job in enumerate(jobs):
+        groups.setdefault(job.params, []).append(index)
+    return groups.items()

@@ -1,0 +1,171 @@
+"use strict";
+// Transcripts side by side, filtered and paged, and the pass@k curves.
+(() => {
+  const names = pageData("names");
+  const problems = pageData("transcripts");
+  const curves = pageData("curves");
+  const scored = pageData("scored");
+  const PAGE = 10;
+  const VERDICTS = ["fixed", "broken", "both right", "both wrong"];
+  const find = (id) => document.getElementById(id);
+  let first = 0;
+  let kept = [];
+
+  /** What became of a problem under greedy decoding, from the first model to another. */
+  function verdict(problem, other) {
+    const before = problem.columns[0].rows[0].correct;
+    const after = problem.columns[other].rows[0].correct;
+    if (before) return after ? "both right" : "broken";
+    return after ? "fixed" : "both wrong";
+  }
+
+  function options(select, rows) {
+    for (const [value, text] of rows) select.append(el("option", { value }, text));
+  }
+
+  const haystacks = new Map();
+  function haystack(problem) {
+    if (!haystacks.has(problem)) {
+      const texts = problem.columns.flatMap((column) => column.rows.map((row) => `${row.thinking || row.text || ""}\n${row.answer || ""}`));
+      haystacks.set(problem, [problem.uid, problem.prompt, problem.gold || "", ...texts].join("\n").toLowerCase());
+    }
+    return haystacks.get(problem);
+  }
+
+  function filter() {
+    const words = find("search").value.toLowerCase().trim();
+    const other = Number(find("other").value);
+    const wanted = find("verdict").value;
+    const format = find("format").value;
+    kept = problems.filter(
+      (problem) =>
+        (!wanted || verdict(problem, other) === wanted) &&
+        (!format || problem.columns.some((column) => column.rows.some((row) => row.format === format))) &&
+        (!words || haystack(problem).includes(words)),
+    );
+    first = 0;
+    show();
+  }
+
+  function badge(text, kind) {
+    return el("span", { class: `badge ${kind || ""}` }, text);
+  }
+
+  const FORMAT_KINDS = { perfect: "good", partial: "warn", none: "bad" };
+  const known = (value, write) => (value === null || value === undefined ? "not recorded" : write(value));
+
+  function completion(row) {
+    const parts = el("div", {});
+    const badges = el("div", { class: "bar" });
+    if (row.correct !== null) badges.append(badge(row.correct ? "right" : "wrong", row.correct ? "good" : "bad"));
+    badges.append(badge(`format ${row.format}`, FORMAT_KINDS[row.format]), badge(`${row.tokens} tokens, ${row.thinking_tokens} thinking`, "muted"));
+    if (row.cut) badges.append(badge("cut off", "warn"));
+    parts.append(badges);
+    if (row.thinking !== undefined) {
+      parts.append(el("p", { class: "part" }, "thinking"), el("pre", {}, row.thinking || "(empty)"));
+    } else {
+      parts.append(el("p", { class: "part" }, "response as it was written"), el("pre", {}, row.text || "(empty)"));
+    }
+    const kind = row.correct === null ? "" : row.correct ? "right" : "wrong";
+    parts.append(el("p", { class: "part" }, "answer"), el("pre", { class: `answer ${kind}` }, row.answer === null ? "(none found)" : row.answer));
+    if (row.left_out) parts.append(el("p", { class: "note" }, `${row.left_out} more characters are not shown`));
+    const sure = known(row.logprob, (value) => `${value.toFixed(3)} nats per token (probability ${Math.exp(value).toFixed(3)})`);
+    parts.append(
+      el("p", { class: "note" }, `answer log-probability ${sure}; hedges ${known(row.hedges, String)}; revisions ${known(row.revisions, String)}`),
+    );
+    return parts;
+  }
+
+  function side(column, place) {
+    const node = el("div", { class: `side side-${place + 1}` }, el("h3", {}, names[place]));
+    node.append(completion(column.rows[0]));
+    const share = column.votes === null ? "" : `; largest vote ${(100 * column.votes).toFixed(0)} %`;
+    const right = scored ? `${column.right} of ${column.count} samples right${share}` : `${column.count} samples${share}`;
+    node.append(el("p", { class: "note" }, right));
+    if (column.rows.length > 1) {
+      const more = el("details", {}, el("summary", {}, `${column.rows.length - 1} sampled`));
+      more.addEventListener("toggle", () => {
+        if (more.open && more.children.length === 1) for (const row of column.rows.slice(1)) more.append(completion(row));
+      });
+      node.append(more);
+    }
+    return node;
+  }
+
+  function card(problem) {
+    const other = Number(find("other").value);
+    const node = el("article", { class: "problem" }, el("p", { class: "prompt" }, problem.prompt));
+    const facts = el("div", { class: "bar" });
+    if (scored) {
+      const text = verdict(problem, other);
+      facts.append(badge(text, { fixed: "good", broken: "bad" }[text] || "muted"));
+    }
+    if (problem.gold !== null) facts.append(el("span", {}, "gold: "), el("code", {}, problem.gold));
+    for (const [name, value] of Object.entries(problem.labels)) facts.append(el("span", { class: "note" }, `${name}: ${value}`));
+    facts.append(el("span", { class: "note" }, problem.uid));
+    node.append(facts, el("div", { class: "columns" }, ...problem.columns.map(side)));
+    return node;
+  }
+
+  function show() {
+    find("transcripts").replaceChildren(...kept.slice(first, first + PAGE).map(card));
+    if (!kept.length) find("transcripts").append(el("p", { class: "muted" }, "nothing matches"));
+    find("place").textContent = kept.length ? `${first + 1}–${Math.min(first + PAGE, kept.length)} of ${kept.length}` : "0";
+    find("previous").disabled = first === 0;
+    find("next").disabled = first + PAGE >= kept.length;
+  }
+
+  function turn(by) {
+    first += by;
+    show();
+    find("search").scrollIntoView({ block: "start" });
+  }
+
+  let chart = null;
+  function draw() {
+    const box = find("curves");
+    const lines = Object.values(curves);
+    if (!box || !lines.length) return;
+    if (chart) chart.destroy();
+    const axis = { stroke: colour("muted"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line") } };
+    const series = names.map((label, place) => ({
+      label,
+      stroke: colour(`series-${(place % 6) + 1}`),
+      width: 2,
+      points: { show: lines[0].length <= 32 },
+      value: (_, value) => (value === null ? "–" : `${(100 * value).toFixed(1)} %`),
+    }));
+    chart = new uPlot(
+      {
+        width: Math.max(260, box.clientWidth - 30),
+        height: 260,
+        scales: { x: { time: false }, y: { range: [0, 1.02] } },
+        axes: [
+          { ...axis, label: "k", labelSize: 20, incrs: [1, 2, 4, 5, 8, 10, 16, 32, 64, 128] },
+          { ...axis, values: (_, ticks) => ticks.map((tick) => `${Math.round(100 * tick)} %`), size: 56 },
+        ],
+        series: [{ label: "k" }, ...series],
+      },
+      [lines[0].map((_, place) => place + 1), ...names.map((name) => curves[name])],
+      box,
+    );
+  }
+
+  options(find("other"), names.slice(1).map((name, place) => [place + 1, `${name} against ${names[0]}`]));
+  options(find("verdict"), [["", "all verdicts"], ...VERDICTS.map((text) => [text, text])]);
+  options(find("format"), [["", "all formats"], ...["perfect", "partial", "none"].map((text) => [text, `format ${text}`])]);
+  find("verdict").hidden = !scored;
+  find("other").hidden = !scored || names.length < 3;
+  for (const id of ["other", "verdict", "format"]) find(id).addEventListener("change", filter);
+  find("search").addEventListener("input", filter);
+  find("previous").addEventListener("click", () => turn(-PAGE));
+  find("next").addEventListener("click", () => turn(PAGE));
+  onTheme(draw);
+  let width = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth !== width) draw();
+    width = innerWidth;
+  });
+  filter();
+  draw();
+})();

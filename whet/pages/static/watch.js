@@ -1,0 +1,176 @@
+"use strict";
+// The live page of one run: asks the server every two seconds for what is new, and gives it to charts.js and browser.js.
+
+const POLL_MS = 2000;
+const HIDDEN_POLL_MS = 15000;
+const THINNED_MS = 30000; // long curves come thinned and are asked for whole, but not at every look
+const RUN = pageData("watch").run;
+
+const live = { cursor: "", figures: null, charts: null, wholeAt: 0, browser: null, info: null, timer: 0 };
+
+// The token is in a cookie now: take it out of the address, which people copy and show.
+const address = new URL(location.href);
+address.searchParams.delete("token");
+history.replaceState(null, "", address);
+
+/** Ask the server; an answer that is no success becomes an error with its reason. */
+async function ask(path, options) {
+  const query = new URLSearchParams({ run: RUN });
+  for (const [name, value] of Object.entries(options || {})) {
+    if (value !== null && value !== "") query.set(name, typeof value === "string" ? value : JSON.stringify(value));
+  }
+  const response = await fetch(`/api/${path}?${query}`, { credentials: "same-origin" });
+  if (!(response.headers.get("content-type") || "").includes("json")) throw new Error((await response.text()).trim());
+  const content = await response.json();
+  if (!response.ok) throw new Error(content.error);
+  return content;
+}
+
+/** The samples of the run for browser.js. A search reads on until a page is full; a newer question ends it. */
+function HttpSource(note) {
+  let latest = 0;
+  let search = { key: "", rows: [], next: null, done: false };
+  async function query(question) {
+    const { offset, limit, ...filters } = question;
+    const asked = ++latest;
+    if (!filters.text) {
+      note("");
+      return ask("samples", question);
+    }
+    const key = JSON.stringify(filters);
+    if (search.key !== key || offset === 0) search = { key, rows: [], next: null, done: false };
+    const own = search;
+    let indexed = 0;
+    while (!own.done && own.rows.length <= offset + limit && asked === latest) {
+      const answer = await ask("samples", { ...filters, limit, after: own.next });
+      own.rows.push(...answer.rows);
+      own.next = answer.next;
+      own.done = answer.next === null;
+      indexed = answer.indexed;
+      if (asked !== latest) break;
+      const read = `${shortNumber(answer.searched)} of ${shortNumber(answer.total)} samples read`;
+      note(own.done ? `Searched all ${shortNumber(answer.total)}: ${shortNumber(own.rows.length)} found.` : `${shortNumber(own.rows.length)} found so far, ${read}; further pages read on.`);
+    }
+    return { rows: own.rows.slice(offset, offset + limit), total: own.rows.length, indexed: indexed || live.info.num_samples };
+  }
+  return {
+    info: () => ask("info"),
+    query,
+    sample: (id) => ask("sample", { id }),
+    group: (id) => ask("group", { id }),
+  };
+}
+
+function node(id) { return document.getElementById(id); }
+
+function showStatus(status) {
+  node("status").className = "status " + status.kind;
+  node("status-text").textContent = visible(status.text);
+  document.title = `${status.num_steps ? Math.floor((100 * status.step) / status.num_steps) + " % · " : ""}${document.querySelector("h1").textContent}`;
+}
+
+function showWarnings(warnings) {
+  node("warnings").hidden = warnings.length === 0;
+  node("warning-list").replaceChildren(...warnings.map(({ step, text }) => el("li", {}, el("strong", {}, `step ${shortNumber(step)}: `), text)));
+}
+
+function showHeadline(cards) {
+  node("headline").replaceChildren(...cards.map((card) => el("div", { class: "card", title: card.meaning }, el("div", { class: "value" }, card.value), el("div", { class: "label" }, card.label))));
+}
+
+/** Add new points to the curves; false when they do not simply follow: the whole is needed then. */
+function appendPoints(figures, newer) {
+  const known = new Map(figures.flatMap((figure) => figure.panels.flatMap((panel) => panel.series.map((series) => [figure.name + "\t" + series.name, series]))));
+  const pairs = newer.flatMap((figure) => figure.panels.flatMap((panel) => panel.series.map((series) => [known.get(figure.name + "\t" + series.name), series])));
+  if (pairs.some(([own, series]) => !own )) return false;
+  for (const [own, series] of pairs) {
+    own.steps.push(...series.steps);
+    own.values.push(...series.values);
+  }
+  return true;
+}
+
+async function showCurves(state) {
+  if (state.whole) {
+    live.figures = state.figures;
+    live.wholeAt = Date.now();
+  } else if (state.cursor === live.cursor) {
+    return;
+  } else if (!appendPoints(live.figures, state.figures)) {
+    const thinned = live.figures.some((figure) => figure.panels.some((panel) => panel.series.some((series) => series.low)));
+    if (thinned && Date.now() - live.wholeAt < THINNED_MS) return; // the cursor stays: these rows come again
+    const whole = await ask("state");
+    live.cursor = "";
+    return showCurves(whole);
+  }
+  live.cursor = state.cursor;
+  node("no-curves").hidden = live.figures.length > 0;
+  if (live.charts) live.charts.update(live.figures);
+  else if (live.figures.length) live.charts = Charts(node("charts"), live.figures);
+}
+
+function showSamples(info) {
+  const before = live.info;
+  live.info = info;
+  const damaged = info.num_damaged ? ` ${shortNumber(info.num_damaged)} damaged lines are left out.` : "";
+  const early = info.tags ? "" : " Thinking, answer and single tokens are told apart once the run has a checkpoint.";
+  if (info.num_samples === 0) {
+    node("samples-note").textContent = "No completions were logged yet." + damaged;
+    if (live.browser) live.browser.destroy();
+    live.browser = null;
+    return;
+  }
+  if (!live.browser || info.rewards.join("\n") !== before.rewards.join("\n") || !info.tags !== !before.tags) {
+    if (live.browser) live.browser.destroy();
+    openBrowser((early + damaged).trim());
+    return;
+  }
+  if (info.num_indexed === before.num_indexed && info.generation === before.generation) return;
+  const isAtStart = node("samples").querySelector(".page-back").disabled && node("samples").querySelector(".samples").scrollTop === 0;
+  const isSearching = node("samples").querySelector("[name=text]").value !== "";
+  if (info.generation !== before.generation || (isAtStart && !isSearching)) refresh();
+  else node("fresh").hidden = false;
+  node("fresh").textContent = "Show new samples";
+}
+
+function refresh() {
+  node("fresh").hidden = true;
+  live.browser.refresh();
+}
+
+/** Open the sample browser with the newest samples first: it begins with the oldest, so its order is turned once. */
+function openBrowser(remark) {
+  const source = HttpSource((text) => { node("samples-note").textContent = text + (text ? "" : remark); });
+  const query = source.query;
+  source.query = (question) => {
+    source.query = query;
+    node("samples").querySelector(".direction").click();
+    return query({ ...question, descending: true });
+  };
+  live.browser = Browser(node("samples"), source);
+}
+
+async function look() {
+  clearTimeout(live.timer);
+  try {
+    const [state, info] = await Promise.all([ask("state", { cursor: live.cursor }), ask("info")]);
+    node("connection").hidden = true;
+    showStatus(state.status);
+    showWarnings(state.warnings);
+    showHeadline(state.headline);
+    await showCurves(state);
+    showSamples(info);
+  } catch (error) {
+    const reason = error instanceof TypeError ? "no answer: whet watch was ended, or the connection is lost" : error.message;
+    node("connection").textContent = visible(reason) + " — what is shown may be old; trying again.";
+    node("connection").hidden = false;
+  }
+  live.timer = setTimeout(look, document.hidden ? HIDDEN_POLL_MS : POLL_MS);
+}
+
+node("fresh").addEventListener("click", refresh);
+for (const button of document.querySelectorAll("[data-to]")) {
+  button.addEventListener("click", () => node(button.dataset.to).scrollIntoView({ behavior: "smooth", block: "start" }));
+}
+document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
+look();

@@ -1,0 +1,379 @@
+"""What the machine did while something ran: load, power, temperature, memory and energy of each device.
+
+A sensor that is not there, fails or hangs is reported as absent with the reason, never as 0. Every source (NVIDIA, AMD,
+CPU) has its own daemon thread, so that one that hangs holds up neither the others nor the program. No cause is
+inferred from a reading: see docs/hardware.md for what each one can and cannot say.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from whet.telemetry.sensors import Device, amd_devices, cpu_devices, nvidia_devices
+
+FIELDS = ("utilisation", "memory_activity", "power_w", "temperature_c", "memory_gib")
+ENERGY = "energy_j"
+SOURCES: dict[str, Callable[[], list[Device]]] = {
+    "nvidia": nvidia_devices,
+    "amd": amd_devices,
+    "cpu": cpu_devices,
+}
+MAX_POINTS = 4096
+MAX_FAILURES = 3
+HOLD_S = 2.0  # besides two intervals: a loaded machine samples late
+
+
+class Readings:
+    """The readings of one sensor, joined by straight lines; constant beyond the first and the last.
+
+    Memory is bounded: when there are `max_points`, every second one of the older half goes. Its share of the integral
+    and its maximum stay with the next one, so means over days remain right; only edges of old windows get coarser.
+    """
+
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
+        self._max_points, self._num = max_points, 0
+        self._times, self._values, self._areas = array("d"), array("d"), array("d")
+        self._highs, self._counts = array("d"), array("d")  # since the point before; up to this point
+        self._columns = (self._times, self._values, self._areas, self._highs, self._counts)
+
+    def add(self, time_s: float, value: float) -> None:
+        """Append a reading; times never go back."""
+        area = 0.0
+        if self._times:
+            area = self._areas[-1] + 0.5 * (self._values[-1] + value) * (time_s - self._times[-1])
+        self._num += 1
+        for column, item in zip(self._columns, (time_s, value, area, value, float(self._num)), strict=True):
+            column.append(item)
+        if len(self._times) >= self._max_points:
+            half = self._max_points // 4 * 2
+            for place in range(2, half + 1, 2):
+                self._highs[place] = max(self._highs[place - 1 : place + 1])
+            for column in self._columns:
+                del column[1:half:2]
+
+    def gap(self, start_s: float, end_s: float, hold_s: float) -> str | None:
+        """Say why the readings do not speak for a window; None when they do."""
+        if end_s <= start_s:
+            return "the window is empty"
+        if not self._times:
+            return "no reading yet"
+        if self.count(start_s, end_s) == 0:
+            return "no reading in the window"
+        first, last = self._times[0], self._times[-1]
+        if start_s < first - hold_s or end_s > last + hold_s:
+            covered = min(end_s, last) - max(start_s, first)
+            return f"readings cover only {covered:.1f} of {end_s - start_s:.1f} s"
+        return None
+
+    def count(self, start_s: float, end_s: float) -> int:
+        """Count the readings in a window."""
+        first, after = bisect_left(self._times, start_s), bisect_right(self._times, end_s)
+        return (
+            int(self._counts[after - 1] - (self._counts[first - 1] if first else 0)) if after > first else 0
+        )
+
+    def summary(self, start_s: float, end_s: float) -> dict[str, float]:
+        """Return the mean over a window, weighted by time, and the maximum."""
+        (low, before), (high, after) = self._at(start_s), self._at(end_s)
+        inside = self._highs[bisect_left(self._times, start_s) : bisect_right(self._times, end_s)]
+        return {"mean": (after - before) / (end_s - start_s), "max": max(low, high, *inside)}
+
+    def growth(self, start_s: float, end_s: float) -> float | None:
+        """Return what a counter grew over a window, the part without readings at its mean rate; one reading: None."""
+        first, last = max(start_s, self._times[0]), min(end_s, self._times[-1])
+        if last <= first:
+            return None
+        return (self._at(last)[0] - self._at(first)[0]) * (end_s - start_s) / (last - first)
+
+    def _at(self, time_s: float) -> tuple[float, float]:
+        """Return value and integral at a time."""
+        after = bisect_left(self._times, time_s)
+        if after in (0, len(self._times)):
+            end = min(after, len(self._times) - 1)
+            value = self._values[end]
+            return value, self._areas[end] + value * (time_s - self._times[end])
+        before = after - 1
+        width, left = self._times[after] - self._times[before], self._values[before]
+        share = (time_s - self._times[before]) / width
+        value = left + share * (self._values[after] - left)
+        whole = 0.5 * (left + self._values[after])  # of a thinned stretch, the true mean may be another
+        part = share * 0.5 * (left + value) / whole if whole else share
+        return value, self._areas[before] + part * (self._areas[after] - self._areas[before])
+
+
+class _Feed:
+    """One source and what its sensors said."""
+
+    def __init__(self, name: str, find: Callable[[], list[Device]], clock: Callable[[], float]) -> None:
+        self.name = name
+        self.devices: list[Device] | None = None
+        self.readings: dict[str, Readings] = {}
+        self.absent: dict[str, str] = {}
+        self.busy: tuple[str, float] | None = None
+        self._find, self._clock = find, clock
+        self._failures: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def run(self, stop: threading.Event, interval_s: float) -> None:
+        """Sample until told to stop; whatever goes wrong is noted, never raised."""
+        while not stop.is_set() and self.sample():
+            stop.wait(interval_s)
+
+    def sample(self) -> bool:
+        """Take one reading of every sensor; return False when the source has none."""
+        if self.devices is None:
+            self.busy = (self.name, self._clock())
+            try:
+                found = self._find()
+            except Exception as error:  # drivers raise errors of many libraries
+                found, self.absent[self.name] = [], _reason(error)
+            with self._lock:
+                for device in found:
+                    self.absent |= {f"{device.id}/{field}": reason for field, reason in device.absent.items()}
+                self.devices = found
+        for device in self.devices:
+            for field, read in device.sensors.items():
+                key = f"{device.id}/{field}"
+                if self._failures.get(key, 0) < MAX_FAILURES:
+                    self._read(key, read)
+        self.busy = None
+        return bool(self.devices)
+
+    def _read(self, key: str, read: Callable[[], float | None]) -> None:
+        """Take one reading; a sensor that fails several times in a row is given up."""
+        self.busy = (key, self._clock())
+        try:
+            value = read()
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"the sensor reads {value}")
+        except Exception as error:  # drivers raise errors of many libraries
+            self._failures[key] = self._failures.get(key, 0) + 1
+            if self._failures[key] == MAX_FAILURES:
+                with self._lock:
+                    self.absent[key] = _reason(error)
+            return
+        self._failures[key] = 0
+        if value is not None:
+            with self._lock:
+                self.readings.setdefault(key, Readings()).add(self._clock(), value)
+
+    def window(
+        self, start_s: float, end_s: float, hold_s: float
+    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Describe the devices over a window: the list, and what is absent from it."""
+        waiting = self.busy
+        silent_s = self._clock() - waiting[1] if waiting else 0.0
+        late = (
+            f"{waiting[0]} has not answered for {silent_s:.0f} s" if waiting and silent_s > hold_s else None
+        )
+        with self._lock:
+            if not self.devices:
+                return [], {self.name: self.absent.get(self.name) or late or "not looked for yet"}
+            absent: dict[str, str] = {}
+            return [self._describe(d, start_s, end_s, hold_s, late, absent) for d in self.devices], absent
+
+    def _describe(
+        self,
+        device: Device,
+        start_s: float,
+        end_s: float,
+        hold_s: float,
+        late: str | None,
+        absent: dict[str, str],
+    ) -> dict[str, Any]:
+        seconds = end_s - start_s
+        shown: dict[str, Any] = {"id": device.id, "name": device.name, "kind": device.kind}
+        gaps: dict[str, str | None] = {}
+        for field in (*FIELDS, ENERGY):
+            key = f"{device.id}/{field}"
+            readings = self.readings.get(key, Readings())
+            gaps[field] = readings.gap(start_s, end_s, hold_s)
+            if gaps[field] is not None:
+                absent[key] = self.absent.get(key) or late or gaps[field] or ""
+            shown[field] = None if gaps[field] else readings.summary(start_s, end_s)
+        counts = [self.readings[key].count(start_s, end_s) for key in self.readings if _of(key, device)]
+        joules = None
+        if gaps[ENERGY] is None:
+            joules = self.readings[f"{device.id}/{ENERGY}"].growth(start_s, end_s)
+        shown["energy_from"] = None if joules is None else "counter"
+        power = shown["power_w"]
+        if joules is None and power is not None:
+            joules, shown["energy_from"] = power["mean"] * seconds, "power"
+        elif joules is not None and power is None:
+            shown["power_w"] = {"mean": joules / seconds, "max": None}
+            absent.pop(f"{device.id}/power_w", None)
+        if joules is None:
+            absent.setdefault(f"{device.id}/{ENERGY}", "only one reading")
+        else:
+            absent.pop(f"{device.id}/{ENERGY}", None)
+        return shown | {ENERGY: joules, "num_samples": max(counts, default=0)}
+
+
+class HardwareMonitor:
+    """Watches the machine's devices from threads of their own. Use it as a context manager.
+
+    Args:
+        interval_s: Seconds between readings.
+        sources: Functions that find devices, by name; default NVIDIA, AMD and CPU.
+        clock: Clock of the readings.
+    """
+
+    def __init__(
+        self,
+        interval_s: float = 0.5,
+        *,
+        sources: Mapping[str, Callable[[], list[Device]]] = SOURCES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 < interval_s < math.inf:
+            raise ValueError(f"interval_s = {interval_s}: expected a positive number of seconds")
+        self._interval_s = interval_s
+        self._feeds = [_Feed(name, find, clock) for name, find in sources.items()]
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> HardwareMonitor:
+        for feed in self._feeds:
+            arguments = (self._stop, self._interval_s)
+            thread = threading.Thread(
+                target=feed.run, args=arguments, name=f"hardware-{feed.name}", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads to be had
+                feed.absent[feed.name] = _reason(error)
+                feed.devices = []
+            else:
+                self._threads.append(thread)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop sampling; a sensor that hangs is left behind after a second. Windows can still be asked for."""
+        self._stop.set()
+        deadline = time.monotonic() + 1.0
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def sample(self) -> None:
+        """Take one reading of every sensor now and in this thread, for programs that need no other thread."""
+        for feed in self._feeds:
+            feed.sample()
+
+    def window(self, start_s: float, end_s: float) -> dict[str, Any]:
+        """Summarise the readings between two times of `time.monotonic()`.
+
+        Args:
+            start_s: Begin of the window.
+            end_s: Its end.
+
+        Returns:
+            JSON: 'seconds', 'num_samples', 'devices' and 'absent'. A device has 'id', 'name', 'kind', 'num_samples';
+            'utilisation' and 'memory_activity' (shares), 'power_w', 'temperature_c' and 'memory_gib', each {'mean'
+            (weighted by time), 'max'} or None; 'energy_j' or None; 'energy_from': 'counter' of the device, 'power'
+            integrated by the trapezoid rule, or None. 'absent' has a reason for every sensor that is None, by
+            'device/field', and for every source without devices.
+        """
+        devices: list[dict[str, Any]] = []
+        absent: dict[str, str] = {}
+        for feed in self._feeds:
+            found, missing = feed.window(start_s, end_s, HOLD_S + 2 * self._interval_s)
+            devices += found
+            absent |= missing
+        return {
+            "seconds": end_s - start_s,
+            "num_samples": max((device["num_samples"] for device in devices), default=0),
+            "devices": devices,
+            "absent": absent,
+        }
+
+
+def rates(window: Mapping[str, Any], num_tokens: int, num_requests: int) -> dict[str, Any]:
+    """Relate work to time and energy of the same window.
+
+    Args:
+        window: Of `HardwareMonitor.window`.
+        num_tokens: Tokens produced in the window.
+        num_requests: Requests answered in it.
+
+    Returns:
+        'tokens_per_second', 'joules_per_token', 'joules_per_request' (None where time, energy or work is missing) and
+        'joules_of': ids of the devices whose energy is counted: the GPUs where there are any, else the CPU.
+    """
+    devices = window["devices"]
+    counted = [d for d in devices if d["kind"] == "gpu"] or devices
+    parts = [device[ENERGY] for device in counted]
+    joules = sum(parts) if parts and None not in parts else None
+    return {
+        "tokens_per_second": num_tokens / window["seconds"] if window["seconds"] > 0 else None,
+        "joules_per_token": joules / num_tokens if joules is not None and num_tokens else None,
+        "joules_per_request": joules / num_requests if joules is not None and num_requests else None,
+        "joules_of": [device["id"] for device in counted] if joules is not None else [],
+    }
+
+
+def hardware_metrics(window: Mapping[str, Any]) -> dict[str, float]:
+    """Return the means of a window as metrics, 'hardware/<field>/<device>'; what is absent is left out."""
+    return {
+        f"hardware/{field}/{device['id']}": device[field]["mean"]
+        for device in window["devices"]
+        for field in FIELDS
+        if device[field] is not None
+    }
+
+
+def step_metrics(monitor: HardwareMonitor, stage: str, began: float, device: Any) -> dict[str, float]:
+    """Return what a training step logs of the machine: means of its window, and the peak of memory.
+
+    Args:
+        monitor: The run's monitor.
+        stage: First part of the peak's name: 'sft', 'rl' ...
+        began: Start of the step, time.monotonic(); short steps look back over two seconds, to have readings at all.
+        device: Device of the model.
+    """
+    now = time.monotonic()
+    window = monitor.window(min(began, now - 2.0), now)
+    return hardware_metrics(window) | {f"{stage}/peak_memory_gib": peak_memory_gib(device)}
+
+
+def peak_memory_gib(device: Any) -> float:
+    """Return the most memory that this process held so far, in GiB.
+
+    Args:
+        device: Device (or its name) of the model. On a GPU: what PyTorch allocated there since the start or the last
+            `torch.cuda.reset_peak_memory_stats`; else the process's largest resident set.
+    """
+    import torch
+
+    place = torch.device(device)
+    if place.type == "cuda":
+        return torch.cuda.max_memory_allocated(place) / 2**30
+    try:  # of this program alone: ru_maxrss also remembers what ran before it in the same process
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
+    except (OSError, IndexError, ValueError):
+        import resource
+        import sys
+
+        unit = 1 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _of(key: str, device: Device) -> bool:
+    return key.startswith(f"{device.id}/")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200].removeprefix("LookupError: ")

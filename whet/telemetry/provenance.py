@@ -1,0 +1,211 @@
+"""Where a run comes from: run id, base model, adapter, config, data, code and tracker runs, as one file per run.
+
+The file ties a number to everything that it depends on by hashes, so that "which weights were these" has an answer
+years later. Folders of earlier versions have none: their id is made of their config and start time, always the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from whet.types import Problem, UserError
+
+PROVENANCE = "provenance.json"
+MARKS = frozenset({PROVENANCE, "eval.json", "summary.json"})
+"""Files that make a folder a run; config.yaml with environment.json does, too."""
+SKIPPED = frozenset({"checkpoints", "plots", "__pycache__", "node_modules"})
+WEIGHTS = ("*.safetensors", "config.json", "adapter_config.json")
+
+
+def write_provenance(
+    folder: Path,
+    *,
+    base: str = "",
+    adapter: str = "",
+    config_yaml: str = "",
+    problems: Iterable[Problem] = (),
+    links: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Write provenance.json into a run folder; a resumed run keeps the one that it began with.
+
+    Args:
+        folder: The run folder, with its environment.json.
+        base: The model that the run starts from: folder, run folder or hub name; '' for random weights.
+        adapter: The adapter on it, in the same way; '' for none.
+        config_yaml: The resolved configuration.
+        problems: The data: uid, prompt and answer of every problem are hashed, in any order.
+        links: Runs of trackers: {"name", "id", "url"}.
+
+    Returns:
+        The content.
+    """
+    path = folder / PROVENANCE
+    if path.is_file():
+        return read_json(path)
+    environment = read_json(folder / "environment.json")
+    start = environment.get("start_utc") or datetime.now(UTC).isoformat(timespec="seconds")
+    salt = f"{config_yaml}\x00{folder.resolve()}\x00{time.time_ns()}\x00{os.getpid()}"
+    digest, num_problems = data_hash(problems)
+    parent = parent_run(adapter or base)
+    content: dict[str, Any] = {
+        "run_id": make_run_id(folder, start, salt),
+        "start_utc": start,
+        "base": describe_model(base) if base else None,
+        "adapter": describe_model(adapter) if adapter else None,
+        "config_sha256": hashlib.sha256(config_yaml.encode()).hexdigest() if config_yaml else None,
+        "data_sha256": digest,
+        "num_problems": num_problems,
+        "git_commit": environment.get("git_commit"),
+        "links": [dict(link) for link in links],
+        "parent": None if parent is None else {"folder": str(parent), "run_id": run_id(parent)},
+    }
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return content
+
+
+def describe_model(source: str) -> dict[str, Any]:
+    """Name a model's exact weights: sha256 of its files where they are local, hub commit where it is known.
+
+    A checkpoint of whet has the hashes of its files in its manifest, and a file of the hub's cache is named by its own;
+    only other files are read.
+
+    Args:
+        source: Folder, run folder or hub name.
+
+    Returns:
+        'name', 'folder' (None where it is not local), 'commit', 'sha256' of each file, and 'sha256_of_all' over them.
+    """
+    folder = _weights_folder(source)
+    if folder is None:
+        return {"name": source, "folder": None, "commit": None, "sha256": {}, "sha256_of_all": None}
+    # Not resolved any further: a file of the hub's cache is a link to a blob, in the folder of its commit.
+    commit = re.search(r"/snapshots/([0-9a-f]{40})(?=/|$)", str(folder))
+    manifest = read_json(folder / "manifest.json").get("files", {})
+    hashes: dict[str, str] = {}
+    for path in sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)}):
+        known = manifest.get(path.name, {}).get("sha256")
+        blob = path.resolve().name
+        hashes[path.name] = known or (blob if re.fullmatch(r"[0-9a-f]{64}", blob) else _digest(path))
+    whole = hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
+    return {
+        "name": source,
+        "folder": str(folder),
+        "commit": commit[1] if commit else None,
+        "sha256": hashes,
+        "sha256_of_all": whole if hashes else None,
+    }
+
+
+def data_hash(problems: Iterable[Problem]) -> tuple[str | None, int]:
+    """Return a sha256 over uid, prompt and answer of problems, whatever their order, and how many they are."""
+    rows = sorted(json.dumps([p.uid, p.prompt, p.answer]) for p in problems)
+    if not rows:
+        return None, 0
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest(), len(rows)
+
+
+def make_run_id(folder: Path, start_utc: str, salt: str) -> str:
+    """Make a run id that a person can read and that no other run has: name, start, six digits of a hash."""
+    folder = folder.resolve()
+    short = folder.name if len(folder.name) > 5 else f"{folder.parent.name}-{folder.name}"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", short).strip("-.") or "run"
+    stamp = re.sub(r"[-:]|\+.*", "", start_utc).replace("T", "-")
+    return "-".join(filter(None, [name[:60], stamp, hashlib.sha256(salt.encode()).hexdigest()[:6]]))
+
+
+def run_id(folder: Path) -> str:
+    """Return the id of a run folder: the recorded one, or for an old folder one made of its name, config and start."""
+    recorded = read_json(folder / PROVENANCE).get("run_id")
+    if isinstance(recorded, str) and recorded:
+        return recorded
+    facts = [folder / name for name in ("config.yaml", "eval.json") if (folder / name).is_file()][:1]
+    text = facts[0].read_text(encoding="utf-8", errors="replace") if facts else str(folder.resolve())
+    start = str(read_json(folder / "environment.json").get("start_utc") or "")
+    return make_run_id(folder, start, f"{text}\x00{start}")
+
+
+def is_run(folder: Path, names: Iterable[str] | None = None) -> bool:
+    """Say whether a folder is one run's (names: of its entries, where they are known)."""
+    found = set(names) if names is not None else {path.name for path in folder.glob("*")}
+    return bool(found & MARKS) or {"config.yaml", "environment.json"} <= found
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Yield every run folder below a folder, itself included, by path; checkpoints are not entered."""
+    for place, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.startswith("."))
+        if is_run(Path(place), files):
+            yield Path(place)
+
+
+def parent_run(source: str) -> Path | None:
+    """Return the run folder that a model's path lies in: run, run/checkpoints/step or the folder itself."""
+    path = Path(source).expanduser()
+    if not source or not path.exists():
+        return None
+    nearest = [path.resolve(), *path.resolve().parents][:3]
+    return next((folder for folder in nearest if is_run(folder)), None)
+
+
+def find_run(root: Path, name: str) -> Path:
+    """Return the folder of a run by its id, the beginning of its id, or its path below `root`.
+
+    Args:
+        root: Folder of the runs.
+        name: Run id, or a beginning that only one run has.
+
+    Raises:
+        UserError: If there is none, or several.
+    """
+    ids = {folder: run_id(folder) for folder in run_folders(root)}
+    found = [folder for folder, known in ids.items() if name == known]
+    found = found or [folder for folder in ids if name in (str(folder), str(folder.relative_to(root)))]
+    found = found or [folder for folder, known in ids.items() if name and known.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        some = ", ".join(f"{ids[folder]} ({folder})" for folder in found[:3])
+        raise UserError(f"{name!r} names {len(found)} runs below {root}: {some}; give more of the id")
+    raise UserError(f"{name!r}: no run of that id below {root} (`whet runs {root}` lists them)")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where there is no such file, or no object in it."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _weights_folder(source: str) -> Path | None:
+    """Find the local folder of a model's files without asking any network."""
+    path = Path(source).expanduser()
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return path.absolute()
+    steps = sorted((path / "checkpoints").glob("step_*"), reverse=True)  # the order of whet.model.weights
+    for candidate in [path / "checkpoints" / "best", *steps]:
+        if (candidate / "config.json").is_file() or (candidate / "adapter_config.json").is_file():
+            return candidate.absolute()
+    cache = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or cache) / f"models--{source.replace('/', '--')}"
+    reference = cache / "refs" / "main"
+    if not path.exists() and reference.is_file():
+        folder = cache / "snapshots" / reference.read_text(encoding="ascii", errors="replace").strip()
+        return folder if folder.is_dir() else None
+    return None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
