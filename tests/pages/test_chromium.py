@@ -249,6 +249,23 @@ def test_live_page_follows_the_run(browser: Any, run: Path, address: str, tmp_pa
     tab.close()
 
 
+def test_points_are_only_added_behind_the_last_one(browser: Any, address: str) -> None:
+    tab = Tab(browser)
+    tab.page.goto(address)
+    for newer, name, own, fits in (
+        ([4, 5], "a", {}, True),
+        ([3], "a", {}, False),  # a step that was logged again
+        ([4], "new", {}, False),
+        ([4], "a", {"low": [0, 0, 0]}, False),  # thinned: means of bins
+    ):
+        series = {"name": "a", "steps": [1, 2, 3], "values": [0, 0, 0], **own}
+        old = [{"name": "f", "panels": [{"series": [series]}]}]
+        new = [{"name": "f", "panels": [{"series": [{"name": name, "steps": newer, "values": newer}]}]}]
+        code = "([old, newer]) => [appendPoints(old, newer), old[0].panels[0].series[0].steps]"
+        assert tab.page.evaluate(code, [old, new]) == [fits, [1, 2, 3, *(newer if fits else [])]]
+    tab.close()
+
+
 def test_a_page_without_its_server_says_so(browser: Any, address: str) -> None:
     tab = Tab(browser)
     tab.page.goto(address)
@@ -268,6 +285,7 @@ def test_the_choice_among_runs(browser: Any, run: Path, address: str) -> None:
     tab = Tab(browser, width=390)
     tab.page.goto(address)
     assert tab.page.locator(".choice li").count() == 2
+    assert TOKEN not in tab.page.url
     assert tab.overflow() <= 0
     tab.page.locator(".choice a", has_text="second").click()
     found(tab, "1–16 of 16 samples")

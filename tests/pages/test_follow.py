@@ -110,6 +110,10 @@ def test_status_goes_by_the_clock(tmp_path: Path) -> None:
     assert run_status(tmp_path, rows, 9e9)["kind"] == "finished"
     assert run_status(tmp_path, [], 0.0)["kind"] == "waiting"
     assert run_status(tmp_path / "none", rows, 0.0)["kind"] == "gone"
+    (tmp_path / "eval_samples.jsonl").touch()
+    assert run_status(tmp_path, [], 0.0)["text"] == "an evaluation without a result yet"
+    (tmp_path / "eval.json").touch()
+    assert run_status(tmp_path, [], 0.0)["text"] == "an evaluation, finished"
 
 
 def test_a_summary_newer_than_the_metrics_ends_a_run(tmp_path: Path) -> None:

@@ -224,15 +224,8 @@ class Policy:
     def completion_text(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
         """Text of a completion: exactly its tokens, without a final end-of-text token (a final tag stays)."""
         ids = list(completion_ids)
-        if (
-            ids
-            and ids[-1] in self.stop_ids
-            and self.tokenizer.token_text(ids[-1])
-            not in (
-                *self.schema.tags,
-                *self.schema.tool_tags,
-            )
-        ):
+        tags = (*self.schema.tags, *self.schema.tool_tags)
+        if ids and ids[-1] in self.stop_ids and self.tokenizer.token_text(ids[-1]) not in tags:
             ids.pop()
         return self.tokenizer.decode_completion(prompt_ids, ids)
 
@@ -260,8 +253,12 @@ class Policy:
     def save(self, folder: Path) -> None:
         """Write weights, tokenizer and protocol as a folder that `transformers` and whet load."""
         assert self.adapter is None or not self.adapter.is_applied, "an applied adapter would be left out"
-        self.tokenizer.save(folder)
+        self.save_protocol(folder)
         save_model(self.model, folder, bos_id=self.tokenizer.bos_id, eos_ids=self.stop_ids)
+
+    def save_protocol(self, folder: Path) -> None:
+        """Write tokenizer and protocol alone: what shows completions, without the weights that wrote them."""
+        self.tokenizer.save(folder)
         (folder / "protocol.json").write_text(json.dumps(self.protocol(), indent=1) + "\n")
 
 

@@ -61,7 +61,6 @@ class ReportConfig:
 
 def main(config: ReportConfig) -> None:
     """Write the page, and report.md where the folder is one run; say where they are."""
-    started = time.monotonic()
     folder = _folder(config.run, "RUN")
     names = _parts(folder)
     if config.against and names != ["."]:
@@ -72,20 +71,27 @@ def main(config: ReportConfig) -> None:
     if not out.parent.is_dir() or out.is_dir():
         raise UserError(f"--out '{out}': expected a new file in a folder that exists")
     other = _other(config.against, folder) if config.against else None
+    print(write_page(folder, out, other, config.max_samples))
+    if names == ["."]:  # a folder of runs has a report.md of its own making
+        print(_write_markdown(folder))
+
+
+def write_page(folder: Path, out: Path, other: Part | None = None, max_samples: int = 20000) -> str:
+    """Write the page of a folder and return one line that says where it is and what is in it; see `build_page`."""
+    started = time.monotonic()
+    names = _parts(folder)
     parts = [read_part(folder / name, name) for name in names[:MAX_PARTS]]
     if len(names) > MAX_PARTS:
         parts[0].missing.append(
             f"of {len(names)} runs the first {MAX_PARTS} are shown: give one of the others"
         )
-    page, num_shown = build_page(folder, parts, other, config.max_samples)
+    page, num_shown = build_page(folder, parts, other, max_samples)
     _write(out, page)
     num_samples = sum(len(part.scan) for part in parts if part.scan is not None)
-    print(
+    return (
         f"{out}: {len(page) / 2**20:.1f} MiB, {num_shown:,} of {num_samples:,} completions, "
         f"{time.monotonic() - started:.1f} s; open it in a browser"
     )
-    if names == ["."]:  # a folder of runs has a report.md of its own making
-        print(_write_markdown(folder))
 
 
 def build_page(folder: Path, parts: Sequence[Part], other: Part | None, max_samples: int) -> tuple[str, int]:

@@ -37,7 +37,7 @@ MAX_CONFIG_CHARACTERS = 200_000
 MAX_CUT = 4
 """Tokens that one letter may be cut into."""
 
-SCRIPTS = ("uplot.js", "charts.js", "browser.js", "watch.js")
+SCRIPTS = ("address.js", "uplot.js", "charts.js", "browser.js", "watch.js")
 STYLES = ("uplot.css", "charts.css", "browser.css", "watch.css")
 PAGE_POLICY = "frame-ancestors 'none'"
 """What a page cannot say in itself; the rest of its policy, with the hashes of its scripts, stands in the page."""
@@ -237,7 +237,7 @@ def _page(runs: Runs, names: Sequence[str], name: str) -> str:
         "watch.html",
         title=title,
         data={"watch": {"run": name}},
-        scripts=SCRIPTS if run else (),
+        scripts=SCRIPTS if run else SCRIPTS[:1],
         styles=STYLES,
         connect=True,
         run=name if run else None,

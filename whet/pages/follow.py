@@ -132,8 +132,12 @@ def run_status(folder: Path, recent: Iterable[Mapping[str, Any]], now: float) ->
     num_steps = planned_steps(folder)
     steps = [int(step) for row in recent if (step := as_number(row.get("step"))) is not None]
     if not steps:
-        text = "waiting: no metrics were logged yet"
-        return {"kind": "waiting", "text": text, "step": 0, "num_steps": num_steps}
+        kind, text = "waiting", "waiting: no metrics were logged yet"
+        if (folder / "eval.json").is_file():
+            kind, text = "finished", "an evaluation, finished"
+        elif (folder / "eval_samples.jsonl").is_file():
+            text = "an evaluation without a result yet"
+        return {"kind": kind, "text": text, "step": 0, "num_steps": num_steps}
     times = [time_s for row in recent if (time_s := as_number(row.get("time_s"))) is not None]
     gaps = [after - before for before, after in pairwise(times) if after > before]
     usual = statistics.median(gaps) if gaps else 0.0

@@ -21,9 +21,11 @@ from whet.eval.record import write_result
 from whet.eval.show import print_result, show_metric
 from whet.generate.policy import Policy, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.inspect.report import write_page
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
 from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.base import TaskConfig
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.environment import write_environment
 from whet.telemetry.report import write_report
@@ -86,12 +88,14 @@ def main(config: DemoConfig) -> None:
     for part in ("sft", "rl"):
         write_report(folder / part)
     _write_story(folder, results, config)
+    write_page(folder, folder / "report.html")
     gain = results["rl"].metrics["pass@1"].mean - results["sft"].metrics["pass@1"].mean
     console.print(
         Text(
             f"Reinforcement lifted sampled pass@1 by {100 * gain:.0f} points: it made the model use, every time, the "
             "scratch-pad that fine-tuning had taught it to use half of the time.\n"
-            f"{seconds:.0f} s with {config.num_threads} threads. Everything is in {folder} (start with report.md)."
+            f"{seconds:.0f} s with {config.num_threads} threads. Open {folder / 'report.html'} in a browser: "
+            "the curves, and every completion before and after."
         )
     )
 
@@ -131,9 +135,13 @@ def _measure(policy: Policy, config: DemoConfig, folder: Path, stage: str) -> Ev
     target.mkdir(parents=True)
     identity: dict[str, object] = {
         "protocol": policy.protocol(),
-        "task": task.name,
+        "task": asdict(TaskConfig()),
         "split": config.split,
         "sampling": asdict(sampling),
+        "answer_from": "schema",
+        "precision": "float32",
+        "seed": config.seed,
+        "num_samples": config.num_samples,
     }
     write_result(target, result, label=stage, identity=identity)
     return result

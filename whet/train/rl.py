@@ -38,7 +38,7 @@ from whet.train.judging import open_judge
 from whet.train.objective import Objective
 from whet.train.order import DataOrder, data_order
 from whet.train.rl_config import RLConfig
-from whet.train.rollout import rollout_metrics
+from whet.train.rollout import rollout_metrics, sample_note
 from whet.train.source import RolloutSource
 from whet.train.step import (
     Optimizer,
@@ -47,11 +47,10 @@ from whet.train.step import (
     parameter_dtype,
     prepare_model,
 )
-from whet.types import Group, Problem, Task, UserError
+from whet.types import Problem, Task, UserError
 
 HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
 APPROX_GAP_LIMIT = 0.1
-SHOWN_TEXT = 400
 SOLVED = 0.99
 
 
@@ -154,16 +153,6 @@ def _write_summary(folder: Path, run: _Run) -> None:
     content = {name.removeprefix("rl/"): value for name, value in run.last.items()}
     content |= {"sampler_vs_trainer": str(run.probe)}
     (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
-
-
-def sample_note(group: Group) -> str:
-    """Write the first completion of a group with its reward, cut to a few lines of the terminal."""
-    sample = group.samples[0]
-    reward = "none" if sample.reward is None else f"{sample.reward:g}"
-    prompt, text = (
-        t if len(t) <= SHOWN_TEXT else t[:SHOWN_TEXT] + "…" for t in (group.problem.prompt, sample.text)
-    )
-    return f"sample, reward {reward}, answer {group.problem.answer[:80]}: {prompt}\n{text}"
 
 
 def _preflight(
@@ -311,6 +300,7 @@ class _Run:
         log.write_metrics("rl", count, values)
         unused = [group for place, group in enumerate(rollout.groups) if place not in collected.used]
         log.write_samples(count, [*groups, *without_advantages(unused)])
+        self.save_protocol(folder)
         for warning in health_warnings("rl", values, self.history):
             display.note(warning, warning=True)
         self.show_failures(display)
@@ -323,6 +313,13 @@ class _Run:
             self.save(folder, count, values)
         if self.judge is not None and (reason := judge_diverges(self.history)):
             raise UserError(f"step {count}: {reason}")
+
+    def save_protocol(self, folder: Path) -> None:
+        """Keep what the rollouts are spelt and tagged with, so that they can be read before the first checkpoint."""
+        final = folder / "checkpoints" / "protocol"
+        if rank() == 0 and not final.exists():
+            with commit_folder(final) as temporary:
+                self.policy.save_protocol(temporary)
 
     def show_failures(self, display: Display) -> None:
         """Tell of a reward that gives no score: at its first failure, and whenever there are twice as many."""

@@ -24,6 +24,8 @@ from whet.train.algorithm import AlgoConfig, Overlong
 from whet.types import Group, Problem, Sample, Task
 
 HARD_PENALTY = -0.5
+SHOWN_TEXT = 400
+"""Characters of a prompt or completion that a note in the terminal shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +243,13 @@ def _total(samples: Sequence[Sample], name: str) -> tuple[float, int]:
     """Return the sum of one reward's scores, and how many samples have one."""
     scores = [score for sample in samples if (score := sample.rewards.get(name)) is not None]
     return sum(scores), len(scores)
+
+
+def sample_note(group: Group) -> str:
+    """Write the first completion of a group with its reward, cut to a few lines of the terminal."""
+    sample = group.samples[0]
+    reward = "none" if sample.reward is None else f"{sample.reward:g}"
+    prompt, text = (
+        t if len(t) <= SHOWN_TEXT else t[:SHOWN_TEXT] + "…" for t in (group.problem.prompt, sample.text)
+    )
+    return f"sample, reward {reward}, answer {group.problem.answer[:80]}: {prompt}\n{text}"

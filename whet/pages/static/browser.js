@@ -333,7 +333,7 @@ function groupTable(id, ids, members, actions) {
   const names = [...new Set(members.flatMap((member) => Object.keys(member.row.rewards || {})))];
   const paid = members.some((member) => member.row.reward !== null && member.row.reward !== undefined);
   const head = ["sample", ...(paid ? ["reward"] : []), ...names, "tokens", "ends with"].map((text, index, all) => el("th", { class: index < all.length - 1 ? "number" : null }, text));
-  const rows = members.map(({ id: other, row }) => el("tr", { "data-id": other, "aria-selected": String(other) === String(id), onclick: () => actions.select(other) },
+  const rows = members.map(({ id: other, row }) => el("tr", { "data-id": other, "aria-selected": String(String(other) === String(id)), onclick: () => actions.select(other) },
     el("td", { class: "number" }, el("button", { type: "button", class: "link" }, row.index)),
     ...[...(paid ? [row.reward] : []), ...names.map((name) => (row.rewards || {})[name])].map((score) => el("td", { class: "number" }, scoreText(score))),
     el("td", { class: "number" }, row.num_completion_tokens === null ? "–" : shortNumber(row.num_completion_tokens)),

@@ -20,7 +20,7 @@ function el(tag, attributes, ...children) {
   const node = document.createElement(tag);
   for (const [key, value] of Object.entries(attributes || {})) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : visible(value));
   }
   for (const child of children) node.append(child instanceof Node ? child : document.createTextNode(visible(child)));
   return node;

@@ -8,11 +8,6 @@ const RUN = pageData("watch").run;
 
 const live = { cursor: "", figures: null, charts: null, wholeAt: 0, browser: null, info: null, timer: 0 };
 
-// The token is in a cookie now: take it out of the address, which people copy and show.
-const address = new URL(location.href);
-address.searchParams.delete("token");
-history.replaceState(null, "", address);
-
 /** Ask the server; an answer that is no success becomes an error with its reason. */
 async function ask(path, options) {
   const query = new URLSearchParams({ run: RUN });
@@ -82,7 +77,7 @@ function showHeadline(cards) {
 function appendPoints(figures, newer) {
   const known = new Map(figures.flatMap((figure) => figure.panels.flatMap((panel) => panel.series.map((series) => [figure.name + "\t" + series.name, series]))));
   const pairs = newer.flatMap((figure) => figure.panels.flatMap((panel) => panel.series.map((series) => [known.get(figure.name + "\t" + series.name), series])));
-  if (pairs.some(([own, series]) => !own )) return false;
+  if (pairs.some(([own, series]) => !own || own.low || series.low || own.steps[own.steps.length - 1] >= series.steps[0])) return false;
   for (const [own, series] of pairs) {
     own.steps.push(...series.steps);
     own.values.push(...series.values);
