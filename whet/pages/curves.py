@@ -33,6 +33,7 @@ TITLES = {
     "rl_off_policy": "Sampler against trainer",
     "rl_critic": "Critic",
     "rl_judge": "Judge",
+    "hardware": "Hardware",
 }
 """Figure -> heading, in the order of a page; figures without a heading of their own come last."""
 

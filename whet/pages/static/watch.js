@@ -6,7 +6,7 @@ const HIDDEN_POLL_MS = 15000;
 const THINNED_MS = 30000; // long curves come thinned and are asked for whole, but not at every look
 const RUN = pageData("watch").run;
 
-const live = { cursor: "", figures: null, charts: null, wholeAt: 0, browser: null, info: null, timer: 0 };
+const live = { cursor: "", figures: null, charts: null, wholeAt: 0, browser: null, info: null, empty: 0, timer: 0 };
 
 /** Ask the server; an answer that is no success becomes an error with its reason. */
 async function ask(path, options) {
@@ -110,7 +110,8 @@ function showSamples(info) {
   const damaged = info.num_damaged ? ` ${shortNumber(info.num_damaged)} damaged lines are left out.` : "";
   const early = info.tags ? "" : " Thinking, answer and single tokens are told apart once the run has a checkpoint.";
   if (info.num_samples === 0) {
-    node("samples-note").textContent = "No completions were logged yet." + damaged;
+    live.empty += 1; // the first answers come before the file has been looked at
+    node("samples-note").textContent = (live.empty < 3 ? "Reading the completions …" : "No completions were logged yet.") + damaged;
     if (live.browser) live.browser.destroy();
     live.browser = null;
     return;
