@@ -13,9 +13,10 @@ import pytest
 from whet import cli
 from whet.eval.asked import read_prompts
 from whet.eval.compare import CompareConfig, locate, main, plan, short_names
-from whet.eval.compare_page import change, hardware_table
+from whet.eval.compare_page import change, hardware_table, lengths
 from whet.eval.confidence import count_hedges, count_revisions
 from whet.eval.evaluate import EvalConfig
+from whet.eval.record import StoredEval
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.rewards.equal import answers_equal
@@ -104,6 +105,9 @@ def test_only_problems_that_both_have_are_compared_and_the_rest_is_told(
         "b": [pytest.approx(8 / 9)] * 2,
     }
     assert content["lengths"]["a"]["right"] == {"count": 3, "thinking_tokens": 5.0, "completion_tokens": 9.0}
+    rows = [completion(uid, s, True, thinking_tokens=n) for uid, n in (("p", 2), ("q", 8)) for s in range(2)]
+    side = StoredEval(a, "a", {}, {"p": rows[:2], "q": [rows[2], rows[3] | {"correct": False}]}, {})
+    assert lengths(side, ["p", "q"])["right"]["thinking_tokens"] == 5.0  # each problem counts once
     out = capsys.readouterr().out
     assert "1 of its problems are not in all, left out" in " ".join(out.split())
     assert "hardware: not recorded" in out
@@ -445,7 +449,9 @@ def test_the_page_filters_searches_and_turns_in_a_browser(tmp_path: Path) -> Non
         page.fill("#search", "P003")
         assert page.locator(".problem").count() == 1
         page.click("summary")
-        assert page.locator(".problem details").first.locator(".answer").count() == 2
+        opened = page.locator(".problem details").first.locator(".answer")
+        opened.nth(1).wait_for()  # a toggle event comes later than the click
+        assert opened.count() == 2
         page.fill("#search", "")
         page.select_option("#format", "none")
         assert page.locator(".problem").count() == 1

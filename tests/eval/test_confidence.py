@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import accumulate
 
@@ -10,6 +11,7 @@ import pytest
 from whet.eval.confidence import (
     HEDGES,
     Confidence,
+    answer_entropy,
     answer_span,
     canonical,
     count_hedges,
@@ -113,6 +115,8 @@ def test_answer_tokens_of_a_byte_tokenizer_and_of_what_a_tool_wrote() -> None:
 def test_votes() -> None:
     assert vote_share(["1", "1.0", " 1 ", "2", None]) == pytest.approx(3 / 5)
     assert vote_share([None, None]) == 0.0
+    assert answer_entropy(["1", "1.0", None, "2", "2"]) == pytest.approx(math.log(2))
+    assert (answer_entropy(["5", " 5"]), answer_entropy([None])) == (0.0, None)
     assert canonical("1/2") == canonical("0.5") == canonical("$0.50$")
     assert canonical("Yes.") == canonical(" yes")
     assert canonical("1") != canonical("2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple, replace
 from itertools import combinations
 from typing import Any
 
@@ -54,6 +55,43 @@ def test_recorded_gap_of_the_source() -> None:
     assert shares == ["67.7", "95.0"]
     assert f"{100 * gap['mean']:.1f}" == "27.3"
     assert 0.2 < gap["low"] < gap["mean"] < gap["high"] < 0.35
+
+
+def test_the_table_of_source_004_from_its_counts() -> None:
+    # S4-13: 200 problems x 16; 48 and 64 samples right over 44 problems; 3165 and 3180 perfect. S4-16: 670 of 800.
+    def shown(counts: Sequence[int], num_perfect: int) -> dict[str, list[str]]:
+        samples = rows_of(counts, 16)
+        places = [(row, index) for row in samples for index in range(16)]
+        for row, index in places[num_perfect:]:
+            row[index] = replace(row[index], grade=replace(row[index].grade, verdict="partial"))
+        metrics = headline(samples, [row[0] for row in samples], seed=0)
+        return {name: [f"{100 * value:.1f}" for value in astuple(found)] for name, found in metrics.items()}
+
+    before, after = shown([2] * 4 + [1] * 40 + [0] * 156, 3165), shown([2] * 20 + [1] * 24 + [0] * 156, 3180)
+    # the source's percentile bootstrap of pass@16 is 16.0 to 28.0; Wilson's of 44 of 200:
+    assert before["pass@16"] == after["pass@16"] == ["22.0", "16.8", "28.2"]
+    assert (before["pass@1"][0], after["pass@1"][0]) == ("1.5", "2.0")
+    assert (before["format"][0], after["format"][0]) == ("98.9", "99.4")
+    assert shown([0] * 50, 670)["format"][0] == "83.8"
+
+
+def test_no_interval_claims_certainty_about_problems_that_were_not_drawn() -> None:
+    half = summary_of(rows_of([2] * 8, 4))["metrics"]["pass@1"]
+    assert (half["mean"], half["low"], half["high"]) == pytest.approx((0.5, 0.1756, 0.8244), abs=1e-4)
+    assert summary_of(rows_of([0] * 8, 4))["opportunity"] == pytest.approx(
+        {"mean": 0.0, "low": 0.0, "high": 0.3244}, abs=1e-4
+    )
+    assert summary_of(rows_of([1] * 8, 1))["opportunity"]["high"] == 0.0  # pass@1 - pass@1
+    one = summary_of(rows_of([3], 4))
+    assert one["metrics"]["pass@1"]["low"] == 0.0
+    assert any("below 100.0 points would not be seen with 1 problem " in line for line in describe(one))
+
+
+def test_counts_of_one_or_none_are_no_shares() -> None:
+    rows = [[done(True, thinking=0, tokens=1)] * 2 for _ in range(8)]
+    found = headline(rows, [row[0] for row in rows], seed=0)
+    assert astuple(found["thinking_tokens"]) == (0.0, 0.0, 0.0)
+    assert astuple(found["completion_tokens"]) == (1.0, 1.0, 1.0)
 
 
 def test_every_k_is_that_of_exhaustive_draws() -> None:
@@ -121,6 +159,10 @@ def test_votes_of_equal_numbers_count_together() -> None:
     assert metrics["maj@5"].mean == 1.0
     tie = [done(False, answer="7"), done(True, answer="5"), done(False, answer=None)]
     assert headline([tie], [tie[0]], seed=0)["maj@3"].mean == 0.5
+    # two programs that differ in white space vote together, and one of them is wrong: in whichever order, half
+    programs = [done(True, answer="if x:\n  a()\nb()"), done(False, answer="if x:\n  a()\n  b()")]
+    for pair in (programs, programs[::-1]):
+        assert headline([pair], [pair[0]], seed=0)["maj@2"].mean == 0.5
 
 
 def test_best_of_n_by_reward() -> None:

@@ -297,6 +297,7 @@ def test_bad_input_is_one_line(
     assert status == 2
     assert error.count("\n") == 1
     assert message in error
+    assert "nowhere" not in words or not (tmp_path / "out").exists()
 
 
 def test_kinds_cover_the_prompt_type() -> None:

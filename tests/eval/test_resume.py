@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -244,10 +245,16 @@ def test_what_cannot_be_read_back(tiny_policy: PolicyConfig, tmp_path: Path) -> 
         (folder / SAMPLES).write_text(text)
         with pytest.raises(UserError, match=message):
             read_eval(folder)
+    for name, value in (("answer", 5), ("hedges", "x"), ("correct", None), ("answer_logprob", math.inf)):
+        row = json.loads(rows.partition("\n")[0]) | {name: value}
+        (folder / SAMPLES).write_text(json.dumps(row) + "\n" + rows.partition("\n")[2])
+        with pytest.raises(UserError, match="line 1 is damaged"):
+            read_eval(folder)
     (folder / SAMPLES).unlink()
     with pytest.raises(UserError, match="cannot be read"):
         read_eval(folder)
-    for text, message in (("{", "damaged"), ("{}", "damaged"), (summary[:50], "damaged")):
+    broken = json.dumps(json.loads(summary) | {"num_samples": "2"})
+    for text, message in ((text, "damaged") for text in ("{", "{}", summary[:50], broken)):
         (folder / SUMMARY).write_text(text)
         with pytest.raises(UserError, match=message):
             read_eval(folder)

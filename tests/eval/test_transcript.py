@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import io
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -110,6 +114,21 @@ def test_the_published_transcript_to_the_letter() -> None:
         *(24, 32, 27, 1)
     ]
     assert "\n".join(line for line, _ in transcript.lines()) == GOLDEN
+    assert transcript.render().plain == GOLDEN
+
+
+def test_the_published_layout_where_its_tokenizer_is_missing() -> None:
+    spelling = {
+        int(index): ast.literal_eval(shown) if shown[0] in "'\"" else shown.strip("* ")
+        for index, shown in re.findall(r"id= *(\d+)  (.*)", GOLDEN)
+    }
+    fake = SimpleNamespace(
+        token_text=spelling.__getitem__,
+        special_ids=frozenset(range(50257, 50261)),
+        decode_completion=lambda _, ids: "".join(map(spelling.__getitem__, ids)),
+    )
+    written = [50257, *numbers(THINKING_IDS), 50258, 50259, 1129, 50260]
+    transcript = transcribe(cast(Tokenizer, fake), SCHEMA, numbers(PROMPT_IDS), written)
     assert transcript.render().plain == GOLDEN
 
 

@@ -15,7 +15,7 @@ from tokenizers import decoders, models
 
 from whet.generate.engine import Completion, Engine, Request
 from whet.generate.policy import Policy
-from whet.generate.rows import Token
+from whet.generate.rows import Job, Rows, Token
 from whet.generate.sampling import SamplingParams
 from whet.generate.scheduler import Ask, BusyError, Event, Scheduler
 from whet.generate.stream import ResponseText, StopText, TokenText, chat_prompt
@@ -278,14 +278,36 @@ def test_broken_bytes_are_the_same_as_decoded_at_once() -> None:
     assert max(map(len, got)) < 40
 
 
-def test_byte_fallback_tokens_become_characters() -> None:
+def byte_fallback_tokenizer() -> Tokenizer:
     """SentencePiece spells unknown characters as <0x..> tokens, and marks word beginnings."""
     words = {"<unk>": 0, "▁a": 1, "b": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     backend = Backend(models.BPE(vocab=words, merges=[], byte_fallback=True, unk_token="<unk>"))
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    tokenizer = Tokenizer(backend, roles={})
+    return Tokenizer(backend, roles={})
+
+
+@pytest.mark.parametrize("stop", ["。", "😀", "中。", "b"])
+def test_a_stop_string_is_found_among_byte_tokens(policy: Policy, stop: str) -> None:
+    """A window that begins inside a character hides nothing: its decoder gives up a whole run of bytes."""
+    for num_before in range(9):
+        text = "中" * num_before + stop
+        ids = [2] if text == "b" else [3 + byte for byte in text.encode()]
+        engine = Engine(policy.model, stop_ids=(), decode=byte_fallback_tokenizer().decode)
+        state = Rows.empty(1, len(ids), torch.device("cpu"))
+        params = SamplingParams(max_new_tokens=len(ids))
+        request = Request(prompt_ids=(1,), seeds=(0,))
+        state.jobs.append(Job(request=request, seed=0, params=params, stop_strings=(stop,)))
+        state.tokens[0, : len(ids)] = torch.tensor(ids)
+        for count in range(1, len(ids) + 1):
+            state.counts[0] = count
+            engine.stop_on_text(state)
+            assert bool(state.stopped[0]) == (count == len(ids))
+
+
+def test_byte_fallback_tokens_become_characters() -> None:
+    tokenizer = byte_fallback_tokenizer()
     ids = [1, *(3 + byte for byte in "中😀".encode()), 2, 1]
     assert [piece for piece in pieces(tokenizer, ids) if piece] == [" a", "中", "😀", "b", " a"]
 
@@ -349,7 +371,7 @@ def test_conversations_are_asked_as_the_policy_is(policy: Policy) -> None:
 
 
 def test_equal_params_are_one_group() -> None:
-    from whet.generate.rows import Job, by_params
+    from whet.generate.rows import by_params
 
     request = Request(prompt_ids=(1,), seeds=(0,))
     jobs = [Job(request=request, seed=0, params=replace(PARAMS[n % 2])) for n in range(4)]

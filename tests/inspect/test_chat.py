@@ -233,6 +233,7 @@ def test_save_writes_json_lines(make: Make, tmp_path: Path) -> None:
         ("/temperature -1", "temperature = -1.0: expected 0 (greedy) to 10"),
         ("/temperature", "/temperature needs a number, got ''"),
         ("/seed 1.5", "/seed needs a number, got '1.5'"),
+        ("/seed 9223372036854775808", "expected 0 to 2**63 - 1"),
         ("/save", "/save needs the name of a file"),
         ("/save /nowhere/x", "cannot write '/nowhere/x': No such file or directory"),
         ("x" * 600, "the conversation (/reset forgets it) has 6"),

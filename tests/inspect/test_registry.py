@@ -185,3 +185,38 @@ def test_mistakes_get_one_line(runs: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as caught:
             main(RunsConfig(**fields))
         assert "\n" not in str(caught.value)
+
+
+ODD = ["x" * 600, "~nobody/x", "a\0b", ["x"], {"a": 1}, True, 10**400, None]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=[str(value)[:9] for value in ODD])
+def test_wrongly_typed_fields_and_impossible_paths_stop_no_registry(
+    tmp_path: Path, odd: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.dumps({"policy": {"init": odd, "adapter": odd}, "group_size": 4})
+    facts = {
+        "run_id": odd,
+        "start_utc": odd,
+        "git_commit": odd,
+        "base": odd,
+        "adapter": {"name": odd, "commit": odd},
+    }
+    facts |= {"parent": {"folder": "elsewhere", "run_id": odd}, "links": [odd, {"name": odd}, {"url": odd}]}
+    made(tmp_path / "one", odd, config, summary={"rl/peak_memory_gib": odd})
+    made(tmp_path / "two", "2026-01-01", config, provenance=facts, trackers=[{"id": odd}])
+    estimate = {"mean": odd, "low": odd, "high": odd}
+    scores = {"metrics": {"pass@1": estimate, "greedy": estimate}, "num_problems": odd, "label": odd}
+    scores |= {
+        "identity": {"task": odd, "split": odd},
+        "hardware": {"devices": [{"memory_gib": {"max": odd}}, odd]},
+    }
+    made(tmp_path / "three", "2026-01-01", "x: 1\n", eval=scores)
+    main(RunsConfig(folder=str(tmp_path)))
+    assert {run["folder"] for run in json.loads((tmp_path / "registry.json").read_text())["runs"]} == {
+        "one",
+        "two",
+        "three",
+    }
+    assert "not recorded" in (tmp_path / "runs.html").read_text()
+    assert "Traceback" not in capsys.readouterr().err

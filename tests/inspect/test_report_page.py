@@ -288,3 +288,66 @@ def test_mistakes_are_one_line(tmp_path):
             main(ReportConfig(**fields))
         assert "\n" not in str(error.value)
         assert isinstance(error.value, UserError) or "max_samples" in fields or ".html file" in said
+
+
+def test_links_out_of_the_folder_and_deep_results_are_left_out(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    secret = tmp_path / "secret"
+    secret.write_text("key: hunter2\n")
+    (run / "environment.json").unlink()
+    (run / "environment.json").symlink_to(secret)
+    (run / "report.html").symlink_to(secret)
+    (run / "config.yaml").write_text("a: " + "{b: " * 200 + "1" + "}" * 200)
+    (run / "eval.json").write_text(
+        '{"model": {"init": "' + "x" * 600 + '"}, "metrics": ' + '{"a": ' * 400 + "1" + "}" * 401
+    )
+    other = make_run(tmp_path / "other")
+    main(ReportConfig(run=str(run), against=str(other)))
+    assert secret.read_text() == "key: hunter2\n"
+    assert "hunter2" not in (run / "report.html").read_text()
+    assert not list(run.glob("*.partial"))
+
+
+def test_counts_of_an_evaluation_are_no_percentages_and_its_remark_is_said(tmp_path):
+    share, count = {"mean": 0.5, "low": 0.25, "high": 0.75}, {"mean": 0.3, "low": 0.1, "high": 0.6}
+    content = {
+        "num_problems": 4,
+        "num_samples": 8,
+        "remark": "anecdote: <one> says little",
+        "metrics": dict.fromkeys(("pass@1", "greedy", "pass@2", "pass@8", "maj@8", "best@8", ""), share),
+        "pass@k": {"2": share},
+        "consistency": {"mixed": share},
+        "opportunity": share,
+        "confidence": {
+            "hedges": count,
+            "answer_logprob": {"mean": 0.0, "low": -0.5, "high": 0.0},
+            "vote_share": share,
+        },
+        "lengths": {"right": {"thinking": count}},
+    }
+    (tmp_path / "eval.json").write_text(json.dumps(content))
+    row = {"stage": "eval", "step": 0, "time_s": 1e9, "eval/pass@1": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    main(ReportConfig(run=str(tmp_path)))
+    page = (tmp_path / "report.html").read_text()
+    table = re.sub(r"<[^>]+>", " ", page[page.index("All 14 estimates") : page.index("</table>")])
+    lines = {" ".join(line.split()) for line in re.split(r"\n", table)}
+    found = " | ".join(lines)
+    for text in (
+        "pass@k 2 50.0%",
+        "consistency mixed 50.0%",
+        "opportunity 50.0%",
+        "vote_share 50.0%",
+        "– 50.0%",
+    ):
+        assert text in found
+    for text in (
+        "hedges 0.3 0.1 to 0.6",
+        "answer_logprob 0 -0.5 to 0",
+        "lengths · right thinking 0.3 0.1 to 0.6",
+    ):
+        assert text in found
+    assert re.search(r"verdict warn.*Anecdote: &lt;one&gt; says little", page)
+    cards = re.findall(r'<div class="label">([^<]*)</div>', page)
+    assert cards == ["pass@1", "greedy", "pass@8", "maj@8", "best@8"]
+    assert "curve-area" not in page.split("<script")[0]  # one point is no curve

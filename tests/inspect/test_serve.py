@@ -19,16 +19,19 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, normalizers
 
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.engine import Request
 from whet.generate.policy import Policy, PolicyConfig
+from whet.generate.rows import Token
 from whet.generate.sampling import SamplingParams
 from whet.generate.scheduler import Scheduler
 from whet.generate.scoring import score_micro_batch
 from whet.generate.stream import chat_prompt
-from whet.inspect import serve, serve_api
+from whet.inspect import serve, serve_api, serve_reply
 from whet.inspect.serve import ServeConfig
 from whet.inspect.serve_ask import choice_seeds
 from whet.model.config import ModelConfig
@@ -311,6 +314,48 @@ def test_echo_scores_the_prompt(server: Running, twin: Policy) -> None:
     assert tops is not None
     assert tops[0] is None
     assert more.logprobs.token_logprobs[-1] == max(tops[-1].values())  # greedy
+    # As OpenAI does it, the token itself is among them: up to one more than was asked for.
+    tokens = more.logprobs.tokens
+    assert tokens is not None
+    for place in range(1, len(tops)):
+        assert tops[place][tokens[place]] >= more.logprobs.token_logprobs[place]
+        assert len(tops[place]) <= 3
+
+
+def sentencepiece_policy() -> Policy:
+    """A policy as Llama's are: a BOS before every prompt, and a space that opens it and is not shown."""
+    words = {"<unk>": 0, "<s>": 1, "▁": 2, "a": 3, "b": 4}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = Tokenizer(backend, roles={"bos_token": "<s>", "unk_token": "<unk>"}, adds_bos=True)
+    return Policy(make_policy().model, tokenizer, SCHEMAS["think_answer"], max_rows=64)
+
+
+def test_offsets_of_an_echo_are_places_in_its_text() -> None:
+    """The BOS that the server put before a text has no place in it, nor has the space that opens it."""
+    policy = sentencepiece_policy()
+    for text, ids, offsets in (
+        ("ab a", [1, 2, 3, 4, 2, 3], [0, 0, 0, 1, 2, 3]),
+        ("<s> a", [1, 2, 3], [0, 3, 4]),
+    ):
+        echo = serve_reply.echo_of(policy, text, [Token(index) for index in ids])
+        assert [offset for _, offset in echo.tokens] == offsets
+
+
+def test_a_stop_string_that_begins_with_a_space_is_found_at_the_start() -> None:
+    policy = sentencepiece_policy()
+    engine = policy.engine()
+    engine.stop_strings = (" a",)
+    request = Request(prompt_ids=(1, 2, 4), seeds=tuple(range(300)))
+    (rows,) = engine.generate([request], SamplingParams(max_new_tokens=8))
+    texts = [policy.tokenizer.decode_completion(request.prompt_ids, row.ids) for row in rows]
+    assert " a" in texts  # two tokens, the first of the completion
+    for row, text in zip(rows, texts, strict=True):
+        assert (row.finish_reason == "stop") == (" a" in text)
+        assert " a" not in text[:-1]
 
 
 def test_a_client_that_leaves_frees_its_row() -> None:
@@ -357,7 +402,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"top_p": 0}, 400, "top_p = 0: expected above 0"),
     (CHAT, {"n": 0}, 400, "n = 0: expected 1 to 128"),
     (CHAT, {"n": True}, 400, "n: expected a whole number, got true"),
-    (CHAT, {"max_tokens": 0}, 400, "max_tokens = 0: expected 1 to inf"),
+    (CHAT, {"max_tokens": 0}, 400, "max_tokens = 0: expected 1 or more"),
     (CHAT, {"stop": [1]}, 400, "stop: expected a text or at most 16 texts, got [1]"),
     (CHAT, {"top_logprobs": 3}, 400, "top_logprobs needs logprobs = true"),
     (CHAT, {"frequency_penalty": 0.5}, 400, "frequency_penalty is not supported by this server"),
@@ -395,6 +440,10 @@ def test_bodies_that_are_no_requests(server: Running) -> None:
         (b'{"model": NaN}', "NaN is not JSON"),
         (b"[]", "a JSON list; expected an object"),
         (b"\xff\xfe", "not JSON"),
+        # Half a character: in a stop string it would have failed everyone who is being served.
+        (b'{"model": "tiny", "prompt": "a", "stop": "\\ud83d"}', "holds a lone surrogate"),
+        (b'{"model": "tiny", "prompt": "a", "\\udc00": 1}', "holds a lone surrogate"),
+        (b'{"model": "tiny", "prompt": "a", "max_tokens": 0}', "max_tokens = 0: expected 1 or more"),
     ):
         reply = server.post(TEXT, body)
         assert reply.status_code == 400
@@ -545,10 +594,10 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_program_serves_a_folder_until_interrupted(tmp_path: Path) -> None:
-    make_policy().save(tmp_path / "mine")
+    make_policy(endless=True).save(tmp_path / "mine")
     code = (
         "import sys; from whet.inspect.serve import *; "
-        "main(ServeConfig(policy=PolicyConfig(init=sys.argv[1], max_rows=4), port=0, context=99))"
+        "main(ServeConfig(policy=PolicyConfig(init=sys.argv[1], max_rows=4), port=0, context=4096))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "mine")],
@@ -558,12 +607,18 @@ def test_the_program_serves_a_folder_until_interrupted(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert "(4 rows of 99 tokens); Ctrl-C ends it" in line, line
+        assert "(4 rows of 4,096 tokens); Ctrl-C ends it" in line, line
         url = line.split(" at ")[1].split(" ")[0]
         body = {"model": "mine", "prompt": "a", "max_tokens": 3}
         assert (
             httpx.post(f"{url}/completions", json=body, timeout=60).json()["usage"]["completion_tokens"] <= 3
         )
-        process.send_signal(signal.SIGINT)
+        body |= {"max_tokens": 4000, "temperature": 0, "stream": True, "n": 4}
+        with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            rest = "".join(lines)  # an open stream is ended, not torn off
+        assert "the server is closing" in rest or "[DONE]" in rest
         assert process.stdout.read() == "stopped\n"
         assert process.wait(60) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,7 +125,7 @@ def indexed(site: Site, count: int, run: str = "") -> dict[str, Any]:
 
 
 def quoted() -> str:
-    return urllib.request.quote(RUN)
+    return urllib.parse.quote(RUN)
 
 
 def test_nobody_gets_in_without_the_token(site: Site) -> None:
@@ -370,3 +372,38 @@ def test_an_exposed_site_answers_to_numbers_alone() -> None:
     assert guard._is_named("192.168.1.5:80")
     assert guard._is_named("[fe80::1]:80")
     assert not guard._is_named("rebound.example:80")
+
+
+@pytest.mark.parametrize("beside", ['other={"a": 1}', "a b=1", "x", "=", 'q="', "\xff=1"])
+def test_cookies_of_other_programs_do_not_lock_the_reader_out(beside: str) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def status(cookie: str) -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"host", b"127.0.0.1:1"), (b"cookie", cookie.encode("latin-1"))]
+        scope = {"type": "http", "method": "GET", "query_string": b"", "headers": headers}
+        await Guard(app, token=TOKEN, cookie="whet_1", hosts=("127.0.0.1",))(scope, None, send)
+        return sent[0]["status"]
+
+    assert asyncio.run(status(f"{beside}; whet_1={TOKEN}; z=1")) == 200
+    assert asyncio.run(status(f"{beside}; whet_1={TOKEN[1:]}")) == 403
+    assert asyncio.run(status(f"{beside}; xwhet_1={TOKEN}; whet_1")) == 403
+
+
+def test_links_below_the_checkpoints_do_not_lead_out(tmp_path: Path) -> None:
+    write_run(tmp_path / "root" / "run")
+    write_run(tmp_path / "other")
+    link = tmp_path / "root" / "run" / "checkpoints" / "step_00000009"
+    link.symlink_to(tmp_path / "other" / "checkpoints" / "step_00000001")
+    with pytest.raises(UserError, match="checkpoints/step_00000009 leads outside"):
+        Runs(tmp_path / "root").get("run")
+    link.unlink()
+    link.symlink_to(link)  # a link to itself
+    runs = Runs(tmp_path / "root")
+    runs.get("run")
+    runs.close()

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from chromium import Tab, launch
 
+from whet.inspect.registry import RunsConfig
+from whet.inspect.registry import main as registry
 from whet.inspect.report import ReportConfig
 from whet.inspect.report import main as report
 from whet.model.tokenizer import Tokenizer
@@ -291,4 +293,26 @@ def test_the_choice_among_runs(browser: Any, run: Path, address: str) -> None:
     found(tab, "1–16 of 16 samples")
     assert tab.page.locator("nav a[aria-current]").inner_text() == "second"
     check(tab)
+    tab.close()
+
+
+def test_long_and_hostile_names_fit_the_registry_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    name = HOSTILE + "long" * 300
+    for place in ("one", "two"):
+        folder = tmp_path / place
+        folder.mkdir()
+        content = {
+            "run_id": name,
+            "base": {"name": name},
+            "links": [{"name": name, "url": "javascript:alert(1)"}],
+        }
+        (folder / "provenance.json").write_text(json.dumps(content))
+        (folder / "notes.jsonl").write_text(json.dumps({"note": name}) + "\n")
+    registry(RunsConfig(folder=str(tmp_path)))
+    tab = Tab(browser, width=390)
+    tab.page.goto((tmp_path / "runs.html").as_uri())
+    assert tab.page.locator("article").count() == 2
+    assert tab.overflow() == 0
+    assert not tab.is_hacked()
+    assert tab.slips == []
     tab.close()

@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from whet.pages.curves import MAX_POINTS, NUM_BINS, as_number, collect, figures, overlay
+from whet.pages.curves import MAX_POINTS, NUM_BINS, collect, figures, overlay
+from whet.telemetry.log import as_number
 from whet.telemetry.metrics import METRICS
 
 

@@ -18,6 +18,7 @@ from whet.pages.follow import (
     read_appended,
     run_status,
 )
+from whet.pages.part import read_part
 from whet.telemetry.metrics import METRICS
 
 
@@ -118,12 +119,15 @@ def test_status_goes_by_the_clock(tmp_path: Path) -> None:
 
 def test_a_summary_newer_than_the_metrics_ends_a_run(tmp_path: Path) -> None:
     write(tmp_path, range(1, 6))
-    (tmp_path / "summary.json").write_text("{}")
-    os.utime(tmp_path / "metrics.jsonl", (100, 100))
-    os.utime(tmp_path / "summary.json", (101, 101))
+    last_s = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["time_s"]
+    (tmp_path / "summary.json").write_text('{"a": 1}')
+    os.utime(tmp_path / "metrics.jsonl", (last_s + 900, last_s + 900))  # copied after the summary
+    os.utime(tmp_path / "summary.json", (last_s, last_s))
     assert glance(tmp_path)["kind"] == "finished"
-    os.utime(tmp_path / "metrics.jsonl", (102, 102))  # resumed, to go further
+    assert read_part(tmp_path, ".").state == "finished"
+    os.utime(tmp_path / "summary.json", (last_s - 60, last_s - 60))  # resumed, to go further
     assert glance(tmp_path)["kind"] == "silent"
+    assert read_part(tmp_path, ".").state == "stopped"
 
 
 def test_a_glance_reads_the_end_alone(tmp_path: Path) -> None:
@@ -161,3 +165,20 @@ def test_every_headline_is_a_declared_metric() -> None:
 )
 def test_durations_in_words(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_warnings_of_long_runs_come_at_once_and_words_are_no_warning(tmp_path: Path) -> None:
+    rows = [
+        {"stage": "rl", "step": step, "rl/grad_norm": None if step == 50 else 1.0}
+        for step in range(1, 10_000)
+    ]
+    rows[99]["rl/grad_norm"] = "word"
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    follower = RunFollower(tmp_path)
+    assert [warning["step"] for warning in follower.state()["warnings"]] == [50]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "rl", "step": 10000, "rl/grad_norm": null}\n')
+    assert [warning["step"] for warning in follower.state()["warnings"]] == [10_000, 50]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "rl", "step": 10001, "rl/grad_norm": 1.0}\n')
+    assert [warning["step"] for warning in follower.state()["warnings"]] == [10_000, 50]

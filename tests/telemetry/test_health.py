@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from whet.telemetry.health import TREND_ROWS, dead_reason, health_warnings
+from whet.telemetry import health
+from whet.telemetry.health import (
+    HISTORY_ROWS,
+    QUIET_ROWS,
+    TREND_ROWS,
+    dead_reason,
+    find_warnings,
+    health_warnings,
+)
 
 Row = dict[str, Any]
 
@@ -151,3 +159,32 @@ def test_a_dead_run_gets_its_reason(wrong: float, right: float, reason: str) -> 
     before, _, after = reason.partition(".*")
     assert text.startswith(before)
     assert after in text
+
+
+def test_many_rows_give_the_warnings_that_each_row_gives_and_every_row_is_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw = random.Random(1)
+    sick = [change for change, _, _ in PROBLEMS]
+    rows = [healthy(step, **(draw.choice(sick) if step // 30 in (1, 3, 5) else {})) for step in range(300)]
+    rows[240] = rows[261] = rows[281] = healthy(
+        240, **{"rl/grad_norm": None}
+    )  # 20 quiet rows between, then 19
+    problems = [health._rl_problems(rows[max(0, end - HISTORY_ROWS - 1) : end]) for end in range(1, 301)]
+    expected = [
+        (at, text)
+        for at, found in enumerate(problems)
+        for key, text in found.items()
+        if not any(key in earlier for earlier in problems[max(0, at - QUIET_ROWS) : at])
+    ]
+    assert len(expected) > 5
+    assert (261, problems[261]["finite"]) in expected
+    assert (281, problems[281]["finite"]) not in expected
+    assert list(find_warnings("rl", rows)) == expected == warnings_of(rows)
+    assert list(find_warnings("rl", rows, 150)) == [found for found in expected if found[0] >= 150]
+    assert list(find_warnings("dpo", rows)) == []
+    looked_at: list[int] = []
+    monkeypatch.setattr(health, "_rl_problems", lambda found: looked_at.append(len(found)) or {})
+    assert list(find_warnings("rl", rows)) == []
+    assert len(looked_at) == len(rows)
+    assert max(looked_at) == HISTORY_ROWS + 1

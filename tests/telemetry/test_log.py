@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from whet.telemetry.health import QUIET_ROWS, health_warnings
-from whet.telemetry.log import RunLog, read_metrics, read_rows
+from whet.telemetry.log import RunLog, clean_metrics, read_metrics, read_rows
 from whet.telemetry.metrics import FAMILIES, METRICS, find_metric, format_metric
 from whet.types import Group, Problem, Sample
 
@@ -285,3 +285,22 @@ def test_the_metrics_page_names_every_metric():
     for name, metric in METRICS.items():
         assert f"| `{name}` | {metric.unit} | {metric.meaning} |" in page, name
     assert all(f"| `{prefix}NAME` |" in page for prefix in FAMILIES)
+
+
+def test_rows_that_anybody_wrote_come_into_one_shape():
+    row = {"stage": "rl", "step": 3.0, "time_s": 1e9, "a/x": 1, "a/null": None, "a/huge": 10**400, "plain": 1}
+    odd = {"a/text": "1", "a/list": [1], "a/map": {}, "a/true": True}
+    assert clean_metrics(row | odd) == {
+        "stage": "rl",
+        "step": 3,
+        "time_s": 1e9,
+        "a/x": 1.0,
+        "a/null": None,
+        "a/huge": None,
+    }
+    assert clean_metrics({"step": 1, "stage": ["x"], "time_s": -1}) == {
+        "stage": "",
+        "step": 1,
+        "time_s": None,
+    }
+    assert [clean_metrics({"step": step}) for step in (None, "1", True, math.nan, 2**53, [1])] == [None] * 6

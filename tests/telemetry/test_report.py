@@ -83,7 +83,8 @@ def test_rl_run_with_samples_and_warnings(tmp_path):
 def test_evaluation_folder(tmp_path):
     results = {
         "pass@1": {"mean": 0.812, "low": 0.77, "high": 0.85},
-        "majority@8": 0.9,
+        "maj@8": 0.9,
+        "best@8": {"mean": 0.5, "low": 0.25, "high": 0.75},
         "num_problems": 1319,
         "seed": None,
         "per_problem": [{"uid": "a"}] * 3,
@@ -94,7 +95,8 @@ def test_evaluation_folder(tmp_path):
     text = write_report(tmp_path).read_text()
     assert "No metrics were logged." in text
     assert "| pass@1 | 81.2% (77.0% to 85.0%) |" in text
-    assert "| majority@8 | 90.0% |" in text
+    assert "| maj@8 | 90.0% |" in text
+    assert "| best@8 | 50.0% (25.0% to 75.0%) |" in text
     assert "| num_problems | 1,319 |" in text
     assert "| seed | – |" in text
     assert "| per_problem | 3 entries |" in text
@@ -180,3 +182,38 @@ def test_environment_says_what_a_number_depends_on(tmp_path, monkeypatch):
         assert environment[key]
     assert environment["start_utc"].endswith("+00:00")
     assert "environment.json" in write_report(tmp_path / "run").read_text()
+
+
+def test_wrongly_typed_values_stop_no_report(tmp_path):
+    row = {"stage": "rl", "step": 1, "time_s": 1e9, "rl/kl": 0.5}
+    odd = ["drei", [1], {"a": 1}, True, 10**400, 1e300, "", -(10**400)]
+    rows = [row | {"rl/grad_norm": value, "rl/correct": value, "rl/unscorable": value} for value in odd]
+    rows += [row | {"step": value} for value in odd] + [
+        row | {"stage": value, "time_s": value} for value in odd
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in [*rows, row | {"step": 9, "rl/kl": 2.0}])
+    (tmp_path / "metrics.jsonl").write_text(text + '{"stage":"rl","step":3,"rl/kl":NaN}\n[1]\n')
+    sample = {"step": 1, "uid": "a", "index": 0, "completion": "first", "rewards": {"a": 1.0}, "reward": 1.0}
+    samples = [dict.fromkeys(sample, value) for value in odd] + [sample]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    (tmp_path / "summary.json").write_text(
+        '{"a": 1' + "0" * 400 + ', "b": ' + '{"c":' * 400 + "1" + "}" * 401
+    )
+    with pytest.warns(UserWarning, match="skipped 1 unreadable"):
+        text = write_report(tmp_path).read_text()
+    assert "last step 9" in text
+    assert "| rl/kl | 0.5000 | 2.0000 |" in text
+    assert "first" in text
+    assert text.count("is not finite") == 1  # of the numbers too large to be any; words are no measurement
+
+
+def test_a_link_is_neither_followed_out_of_the_folder_nor_written_through(tmp_path):
+    run, secret = tmp_path / "run", tmp_path / "secret"
+    run.mkdir()
+    secret.write_text("key: hunter2\n")
+    (run / "config.yaml").symlink_to(secret)
+    (run / "report.md").symlink_to(secret)
+    text = write_report(run).read_text()
+    assert "hunter2" not in text
+    assert secret.read_text() == "key: hunter2\n"
+    assert not (run / "report.md").is_symlink()

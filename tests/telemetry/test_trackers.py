@@ -25,7 +25,7 @@ from whet.inspect import track
 from whet.inspect.track import TrackRunConfig
 from whet.telemetry import tracking
 from whet.telemetry.log import RunLog, read_metrics
-from whet.telemetry.trackers import TRACKERS, Link, TrackConfig, TrackedRun
+from whet.telemetry.trackers import FINISH_SECONDS, TRACKERS, Link, TrackConfig, TrackedRun, WandB
 from whet.telemetry.tracking import Tracking, read_entries
 from whet.train import rl
 from whet.train.rl_config import RLConfig
@@ -371,6 +371,18 @@ def test_wandb_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
     ]
     assert rows[0]["samples/nrows"] == 3
     assert "network" not in done.stderr.lower()
+
+
+def test_wandb_gives_up_a_silent_server_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own default is 90 seconds, in which the process would not end."""
+    wandb = pytest.importorskip("wandb")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(wandb, "init", lambda **options: given.update(options) or pytest.fail("stop"))
+    with pytest.raises(pytest.fail.Exception):
+        WandB(TrackConfig(to=("wandb",), offline=True)).open(
+            TrackedRun(folder=tmp_path, config={}, first_step=1, known=None)
+        )
+    assert given["settings"].init_timeout == given["settings"].finish_timeout == FINISH_SECONDS
 
 
 def test_mlflow_in_a_folder(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from whet.eval.paired import (
     unit,
     verdict,
 )
-from whet.eval.record import StoredEval, differences, read_eval
+from whet.eval.record import ROW, StoredEval, differences, read_eval
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
@@ -121,7 +121,7 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
     else:
         for job in jobs.values():
             evaluate.main(job, resume=(Path(job.out) / "config.yaml").is_file())
-        sides = [read_eval(jobs[i].out if i in jobs else place) for i, place in enumerate(places)]
+        sides = [read_eval(jobs[i].out if i in jobs else place, ROW) for i, place in enumerate(places)]
         content = compare(sides, names, config)
     if not needs_work:
         open_run(folder, dump_yaml(config), resume=resume)

@@ -126,12 +126,13 @@ def pass_curve(side: StoredEval, uids: Sequence[str], num_samples: int) -> list[
 
 
 def lengths(side: StoredEval, uids: Sequence[str]) -> dict[str, dict[str, float | None]]:
-    """Return mean tokens of right and of wrong samples: thinking, whole response, and how many they are."""
+    """Return tokens of right and of wrong samples, thinking and whole, averaged as in eval.json; and their number."""
     found: dict[str, dict[str, float | None]] = {}
     for name, is_right in (("right", True), ("wrong", False)):
-        rows = [row for uid in uids for row in side.samples[uid] if bool(row["correct"]) == is_right]
-        found[name] = {"count": len(rows)} | {
-            key: sum(row[key] for row in rows) / len(rows) if rows else None
+        kept = [[row for row in side.samples[uid] if bool(row["correct"]) == is_right] for uid in uids]
+        kept = [rows for rows in kept if rows]
+        found[name] = {"count": sum(map(len, kept))} | {
+            key: sum(sum(row[key] for row in rows) / len(rows) for rows in kept) / len(kept) if kept else None
             for key in ("thinking_tokens", "completion_tokens")
         }
     return found

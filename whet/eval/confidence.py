@@ -6,12 +6,14 @@ in place of a reader's impression. Every pass over a model's text takes linear t
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from whet.eval.stats import majority_at_k
 from whet.rewards.extract import from_box, from_hashes, from_phrase
 from whet.rewards.numbers import parse_number
 from whet.schema import ResponseSchema
@@ -174,6 +176,30 @@ def vote_share(answers: Sequence[str | None]) -> float:
     """
     votes = Counter(canonical(answer) for answer in answers if answer is not None)
     return max(votes.values(), default=0) / len(answers)
+
+
+def answer_entropy(answers: Sequence[str | None]) -> float | None:
+    """Return the entropy of a problem's answers over its samples, nats: 0 where all agree; None where none answers."""
+    counts = Counter(canonical(answer) for answer in answers if answer is not None).values()
+    total = sum(counts)
+    return sum(count / total * math.log(total / count) for count in counts) if total else None
+
+
+def vote_score(answers: Sequence[str | None], verdicts: Sequence[bool]) -> float:
+    """Score the majority vote over one problem's samples (`majority_at_k`); their own verdicts judge what wins.
+
+    Answers that vote together mostly have one verdict; where they do not (programs that differ in white space), the
+    share of right ones among them counts.
+
+    Args:
+        answers: One answer per sample, None without one.
+        verdicts: Whether each sample is right.
+    """
+    votes = [None if answer is None else canonical(answer) for answer in answers]
+    right: dict[str | None, list[bool]] = {}
+    for vote, verdict in zip(votes, verdicts, strict=True):
+        right.setdefault(vote, []).append(verdict)
+    return majority_at_k(votes, lambda vote: sum(right[vote]) / len(right[vote]))
 
 
 def _statements(text: str, schema: ResponseSchema) -> list[str]:

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from whet.eval.confidence import canonical, vote_share
+from whet.eval.confidence import answer_entropy, vote_score, vote_share
 from whet.eval.grade import Judged
 from whet.eval.stats import (
     Interval,
     bootstrap_interval,
     detectable_difference,
-    majority_at_k,
     paired_bootstrap,
     pass_at_k,
+    share_interval,
+    unanimous,
     wilson_interval,
 )
 from whet.types import Problem
@@ -24,6 +25,8 @@ from whet.types import Problem
 NEAR_ZERO = 0.05
 BREAKDOWN = ("part", "subject", "level", "environment")
 """Labels of problems by which pass@1 is reported besides."""
+COUNTS = ("thinking_tokens", "completion_tokens", "turns")
+"""Metrics that are no shares."""
 Rows = Sequence[Sequence[Judged]]
 LENGTHS: dict[str, Callable[[Judged], float]] = {
     "thinking": lambda done: done.grade.thinking_tokens,
@@ -71,7 +74,10 @@ def headline(
     per_problem["completion_tokens"] = [_mean([s.num_tokens for s in row]) for row in samples]
     if any(s.num_turns > 1 for row in samples for s in row):
         per_problem["turns"] = [_mean([s.num_turns for s in row]) for row in samples]
-    return {name: _interval(values, seed) for name, values in per_problem.items()}
+    return {
+        name: (bootstrap_interval if name in COUNTS else share_interval)(values, seed=seed)
+        for name, values in per_problem.items()
+    }
 
 
 def best_of_n(row: Sequence[Judged]) -> float:
@@ -103,7 +109,11 @@ def summarise(
         "never": sum(c == 0 for c in correct_P),
     }
     gap, _ = paired_bootstrap(pass_P[1], pass_P[count], seed=seed)
-    votes = [vote_share([done.grade.answer for done in row]) for row in samples]
+    if count > 1 and gap.low == gap.high:
+        gap = unanimous(gap.mean, len(problems))
+    answers = [[done.grade.answer for done in row] for row in samples]
+    votes = [vote_share(row) for row in answers]
+    entropies = [value for row in answers if (value := answer_entropy(row)) is not None]
     is_anecdote = count == 1 or len(problems) == 1
     return {
         "remark": remark(metrics["pass@1"].mean, len(problems), count),
@@ -112,7 +122,7 @@ def summarise(
         "num_samples": count,
         "metrics": {name: asdict(interval) for name, interval in metrics.items()},
         "minimum_detectable_effect": detectable_difference(pass_P[1]),
-        "pass@k": {str(k): asdict(_interval(values, seed)) for k, values in pass_P.items()},
+        "pass@k": {str(k): asdict(share_interval(values, seed)) for k, values in pass_P.items()},
         "consistency": {
             name: asdict(wilson_interval(number, len(problems))) for name, number in classes.items()
         },
@@ -121,7 +131,8 @@ def summarise(
         "lengths": {name: _lengths(samples, is_right, seed) for name, is_right in VERDICTS.items()},
         "confidence": {
             **{name: _over_problems(samples, measure, None, seed) for name, measure in CONFIDENCE.items()},
-            "vote_share": asdict(_interval(votes, seed)),
+            "vote_share": asdict(share_interval(votes, seed)),
+            "answer_entropy": asdict(bootstrap_interval(entropies, seed=seed)) if entropies else None,
         },
         "pass@1 by": {
             label: {value: asdict(interval) for value, interval in rows.items()}
@@ -142,7 +153,7 @@ def breakdown(problems: Sequence[Problem], samples: Rows) -> dict[str, dict[str,
             if problem.meta.get(label):
                 rows.setdefault(problem.meta[label], []).append(_mean([s.grade.is_correct for s in row]))
         if len(rows) > 1:
-            found[label] = {value: _interval(values, 0) for value, values in sorted(rows.items())}
+            found[label] = {value: share_interval(values, 0) for value, values in sorted(rows.items())}
     return found
 
 
@@ -166,10 +177,7 @@ def _right(samples: Rows) -> list[int]:
 
 
 def _majority(row: Sequence[Judged]) -> float:
-    """Score the vote of one problem's samples; a sample's own verdict judges the answer that wins."""
-    answers = [None if done.grade.answer is None else canonical(done.grade.answer) for done in row]
-    verdict = {answer: done.grade.is_correct for answer, done in zip(answers, row, strict=True)}
-    return majority_at_k(answers, lambda answer: verdict[answer])
+    return vote_score([done.grade.answer for done in row], [done.grade.is_correct for done in row])
 
 
 def _formats(samples: Rows) -> dict[str, float]:
@@ -209,13 +217,6 @@ def _over_problems(
         "num_problems": len(rows),
         "num_samples": len(values),
     }
-
-
-def _interval(values: Sequence[float], seed: int) -> Interval:
-    """Bootstrap over problems; Wilson where each counts 0 or 1 (a bootstrap of nothing but ones claims certainty)."""
-    if all(value in (0.0, 1.0) for value in values):
-        return wilson_interval(int(sum(values)), len(values))
-    return bootstrap_interval(values, seed=seed)
 
 
 def _mean(values: Sequence[float]) -> float:

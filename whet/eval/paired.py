@@ -14,21 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from whet.eval.confidence import canonical, vote_share
+from whet.eval.confidence import answer_entropy, vote_score, vote_share
 from whet.eval.stats import (
     Interval,
-    majority_at_k,
     mcnemar_exact,
     paired_bootstrap,
     pass_at_k,
-    wilson_interval,
+    unanimous,
 )
 
 ALPHA = 0.05
 POWER = 0.8
 FEWEST_FLIPS = 6
 """Problems that must change sides, all to one, before the exact McNemar test can say p < 0.05 (2 / 2**6 = 0.031)."""
-UNITS = {"answer_logprob": "nats", "hedges": "per completion", "revisions": "per completion"}
+UNITS = {
+    "answer_logprob": "nats",
+    "answer_entropy": "nats",
+    "hedges": "per completion",
+    "revisions": "per completion",
+}
 """Units of metrics that are neither shares nor tokens."""
 
 Row = Mapping[str, Any]
@@ -91,7 +95,9 @@ def score_problems(
         scores[f"pass@{k}"] = [pass_at_k(num_samples, count, k) for count in correct]
     if num_samples > 1:
         scores[f"maj@{num_samples}"] = [_majority(row) for row in rows]
-        scores["vote_share"] = [vote_share([done["answer"] for done in row]) for row in rows]
+        answers = [[done["answer"] for done in row] for row in rows]
+        scores["vote_share"] = list(map(vote_share, answers))
+        scores["answer_entropy"] = list(map(answer_entropy, answers))
     scores["format"] = [_mean([done["format"] == "perfect" for done in row]) for row in rows]
     scores["truncated"] = [_mean([done["finish_reason"] == "length" for done in row]) for row in rows]
     for name in ("thinking_tokens", "completion_tokens", "answer_logprob", "hedges", "revisions"):
@@ -132,10 +138,7 @@ def compare_scores(
     interval, p = paired_bootstrap(a, b, num_resamples=num_resamples, seed=seed)
     p = max(p, 2.0 ** (1 - max(1, int(np.count_nonzero(np.abs(difference) > 1e-12)))))
     if np.ptp(difference) < 1e-12 and unit(metric) == "%":
-        unseen = 1 - wilson_interval(n, n).low
-        interval = Interval(
-            interval.mean, max(-1.0, interval.mean - unseen), min(1.0, interval.mean + unseen)
-        )
+        interval = unanimous(interval.mean, n, -1.0)
     flips = None
     if metric == "greedy" or metric.startswith("maj@"):  # of a tied vote more than half must be right
         right_a, right_b = a > 0.5, b > 0.5
@@ -252,9 +255,7 @@ def percent(base: float, value: float) -> str:
 
 
 def _majority(row: Sequence[Row]) -> float:
-    answers = [None if done["answer"] is None else canonical(done["answer"]) for done in row]
-    right = {answer: bool(done["correct"]) for answer, done in zip(answers, row, strict=True)}
-    return majority_at_k(answers, lambda answer: right[answer])
+    return vote_score([done["answer"] for done in row], [bool(done["correct"]) for done in row])
 
 
 def _mean(values: Sequence[float]) -> float:

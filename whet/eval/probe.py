@@ -24,11 +24,12 @@ from whet.checkpoint import open_run
 from whet.config import align, dump_yaml
 from whet.eval.off_domain import KINDS, PROMPTS, Kind, ModelProbe, probe_model
 from whet.eval.perplexity import Perplexity
-from whet.eval.stats import bootstrap_interval, paired_bootstrap, wilson_interval
+from whet.eval.stats import paired_bootstrap, share_interval
 from whet.eval.transcript import transcribe
 from whet.generate.engine import Request
 from whet.generate.policy import Policy, PolicyConfig, TemplateName, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.model.adapter_files import find_model
 from whet.telemetry.display import advancing, escape_controls, open_display
 from whet.telemetry.environment import write_environment
 from whet.types import Problem, UserError
@@ -97,11 +98,13 @@ def main(config: ProbeConfig) -> None:
     """Probe the models and write probe.json, probe_samples.jsonl and probe.md; or show transcripts."""
     if not config.models:
         raise UserError("models: got none; name one or more: whet probe --models runs/demo-sft runs/demo-rl")
+    for name in config.models:
+        find_model(name)  # a misspelt one is found before the first is asked
     if config.transcript:
         _transcripts(config)
         return
     text = read_text(config.text)
-    first = _load(config, config.models[0])  # a misspelt name is found before the folder is made
+    first = _load(config, config.models[0])  # one that does not load is found before the folder is made
     folder = Path(config.out or time.strftime("runs/probe-%Y%m%d-%H%M%S"))
     open_run(folder, dump_yaml(config), resumable=False)
     write_environment(folder)
@@ -183,12 +186,7 @@ def _kind(probe: ModelProbe, kinds: Sequence[Kind], seed: int) -> dict[str, Any]
 
 def _share(rows: Sequence[Sequence[bool]], seed: int) -> dict[str, float] | None:
     """Return the mean of the rows' means with its interval over rows; None without rows."""
-    values = [sum(row) / len(row) for row in rows]
-    if not values:
-        return None
-    if all(value in (0.0, 1.0) for value in values):
-        return asdict(wilson_interval(int(sum(values)), len(values)))
-    return asdict(bootstrap_interval(values, seed=seed))
+    return asdict(share_interval([sum(row) / len(row) for row in rows], seed)) if rows else None
 
 
 def _against(first: ModelProbe, other: ModelProbe, seed: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,22 @@ ELSEWHERE = ("task.path",)
 """Parts that may differ: the same data may lie in another folder. That it is the same is seen by the problems."""
 
 
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("num_problems", "num_samples", "thinking_tokens", "completion_tokens"), int),
+    **dict.fromkeys(("uid", "prompt", "text", "finish_reason"), str),
+    **dict.fromkeys(("metrics", "identity"), dict),
+    **dict.fromkeys(("tokens", "hardware", "model", "meta"), dict | None),
+    **dict.fromkeys(("answer_logprob", "hedges", "revisions"), int | float | None),
+    "format": str | dict,  # a completion's verdict; eval.json has shares
+    "answer": str | None,
+    "correct": bool,
+}
+"""Types of what eval.json and its completions hold."""
+ROW = ("uid", "prompt", "gold", "text", "answer", "correct", "format", "finish_reason")
+ROW += ("thinking_tokens", "completion_tokens")
+"""What a completion must hold to be compared, beside its number."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredEval:
     """A finished evaluation, read back.
@@ -50,11 +67,12 @@ class StoredEval:
     greedy: dict[str, dict[str, Any]]
 
 
-def read_eval(folder: str | Path) -> StoredEval:
+def read_eval(folder: str | Path, needed: Sequence[str] = ("uid", "text", "correct")) -> StoredEval:
     """Read a finished evaluation.
 
     Args:
         folder: A folder that `whet eval` wrote.
+        needed: Fields that every completion must have.
 
     Raises:
         UserError: If it is none, is not finished, or is damaged.
@@ -69,15 +87,14 @@ def read_eval(folder: str | Path) -> StoredEval:
     if summary is not None and "tasks" in summary:
         names = ", ".join(str(folder / name) for name in summary["tasks"])
         raise UserError(f"{folder}: holds several tasks; give the folder of one of them: {names}")
-    if (
-        summary is None
-        or not {"label", "metrics", "identity", "num_problems", "num_samples"} <= summary.keys()
+    if summary is None or not _holds(
+        summary, ("label", "metrics", "identity", "num_problems", "num_samples")
     ):
         raise UserError(f"{path}: damaged, or not written by whet; evaluate again")
     samples: dict[str, list[dict[str, Any]]] = {}
     greedy: dict[str, dict[str, Any]] = {}
     for number, (row, _) in enumerate(_rows(folder / SAMPLES), start=1):
-        if row is None or not {"uid", "sample", "correct", "text"} <= row.keys():
+        if row is None or not _holds(row, ("sample", *needed)):
             raise UserError(f"{folder / SAMPLES}: line {number} is damaged; evaluate again")
         if row["sample"] == GREEDY:
             greedy[row["uid"]] = row
@@ -88,6 +105,15 @@ def read_eval(folder: str | Path) -> StoredEval:
     if not is_whole or greedy.keys() != samples.keys() or len(greedy) != summary["num_problems"]:
         raise UserError(f"{folder / SAMPLES}: completions are missing; evaluate again")
     return StoredEval(folder, str(summary["label"]), summary, samples, greedy)
+
+
+def _holds(row: Mapping[str, Any], needed: Sequence[str]) -> bool:
+    """Say whether a JSON object has what is needed, and everything that it has is of its type and finite."""
+    return all(name in row for name in needed) and all(
+        isinstance(row[name], kind) and (not isinstance(row[name], float) or isfinite(row[name]))
+        for name, kind in KINDS.items()
+        if name in row
+    )
 
 
 def differences(a: StoredEval, b: StoredEval) -> list[str]:

@@ -75,8 +75,9 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
     lines.append(f"tokens of a completion: {', '.join(lengths)}")
     if summary["generation_seconds"]:
         lines.append(_speed(summary))
+    effect = min(1.0, summary["minimum_detectable_effect"])
     lines.append(
-        f"a difference of pass@1 below {100 * summary['minimum_detectable_effect']:.1f} points would not be seen with "
+        f"a difference of pass@1 below {100 * effect:.1f} points would not be seen with "
         f"{problems} problem{'s' * (problems != 1)} (two evaluations side by side, 80 % power)"
     )
     return [*lines, summary["remark"]] if summary["remark"] else lines

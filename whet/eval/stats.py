@@ -61,15 +61,15 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return (ways - math.comb(num_samples - num_correct, k)) / ways
 
 
-def majority_at_k(answers: Sequence[str | None], is_correct: Callable[[str], bool]) -> float:
+def majority_at_k(answers: Sequence[str | None], is_correct: Callable[[str], float]) -> float:
     """Score the majority vote over all samples of one problem, with expected credit on ties.
 
     Args:
         answers: One canonical answer per sample: equal answers are equal strings. None has no vote.
-        is_correct: Judge of a canonical answer; asked for the winners alone.
+        is_correct: Judge of a canonical answer, or its credit in [0, 1]; asked for the winners alone.
 
     Returns:
-        The share of right answers among the tied winners; 0 when nobody answered.
+        The mean credit of the tied winners; 0 when nobody answered.
 
     Raises:
         ValueError: If there are no samples.
@@ -188,6 +188,39 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> Interva
     low = 0.0 if successes == 0 else centre - half
     high = 1.0 if successes == n else centre + half
     return Interval(share, low, high)
+
+
+def share_interval(values_P: Sequence[float], seed: int = 0) -> Interval:
+    """Give the 95 % interval of a mean of shares: bootstrap; Wilson's where each is 0 or 1, `unanimous` where equal.
+
+    Args:
+        values_P: One share in [0, 1] per problem.
+        seed: Seed of the resampling.
+
+    Raises:
+        ValueError: As in `bootstrap_interval`.
+    """
+    values = _scores("values_P", values_P)
+    if np.isin(values, (0.0, 1.0)).all():
+        return wilson_interval(int(values.sum()), values.size)
+    if np.ptp(values) < 1e-12:
+        return unanimous(float(values[0]), values.size)
+    return bootstrap_interval(values, seed=seed)
+
+
+def unanimous(value: float, n: int, lowest: float = 0.0) -> Interval:
+    """Give the interval of a mean where all n problems have one value: a bootstrap of it would promise certainty.
+
+    Args:
+        value: The value, a share or a difference of shares.
+        n: Problems, at least 1.
+        lowest: The least that the value can be: 0, or -1 for a difference. The most is 1.
+
+    Returns:
+        The value, give or take what Wilson's interval of n successes in n leaves open for problems that were not drawn.
+    """
+    unseen = 1 - wilson_interval(n, n).low
+    return Interval(value, max(lowest, value - unseen), min(1.0, value + unseen))
 
 
 def mcnemar_exact(b: int, c: int) -> float:

@@ -26,6 +26,7 @@ PREFILL_TOKENS = 8192
 CHECK_EVERY_GPU = 8
 CHECK_EVERY_TEXT = 4
 SCORE_ROWS = 1024
+CHARACTER_TOKENS = 4
 
 
 @dataclass(slots=True)
@@ -308,8 +309,13 @@ class Engine:
 
     def _has_stop(self, ids: Sequence[int], job: Job) -> bool:
         assert self._decode is not None
-        text = self._decode(ids)
-        return any(stop in text for stop in job.stop_strings)
+        for skipped in range(CHARACTER_TOKENS):  # SentencePiece garbles all bytes behind a cut character
+            text = self._decode(ids[skipped:])
+            if any(stop in text for stop in job.stop_strings):
+                return True
+            if "\ufffd" not in text:
+                break
+        return False
 
     def harvest(self, state: Rows) -> list[Job]:
         """Complete the jobs that ended, return them, and close the holes with rows from the end."""

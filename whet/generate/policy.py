@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -235,7 +236,7 @@ class Policy:
             self.model,
             stop_ids=self.stop_ids,
             stop_strings=self.stop_strings,
-            decode=self.tokenizer.decode,
+            decode=partial(self.tokenizer.decode_completion, (0,)),  # the space before a first word counts
             max_rows=self.max_rows,
             attention=self.attention,
             autocast=autocast,

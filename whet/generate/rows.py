@@ -63,6 +63,7 @@ class Job:
         notes: What was noted, a token each.
         cancelled: Nobody wants it any more; may be set by any thread.
         completion: The result, once it has ended.
+        tail: Tokens in which the end of a stop string may hide: each spells a byte at least, a character takes a few.
     """
 
     request: Request
@@ -73,11 +74,10 @@ class Job:
     notes: list[Token] = field(default_factory=list)
     cancelled: bool = False
     completion: Completion | None = None
+    tail: int = field(init=False)
 
-    @property
-    def tail(self) -> int:
-        """Tokens in which the end of a stop string may hide: each spells a byte at least, a character takes a few."""
-        return max((len(stop.encode()) for stop in self.stop_strings), default=0) + 4
+    def __post_init__(self) -> None:
+        self.tail = max((len(stop.encode()) for stop in self.stop_strings), default=0) + 4
 
 
 @dataclass(slots=True)

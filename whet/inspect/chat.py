@@ -255,7 +255,10 @@ class Terminal:
         self._chat.sampling = replace(self._chat.sampling, temperature=_read(float, text, "/temperature"))
 
     def _seed(self, text: str) -> None:
-        self._chat.reset(seed=_read(int, text, "/seed"))
+        seed = _read(int, text, "/seed")
+        if not 0 <= seed < 2**63:
+            raise UserError(f"/seed {text[:40]}: expected 0 to 2**63 - 1")
+        self._chat.reset(seed=seed)
 
     def _save(self, text: str) -> None:
         if not text:

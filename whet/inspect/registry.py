@@ -6,6 +6,7 @@ Only the small files of a run are read (provenance, config, environment, summary
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,7 +21,7 @@ from rich.text import Text
 
 from whet.pages.page import render
 from whet.telemetry.display import escape_controls
-from whet.telemetry.log import parse_row
+from whet.telemetry.log import as_number, parse_row, replace_file
 from whet.telemetry.provenance import PROVENANCE, find_run, parent_run, read_json, run_folders, run_id
 from whet.types import UserError
 
@@ -197,11 +198,9 @@ def write_registry(root: Path, runs: Sequence[Mapping[str, Any]], results: Mappi
         short=_short,
     )
     try:
-        (root / "registry.json").write_text(
-            json.dumps({"runs": shown, "results": results}, indent=1) + "\n", encoding="utf-8"
-        )
-        (root / "registry.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        (root / "runs.html").write_text(page, encoding="utf-8")
+        replace_file(root / "registry.json", json.dumps({"runs": shown, "results": results}, indent=1) + "\n")
+        replace_file(root / "registry.md", "\n".join(lines) + "\n")
+        replace_file(root / "runs.html", page)
     except OSError as error:
         raise UserError(f"{root}: the registry cannot be written ({error.strerror})") from None
 
@@ -243,25 +242,28 @@ def _read_run(root: Path, folder: Path) -> dict[str, Any]:
     task = identity.get("task", config.get("task"))
     task = task.get("name", "") if isinstance(task, dict) else task
     parent = _object(provenance.get("parent"))
-    if not isinstance(parent.get("folder"), str):
+    if _text(parent.get("folder")):
+        parent = {name: _text(parent.get(name)) for name in ("folder", "run_id")}
+    else:
         parent = _find_parent(folder, adapter or base, evaluation)
+    links = [*_rows(provenance.get("links")), *_rows(_json(folder / "trackers.json"))]
     return {
         "run_id": run_id(folder),
         "folder": str(folder.relative_to(root)),
         "kind": _kind(config, evaluation, environment),
-        "start_utc": provenance.get("start_utc") or environment.get("start_utc"),
-        "git_commit": provenance.get("git_commit") or environment.get("git_commit"),
-        "whet": environment.get("whet"),
+        "start_utc": _text(provenance.get("start_utc")) or _text(environment.get("start_utc")),
+        "git_commit": _text(provenance.get("git_commit")) or _text(environment.get("git_commit")),
+        "whet": _text(environment.get("whet")),
         "base": base,
         "adapter": adapter,
-        "base_sha256": of_base.get("sha256_of_all") or model.get("sha256"),
-        "base_commit": of_base.get("commit"),
-        "adapter_sha256": of_adapter.get("sha256_of_all"),
-        "adapter_commit": of_adapter.get("commit"),
-        "config_sha256": provenance.get("config_sha256"),
-        "data_sha256": provenance.get("data_sha256"),
+        "base_sha256": _text(of_base.get("sha256_of_all")) or _text(model.get("sha256")),
+        "base_commit": _text(of_base.get("commit")),
+        "adapter_sha256": _text(of_adapter.get("sha256_of_all")),
+        "adapter_commit": _text(of_adapter.get("commit")),
+        "config_sha256": _text(provenance.get("config_sha256")),
+        "data_sha256": _text(provenance.get("data_sha256")),
         "parent": parent,
-        "links": [*_rows(provenance.get("links")), *_rows(_json(folder / "trackers.json"))],
+        "links": [{name: _text(link.get(name)) for name in ("name", "id", "url")} for link in links],
         "notes": _notes(folder),
         "task": str(task or ""),
         "split": str(identity.get("split") or ""),
@@ -275,7 +277,7 @@ def _find_parent(folder: Path, source: str, evaluation: Mapping[str, Any]) -> di
     """Find the run that an old folder's model lies in; the demo's evaluations name the stage beside them."""
     beside = folder.parent.parent / str(evaluation.get("label") or "")
     if not source and evaluation.get("label") and beside != folder:
-        source = str(beside) if (beside / "checkpoints").is_dir() else ""
+        source = str(beside) if os.path.isdir(beside / "checkpoints") else ""
     parent = parent_run(source)
     if parent is None or parent == folder.resolve():
         return None
@@ -303,6 +305,10 @@ def _kind(config: Mapping[str, Any], evaluation: Mapping[str, Any], environment:
     return known or (command if isinstance(command, str) and command.isalpha() else "")
 
 
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -310,22 +316,22 @@ def _object(value: Any) -> dict[str, Any]:
 def _scores(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Return pass@1 and greedy with their intervals, and how many problems and samples; empty without scores."""
     metrics = _object(evaluation.get("metrics"))
-    try:
-        found = {
-            name: {end: float(metrics[name][end]) for end in ("mean", "low", "high")}
-            for name in ("pass@1", "greedy")
-        }
-        devices = _object(evaluation.get("hardware")).get("devices", [])
-        peaks = [device["memory_gib"]["max"] for device in devices if device.get("memory_gib")]
-    except (KeyError, TypeError, ValueError, AttributeError):
+    found = {
+        name: {end: as_number(_object(metrics.get(name)).get(end)) for end in ("mean", "low", "high")}
+        for name in ("pass@1", "greedy")
+    }
+    if any(value is None for estimate in found.values() for value in estimate.values()):
         return {}
-    counts = {name: evaluation.get(name) for name in ("num_problems", "num_samples")}
+    devices = _rows(_object(evaluation.get("hardware")).get("devices"))
+    peaks = [as_number(_object(device.get("memory_gib")).get("max")) for device in devices]
+    counts = {name: as_number(evaluation.get(name)) for name in ("num_problems", "num_samples")}
+    counts = {name: None if count is None else int(count) for name, count in counts.items()}
     return {**found, **counts, "peak_memory_gib": max(filter(None, peaks), default=None)}
 
 
 def _peak(summary: Mapping[str, Any]) -> float | None:
-    found = [value for name, value in summary.items() if name.endswith("peak_memory_gib")]
-    return max((value for value in found if isinstance(value, int | float)), default=None)
+    found = [as_number(value) for name, value in summary.items() if name.endswith("peak_memory_gib")]
+    return max((value for value in found if value is not None), default=None)
 
 
 def _json(path: Path) -> Any:
@@ -370,6 +376,6 @@ def _short(commit: str) -> str:
 def _cell(value: Any) -> str:
     """Make a value safe for one cell of a Markdown table."""
     text = escape_controls(str(value or "")).replace("\n", " ")
-    for character, written in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("`", "\\`")):
+    for character, written in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("`", "\\`"), ("[", "\\[")):
         text = text.replace(character, written)
     return text

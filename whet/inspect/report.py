@@ -16,10 +16,11 @@ import numpy as np
 
 from whet.eval.stats import Interval, bootstrap_interval, wilson_interval
 from whet.model.tokenizer import Tokenizer
-from whet.pages.curves import as_number, figures_of, overlay
+from whet.pages.curves import figures_of, overlay
 from whet.pages.page import render
 from whet.pages.part import KINDS, MAX_FILE_BYTES, Part, differences, facts, find_parts, read_part
 from whet.pages.samples import choose, embed, find_tags, histograms
+from whet.telemetry.log import as_number, leads_out, replace_file
 from whet.telemetry.metrics import METRICS, find_metric, format_metric
 from whet.telemetry.report import write_report
 from whet.types import UserError
@@ -27,15 +28,19 @@ from whet.types import UserError
 SCRIPTS = ("uplot.js", "charts.js", "browser.js", "report.js")
 STYLES = ("uplot.css", "charts.css", "browser.css", "report.css")
 MAX_PARTS = 16
+MAX_DEPTH = 8
 CARDS = {
     "rl": ("rl/completion_tokens", "rl/thinking_tokens", "eval/pass@1"),
     "sft": ("sft/loss", "sft/validation_loss", "sft/grad_norm", "sft/tokens_per_second"),
     "dpo": ("dpo/loss", "dpo/validation_accuracy", "dpo/accuracy", "dpo/margin"),
-    "rft": ("rft/loss", "rft/right", "rft/covered", "eval/pass@1"),
+    "rft": ("rft/right", "eval/greedy", "rft/covered", "rft/loss"),
 }
 """Headline metrics by kind; of reinforcement learning they follow the rewards."""
 
 EVAL_CARDS = ("pass@1", "greedy", "format", "truncated", "thinking_tokens", "completion_tokens")
+SHARES = ("pass@", "consistency", "format", "eval/opportunity", "eval/vote_share")
+"""Groups of an evaluation whose numbers are shares, and single shares in other groups."""
+
 FILES = ("config.yaml", "environment.json", "summary.json", "eval.json")
 
 
@@ -110,8 +115,10 @@ def build_page(folder: Path, parts: Sequence[Part], other: Part | None, max_samp
     num_shown = 0
     views: list[dict[str, Any]] = []
     for index, part in enumerate(parts):
-        shown = figures_of(part.curves)
-        if other is not None:
+        shown = (
+            figures_of(part.curves) if part.kind != "eval" else []
+        )  # one point each: the numbers say it all
+        if other is not None and shown:
             shown = overlay(shown, figures_of(other.curves), other.name)
         info: dict[str, Any] | None = None
         if part.scan is not None and len(part.scan):
@@ -184,7 +191,9 @@ def _verdict(part: Part, cards: Sequence[Mapping[str, str]]) -> tuple[str, str]:
     count = len(part.findings)
     if part.kind in ("rl", "sft"):
         told.append(f"{count} warning{'s' * (count != 1)}." if count else "No warning.")
-    tone = "bad" if part.state == "stopped" else "warn" if count else "good"
+    remark = part.evaluation.get("remark")
+    told += [remark[0].upper() + remark[1:]] if isinstance(remark, str) and remark else []
+    tone = "bad" if part.state == "stopped" else "warn" if count or remark else "good"
     return " ".join([state, *told]), tone
 
 
@@ -196,10 +205,8 @@ def _cards(part: Part) -> list[dict[str, str]]:
         estimates = {
             name: row for group, name, *row in _estimates({"metrics": metrics}) if group == "metrics"
         }
-        wide = [name for name in estimates if name.startswith(("pass@", "maj")) and name not in EVAL_CARDS][
-            -2:
-        ]
-        for name in (*EVAL_CARDS[:2], *wide, *EVAL_CARDS[2:]):
+        wide = [f"{kind}@{part.evaluation.get('num_samples')}" for kind in ("pass", "maj", "best")]
+        for name in dict.fromkeys((*EVAL_CARDS[:2], *wide, *EVAL_CARDS[2:])):
             if name in estimates:
                 mean, low, high = estimates[name][:3]
                 label = name.replace("_", " ")
@@ -219,7 +226,8 @@ def _cards(part: Part) -> list[dict[str, str]]:
                 unit = find_metric(name).unit
                 label = name.partition("/")[2].replace("_", " ")
                 note = "" if unit in ("1", "share") else unit
-                cards.append({"label": label, "value": last, "note": note, "began": f", from {first}"})
+                began = f", from {first}" if len(values) > 1 else ""
+                cards.append({"label": label, "value": last, "note": note, "began": began})
     return cards
 
 
@@ -255,15 +263,16 @@ def _reward_card(part: Part, name: str) -> dict[str, str] | None:
 def _estimates(content: Mapping[str, Any], group: str = "") -> Sequence[tuple[str, str, str, str, str]]:
     """Return (group, name, mean, low, high) of every estimate in nested results."""
     rows: list[tuple[str, str, str, str, str]] = []
-    for name, inner in content.items():
+    for key, inner in content.items():
+        name = str(key) or "–"
         if not isinstance(inner, dict):
             continue
         numbers = [as_number(inner.get(end)) for end in ("mean", "low", "high")]
         if all(number is not None for number in numbers):
             shown = [_value(f"eval/{name}", number, group) for number in numbers if number is not None]
-            rows.append((group, str(name), shown[0], shown[1], shown[2]))
-        else:
-            rows += _estimates(inner, f"{group} · {name}" if group else str(name))
+            rows.append((group, name, shown[0], shown[1], shown[2]))
+        elif group.count(" · ") < MAX_DEPTH:
+            rows += _estimates(inner, f"{group} · {name}" if group else name)
     return rows
 
 
@@ -285,8 +294,8 @@ def _cross_table(parts: Sequence[Part]) -> dict[str, Any] | None:
 
 def _value(name: str, value: float, group: str = "metrics") -> str:
     """Write a value the way its metric asks for."""
-    declared = name in METRICS or (group == "metrics" and find_metric(name).unit == "share")
-    if declared or (0 <= value <= 1 and not group.startswith(("lengths", "tokens"))):
+    is_share = group == "metrics" and find_metric(name).unit == "share"
+    if name in METRICS or is_share or group.startswith(SHARES) or name in SHARES:
         return format_metric(name, value)
     return f"{value:,.4g}"
 
@@ -295,7 +304,7 @@ def _speller(part: Part) -> Callable[[int], str] | None:
     """Return what spells a token of the run's model; None where no tokenizer is at hand."""
     model = part.evaluation.get("model")
     init = model.get("init") if isinstance(model, dict) else None
-    for folder in (part.folder, *([Path(init)] if isinstance(init, str) and init else [])):
+    for folder in (part.folder, *([Path(init)] if isinstance(init, str) and os.path.isdir(init) else [])):
         for path in (
             folder / "tokenizer.json",
             *sorted(folder.glob("checkpoints/*/tokenizer.json"), reverse=True),
@@ -349,18 +358,15 @@ def _other(text: str, folder: Path) -> Part:
 
 
 def _read_text(path: Path) -> str:
-    if not path.is_file():
+    if not path.is_file() or leads_out(path):
         return ""
     with path.open("rb") as file:
         return file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the page whole or not at all."""
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, path)
+        replace_file(path, text)
     except OSError as error:
         raise UserError(
             f"--out '{path}': cannot be written ({error.strerror}); choose another --out"

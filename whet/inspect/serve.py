@@ -5,8 +5,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 import torch
@@ -20,7 +22,8 @@ LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 GRACE_S = 3
 KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection: who closes first must not be a race."""
-SPARE_CONNECTIONS = 64
+SPARE_CONNECTIONS = 512
+"""Above this uvicorn itself says 503, in plain text: below it the refusal is ours."""
 KEY_VARIABLE = "WHET_API_KEY"
 
 
@@ -133,7 +136,19 @@ def main(config: ServeConfig) -> None:
                 print(
                     "note: tools are not called here; a completion ends where the model calls one", flush=True
                 )
+            server = uvicorn.Server(options)
+            leave = server.handle_exit
+
+            def handle_exit(sig: int, frame: FrameType | None) -> None:
+                ending = threading.Timer(
+                    GRACE_S / 2, scheduler.close
+                )  # open streams end with an error of ours
+                ending.daemon = True
+                ending.start()
+                leave(sig, frame)
+
+            server.handle_exit = handle_exit
             try:
-                uvicorn.Server(options).run(sockets=[listener])
+                server.run(sockets=[listener])
             except KeyboardInterrupt:
                 print("stopped")

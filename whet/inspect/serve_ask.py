@@ -115,6 +115,9 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
     try:
         value = json.loads(body, parse_constant=refuse)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body's text holds a lone surrogate, half a character") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(value, dict):
@@ -226,7 +229,8 @@ def _number(
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise _expected(name, "a whole number" if kind is int else "a number", value)
     if not low <= value <= high:
-        raise ApiError(400, f"{name} = {value}: expected {low:g} to {high:g}", param=name)
+        bounds = f"{low} or more" if high == float("inf") else f"{low} to {high}"
+        raise ApiError(400, f"{name} = {value}: expected {bounds}", param=name)
     return value
 
 

@@ -78,11 +78,16 @@ def echo_of(policy: Policy, text: str, scores: Sequence[Token]) -> Delta:
         text: The prompt.
         scores: Its scored tokens; none where they were not asked for.
     """
-    spelled, offset = TokenText(policy.tokenizer), 0
-    tokens = []
+    tokenizer = policy.tokenizer
+    spelled, offset = TokenText(tokenizer), 0
+    tokens: list[tuple[Token, int]] = []
     for token in scores:
         tokens.append((token, offset))
-        offset += len(spelled.push(token.id))
+        is_opening = len(tokens) == 1 and token.id == tokenizer.bos_id
+        if not is_opening or text.startswith(
+            tokenizer.token_text(token.id)
+        ):  # else it was put before the text
+            offset += len(spelled.push(token.id))
     return Delta(text=text, tokens=tokens)
 
 
@@ -174,10 +179,11 @@ class Reply:
         return row
 
     def _tops(self, token: Token) -> dict[str, float] | None:
-        """Return text -> log-probability; of tokens that spell the same, the likeliest."""
+        """Return text -> log-probability, the token's own besides; of tokens that spell the same, the likeliest."""
         if token.logprob is None:
             return None
-        return {self._spell(index): logprob for index, logprob in reversed(token.top)}
+        pairs = reversed((*token.top, (token.id, token.logprob)))
+        return {self._spell(index): logprob for index, logprob in pairs}
 
     def _entry(self, token: Token) -> dict[str, Any]:
         tops = [self._scored(index, logprob) for index, logprob in token.top]

@@ -70,10 +70,15 @@ class Runs:
             if name not in self._open:
                 if name not in self.names():
                     raise UserError("there is no such run in this folder (any more)")
-                for path in (self.root / name / file for file in READ):
-                    if not path.resolve().is_relative_to(self.root.resolve()):
+                folder = self.root / name
+                for path in (
+                    *(folder / file for file in READ),
+                    *folder.glob("checkpoints/*"),
+                    *folder.glob("checkpoints/*/*"),
+                ):
+                    if not _is_inside(path, self.root):
                         raise UserError(
-                            f"{name}/{path.name} leads outside of the folder, where nothing is read"
+                            f"{name}/{path.relative_to(folder)} leads outside of the folder, where nothing is read"
                         )
                 self._open[name] = Run(self.root / name, self.root)
             self._open.move_to_end(name)
@@ -141,7 +146,7 @@ class Run:
         found = re.search(r"^  init: ['\"]?(.+?)['\"]?$", self.config(), re.MULTILINE)
         init = Path(found[1]).absolute() if found else self._folder
         init = init.parent.parent if init.parent.name == "checkpoints" else init
-        return [self._folder, init] if init.resolve().is_relative_to(self._root.resolve()) else [self._folder]
+        return [self._folder, init] if _is_inside(init, self._root) else [self._folder]
 
 
 def build_app(runs: Runs) -> Starlette:
@@ -247,12 +252,17 @@ def _page(runs: Runs, names: Sequence[str], name: str) -> str:
     )
 
 
+def _is_inside(path: Path, root: Path) -> bool:
+    """Say whether a path, its links followed, lies in the root; never an error, whatever the path."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
 def _find_runs(root: Path) -> Iterator[str]:
     """Find run folders below a folder; links are not followed, and the search is bounded."""
     num_runs = 0
     for place, folders, files in islice(os.walk(root), MAX_FOLDERS):
         below = Path(place).relative_to(root)
-        if any(name in files for name in LOGS):
+        if any(name in files and os.path.isfile(os.path.join(place, name)) for name in LOGS):
             yield below.as_posix()
             num_runs += 1
         if num_runs == MAX_RUNS:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from whet.telemetry.display import metric_label
+from whet.telemetry.log import clean_metrics
 from whet.telemetry.metrics import Metric, find_metric
 from whet.telemetry.plots import FIGURES, Panel, Series
 
@@ -17,7 +18,6 @@ MAX_POINTS = 3000
 """A longer series is thinned to `NUM_BINS` bins of steps: mean, lowest and highest value of each."""
 
 NUM_BINS = 1000
-MAX_NUMBER = 1e90
 MAX_SERIES = 6
 """Series in one panel, as there are colours; more go into further panels."""
 
@@ -34,6 +34,7 @@ TITLES = {
     "rl_critic": "Critic",
     "rl_judge": "Judge",
     "hardware": "Hardware",
+    "other": "Other metrics",
 }
 """Figure -> heading, in the order of a page; figures without a heading of their own come last."""
 
@@ -123,34 +124,18 @@ def collect(rows: Iterable[Mapping[str, Any]]) -> Series:
     """Gather the curve of every metric in compact arrays; what is no number of a step is left out.
 
     Args:
-        rows: Rows of metrics.jsonl.
+        rows: Rows of metrics.jsonl; nothing in them is trusted.
 
     Returns:
         Name -> ascending steps and their values; NaN where a row holds null.
     """
     points: dict[str, tuple[array[int], array[float]]] = {}
-    for row in rows:
-        step = as_number(row.get("step"))
-        if step is None or not abs(step) < 2**53:
-            continue
-        for name, value in row.items():
-            if "/" in name and (value is None or isinstance(value, (int, float))):
-                steps, values = points.setdefault(name, (array("q"), array("d")))
-                steps.append(int(step))
-                number = as_number(value)
-                values.append(math.nan if number is None else number)
+    for row in filter(None, map(clean_metrics, rows)):
+        for name in (name for name in row if "/" in name):
+            steps, values = points.setdefault(name, (array("q"), array("d")))
+            steps.append(row["step"])
+            values.append(math.nan if row[name] is None else row[name])
     return {name: _latest(np.array(steps), np.array(values)) for name, (steps, values) in points.items()}
-
-
-def as_number(value: Any) -> float | None:
-    """Return a JSON value as a float; None when it is none, or too large to be a measurement (sums would overflow)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return None
-    return number if abs(number) < MAX_NUMBER else None
 
 
 def _latest(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -187,9 +172,9 @@ def _fill(panels: Sequence[Panel], present: Sequence[str]) -> Iterator[tuple[Pan
 def _series(
     name: str, metric: Metric | None, steps: np.ndarray, values: np.ndarray, span: tuple[int, int]
 ) -> dict[str, Any]:
-    label = metric_label(name)
-    for prefix in ("reward ", "signal ", "judge "):
-        label = label.removeprefix(prefix) if name.startswith(f"rl/{prefix[:-1]}/") else label
+    families = ("rl/reward/", "rl/signal/")  # what follows is a name that the user chose: it stays as it is
+    family = next((family for family in families if name.startswith(family)), "")
+    label = name.removeprefix(family) if family else metric_label(name)
     series: dict[str, Any] = {
         "name": name,
         "label": label,

@@ -95,19 +95,19 @@ class SampleIndex:
         return False
 
     def info(self) -> dict[str, Any]:
-        """Return counts, the first and last step and the names of the rewards.
+        """Return counts, the first and last step (None where rows have none) and the names of the rewards.
 
         While older rows are still being read, `num_samples` is estimated from their bytes.
         """
         columns, _ = self._snapshot()
-        num_indexed, steps = len(columns["id"]), columns["step"]
+        num_indexed, steps = len(columns["id"]), columns["step"][columns["step"] >= 0]
         num_bytes = int(columns["num_bytes"].sum(dtype=np.int64))
         return {
             "num_samples": num_indexed
             + round(num_indexed * (self._head_end - self._head) / max(1, num_bytes)),
             "num_indexed": num_indexed,
             "num_damaged": self.num_damaged,
-            "steps": [int(steps.min()), int(steps.max())] if num_indexed else [0, 0],
+            "steps": [int(steps.min()), int(steps.max())] if len(steps) else None,
             "rewards": [name.removeprefix(REWARD) for name in columns if name.startswith(REWARD)],
             "has_logprobs": self._has_logprobs,
             "generation": self.generation,

@@ -13,10 +13,11 @@ from typing import Any
 
 import yaml
 
-from whet.pages.curves import as_number, collect
+from whet.pages.curves import collect
+from whet.pages.follow import is_summed_up
 from whet.pages.samples import Scan, find_samples, read_json, scan
-from whet.telemetry.health import HISTORY_ROWS, health_warnings
-from whet.telemetry.log import parse_row
+from whet.telemetry.health import HISTORY_ROWS, find_warnings
+from whet.telemetry.log import as_number, clean_metrics, parse_row
 from whet.telemetry.plots import Series
 
 KINDS = {
@@ -29,14 +30,11 @@ KINDS = {
 MARKS = ("metrics.jsonl", "eval.json", "eval_samples.jsonl", "samples.jsonl")
 """A folder with one of them holds a run or an evaluation."""
 
-MAX_HEALTH_ROWS = 4000
-"""Rows of a stage that are searched for warnings, the newest: a millisecond each."""
+MAX_HEALTH_ROWS = 50_000
+"""Rows of a stage that are searched for warnings, the newest: some 50 microseconds each."""
 
 MAX_FILE_BYTES = 1 << 20
-MAX_FIELDS = 5000
-MAX_TIME_S = 2.0**33
-"""A later time is no time of a run."""
-
+MAX_FIELDS, MAX_DEPTH = 5000, 30
 ALIVE_S = 120.0
 """A run without summary.json whose last row is younger is taken to be running."""
 
@@ -90,7 +88,7 @@ class Part:
     @property
     def state(self) -> str:
         """'finished', 'running' or 'stopped'."""
-        if self.summary or self.evaluation:
+        if self.evaluation or (self.summary and is_summed_up(self.folder, self.last_s or 0.0)):
             return "finished"
         return "running" if self.last_s is not None and time.time() - self.last_s < ALIVE_S else "stopped"
 
@@ -133,14 +131,14 @@ def read_part(folder: Path, name: str) -> Part:
         )
     elif part.kind != "eval":
         part.missing.append("there is no metrics.jsonl, so no curves")
-    if path is None and part.kind not in ("sft", "dpo"):  # these sample nothing
+    if path is None and part.kind not in ("sft", "dpo", "rft"):  # these log none
         part.missing.append("no completions were saved")
     return part
 
 
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every leaf of nested mappings."""
-    if isinstance(value, Mapping):
+    """Yield (dotted name, value) of every leaf of nested mappings; what is nested too deep is a leaf."""
+    if isinstance(value, Mapping) and name.count(".") < MAX_DEPTH:
         for key, inner in value.items():
             yield from flatten(inner, f"{name}.{key}" if name else str(key))
     else:
@@ -218,22 +216,16 @@ def _rows(part: Part, recent: dict[str, deque[dict[str, Any]]]) -> Iterator[dict
     num_bad = num_torn = 0
     with (part.folder / "metrics.jsonl").open("rb") as file:
         for line in file:
-            row = parse_row(line)
+            row = clean_metrics(parse_row(line) or {})
             if row is None:
                 num_torn, num_bad = num_torn + (line[-1:] != b"\n"), num_bad + (line[-1:] == b"\n")
                 continue
-            kept = {name: as_number(value) for name, value in row.items() if "/" in name}
-            seconds = as_number(row.get("time_s"))
-            if seconds is not None and 0 < seconds < MAX_TIME_S:
+            seconds = row["time_s"]
+            if seconds is not None:
                 part.first_s = seconds if part.first_s is None else min(part.first_s, seconds)
                 part.last_s = seconds if part.last_s is None else max(part.last_s, seconds)
-            step, stage = as_number(row.get("step")), str(row.get("stage"))
-            if step is None:
-                num_bad += 1
-                continue
-            kept = {"step": int(step), **kept}
-            recent.setdefault(stage, deque(maxlen=MAX_HEALTH_ROWS + HISTORY_ROWS)).append(kept)
-            yield kept
+            recent.setdefault(row["stage"], deque(maxlen=MAX_HEALTH_ROWS + HISTORY_ROWS)).append(row)
+            yield row
     _say_damage(part, "metrics.jsonl", num_bad, num_torn)
 
 
@@ -255,11 +247,7 @@ def _say_damage(part: Part, name: str, num_bad: int, num_torn: int) -> None:
 def _findings(stage: str, rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """Return the warnings that rows of a stage give rise to, with their steps."""
     first = max(0, len(rows) - MAX_HEALTH_ROWS)
-    return [
-        (rows[index]["step"], text)
-        for index in range(first, len(rows))
-        for text in health_warnings(stage, rows[index], rows[max(0, index - HISTORY_ROWS) : index])
-    ]
+    return [(rows[index]["step"], text) for index, text in find_warnings(stage, rows, first)]
 
 
 def _read_object(path: Path, missing: list[str]) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.pages.curves import as_number
-from whet.telemetry.log import parse_row
+from whet.telemetry.log import as_number, parse_row
 
 FILES = ("samples.jsonl", "eval_samples.jsonl")
 MAX_TEXT_BYTES = 128 << 20

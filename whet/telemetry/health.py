@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -36,13 +36,29 @@ def health_warnings(stage: str, values: Mapping[str, Any], history: Sequence[Map
     Returns:
         One line per new problem.
     """
-    problems = {"sft": _sft_problems, "rl": _rl_problems}.get(stage)
-    if problems is None:
-        return []
     rows = [*history[-HISTORY_ROWS:], values]
-    ends = range(max(1, len(rows) - QUIET_ROWS), len(rows))
-    known = {key for end in ends for key in problems(rows[:end])}
-    return [text for key, text in problems(rows).items() if key not in known]
+    return [text for _, text in find_warnings(stage, rows, len(rows) - 1)]
+
+
+def find_warnings(stage: str, rows: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[tuple[int, str]]:
+    """Say what `health_warnings` says to each of many rows; every row is looked at once.
+
+    Args:
+        stage: 'sft' or 'rl'; other stages have no warnings.
+        rows: Metrics of all steps, oldest first.
+        first: Number of the first row whose warnings are wanted; those before are its history.
+
+    Yields:
+        Number of a row, and one line about a problem that begins there.
+    """
+    problems = {"sft": _sft_problems, "rl": _rl_problems}.get(stage)
+    seen: dict[str, int] = {}
+    for index in range(max(0, first - QUIET_ROWS), len(rows) if problems else 0):
+        assert problems is not None
+        for key, text in problems(rows[max(0, index - HISTORY_ROWS) : index + 1]).items():
+            if index >= first and index - seen.get(key, -QUIET_ROWS - 1) > QUIET_ROWS:
+                yield index, text
+            seen[key] = index
 
 
 def _sft_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

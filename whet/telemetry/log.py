@@ -21,6 +21,10 @@ from typing import Any
 from whet.telemetry.metrics import find_metric
 from whet.types import Group, Problem, Sample
 
+MAX_NUMBER = 1e90
+MAX_TIME_S = 2.0**33
+"""A later time is no time of a run."""
+
 
 class RunLog:
     """The log of one run folder: appends to metrics.jsonl and samples.jsonl. Use it as a context manager.
@@ -188,6 +192,61 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
+
+
+def as_number(value: Any) -> float | None:
+    """Return a JSON value as a float; None when it is none, or too large to be a measurement (sums would overflow)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return None
+    return number if abs(number) < MAX_NUMBER else None
+
+
+def clean_metrics(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Bring a row of metrics.jsonl that anybody may have written into the one shape that `RunLog` gives it.
+
+    Args:
+        row: A row as it was read.
+
+    Returns:
+        'stage' (text), 'step' (int), 'time_s' (None when it is no time of a run), and every metric that is a number, or
+        None where it was not finite; what has another type is left out. None when the row has no step.
+    """
+    step, time_s, stage = as_number(row.get("step")), as_number(row.get("time_s")), row.get("stage")
+    if step is None or abs(step) >= 2**53:
+        return None
+    values = {
+        name: as_number(value)
+        for name, value in row.items()
+        if "/" in name
+        and (value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)))
+    }
+    return {
+        "stage": stage if isinstance(stage, str) else "",
+        "step": int(step),
+        "time_s": time_s if time_s is not None and 0 < time_s < MAX_TIME_S else None,
+        **values,
+    }
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a text file whole or not at all; a link at its place is replaced, and nothing is written where it leads."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        with partial.open("x", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def leads_out(path: Path) -> bool:
+    """Say whether a link leads out of the folder that a path lies in: its file is somebody else's, and not shown."""
+    return not os.path.realpath(path).startswith(os.path.join(os.path.realpath(path.parent), ""))
 
 
 def _mend(path: Path, resume_step: int | None) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from whet.telemetry.display import metric_label
+from whet.telemetry.display import escape_controls, metric_label
 from whet.telemetry.metrics import Metric, find_metric
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("peak memory", ("rft/peak_memory_gib",), smooth=False),
     ),
     "evaluation": (
-        Panel("accuracy", ("eval/pass@1", "eval/greedy", "eval/pass@", "eval/majority@"), smooth=False),
+        Panel(
+            "accuracy", ("eval/pass@1", "eval/greedy", "eval/pass@", "eval/maj@", "eval/best@"), smooth=False
+        ),
         Panel("format and truncation", ("eval/format", "eval/truncated"), smooth=False),
         Panel("length", ("eval/thinking_tokens", "eval/completion_tokens"), smooth=False),
         Panel("turns", ("eval/turns",), smooth=False),
@@ -150,6 +152,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
 """PNG file stem -> panels. Every declared metric has its place here; a test says so."""
 
 NUM_COLUMNS = 3
+MAX_LABEL = 40
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#64748b")
 STYLE: dict[str, Any] = {
@@ -265,9 +268,10 @@ def _head(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
 
 
 def _label(name: str) -> str:
-    """Write the legend of a metric without what title and unit say."""
+    """Write the legend of a metric without what title and unit say, and nothing that matplotlib would obey."""
     if name.startswith("rl/reward/"):
-        return name.removeprefix("rl/reward/")
+        label = escape_controls(name.removeprefix("rl/reward/"))
+        return (label if len(label) <= MAX_LABEL else label[: MAX_LABEL - 1] + "…").replace("$", r"\$")
     if name.startswith("hardware/"):
         return name.rpartition("/")[2]
     label = metric_label(name).removeprefix("logprob gap ")

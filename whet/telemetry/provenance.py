@@ -150,8 +150,8 @@ def run_folders(root: Path) -> Iterator[Path]:
 
 def parent_run(source: str) -> Path | None:
     """Return the run folder that a model's path lies in: run, run/checkpoints/step or the folder itself."""
-    path = Path(source).expanduser()
-    if not source or not path.exists():
+    path = Path(os.path.expanduser(source))
+    if not source or not os.path.exists(path):
         return None
     nearest = [path.resolve(), *path.resolve().parents][:3]
     return next((folder for folder in nearest if is_run(folder)), None)

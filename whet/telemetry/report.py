@@ -16,14 +16,24 @@ from typing import Any
 import numpy as np
 
 from whet.telemetry.display import escape_controls
-from whet.telemetry.health import HISTORY_ROWS, health_warnings
-from whet.telemetry.log import parse_row, read_metrics, read_rows
+from whet.telemetry.health import find_warnings
+from whet.telemetry.log import (
+    as_number,
+    clean_metrics,
+    leads_out,
+    parse_row,
+    read_metrics,
+    read_rows,
+    replace_file,
+)
 from whet.telemetry.metrics import METRICS, find_metric, format_metric
 from whet.telemetry.plots import Series, draw_figures
 
 MAX_WARNINGS = 20
 MAX_TEXT = 4000
 TAIL_BYTES = 4 << 20
+MAX_DEPTH = 8
+"""Deeper objects of a result file are only counted."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -44,7 +54,7 @@ def write_report(run_dir: Path) -> Path:
     """
     if not run_dir.is_dir():
         raise ValueError(f"no run folder at '{run_dir}'")
-    rows = read_metrics(run_dir)
+    rows = [row for row in map(clean_metrics, read_metrics(run_dir)) if row is not None]
     series = _series(rows)
     sections = [
         f"# {_cell(run_dir.resolve().name)}\n\n{_outline(rows)}",
@@ -58,11 +68,7 @@ def write_report(run_dir: Path) -> Path:
         _file_section("Environment", run_dir / "environment.json"),
     ]
     path = run_dir / "report.md"
-    path.write_text(
-        "\n\n".join(section for section in sections if section) + "\n",
-        encoding="utf-8",
-        errors="backslashreplace",
-    )
+    replace_file(path, "\n\n".join(section for section in sections if section) + "\n")
     return path
 
 
@@ -71,10 +77,8 @@ def _series(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np
     points: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
-            if "/" in name and (value is None or isinstance(value, (int, float))):
-                points.setdefault(name, {})[int(row.get("step", 0))] = (
-                    math.nan if value is None else float(value)
-                )
+            if "/" in name:
+                points.setdefault(name, {})[row["step"]] = math.nan if value is None else value
     curves: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for name, by_step in points.items():
         try:
@@ -90,16 +94,16 @@ def _outline(rows: Sequence[Mapping[str, Any]]) -> str:
     """Say in one line what the folder holds."""
     if not rows:
         return "No metrics were logged."
-    stages = ", ".join(dict.fromkeys(str(row.get("stage")) for row in rows))
-    times = [row["time_s"] for row in rows if isinstance(row.get("time_s"), (int, float))]
+    stages = ", ".join(dict.fromkeys(row["stage"] for row in rows))
+    times = [row["time_s"] for row in rows if row["time_s"] is not None]
     minutes = (max(times) - min(times)) / 60 if times else 0.0
-    last = max(row.get("step", 0) for row in rows)
+    last = max(row["step"] for row in rows)
     return f"Stages: {_cell(stages)} · last step {last:,} · {minutes:.1f} minutes from first to last row"
 
 
 def _result_section(title: str, path: Path) -> str:
     """Return the numbers of a result file as a table."""
-    if not path.exists():
+    if not path.is_file():
         return ""
     rows = _flat(_read_json(path), ())
     return f"## {title}\n\n" + _table(("", "value"), rows) if rows else ""
@@ -107,12 +111,14 @@ def _result_section(title: str, path: Path) -> str:
 
 def _flat(value: Any, keys: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return (name, text) of every leaf; an estimate is one leaf, long lists are only counted."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and len(keys) < MAX_DEPTH:
         if {"mean", "low", "high"} <= value.keys():
             mean, low, high = (_number(keys, value[end]) for end in ("mean", "low", "high"))
             return [(" / ".join(keys), f"{mean} ({low} to {high})")]
         return [row for key, inner in value.items() for row in _flat(inner, (*keys, str(key)))]
-    if isinstance(value, list) and (len(value) > 8 or any(isinstance(item, (dict, list)) for item in value)):
+    if isinstance(value, dict) or (
+        isinstance(value, list) and (len(value) > 8 or any(isinstance(item, (dict, list)) for item in value))
+    ):
         return [(" / ".join(keys), f"{len(value):,} entries")]
     text = (
         ", ".join(_number(keys, item) for item in value) if isinstance(value, list) else _number(keys, value)
@@ -122,11 +128,11 @@ def _flat(value: Any, keys: tuple[str, ...]) -> list[tuple[str, str]]:
 
 def _number(keys: Sequence[str], value: Any) -> str:
     """Write a leaf the way its metric asks for, found by the innermost key that names one."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return "–" if value is None else str(value)
+    if as_number(value) is None:
+        return "–" if value is None or isinstance(value, (int, float, dict, list)) else str(value)
     for key in reversed(keys):
         name = key if key in METRICS else f"eval/{key}"
-        if name in METRICS or key.startswith(("pass@", "majority@")):
+        if name in METRICS or key.startswith(("pass@", "maj@", "best@")):
             return format_metric(name, value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
@@ -135,12 +141,10 @@ def _health_section(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the warnings that the run's rows give rise to."""
     found: list[str] = []
     for stage in ("sft", "rl"):
-        own = [row for row in rows if row.get("stage") == stage]
-        for index, row in enumerate(own):
-            found += [
-                f"- step {row.get('step', 0):,}: {text}"
-                for text in health_warnings(stage, row, own[max(0, index - HISTORY_ROWS) : index])
-            ]
+        own = [row for row in rows if row["stage"] == stage]
+        found += [
+            f"- step {own[index]['step']:,}: {_cell(text)}" for index, text in find_warnings(stage, own)
+        ]
     if len(found) > MAX_WARNINGS:
         found[MAX_WARNINGS:] = [f"- and {len(found) - MAX_WARNINGS} more"]
     return "## Warnings\n\n" + "\n".join(found) if found else ""
@@ -182,7 +186,7 @@ def _metric_section(series: Series) -> str:
 
 def _sample_section(path: Path) -> str:
     """Return the best and the worst completion of the first and of the last logged step."""
-    if not path.exists():
+    if not path.is_file():
         return ""
     first: list[dict[str, Any]] = []
     for row in read_rows(path):
@@ -194,9 +198,9 @@ def _sample_section(path: Path) -> str:
     steps = [first, last] if first and last and first[0].get("step") != last[0].get("step") else [first]
     chosen: list[dict[str, Any]] = []
     for rows in steps:
-        ranked = sorted(
-            rows, key=lambda row: -math.inf if row.get("reward") is None else row["reward"], reverse=True
-        )
+        scores = [as_number(row.get("reward")) for row in rows]
+        order = np.argsort([math.inf if score is None else -score for score in scores], kind="stable")
+        ranked = [rows[index] for index in order]
         chosen += [ranked[0], ranked[-1]] if len(ranked) > 1 else ranked
     return "## Completions\n\n" + "\n\n".join(_sample(row) for row in chosen) if chosen else ""
 
@@ -212,17 +216,18 @@ def _tail_rows(path: Path) -> list[dict[str, Any]]:
 
 def _sample(row: Mapping[str, Any]) -> str:
     """Write one rollout."""
+    rewards, total = row.get("rewards"), as_number(row.get("reward"))
     scores = ", ".join(
-        f"{name} {'–' if score is None else f'{score:g}'}"
-        for name, score in (row.get("rewards") or {}).items()
+        f"{name} {'–' if (score := as_number(value)) is None else f'{score:g}'}"
+        for name, value in (rewards.items() if isinstance(rewards, dict) else ())
     )
-    reward = "unscorable" if row.get("reward") is None else f"reward {row['reward']:.3g}"
+    reward = "unscorable" if total is None else f"reward {total:.3g}"
     facts = f"{row.get('num_completion_tokens', 0)} tokens, finish {row.get('finish_reason')}" + (
         f", {scores}" if scores else ""
     )
     return (
-        f"### Step {row.get('step')}: {reward}\n\n"
-        f"Problem {_cell(str(row.get('uid')))}, sample {row.get('index')}: {_cell(facts)}\n\n"
+        f"### Step {_cell(str(row.get('step')))}: {reward}\n\n"
+        f"Problem {_cell(str(row.get('uid')))}, sample {_cell(str(row.get('index')))}: {_cell(facts)}\n\n"
         f"Prompt\n\n{_fence(str(row.get('prompt')))}\n\nGold answer\n\n{_fence(str(row.get('answer')))}\n\n"
         f"Completion\n\n{_fence(str(row.get('completion')))}"
     )
@@ -230,7 +235,7 @@ def _sample(row: Mapping[str, Any]) -> str:
 
 def _file_section(title: str, path: Path) -> str:
     """Return a text file as a folded block."""
-    if not path.exists():
+    if not path.is_file() or leads_out(path):
         return ""
     text = _fence(path.read_text(encoding="utf-8", errors="replace"), path.suffix[1:])
     return f"## {title}\n\n<details><summary>{path.name}</summary>\n\n{text}\n\n</details>"

@@ -21,7 +21,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Row = Mapping[str, Any]
 
 FINISH_SECONDS = 30
-"""How long W&B may then go on uploading before the process ends."""
+"""How long W&B may take to begin a run, and then go on uploading before the process ends."""
 
 COLUMNS = ("uid", "index", "reward", "rewards", "finish_reason", "prompt", "completion")
 READ_BY = {
@@ -177,6 +177,7 @@ class WandB:
             disable_code=True,
             x_disable_stats=True,
             finish_timeout=FINISH_SECONDS,
+            init_timeout=FINISH_SECONDS,
         )
         self._run = self._wandb.init(
             project=self._config.project,

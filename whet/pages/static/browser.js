@@ -254,7 +254,7 @@ function rewardBars(rewards) {
     const share = Math.abs(score || 0) / largest;
     fill.style.width = (signed ? 50 : 100) * share + "%";
     fill.style.left = (signed ? (score < 0 ? 50 - 50 * share : 50) : 0) + "%";
-    return el("div", { class: "reward-row" }, el("span", {}, name), el("span", { class: "track" }, fill), el("b", {}, scoreText(score)));
+    return el("div", { class: "reward-row" }, el("span", { title: name }, name), el("span", { class: "track" }, fill), el("b", {}, scoreText(score)));
   });
   return el("div", { class: "rewards" }, ...rows);
 }
@@ -332,7 +332,7 @@ function groupTable(id, ids, members, actions) {
   if (members.length < 2) return "";
   const names = [...new Set(members.flatMap((member) => Object.keys(member.row.rewards || {})))];
   const paid = members.some((member) => member.row.reward !== null && member.row.reward !== undefined);
-  const head = ["sample", ...(paid ? ["reward"] : []), ...names, "tokens", "ends with"].map((text, index, all) => el("th", { class: index < all.length - 1 ? "number" : null }, text));
+  const head = ["sample", ...(paid ? ["reward"] : []), ...names, "tokens", "ends with"].map((text, index, all) => el("th", { class: index < all.length - 1 ? "number" : null, title: text }, text));
   const rows = members.map(({ id: other, row }) => el("tr", { "data-id": other, "aria-selected": String(String(other) === String(id)), onclick: () => actions.select(other) },
     el("td", { class: "number" }, el("button", { type: "button", class: "link" }, row.index)),
     ...[...(paid ? [row.reward] : []), ...names.map((name) => (row.rewards || {})[name])].map((score) => el("td", { class: "number" }, scoreText(score))),

@@ -152,7 +152,7 @@ function colourOf(panel, index) {
 function chartPanel(grid, panel, state, tip) {
   const legend = el("div", { class: "legend" });
   const holder = el("div", { class: "plot" });
-  const unit = panel.unit && panel.unit !== "share" ? el("span", { class: "unit" }, panel.unit) : "";
+  const unit = panel.unit && panel.unit !== "share" && !panel.title.includes(panel.unit) ? el("span", { class: "unit" }, panel.unit) : "";
   const node = el("div", { class: "panel" }, el("div", { class: "panel-title" }, el("strong", {}, panel.title), " ", unit), legend, holder);
   grid.append(node);
   const self = { plot: null, update, draw, destroy };
@@ -161,8 +161,8 @@ function chartPanel(grid, panel, state, tip) {
   const values = panel.series.map((series, index) => {
     const dot = el("i", { class: series.other ? "key dashed" : "key" });
     const value = el("b", {});
-    const name = panel.series.length > 1 ? series.label + (series.other ? " · " + series.other : "") + " " : series.other ? series.other + " " : "";
-    legend.append(el("span", { title: series.meaning }, dot, name, value));
+    const name = panel.series.length > 1 ? series.label + (series.other ? " · " + series.other : "") : series.other || "";
+    legend.append(el("span", { title: `${series.name}: ${series.meaning}` }, dot, el("span", { class: "name" }, name), " ", value));
     return { dot, value };
   });
 

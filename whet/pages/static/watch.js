@@ -6,7 +6,7 @@ const HIDDEN_POLL_MS = 15000;
 const THINNED_MS = 30000; // long curves come thinned and are asked for whole, but not at every look
 const RUN = pageData("watch").run;
 
-const live = { cursor: "", figures: null, charts: null, wholeAt: 0, browser: null, info: null, empty: 0, timer: 0 };
+const live = { cursor: "", figures: null, charts: null, wholeAt: 0, browser: null, info: null, empty: 0, yet: "", timer: 0 };
 
 /** Ask the server; an answer that is no success becomes an error with its reason. */
 async function ask(path, options) {
@@ -59,6 +59,7 @@ function HttpSource(note) {
 function node(id) { return document.getElementById(id); }
 
 function showStatus(status) {
+  live.yet = status.kind === "finished" ? "" : " yet";
   node("status").className = "status " + status.kind;
   node("status-text").textContent = visible(status.text);
   document.title = `${status.num_steps ? Math.floor((100 * status.step) / status.num_steps) + " % · " : ""}${document.querySelector("h1").textContent}`;
@@ -100,6 +101,7 @@ async function showCurves(state) {
   }
   live.cursor = state.cursor;
   node("no-curves").hidden = live.figures.length > 0;
+  node("no-curves").textContent = `No metrics were logged${live.yet}.`;
   if (live.charts) live.charts.update(live.figures);
   else if (live.figures.length) live.charts = Charts(node("charts"), live.figures);
 }
@@ -111,7 +113,7 @@ function showSamples(info) {
   const early = info.tags ? "" : " Thinking, answer and single tokens are told apart once the run has a checkpoint.";
   if (info.num_samples === 0) {
     live.empty += 1; // the first answers come before the file has been looked at
-    node("samples-note").textContent = (live.empty < 3 ? "Reading the completions …" : "No completions were logged yet.") + damaged;
+    node("samples-note").textContent = (live.empty < 3 ? "Reading the completions …" : `No completions were logged${live.yet}.`) + damaged;
     if (live.browser) live.browser.destroy();
     live.browser = null;
     return;
