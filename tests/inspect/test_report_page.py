@@ -220,6 +220,7 @@ def test_a_folder_of_runs_is_one_page_with_its_evaluations_side_by_side(tmp_path
     assert names.index("first") < names.index("second")
     page = page_of(folder)
     assert page.count('role="tab"') == 4
+    assert data_of(page, "start") == names.index("first")  # where learning is seen, not an evaluation
     assert "25.0% 15.0% to 35.0%" in text_of(page)
     assert "75.0% 65.0% to 85.0%" in text_of(page)
     assert (folder / "report.md").read_text() == "my own"

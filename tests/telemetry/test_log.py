@@ -1,5 +1,6 @@
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +200,26 @@ def test_a_full_disk_stops_no_training(tmp_path, monkeypatch, capsys):
         log.write_metrics("rl", 2, {"rl/loss": 0.0})
         assert log.num_failed_writes == 2
     assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_a_line_cut_by_a_full_disk_spoils_no_other(tmp_path, monkeypatch):
+    write, room = os.write, [10]
+
+    def cut(file, data):
+        if room[0] <= 0:
+            raise OSError(28, "No space left on device")
+        room[0] -= len(data[: room[0]])
+        return write(file, data[:10])
+
+    with RunLog(tmp_path) as log:
+        log.write_metrics("rl", 1, {"rl/loss": 0.0})
+        with monkeypatch.context() as patch:
+            patch.setattr("whet.telemetry.log.os.write", cut)
+            log.write_metrics("rl", 2, {"rl/loss": 0.0})
+        log.write_metrics("rl", 3, {"rl/loss": 0.0})
+        log.write_metrics("rl", 4, {"rl/loss": 0.0})
+    with pytest.warns(UserWarning, match=r"skipped 1 unreadable line\(s\)"):
+        assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3, 4]
 
 
 def test_closed_log_is_quiet(tmp_path):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from whet.eval.grade import Judged
 from whet.eval.measure import evaluate
@@ -130,7 +131,7 @@ def ask(
             "num_samples": num_samples,
             "identity": {"protocol": policy.protocol()},
         }
-        path = folder / f"{name.replace('/', '-')}.jsonl"
+        path = folder / f"{quote(name, safe='')}.jsonl"
         with path.open("w", encoding="ascii") as file:
             file.writelines(json.dumps(row) + "\n" for rows in samples.values() for row in rows)
         greedy_rows = {uid: rows[0] for uid, rows in samples.items()}

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from whet.checkpoint import open_run
 from whet.config import align, dump_yaml, load_yaml
@@ -264,7 +265,7 @@ def _jobs(
                 raise UserError(
                     "eval.tasks: one task at a time is compared; leave it out and set eval.task.name"
                 )
-            out = str(folder / "evals" / names[index].replace("/", "-"))
+            out = str(folder / "evals" / quote(names[index], safe=""))
             jobs[index] = replace(start, out=out, policy=_with_init(start.policy, place))
     return jobs
 

@@ -161,7 +161,7 @@ def hardware_table(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 def devices(summary: Mapping[str, Any]) -> str:
     """Name the devices that an evaluation was measured on."""
-    names = [str(device.get("name")) for device in (summary.get("hardware") or {}).get("devices", [])]
+    names = [str(device.get("name")) for device in _window(summary).get("devices", [])]
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(names).items())
 
 
@@ -183,9 +183,17 @@ def number(value: float, sign: str = "") -> str:
     return f"{value:{sign}.4g}" if abs(value) < 10_000 else f"{value:{sign},.0f}"
 
 
+def _window(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the hardware's window of an evaluation; empty where none was recorded, or it is none of ours."""
+    window = summary.get("hardware")
+    if isinstance(window, dict) and isinstance(window.get("devices"), list) and "seconds" in window:
+        return window
+    return {}
+
+
 def _readings(summary: Mapping[str, Any]) -> dict[str, tuple[float | None, str]]:
     """Return quantity -> (value, unit) of one evaluation; everything of one window."""
-    window = summary.get("hardware") or {}
+    window = _window(summary)
     tokens = (summary.get("tokens") or {}).get("completion") or 0
     requests = summary.get("requests") or summary["num_problems"] * (summary["num_samples"] + 1)
     seconds = window.get("seconds") or summary.get("generation_seconds")

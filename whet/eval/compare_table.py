@@ -81,10 +81,13 @@ def _print_hardware(console: Console, names: Sequence[str], table: Sequence[Mapp
         _say(console, "hardware: not recorded")
         return
     rows = []
-    for row in table:
+    seen = [row for row in table if any(value is not None for value in row["values"])]
+    for row in seen:
         values = ["not recorded" if value is None else number(value) for value in row["values"]]
         rows.append([f"{row['name']}, {row['unit']}", *values])
     _table(console, "hardware, each over the window in which it generated", ["", *names], rows)
+    if len(seen) < len(table):
+        _say(console, "not recorded: " + ", ".join(row["name"] for row in table if row not in seen))
     for row in table:
         for name, text in zip(names[1:], row["changes"], strict=True):
             if text and "%" in text and row["name"] in TOLD:

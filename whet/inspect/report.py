@@ -41,6 +41,8 @@ EVAL_CARDS = ("pass@1", "greedy", "format", "truncated", "thinking_tokens", "com
 SHARES = ("pass@", "consistency", "format", "eval/opportunity", "eval/vote_share")
 """Groups of an evaluation whose numbers are shares, and single shares in other groups."""
 
+OPEN_FIRST = ("rl", "dpo", "rft", "sft")
+"""Kinds of runs of which the page of several opens one: where learning is seen."""
 FILES = ("config.yaml", "environment.json", "summary.json", "eval.json")
 
 
@@ -138,6 +140,8 @@ def build_page(folder: Path, parts: Sequence[Part], other: Part | None, max_samp
             num_shown += len(chosen)
         data[f"part-{index}"] = {"figures": shown, "samples": info}
         views.append(_view(part, other, num_figures=len(shown), info=info))
+    kinds = [part.kind for part in parts]
+    data["start"] = next((kinds.index(kind) for kind in OPEN_FIRST if kind in kinds), 0)
     page = render(
         "report.html",
         title="/".join(folder.resolve().parts[-2:]),

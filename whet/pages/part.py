@@ -117,7 +117,10 @@ def read_part(folder: Path, name: str) -> Part:
         _read_object(folder / file, part.missing)
         for file in ("summary.json", "eval.json", "environment.json")
     )
-    part.config = _read_config(folder / "config.yaml", part.missing)
+    if (
+        not part.evaluation or (folder / "config.yaml").exists()
+    ):  # an evaluation inside a demo has none of its own
+        part.config = _read_config(folder / "config.yaml", part.missing)
     path = find_samples(folder)
     part.scan = None if path is None else scan(path)
     if part.scan is not None:
@@ -178,7 +181,8 @@ def facts(part: Part) -> list[tuple[str, str]]:
     protocol = part.evaluation.get("identity")
     name = task.get("name") if isinstance(task, dict) else task
     if name is None and isinstance(protocol, dict):
-        name = protocol.get("task")
+        asked = protocol.get("task")
+        name = asked.get("name") if isinstance(asked, dict) else asked
     start = (
         datetime.fromtimestamp(part.first_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
         if part.first_s

@@ -58,6 +58,7 @@ class RunLog:
         self.num_non_finite = 0
         self.num_failed_writes = 0
         self._files: dict[str, int] = {}
+        self._torn: set[str] = set()
         if enabled:
             run_dir.mkdir(parents=True, exist_ok=True)
             for name in ("metrics.jsonl", "samples.jsonl"):
@@ -145,9 +146,13 @@ class RunLog:
         if name not in self._files:
             return
         data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode("ascii")
+        if name in self._torn:  # a full disk cut a line in two: the next row begins on its own
+            data = b"\n" + data
         try:
             while data:
                 data = data[os.write(self._files[name], data) :]
+                self._torn.add(name)
+            self._torn.discard(name)
         except OSError as error:
             self.num_failed_writes += 1
             if self.num_failed_writes == 1:

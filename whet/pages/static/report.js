@@ -164,6 +164,8 @@ function startReport() {
   for (const tab of document.querySelectorAll("#tabs button")) {
     tab.addEventListener("click", () => { hashValue("part", tab.dataset.part); showPart(sections, Number(tab.dataset.part)); });
   }
-  showPart(sections, Math.min(sections.length - 1, Math.max(0, Number(hashValue("part")) || 0)));
+  const asked = hashValue("part");
+  const first = asked ? Number(asked) || 0 : pageData("start");
+  showPart(sections, Math.min(sections.length - 1, Math.max(0, first)));
 }
 startReport();
