@@ -154,7 +154,9 @@ def steps(page: Page) -> dict[str, float]:
         row = page.locator("li.sample").nth(place)
         identity, began = row.get_attribute("data-id"), time.perf_counter()
         row.click()
-        until(page, f"document.querySelector('table.group tr[aria-selected=true]')?.dataset.id === '{identity}'")
+        until(
+            page, f"document.querySelector('table.group tr[aria-selected=true]')?.dataset.id === '{identity}'"
+        )
         found["detail"].append(time.perf_counter() - began)
     box = page.locator("input[name=text]")
     found["search (rare word)"].append(

@@ -97,7 +97,7 @@ def plan(config: ProbeConfig) -> str:
 def main(config: ProbeConfig) -> None:
     """Probe the models and write probe.json, probe_samples.jsonl and probe.md; or show transcripts."""
     if not config.models:
-        raise UserError("models: got none; name one or more: whet probe --models runs/demo-sft runs/demo-rl")
+        raise UserError("models: got none; name one or more: whet probe runs/demo-sft runs/demo-rl")
     for name in config.models:
         find_model(name)  # a misspelt one is found before the first is asked
     if config.transcript:
