@@ -503,7 +503,8 @@ def test_a_full_server_says_so_and_a_key_is_asked_for() -> None:
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed (pip install lm_eval)"
+    not all(map(importlib.util.find_spec, ("lm_eval", "tenacity", "aiohttp"))),
+    reason="lm_eval is not installed (pip install 'lm-eval[api]')",
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_harness_measures_what_the_trainer_measures(
