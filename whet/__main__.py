@@ -138,6 +138,12 @@ def _serve() -> Program:
     return Program(config_class=ServeConfig, main=main, positional="policy.init")
 
 
+def _plan() -> Program:
+    from whet.inspect.plan import PlanConfig, main
+
+    return Program(config_class=PlanConfig, main=main, positional="recipe")
+
+
 def _track() -> Program:
     from whet.inspect.track import TrackRunConfig, main
 
@@ -201,6 +207,9 @@ COMMANDS: dict[str, Command] = {
     "chat": Command(load=_chat, help="talk to a model in the terminal"),
     "serve": Command(load=_serve, help="serve a model to OpenAI's clients and evaluation harnesses"),
     "runs": Command(load=_runs, help="the registry of runs: lineage, hashes, results"),
+    "plan": Command(
+        load=_plan, help="peak memory of a recipe by phase, before it runs, and what fits a device"
+    ),
     "track": Command(
         load=_track, help="send a run that has ended to experiment trackers, from its own files"
     ),

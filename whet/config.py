@@ -90,11 +90,8 @@ def load_yaml(path: Path, cls: type[Config]) -> Config:
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}{line}: malformed YAML: {error.problem}") from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # control characters, not UTF-8, absurd numbers or depth
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        # control characters, not UTF-8, absurd numbers or depth, values that do not suit their tag
         raise UserError(f"{path}: malformed YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, Mapping):
         raise UserError(f"{path}: got {show(data)}, expected lines of 'field: value'")
@@ -192,7 +189,10 @@ def expected(hint: Any) -> str:
 
 def show(value: Any) -> str:
     """Return the repr of a value, short enough for an error line."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python spells no integer of thousands of digits
+        return "a number of thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -231,7 +231,15 @@ _Dumper.add_representer(list, _represent_list)
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is written twice, where plain YAML silently keeps the last."""
+    """Refuses a key that is written twice, where plain YAML silently keeps the last; and aliases, which can explode."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.get_event()
+            raise yaml.MarkedYAMLError(
+                None, None, f"alias *{event.anchor[:40]}; write the value itself", event.start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -331,6 +339,6 @@ def _build(hint: Any, value: Any, *, path: str, where: str, base: Any = None) ->
             return float(value)
     else:
         assert inner in (str, int, bool), f"{path}: a config field cannot be of type {hint}"
-        if type(value) is inner:
+        if type(value) is inner and not (isinstance(value, int) and abs(value) > sys.float_info.max):
             return value
     raise UserError(f"{where}: field {path!r}: got {show(value)}, expected {expected(hint)}")

@@ -76,7 +76,7 @@ class ResponseSchema:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tools", tuple(self.tools))
         tags = (*self.tags, *self.tool_tags)
-        if any(not tag.strip() for tag in tags) or len(set(tags)) != len(tags):
+        if not all(isinstance(tag, str) and tag.strip() for tag in tags) or len(set(tags)) != len(tags):
             raise ValueError(
                 f"schema tags must be {'eight' if self.tools else 'four'} different non-empty strings, got {tags}"
             )

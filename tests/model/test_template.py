@@ -48,3 +48,22 @@ def test_bad_template_is_a_user_error(template: str, message: str) -> None:
 def test_template_length_is_bounded() -> None:
     with pytest.raises(UserError, match="65,537 characters; expected at most 65,536"):
         Tokenizer.bytes().with_template("a" * 65537)
+
+
+DOUBLED = "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        DOUBLED,
+        DOUBLED.replace("'ab'", "[1]").replace("~ ns.x", "+ ns.x"),
+        DOUBLED.replace("'ab'", "[1]").replace("ns.x ~ ns.x", "[ns.x, ns.x]"),
+        "{% set a = 'a' * 99999 %}{{ a|replace('a', a) }}",
+        "{% for a in 'a' * 9999 %}{% for b in 'a' * 9999 %}{% endfor %}{% endfor %}",
+        "{{ [1]|batch(999999999999, 'x')|list }}",
+    ],
+)
+def test_template_that_fills_memory_or_hangs_is_killed_elsewhere(template: str) -> None:
+    with pytest.raises(UserError, match="chat template fails"):
+        Tokenizer.bytes().with_template(template).render(MESSAGES)

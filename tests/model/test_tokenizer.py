@@ -366,3 +366,27 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Tokenizer.load("owner/empty")
     with pytest.raises(UserError, match="not a hub name"):
         Tokenizer.load("../nowhere/at/all")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "not a tokenizer"),
+        ({"model": {"type": "WordLevel", "vocab": {"<eos>": 1}, "unk_token": "zz"}}, "not a tokenizer"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 1}, "unk_token": "zz"}}, "cannot encode 'b'"),
+    ],
+)
+def test_faults_of_the_library_are_user_errors(change: dict, message: str, tmp_path: Path) -> None:
+    Tokenizer.characters("ab").save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": []} | change))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match=message):
+        Tokenizer.load(tmp_path).encode("b")
+
+
+def test_lone_surrogate_in_a_config_is_a_user_error(tmp_path: Path) -> None:
+    Tokenizer.characters("ab").save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(r'{"bos_token": "\ud800"}')
+    with pytest.raises(UserError, match="not JSON"):
+        Tokenizer.load(tmp_path)

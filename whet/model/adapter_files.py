@@ -189,7 +189,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     raise UserError(f"{path}: tensor {name[:80]!r} holds NaN or infinity")
                 yield name, tensor
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error})") from None
+        raise UserError(f"{path}: not a readable safetensors file ({str(error)[:300]})") from None
 
 
 def _pair(

@@ -29,6 +29,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object of bounded size; raise UserError otherwise."""
     try:
         value = json.loads(read_text(path))
+        json.dumps(value, ensure_ascii=False).encode()  # lone surrogates
     except UserError:
         raise
     except (ValueError, RecursionError) as error:  # ValueError also for numbers of thousands of digits

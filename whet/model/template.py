@@ -6,7 +6,7 @@ import datetime
 import functools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -17,6 +17,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.filters import do_indent
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from whet.isolation.graders import GraderPool
 from whet.types import UserError
 
 BASE_TEMPLATE = (
@@ -38,6 +39,35 @@ MAX_TEMPLATE_CHARS = 64 * 2**10
 MAX_RENDERED_CHARS = 2**22
 MAX_RANGE = 100_000
 MAX_RENDER_S = 10.0
+TRIAL_S, TRIAL_MIB = 2.0, 512
+"""Bounds of the first rendering of a stranger's template, in a process of its own."""
+
+
+def failure(source: str, values: Mapping[str, Any]) -> str:
+    """Render, and return what is wrong with the template, '' when nothing is."""
+    try:
+        render_template(source, values)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def try_template(source: str, calls: Sequence[Mapping[str, Any]]) -> None:
+    """Render a stranger's template in a process that can be killed, before this one renders it.
+
+    Args:
+        source: Jinja source; our own are trusted.
+        calls: Values of `render_template`, each tried.
+
+    Raises:
+        UserError: If the template fails, or takes too long or too much memory.
+    """
+    if source in (BASE_TEMPLATE, PLAIN_TEMPLATE):
+        return
+    with GraderPool(f"{__name__}:failure", deadline_s=TRIAL_S, memory_mib=TRIAL_MIB, num_workers=1) as pool:
+        for outcome in pool.map([(source, dict(values)) for values in calls]):
+            if outcome.kind != "ok" or outcome.value:
+                raise UserError(outcome.value or f"chat template fails: {outcome.message[:200]}")
 
 
 def check_template(source: str) -> None:
@@ -130,8 +160,7 @@ def _compile(source: str) -> jinja2.Template:
 def render_template(source: str, values: Mapping[str, Any]) -> str:
     """Render within bounds on output, ranges and time.
 
-    What remains open until templates run in the grader process: nested loops over strings that write nothing,
-    and strings doubled by `~` or `+`.
+    Loops that write nothing, and strings doubled by `~` or `+`, escape these bounds: `try_template` comes first.
 
     Args:
         source: Jinja source.

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from whet.model.files import find_files, read_json, read_text
-from whet.model.template import PLAIN_TEMPLATE, check_template, render_template
+from whet.model.template import PLAIN_TEMPLATE, check_template, render_template, try_template
 from whet.types import UserError
 
 MAX_ID = 2**24
@@ -24,9 +24,7 @@ ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
-    """Token ids of text, text of token ids, and prompts from a chat template.
-
-    Never changed in place: the `with_...` methods return copies.
+    """Token ids of text, text of token ids, and prompts from a chat template; the `with_...` methods return copies.
 
     Attributes:
         bos_id: Id that opens a text, or None.
@@ -72,7 +70,9 @@ class Tokenizer:
         ids = {role: backend.token_to_id(text) for role, text in roles.items()}
         for role, index in ids.items():
             if index is None:
-                raise UserError(f"tokenizer_config.json: {role} {roles[role]!r} is not in tokenizer.json")
+                raise UserError(
+                    f"tokenizer_config.json: {role} {roles[role][:80]!r} is not in tokenizer.json"
+                )
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = (ids.get(role) for role in ROLES)
         flagged = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(flagged | {index for index in ids.values() if index is not None})
@@ -109,11 +109,11 @@ class Tokenizer:
         """
         try:
             text.encode()
+            return self._backend.encode(text, add_special_tokens=False).ids
         except UnicodeEncodeError as error:
-            raise UserError(
-                f"text holds a lone surrogate at character {error.start}; expected valid Unicode"
-            ) from error
-        return self._backend.encode(text, add_special_tokens=False).ids
+            raise UserError(f"text holds a lone surrogate at character {error.start}: no Unicode") from error
+        except Exception as error:  # bare ones: the vocabulary has no token for what is unknown
+            raise UserError(f"tokenizer.json cannot encode {text[:40]!r}: {str(error)[:200]}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Spell ids as the start of a text: control tokens visible, split characters and unknown ids U+FFFD.
@@ -170,7 +170,7 @@ class Tokenizer:
         """Encode a further message of the user's behind a reply: what the template puts there, then `prefix`."""
         mark = "\u2402reply\u2403"
         turns = (("user", "0"), ("assistant", mark), ("user", text))
-        rendered = self._render([{"role": role, "content": said} for role, said in turns], cue=True)
+        rendered = self.render([{"role": role, "content": said} for role, said in turns])
         if mark not in rendered:
             raise UserError("chat template leaves earlier replies out: episodes of several turns need them")
         return self.encode(rendered.rpartition(mark)[2] + prefix)
@@ -233,9 +233,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path_or_hub_name: str | Path) -> Tokenizer:
-        """Load from a local folder, or from the Hugging Face hub; a repository's code is never run.
-
-        BOS, EOS and PAD come from the first file of `CONFIGS` that names them.
+        """Load a folder or hub model, never its code; BOS, EOS, PAD are of the first of `CONFIGS` that names them.
 
         Args:
             path_or_hub_name: Folder with tokenizer.json, or 'owner/name'.
@@ -244,13 +242,15 @@ class Tokenizer:
             UserError: If files are missing, unreachable, too large, malformed, or ask for remote code.
         """
         files = find_files(path_or_hub_name, FILES)
+        text = read_text(files["tokenizer.json"])
         try:
-            backend = tokenizers.Tokenizer.from_str(read_text(files["tokenizer.json"]))
-        except Exception as error:  # the library raises bare Exception
-            if isinstance(error, UserError):
+            backend = tokenizers.Tokenizer.from_str(text)
+            backend.encode("a")
+        except BaseException as error:  # the library raises bare Exception; its panics are not even that
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise UserError(
-                f"{files['tokenizer.json']}: not a tokenizer that this `tokenizers` version reads: {error}"
+                f"{files['tokenizer.json']}: not a tokenizer that `tokenizers` reads: {str(error)[:300]}"
             ) from error
         config, token_map, generation, model = (
             read_json(files[name]) if name in files else {} for name in CONFIGS
@@ -319,14 +319,17 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Mapping[str, str]], *, cue: bool) -> str:
         assert self.chat_template is not None
-        return render_template(
-            self.chat_template, {"messages": list(messages), "add_generation_prompt": cue, **self._roles}
-        )
+        return render_template(self.chat_template, self._values(messages, cue))
+
+    def _values(self, messages: Sequence[Mapping[str, str]], cue: bool) -> dict[str, Any]:
+        return {"messages": list(messages), "add_generation_prompt": cue, **self._roles}
 
     def _check_prefix(self, messages: Sequence[Mapping[str, str]]) -> None:
         """Refuse a template whose text of the messages changes when the generation cue or a reply follows."""
-        plain = self._render(messages, cue=False)
-        reply = self._render([*messages, {"role": "assistant", "content": "0"}], cue=False)
+        assert self.chat_template is not None
+        replied = [*messages, {"role": "assistant", "content": "0"}]
+        try_template(self.chat_template, [self._values(messages, cue=True), self._values(replied, cue=False)])
+        plain, reply = self._render(messages, cue=False), self._render(replied, cue=False)
         if not (self._render(messages, cue=True).startswith(plain) and reply.startswith(plain)):
             raise UserError(
                 "chat template is not prefix-preserving: what follows a message changes its text, "
@@ -370,9 +373,7 @@ def _space_keeping(decoder: Any) -> tuple[Any, int]:
 
 def _ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [
-        index for index in values if isinstance(index, int) and not isinstance(index, bool) and index >= 0
-    ]
+    return [index for index in values if type(index) is int and index >= 0]
 
 
 def _role_text(

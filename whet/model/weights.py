@@ -92,7 +92,9 @@ def _shards(folder: Path) -> list[Path]:
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: 'weight_map' is missing, or not an object")
     for name in weight_map.values():
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*\.safetensors", name):
+        if not isinstance(name, str) or not re.fullmatch(
+            r"[A-Za-z0-9][\w.-]{0,200}\.safetensors", name, re.A
+        ):
             raise UserError(f"{index}: shard name {str(name)[:80]!r} is not a plain file name")
         if not (folder / name).is_file():
             raise UserError(f"{folder / name}: no such shard, though the index names it")
@@ -139,20 +141,22 @@ def load_model(
                     if name is None:
                         continue
                     if name not in expected:
-                        raise UserError(f"{shard}: unexpected tensor {stored!r} for a {config.family} model")
+                        raise UserError(
+                            f"{shard}: unexpected tensor {stored[:80]!r} for a {config.family} model"
+                        )
                     if name in loaded:
-                        raise UserError(f"{shard}: tensor {stored!r} occurs twice")
+                        raise UserError(f"{shard}: tensor {stored[:80]!r} occurs twice")
                     want, got = tuple(expected[name].shape), tuple(file.get_slice(stored).get_shape())
                     if want != got:
                         raise UserError(
-                            f"{shard}: tensor {stored!r} has shape {list(got)}, config.json says {list(want)}"
+                            f"{shard}: tensor {stored[:80]!r} has shape {list(got)}, config.json says {list(want)}"
                         )
                     tensor = file.get_tensor(stored)
                     if not tensor.is_floating_point():
-                        raise UserError(f"{shard}: tensor {stored!r} is {tensor.dtype}, expected floats")
+                        raise UserError(f"{shard}: tensor {stored[:80]!r} is {tensor.dtype}, expected floats")
                     loaded[name] = tensor.to(device=device, dtype=dtype)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{shard}: not a readable safetensors file ({error})") from None
+            raise UserError(f"{shard}: not a readable safetensors file ({str(error)[:300]})") from None
     missing = sorted(set(expected) - set(loaded))
     if missing:
         raise UserError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")

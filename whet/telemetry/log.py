@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from whet.telemetry.metrics import find_metric
-from whet.types import Group, Problem, Sample
+from whet.types import Group, Problem, Sample, UserError
 
 MAX_NUMBER = 1e90
 MAX_TIME_S = 2.0**33
@@ -53,6 +53,9 @@ class RunLog:
                 the run will write again, are dropped. None appends to what is there.
             enabled: False on all ranks but one: everything is checked, nothing is written.
             listener: Told of every write: the file's name and its rows.
+
+        Raises:
+            UserError: If a file cannot be opened.
         """
         self._listener = listener
         self.num_non_finite = 0
@@ -60,11 +63,18 @@ class RunLog:
         self._files: dict[str, int] = {}
         self._torn: set[str] = set()
         if enabled:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            for stale in run_dir.glob(".*.partial"):  # of a killed `replace_file`
+                stale.unlink(missing_ok=True)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 path = run_dir / name
-                _mend(path, resume_step)
-                self._files[name] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                try:
+                    run_dir.mkdir(parents=True, exist_ok=True)
+                    _mend(path, resume_step)
+                    self._files[name] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                except OSError as error:
+                    raise UserError(
+                        f"{path}: cannot be written ({error.strerror}); nothing was lost: mend that, then --resume"
+                    ) from None
 
     def write_metrics(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         """Append one row of metrics.
@@ -171,9 +181,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         path: The file or the run folder; a missing file has no rows.
 
     Returns:
-        One dict per row: 'stage', 'step', 'time_s', and a number or None per metric.
+        One dict per row: 'stage', 'step', 'time_s', and a number or None per metric; rows without step are left out.
     """
-    return list(read_rows(path / "metrics.jsonl" if path.is_dir() else path))
+    rows = read_rows(path / "metrics.jsonl" if path.is_dir() else path)
+    return [row for row in rows if as_number(row.get("step")) is not None]
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -255,7 +266,7 @@ def leads_out(path: Path) -> bool:
 
 
 def _mend(path: Path, resume_step: int | None) -> None:
-    """Drop a last line cut short by a crash and, on resume, the rows after `resume_step`."""
+    """Drop a last line cut short by a crash and, on resume, the rows after `resume_step` and unreadable ones."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb") as file:
@@ -264,14 +275,19 @@ def _mend(path: Path, resume_step: int | None) -> None:
     if not torn and resume_step is None:
         return
     temporary = path.with_suffix(".partial")
-    with path.open("rb") as source, temporary.open("wb") as target:
-        for line in source:
-            row = parse_row(line) or {}
-            if line.endswith(b"\n") and (resume_step is None or row.get("step", 0) <= resume_step):
-                target.write(line)
-        target.flush()
-        os.fsync(target.fileno())
-    temporary.replace(path)
+    try:
+        with path.open("rb") as source, temporary.open("wb") as target:
+            for line in source:
+                row = parse_row(line)
+                step = None if row is None else as_number(row.get("step"))
+                is_kept = resume_step is None or (step is not None and step <= resume_step)
+                if line.endswith(b"\n") and is_kept:
+                    target.write(line)
+            target.flush()
+            os.fsync(target.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _encodable(text: str) -> str:

@@ -191,7 +191,7 @@ class Fit(Generic[Item]):
         self._history = [
             row
             for row in read_metrics(self._folder)
-            if row["stage"] == self._stage and row["step"] <= self.step
+            if row.get("stage") == self._stage and row["step"] <= self.step
         ]
 
     def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from whet.types import Problem, Sample, Task, UserError
 Judged = list[tuple[Sample, Grade]]
 Row = dict[str, Any]
 
+ABSENT = "absent"
 FILLS = 4
 """Completions that are asked for at once, in decoding batches: few, so that what is not kept is forgotten soon."""
 
@@ -114,25 +116,50 @@ def gather_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a JSON-lines file whole or not at all."""
-    temporary = path.with_suffix(".partial")
-    with temporary.open("w", encoding="ascii") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write a JSON-lines file whole or not at all, and its sha256 beside it, before and after: it may name two states.
+
+    Raises:
+        UserError: If the disk refuses.
+    """
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode("ascii")
+    states = [_digest(data), _digest(path.read_bytes()) if path.is_file() else ABSENT]
+    try:
+        _replace(_seal(path), "\n".join(states).encode("ascii"))
+        _replace(path, data)
+        _replace(_seal(path), states[0].encode("ascii"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free space, then --resume") from None
 
 
 def load_rows(path: Path) -> list[Row]:
-    """Read back what `write_rows` wrote; a missing file has no rows.
+    """Read back what `write_rows` wrote; a file that was not written yet has no rows.
 
     Raises:
-        UserError: If a line is no JSON object: then the file is not what the run wrote.
+        UserError: If it is not what the run wrote.
     """
-    rows: list[Row] = []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
-        try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            raise UserError(f"{path} line {number}: not what the run wrote; start a new run") from None
-    return rows
+    try:
+        data = path.read_bytes() if path.exists() else None
+        states = _seal(path).read_bytes().decode("ascii").split() if _seal(path).exists() else None
+        if states is not None and (ABSENT if data is None else _digest(data)) not in states:
+            raise ValueError(states)
+        return [dict(json.loads(line)) for line in (data or b"").splitlines()]
+    except (OSError, ValueError, TypeError, RecursionError):
+        raise UserError(f"{path}: damaged: it is not what the run wrote; start a new run") from None
+
+
+def _seal(path: Path) -> Path:
+    return path.with_name(f".{path.name}.sha256")
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_suffix(".partial")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -257,7 +257,7 @@ class _Run:
         self.best = -math.inf if state["best"] is None else float(state["best"])
         self.last = dict(state["last"])
         self.history = [
-            row for row in read_metrics(folder) if row["stage"] == "rl" and row["step"] <= state["step"]
+            row for row in read_metrics(folder) if row.get("stage") == "rl" and row["step"] <= state["step"]
         ]
         return int(state["step"])
 

@@ -1,0 +1,53 @@
+"""The short form of bench/reliability/fuzz.py: some inputs of every surface are taken or refused, none does harm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "bench/reliability/fuzz.py"
+
+
+def fuzz(*words: str, out: Path) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, str(PROGRAM), "--json", "--out", str(out), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+SLOW = ("chat template", "report of a run")  # 0.5 s and 2 s an input
+OPEN = ("command line", "protocol.json", "track")
+"""Surfaces with faults that are known and not mended yet (issue 6)."""
+
+
+def test_hostile_input_of_every_cheap_surface(tmp_path: Path) -> None:
+    words = [word for name in (*SLOW, *OPEN) for word in ("--skip", name)]
+    status, found = fuzz("--trials", "150", "--seed", "7", *words, out=tmp_path)
+    failures = [failure for row in found["surfaces"].values() for failure in row["failures"]]
+    assert (status, failures) == (0, [])
+    assert len(found["surfaces"]) == 11
+    for name, row in found["surfaces"].items():
+        assert row["inputs"] >= 3, name
+        assert row["taken"] >= 1, name
+        assert row["refused"] >= 1 or name in ("completions", "report of an eval"), name
+
+
+@pytest.mark.slow
+def test_hostile_input_of_the_slow_surfaces(tmp_path: Path) -> None:
+    for name in SLOW:
+        assert fuzz("--trials", "15", "--seed", "7", "--surface", name, out=tmp_path)[0] == 0
+
+
+def test_each_kind_of_harm_is_seen_and_kept(tmp_path: Path) -> None:
+    for kind in ("raises", "hangs", "grows", "dies", "executes", "writes"):
+        status, found = fuzz("--surface", "self-test", "--harm", kind, "--trials", "1", out=tmp_path)
+        assert status == 1
+        (failure,) = found["surfaces"]["self-test"]["failures"]
+        assert failure["message"], kind
+        assert "--index 0" in failure["repeat"]
+    assert len(list(tmp_path.glob("self-test-*/repeat.txt"))) == 1
