@@ -27,12 +27,12 @@ OPEN = ("command line", "protocol.json", "track")
 
 def test_hostile_input_of_every_cheap_surface(tmp_path: Path) -> None:
     words = [word for name in (*SLOW, *OPEN) for word in ("--skip", name)]
-    status, found = fuzz("--trials", "150", "--seed", "7", *words, out=tmp_path)
+    status, found = fuzz("--trials", "220", "--seed", "7", *words, out=tmp_path)
     failures = [failure for row in found["surfaces"].values() for failure in row["failures"]]
     assert (status, failures) == (0, [])
     assert len(found["surfaces"]) == 11
     for name, row in found["surfaces"].items():
-        assert row["inputs"] >= 3, name
+        assert row["inputs"] >= 5, name
         assert row["taken"] >= 1, name
         assert row["refused"] >= 1 or name in ("completions", "report of an eval"), name
 

@@ -12,7 +12,7 @@ import numpy as np
 from whet.telemetry.display import metric_label
 from whet.telemetry.log import clean_metrics
 from whet.telemetry.metrics import Metric, find_metric
-from whet.telemetry.plots import FIGURES, Panel, Series
+from whet.telemetry.plots import FIGURES, Panel, Series, fill
 
 MAX_POINTS = 3000
 """A longer series is thinned to `NUM_BINS` bins of steps: mean, lowest and highest value of each."""
@@ -156,14 +156,8 @@ def _place(figure: str) -> int:
 
 
 def _fill(panels: Sequence[Panel], present: Sequence[str]) -> Iterator[tuple[Panel, str, list[str]]]:
-    """Give each panel its metrics; one that is named goes before prefixes, and too many go on in a further panel."""
-    named = {name for panel in panels for name in panel.names}
-    free = [name for name in present if name not in named]
-    for panel in panels:
-        shown = [name for name in panel.names if name in present]
-        for prefix in (name for name in panel.names if name[-1] in "/@"):
-            shown += [name for name in free if name.startswith(prefix)]
-            free = [name for name in free if not name.startswith(prefix)]
+    """Give each panel its metrics; too many go on in a further panel."""
+    for panel, shown in fill(panels, present):
         for start in range(0, len(shown), MAX_SERIES):
             suffix = f" ({start // MAX_SERIES + 1})" if start else ""
             yield panel, panel.title + suffix, shown[start : start + MAX_SERIES]

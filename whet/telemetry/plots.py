@@ -196,8 +196,9 @@ def draw_figures(series: Series, folder: Path) -> list[str]:
         Names of the figures that were drawn.
     """
     drawn: list[str] = []
+    present = [name for name, (_, values) in series.items() if np.isfinite(values).any()]
     for figure, panels in FIGURES.items():
-        filled = _fill(panels, series)
+        filled = [(panel, names[: len(COLOURS)]) for panel, names in fill(panels, present)]
         if filled:
             folder.mkdir(parents=True, exist_ok=True)
             _draw(filled, series, folder / f"{figure}.png")
@@ -205,9 +206,8 @@ def draw_figures(series: Series, folder: Path) -> list[str]:
     return drawn
 
 
-def _fill(panels: Sequence[Panel], series: Series) -> list[tuple[Panel, list[str]]]:
-    """Give each panel its metrics that have a finite value; a metric that is named goes before prefixes."""
-    present = [name for name, (_, values) in series.items() if np.isfinite(values).any()]
+def fill(panels: Sequence[Panel], present: Sequence[str]) -> list[tuple[Panel, list[str]]]:
+    """Give each panel those of its metrics that are present; a metric that is named goes before prefixes."""
     named = {name for panel in panels for name in panel.names}
     free = [name for name in present if name not in named]
     filled: list[tuple[Panel, list[str]]] = []
@@ -217,7 +217,7 @@ def _fill(panels: Sequence[Panel], series: Series) -> list[tuple[Panel, list[str
             shown += [name for name in free if name.startswith(prefix)]
             free = [name for name in free if not name.startswith(prefix)]
         if shown:
-            filled.append((panel, shown[: len(COLOURS)]))
+            filled.append((panel, shown))
     return filled
 
 
