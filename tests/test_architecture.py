@@ -28,6 +28,8 @@ ORDER = (
     ("types", "schema", "config", "cli"),
     ("isolation",),
     ("distributed", "sandbox"),
+    ("commit",),
+    ("sharded", "run_folder", "launch"),
     ("checkpoint", "telemetry"),
     ("pages",),
     ("rewards", "algo", "model"),
@@ -43,7 +45,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # Lines of code: blank lines, comments and docstrings (100 % of public names have one) are not what makes a package big.
-MAX_PACKAGE_LINES = 29_000
+MAX_PACKAGE_LINES = 32_000
 MAX_CONFIG_FIELDS = 40
 
 RECIPE_MODULES = (

@@ -16,18 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from whet import checkpoint
-from whet.checkpoint import (
-    MANIFEST,
-    commit_folder,
-    load_step,
-    open_run,
-    recover,
-    save_step,
-    saved_steps,
-    step_folder,
-    verify_folder,
-)
+from whet import commit
+from whet.checkpoint import load_step, save_step, saved_steps, step_folder
+from whet.commit import MANIFEST, commit_folder, recover, verify_folder
+from whet.run_folder import open_run
 from whet.types import UserError
 
 
@@ -53,14 +45,14 @@ def test_round_trip(tmp_path: Path) -> None:
     verify_folder(folder)
     found = load_step(tmp_path)
     assert found is not None
-    model_folder, tensors, state = found
-    assert model_folder == folder == step_folder(tmp_path, 7)
+    assert found.folder == folder == step_folder(tmp_path, 7)
+    tensors = found.read({})
     assert torch.equal(tensors["w/exp_avg"], torch.full((3, 2), 7.0))
     assert tensors["w/step"].shape == ()
-    assert state == {"step": 7, "cursor": 70}
+    assert found.state == {"step": 7, "cursor": 70}
 
 
-def commit(final: Path, content: str, error: BaseException | None = None) -> None:
+def write(final: Path, content: str, error: BaseException | None = None) -> None:
     with commit_folder(final) as folder:
         (folder / "a").write_text(content)
         if error is not None:
@@ -71,11 +63,11 @@ def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
     final = tmp_path / "step_00000001"
     for error in (RuntimeError("disk"), KeyboardInterrupt()):
         with pytest.raises(type(error)):
-            commit(final, "new", error)
+            write(final, "new", error)
         assert names(tmp_path) == []
-    commit(final, "old")
+    write(final, "old")
     with pytest.raises(RuntimeError):
-        commit(final, "new", RuntimeError("disk"))
+        write(final, "new", RuntimeError("disk"))
     assert names(tmp_path) == ["step_00000001"]
     assert (final / "a").read_text() == "old"
     verify_folder(final)
@@ -94,8 +86,8 @@ def test_everything_is_on_disk_before_the_name_appears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    sync, rename = checkpoint._sync, Path.rename
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: (events.append(f"sync {path.name}"), sync(path)))
+    sync, rename = commit.sync, Path.rename
+    monkeypatch.setattr(commit, "sync", lambda path: (events.append(f"sync {path.name}"), sync(path)))
     monkeypatch.setattr(Path, "rename", lambda a, b: (events.append("rename"), rename(a, b))[1])
     with commit_folder(tmp_path / "best") as folder:
         write_model(folder)
@@ -135,7 +127,7 @@ def test_damage_is_noticed_and_the_checkpoint_before_is_used(
         verify_folder(step_folder(tmp_path, 2))
     found = load_step(tmp_path)
     assert found is not None
-    assert found[2]["step"] == 1
+    assert found.state["step"] == 1
     assert "warning" in (output := capsys.readouterr().out)
     assert name in output
     assert saved_steps(tmp_path) == [1]
@@ -157,7 +149,7 @@ def test_a_broken_manifest_is_noticed(text: str, tmp_path: Path) -> None:
         verify_folder(step_folder(tmp_path, 2))
     found = load_step(tmp_path)
     assert found is not None
-    assert found[2]["step"] == 1
+    assert found.state["step"] == 1
 
 
 def test_any_flipped_byte_of_a_manifest_is_noticed_or_harmless(tmp_path: Path) -> None:
@@ -216,7 +208,8 @@ WRITER = """
 import sys, time
 from pathlib import Path
 import torch
-from whet.checkpoint import commit_folder, save_step
+from whet.checkpoint import save_step
+from whet.commit import commit_folder
 run = Path(sys.argv[1])
 def write_model(folder):
     for number in range(4):
@@ -248,7 +241,7 @@ def test_killed_at_any_time_old_or_new_is_whole(tmp_path: Path) -> None:
         found = load_step(run)  # before any recovery
         assert found is not None
         # The report may have been cut off just before or after the save; nothing older comes back.
-        assert last <= found[2]["step"] <= last + 1
+        assert last <= found.state["step"] <= last + 1
         recover(checkpoints)
         verify_folder(checkpoints / "best")
         assert {path.read_text() for path in (checkpoints / "best").glob("part*")} in (

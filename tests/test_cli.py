@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -276,6 +277,28 @@ def test_resume_is_unknown_where_nothing_resumes() -> None:
     assert message == f"unknown field '--resume' for 'whet toy toy-small' {ALL}"
 
 
+@pytest.mark.parametrize(
+    ("words", "resume"),
+    [
+        (["--resume"], True),
+        (["--resume", "auto"], True),
+        (["--resume", "40"], 40),
+        (["--resume=40"], 40),
+        (["--resume", "40", "--dry-run"], 40),
+    ],
+)
+def test_resume_takes_the_newest_step_or_the_one_that_is_named(words: list[str], resume: bool | int) -> None:
+    got = parse("toy-small", *words).resume
+    assert got is resume or (got == resume and type(got) is int)
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "4o", "9" * 30, "40 41", "\u0664"])
+def test_other_words_are_no_step(word: str) -> None:
+    assert "unexpected argument" in error_of(lambda: parse("toy-small", "--resume", *word.split()))
+    assert "unexpected argument" in error_of(lambda: parse("toy-small", "--resume", "40", has_steps=False))
+    assert parse("toy-small", "--resume", "auto", has_steps=False).resume is True
+
+
 PRESETS = {
     "optim": {"fast": lambda: Optim(lr=2.0, fused=True), "sgd": lambda: Optim(lr=0.1, kind="sgd")},
 }
@@ -391,7 +414,7 @@ note: null
 level: 1
 warm: true
 """
-    assert cli.dump_yaml(toy_large()) == expected == cli.describe(toy_large())
+    assert cli.dump_yaml(toy_large()) == expected
 
 
 def test_yaml_may_leave_out_defaults_and_write_numbers_as_people_do(tmp_path: Path) -> None:
@@ -531,6 +554,54 @@ def test_guard_turns_ends_into_statuses(capsys: pytest.CaptureFixture[str]) -> N
         cli.guard(fail(ValueError("a bug of ours")))
 
 
+def test_what_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for number, reason in (
+        (errno.ENOSPC, "No space left on device"),
+        (errno.EDQUOT, "Disk quota exceeded"),
+        (errno.EFBIG, "File too large"),
+    ):
+        assert cli.guard(fail(OSError(number, os.strerror(number), "runs/a/metrics.jsonl"))) == 2
+        line = f"runs/a/metrics.jsonl: cannot be written ({reason}); free space, then --resume"
+        assert capsys.readouterr().err == f"whet: error: {line}\n"
+        assert cli.guard(fail(OSError(number, os.strerror(number)))) == 2
+        assert capsys.readouterr().err.startswith(f"whet: error: a file: cannot be written ({reason})")
+    foreign = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert cli.guard(fail(foreign)) == 2
+    assert "a file: cannot be written (No space left on device); free space" in capsys.readouterr().err
+    for name, reason in (("none", "No such file or directory"), (".", "Is a directory")):
+        assert cli.guard(lambda name=name: print((tmp_path / name).read_text())) == 2
+        line = f"{tmp_path / name}: {reason}; check the path and its permissions"
+        assert capsys.readouterr().err == f"whet: error: {line}\n"
+    assert cli.guard(fail(PermissionError(errno.EACCES, "Permission denied", "/root/a\nb"))) == 2
+    assert "error: /root/a\\nb: Permission denied; check" in capsys.readouterr().err
+    for bug in (OSError("no number"), OSError(errno.EINVAL, "Invalid argument"), TimeoutError("x")):
+        with pytest.raises(OSError):  # noqa: PT011 (these are bugs of ours, whatever they say)
+            cli.guard(fail(bug))
+
+
+def test_a_full_disk_under_a_real_write_is_one_line(tmp_path: Path) -> None:
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from whet import cli\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (99, 99))\n"
+        "sys.exit(cli.guard(lambda: print(Path(sys.argv[1]).write_text('x' * 1000))))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "file")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith("cannot be written (File too large); free space, then --resume\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_words_that_no_file_system_takes() -> None:
+    for word in ("{" * 5000, "a/" + "b" * 5000, "x" * 300 + ".yaml", "/" + "y" * 300):
+        with pytest.raises(UserError) as caught:
+            cli.parse("whet rl", Toy, {"demo": lambda: Toy(name="x")}, [word])
+        assert len(str(caught.value)) < 700, word
+    with pytest.raises(UserError, match="unexpected argument") as caught:
+        cli.parse("whet rl", Toy, {"demo": lambda: Toy(name="x")}, ["demo", "w" * 5000])
+    assert len(str(caught.value)) < 300
+
+
 def test_a_closed_pipe_is_silent() -> None:
     code = "import sys; from whet import cli; sys.exit(cli.guard(lambda: print('x' * 10)))"
     read, write = os.pipe()
@@ -568,7 +639,7 @@ def test_dry_run_and_resume_reach_the_program(
     )
     monkeypatch.setitem(__main__.COMMANDS, "toy", __main__.Command(load=lambda: program, help="a toy"))
     assert __main__.main(["toy", "toy-small", "--dry-run"]) == 0
-    assert capsys.readouterr().out == cli.describe(SMALL) + "\nthe plan of small\n"
+    assert capsys.readouterr().out == cli.dump_yaml(SMALL) + "\nthe plan of small\n"
     assert calls == []
     assert __main__.main(["toy", "toy-small", "--resume"]) == 0
     assert __main__.main(["toy", "toy-small", "--name", "x"]) == 0

@@ -13,6 +13,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 from whet import __version__, cli
+from whet.types import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,7 @@ class Program:
         plan: Text that --dry-run prints below the config.
         presets: Named values of a group of fields, as `--algo gspo`.
         resumable: Whether it knows --resume.
+        shared: Whether it trains: several ranks (torchrun) can share its work, and it knows --resume STEP.
         positional: Field that its one word sets (all its words, where it is a tuple), for a program without recipes.
     """
 
@@ -35,6 +37,7 @@ class Program:
     plan: Callable[[Any], str] | None = None
     presets: Mapping[str, Mapping[str, Callable[[], Any]]] = field(default_factory=dict)
     resumable: bool = False
+    shared: bool = False
     positional: str = ""
 
 
@@ -50,21 +53,42 @@ def _sft() -> Program:
     from whet.recipes.sft import RECIPES
     from whet.train.sft import SFTConfig, main, plan
 
-    return Program(config_class=SFTConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
+    return Program(
+        config_class=SFTConfig,
+        main=main,
+        recipes=RECIPES,
+        plan=plan,
+        resumable=True,
+        shared=True,
+    )
 
 
 def _dpo() -> Program:
     from whet.recipes.dpo import RECIPES
     from whet.train.dpo import DPOConfig, main, plan
 
-    return Program(config_class=DPOConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
+    return Program(
+        config_class=DPOConfig,
+        main=main,
+        recipes=RECIPES,
+        plan=plan,
+        resumable=True,
+        shared=True,
+    )
 
 
 def _rft() -> Program:
     from whet.recipes.rft import RECIPES
     from whet.train.rft import RFTConfig, main, plan
 
-    return Program(config_class=RFTConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
+    return Program(
+        config_class=RFTConfig,
+        main=main,
+        recipes=RECIPES,
+        plan=plan,
+        resumable=True,
+        shared=True,
+    )
 
 
 def _rl() -> Program:
@@ -74,7 +98,13 @@ def _rl() -> Program:
 
     presets = {"algo": ALGORITHMS}
     return Program(
-        config_class=RLConfig, main=main, recipes=RECIPES, plan=plan, resumable=True, presets=presets
+        config_class=RLConfig,
+        main=main,
+        recipes=RECIPES,
+        plan=plan,
+        resumable=True,
+        shared=True,
+        presets=presets,
     )
 
 
@@ -144,6 +174,12 @@ def _plan() -> Program:
     return Program(config_class=PlanConfig, main=main, positional="recipe")
 
 
+def _replay() -> Program:
+    from whet.inspect.replay import ReplayConfig, main
+
+    return Program(config_class=ReplayConfig, main=main, positional="run")
+
+
 def _track() -> Program:
     from whet.inspect.track import TrackRunConfig, main
 
@@ -163,9 +199,9 @@ def _data() -> Program:
 
 
 def _doctor() -> Program:
-    from whet.inspect.doctor import RECIPES, DoctorConfig, main
+    from whet.inspect.doctor import DoctorConfig, main
 
-    return Program(config_class=DoctorConfig, main=main, recipes=RECIPES)
+    return Program(config_class=DoctorConfig, main=main, positional="check")
 
 
 def _demo() -> Program:
@@ -210,6 +246,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         load=_plan, help="peak memory of a recipe by phase, before it runs, and what fits a device"
     ),
+    "replay": Command(load=_replay, help="recompute a recorded step and say at which stage it differs"),
     "track": Command(
         load=_track, help="send a run that has ended to experiment trackers, from its own files"
     ),
@@ -217,7 +254,9 @@ COMMANDS: dict[str, Command] = {
         load=_audit, help="test a task and its rewards before training: right pays most, hostile nothing"
     ),
     "data": Command(load=_data, help="report on a task's data: lengths, repetitions, train/test overlap"),
-    "doctor": Command(load=_doctor, help="attack this machine's sandbox, and show what holds"),
+    "doctor": Command(
+        load=_doctor, help="attack the sandbox; train twice and compare; look at a run that hangs"
+    ),
     "demo": Command(load=_demo, help="the whole story in minutes on a laptop: base model, SFT, RL, report"),
     "seeds": Command(
         load=_seeds, help="one recipe with several seeds: stop the hopeless ones, report the spread"
@@ -262,17 +301,20 @@ def run(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise cli.unknown("command", name, "whet", list(COMMANDS), help_command="whet --help")
     program = COMMANDS[name].load()
+    if _is_rank() and not program.shared:
+        raise UserError(f"'whet {name}' runs in one process; start it without torchrun")
     parsed = cli.parse(
         f"whet {name}",
         program.config_class,
         program.recipes,
         argv[1:],
         resumable=program.resumable,
+        has_steps=program.shared,
         presets=program.presets,
         positional=program.positional,
     )
     if parsed.dry_run:
-        print(cli.describe(parsed.config))
+        print(cli.dump_yaml(parsed.config))
         if program.plan is not None:
             print(program.plan(parsed.config))
     elif program.resumable:
@@ -287,13 +329,23 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _is_rank() -> bool:
+    """Say whether torchrun (or the like) started this process as one of several."""
+    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status.
 
     Args:
         argv: The words after `whet`; None takes them from the process.
     """
-    return cli.guard(lambda: run(sys.argv[1:] if argv is None else argv))
+    words = sys.argv[1:] if argv is None else argv
+    if _is_rank():
+        from whet.launch import run_rank
+
+        run_rank(lambda: run(words))
+    return cli.guard(lambda: run(words))
 
 
 if __name__ == "__main__":

@@ -1,273 +1,97 @@
-"""Run folders and checkpoints: written whole or not at all, verified before use; tensors and JSON only."""
+"""Checkpoints of a run: tensors and JSON only, each step whole or absent, verified before use."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from whet.commit import MANIFEST, commit_folder, digest, machine, remove, set_aside, sync, verify_folder
+from whet.distributed import is_distributed, rank
+from whet.sharded import commit_sharded, load_sharded
 from whet.types import UserError
 
-MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
-PARTIAL = ".config.partial"
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What JSON that anybody may have written raises when it is read."""
+ALONE, SHARDS = "optimizer.safetensors", "optimizer"
+"""File of the tensors of one process; folder of those that several ranks wrote together."""
+RECORDS = "replay"
+"""Folder of recorded steps, each of which begins with the checkpoint of the step before; the first with no weights."""
 LOGS = ("metrics.jsonl", "samples.jsonl")
-_locks: dict[Path, int] = {}
-"""Run folders that this process holds, and the descriptor that holds each."""
-# What a run that ended before its first result leaves behind; the next one may take its place.
-BEGINNINGS = frozenset(
-    {"config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "provenance.json"}
-)
-# What stays good for the next run in the folder: scores that were paid for.
-REUSABLE = frozenset({"judge.jsonl"})
+Sameness = Literal["strict", "warn", "off"]
+"""What is done where a resumed run cannot be bitwise the same: refuse, warn, or nothing."""
 
 
-def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable: bool = True) -> None:
-    """Make a new run folder with its config.yaml, or check that an old one may go on.
+Resume = bool | int
+"""How a program goes on: False not at all, True from the newest step that verifies, a number from that step."""
 
-    A folder in which an earlier run ended before it had a result counts as new.
 
-    Args:
-        folder: The run folder.
-        config_yaml: The resolved configuration.
-        resume: Whether the run goes on from its newest checkpoint.
-        resumable: Whether the program knows --resume, for the message.
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that was verified.
 
-    Raises:
-        UserError: If the folder exists without `resume`, is missing with it, or holds another configuration.
+    Attributes:
+        folder: Its folder, a model folder.
+        state: All that is no tensor, as JSON values, with 'step'.
     """
-    path = folder / "config.yaml"
-    if resume:
+
+    folder: Path
+    state: dict[str, Any]
+
+    def read(self, like: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the state of the optimizer and of everything else that has tensors; all ranks call it.
+
+        Args:
+            like: Tensors of the same names and shapes, into which state that several ranks wrote is read.
+
+        Raises:
+            UserError: If it cannot be read, or has other tensors.
+        """
+        path = self.folder / "training" / ALONE
         if not path.is_file():
-            raise UserError(
-                f"{folder}: nothing to resume (no config.yaml); leave out --resume to start a new run"
-            )
-        stored = path.read_text(encoding="utf-8", errors="replace")
-        if stored != config_yaml:
-            changed = _first_difference(stored, config_yaml)
-            raise UserError(
-                f"{folder}: --resume needs the configuration that the run was started with; {changed}"
-            )
-        _lock(folder)
-        _check_config(folder, config_yaml)
-        recover(folder / "checkpoints")
-        for kept in (folder / "checkpoints" / "best", folder / "checkpoints" / "protocol"):
-            try:
-                if kept.exists():
-                    verify_folder(kept)
-            except UserError as error:
-                _set_aside(kept)
-                print(f"whet: warning: {error}; set aside", flush=True)
-        return
-    try:
-        if not folder.exists() or _is_unused(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            _lock(folder)
-        if not _is_unused(folder):
-            remedy = "choose another --out, or --resume" if resumable else "choose another --out"
-            raise UserError(f"{folder}: already exists and is never overwritten; {remedy}")
-        for name in BEGINNINGS - {"config.yaml"}:  # that goes last: without it nobody may go on
-            (folder / name).unlink(missing_ok=True)
-        (folder / PARTIAL).write_text(config_yaml, encoding="utf-8")
-        _sync(folder / PARTIAL)
-        (folder / PARTIAL).replace(path)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+            load_sharded(self.folder / "training" / SHARDS, like)
+            return like
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be read ({error})") from None
 
 
-def _lock(folder: Path) -> None:
-    """Hold a run folder until this process ends; refuse one that another process holds."""
-    folder = folder.resolve()
-    if folder in _locks:
-        os.close(_locks.pop(folder))
-    _locks[folder] = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(_locks[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"{folder}: another process is at work in it; wait for its end, or choose another --out"
-        ) from None
-    except OSError:  # a file system without locks
-        return
-
-
-def _check_config(folder: Path, config_yaml: str) -> None:
-    """Refuse a config.yaml that is not the one that the run began with, where its hash is known."""
-    try:
-        recorded = json.loads((folder / "provenance.json").read_bytes())["config_sha256"]
-    except UNREADABLE:
-        return
-    if recorded and recorded != hashlib.sha256(config_yaml.encode()).hexdigest():
-        raise UserError(
-            f"{folder / 'config.yaml'}: changed since the run began; put it back, or start a new run"
-        )
-
-
-def _is_unused(folder: Path) -> bool:
-    """Say whether a folder is empty, or holds nothing but the beginnings of a run."""
-    found = {path.name: path for path in folder.iterdir()} if folder.is_dir() else {"": folder}
-    found.pop(PARTIAL, None)
-    begun = {name: path for name, path in found.items() if name not in REUSABLE}
-    logs = [path for path in begun.values() if path.suffix == ".jsonl"]
-    is_beginning = "config.yaml" in found and begun.keys() <= BEGINNINGS
-    return not found or (is_beginning and all(path.stat().st_size == 0 for path in logs))
-
-
-def recover(parent: Path) -> None:
-    """Clear what killed writers left in a folder of committed folders.
-
-    A folder that was set aside and whose successor never came gets its name back; half-written and
-    half-removed ones are deleted.
+class LogHashes:
+    """Size and SHA-256 of a run's growing logs; each call reads only what came since the one before.
 
     Args:
-        parent: Folder of the committed folders; it may be missing. Nobody may be writing to it.
+        run: The run folder.
     """
-    for path in sorted(parent.glob(".old-*")):
-        if not (final := parent / path.name.removeprefix(".old-").rpartition("-")[0]).exists():
-            path.rename(final)
-    for path in [*parent.glob(".old-*"), *parent.glob(".tmp-*")]:
-        shutil.rmtree(path, ignore_errors=True)
 
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._known = {name: (0, hashlib.sha256()) for name in LOGS}
 
-def _set_aside(folder: Path) -> None:
-    """Rename a damaged folder, so that nothing uses it and somebody can look at it."""
-    aside = folder.with_name(f".corrupt-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a committed folder; killed in the middle it leaves no folder that looks whole."""
-    doomed = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _first_difference(stored: str, given: str) -> str:
-    pairs = zip(stored.splitlines(), given.splitlines(), strict=False)
-    for number, (old, new) in enumerate(pairs, start=1):
-        if old != new:
-            return f"config.yaml line {number} has {old.strip()!r}, you gave {new.strip()!r}"
-    return "the number of fields differs"
-
-
-@contextmanager
-def commit_folder(final: Path) -> Iterator[Path]:
-    """Write a folder that appears under its name only when it is complete.
-
-    Files go to a temporary sibling; on success a manifest with size and SHA-256 of each is added, everything
-    is synced to disk, and the folder is renamed. After an error the temporary folder is removed and nothing
-    has changed. What a killed process leaves is cleared by `recover`.
-
-    Args:
-        final: The name; an older folder of that name is replaced.
-
-    Yields:
-        The temporary folder to write into.
-
-    Raises:
-        UserError: If the disk refuses; nothing that was there is lost.
-    """
-    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        files = {}
-        for path in sorted(temporary.rglob("*")):
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Return size and hash by name of the logs that are there."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in LOGS:
+            path = self._run / name
             if path.is_file():
-                entry = {"size": path.stat().st_size, "sha256": _digest(path)}
-                files[str(path.relative_to(temporary))] = entry
-                _sync(path)
-        manifest = {"format": FORMAT_VERSION, "threads": torch.get_num_threads(), "files": files}
-        manifest["sha256"] = _seal(manifest)
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        _sync(temporary / MANIFEST)
-        _sync(temporary)
-        if final.exists():
-            retired = final.with_name(f".old-{final.name}-{os.getpid()}")
-            shutil.rmtree(retired, ignore_errors=True)
-            final.rename(retired)
-            temporary.rename(final)
-            shutil.rmtree(retired, ignore_errors=True)
-        else:
-            temporary.rename(final)
-        _sync(final.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0][:120]
-        text = f"{final}: the checkpoint could not be written ({reason}); earlier ones are whole"
-        raise UserError(f"{text}: free space, then --resume") from None
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _digest(path: Path, size: int = sys.maxsize) -> str:
-    """Return the sha256 of a file's first `size` bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while size > 0 and (data := file.read(min(size, 1 << 20))):
-            digest.update(data)
-            size -= len(data)
-    return digest.hexdigest()
-
-
-def _seal(manifest: Mapping[str, Any]) -> str:
-    """Return the sha256 of a manifest's own content."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def verify_folder(folder: Path) -> None:
-    """Check every file of a committed folder against its manifest.
-
-    Raises:
-        UserError: If the manifest or a file is missing, one differs, or there is one that the manifest does not name.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        version, files = manifest["format"], manifest["files"]
-        is_whole = manifest.pop("sha256", None) in (None, _seal(manifest))  # earlier versions have none
-        expected = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
-    except UNREADABLE as error:
-        raise UserError(f"{folder / MANIFEST}: no readable manifest ({type(error).__name__})") from None
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"{folder}: manifest.json has format {str(version)[:20]!r}, this whet reads {FORMAT_VERSION}"
-        )
-    if not is_whole or not expected:
-        raise UserError(f"{folder / MANIFEST}: not as it was written (corrupt)")
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()} - {MANIFEST}
-    if unnamed := sorted(found - expected.keys()):
-        raise UserError(f"{folder / unnamed[0]}: the manifest does not name it (corrupt)")
-    for name, (size, digest) in expected.items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path}: missing, though the manifest names it")
-        if path.stat().st_size != size or _digest(path) != digest:
-            raise UserError(f"{path}: differs from its manifest (corrupt)")
+                size, running = self._known[name]
+                if path.stat().st_size < size:  # cut by somebody
+                    size, running = 0, hashlib.sha256()
+                with path.open("rb") as file:
+                    file.seek(size)
+                    while data := file.read(1 << 20):
+                        running.update(data)
+                        size += len(data)
+                self._known[name] = size, running
+                found[name] = {"size": size, "sha256": running.hexdigest()}
+        return found
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -286,6 +110,11 @@ def _steps(run: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in folders if re.fullmatch(r"step_\d{8,18}", path.name))
 
 
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the name of the first tensor with a NaN or an infinity; '' where all are finite."""
+    return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), "")
+
+
 def save_step(
     run: Path,
     step: int,
@@ -293,9 +122,10 @@ def save_step(
     write_model: Callable[[Path], None],
     tensors: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
+    logs: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Commit the checkpoint of a step and remove all but the newest ones.
+    """Commit the checkpoint of a step and remove all but the newest ones; all ranks call it, and write it together.
 
     Args:
         run: Run folder.
@@ -303,43 +133,53 @@ def save_step(
         write_model: Writes the model folder.
         tensors: Optimizer state.
         state: Everything else that resuming needs, as JSON values.
+        logs: What `LogHashes.describe` says of the logs as they are at this step; default: as they are now.
         keep: Checkpoints kept, at least 2.
 
     Returns:
         The committed folder.
 
     Raises:
-        UserError: If the disk refuses; nothing that was there is lost.
+        UserError: If the disk refuses, or a tensor is not finite; nothing that was there is lost.
     """
+    if name := not_finite(tensors):
+        raise UserError(
+            f"step {step}: {name} is not finite and was not saved; go on from the checkpoint before it (--resume) with "
+            "a lower learning rate"
+        )
     folder = step_folder(run, step)
-    with commit_folder(folder) as temporary:
+
+    def write(temporary: Path) -> None:
         write_model(temporary)
         training = temporary / "training"
-        training.mkdir()
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            training / "optimizer.safetensors",
-        )
+        training.mkdir(exist_ok=True)
         (training / "state.json").write_text(json.dumps({"step": step, **state}, indent=1) + "\n")
-        (training / "logs.json").write_text(json.dumps(_describe_logs(run), indent=1) + "\n")
-    _purge(run, keep)
+        described = LogHashes(run).describe() if logs is None else logs
+        for name in described:
+            sync(run / name)
+        (training / "logs.json").write_text(json.dumps(described, indent=1) + "\n")
+
+    if is_distributed():
+        commit_sharded(folder, f"training/{SHARDS}", tensors, write)
+    else:
+        with commit_folder(folder) as temporary:
+            write(temporary)
+            parts = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(parts, temporary / "training" / ALONE)
+    if rank() == 0:
+        _purge(run, keep)
     return folder
 
 
 def _purge(run: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest ones."""
+    """Remove all checkpoints but the newest ones, and what was recorded of the step after each."""
     oldest = saved_steps(run)[-max(keep, 2) :][0]
     for old in _steps(run):
         if old < oldest:
-            _remove(step_folder(run, old))
-
-
-def _describe_logs(run: Path) -> dict[str, dict[str, Any]]:
-    """Bring the logs to disk; return size and hash of each, by which a resumed run finds them changed."""
-    found = [run / name for name in LOGS if (run / name).is_file()]
-    for path in found:
-        _sync(path)
-    return {path.name: {"size": path.stat().st_size, "sha256": _digest(path)} for path in found}
+            remove(step_folder(run, old))
+    for record in (run / RECORDS).glob("step_*"):
+        if re.fullmatch(r"step_\d{8,18}", record.name) and 1 < int(record.name[5:]) <= oldest:
+            remove(record)
 
 
 def _check_logs(run: Path, folder: Path) -> None:
@@ -347,52 +187,95 @@ def _check_logs(run: Path, folder: Path) -> None:
     described = folder / "training" / "logs.json"
     for name, entry in json.loads(described.read_text()).items() if described.is_file() else ():
         path, copy = run / name, run / f".corrupt-{name}"
-        if not path.is_file() or _digest(path, entry["size"]) != entry["sha256"]:
+        if not path.is_file() or digest(path, entry["size"]) != entry["sha256"]:
             if path.is_file():
                 shutil.copyfile(path, copy)
             text = f"{path}: damaged since {folder.name} was saved; earlier rows are wrong or lost"
             print(f"whet: warning: {text} (as found: {copy.name}); training goes on exactly", flush=True)
 
 
-def load_step(run: Path, *, keep: int = 2) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]] | None:
-    """Read the newest checkpoint that verifies; corrupt newer ones are set aside, loudly.
+def _check_machine(folder: Path, sameness: Sameness) -> None:
+    """Take the CPU threads that a checkpoint was saved with; refuse or tell of what else changes the last bits.
+
+    Raises:
+        UserError: In strict mode, if this is not the same kind of machine.
+    """
+    saved, here = json.loads((folder / MANIFEST).read_text()), machine()
+    threads = int(saved.get("threads") or here["threads"])
+    if sameness == "strict" and threads != here["threads"]:
+        torch.set_num_threads(threads)
+        print(f"whet: {threads} CPU threads, as when it was saved (here it would be {here['threads']})")
+        here = machine()
+    for name, value in here.items():
+        if sameness != "off" and (was := saved.get(name, value)) != value:
+            text = f"{folder}: saved with {name} {was}, resumed with {value}: not bitwise the same run"
+            if sameness == "strict":
+                raise UserError(f"{text}; go on all the same with --deterministic warn")
+            print(f"whet: warning: {text}", flush=True)
+
+
+def load_step(
+    run: Path, resume: Resume = True, *, keep: int = 2, sameness: Sameness = "strict"
+) -> Loaded | None:
+    """Read the newest checkpoint that verifies, corrupt newer ones being set aside, loudly; or exactly one step.
 
     Args:
         run: Run folder.
+        resume: A step is wanted and no other, and later ones are set aside; True for the newest.
         keep: As in `save_step`, which may have been killed before it removed older ones.
+        sameness: What is done where the run cannot go on bitwise.
 
     Returns:
-        Model folder, optimizer tensors and state; None when the run has no checkpoint yet.
+        The checkpoint; None when the run has none yet.
 
     Raises:
-        UserError: If there are checkpoints, but none can be read.
+        UserError: If there are checkpoints, but none can be read; or not the one that was wanted.
     """
+    if resume is not True:
+        return _load_exactly(run, resume, sameness)
     problems = []
-    for step in reversed(_steps(run)):
-        folder = step_folder(run, step)
+    for found in reversed(_steps(run)):
+        folder = step_folder(run, found)
         try:
-            verify_folder(folder)
-            tensors = load_file(folder / "training" / "optimizer.safetensors")
-            state = json.loads((folder / "training" / "state.json").read_text())
-        except (UserError, OSError, ValueError, SafetensorError) as error:
+            state = _read(folder)
+        except (UserError, OSError, ValueError) as error:
             problems.append(str(error))
-            _set_aside(folder)
+            set_aside(folder)
             print(f"whet: warning: {error}; set aside, trying the checkpoint before it", flush=True)
             continue
-        threads, now = json.loads((folder / MANIFEST).read_text()).get("threads"), torch.get_num_threads()
-        if threads != now:
-            print(
-                f"whet: warning: saved with {threads} CPU threads, resumed with {now}: not bitwise the same run",
-                flush=True,
-            )
+        _check_machine(folder, sameness)
         _check_logs(run, folder)
         _purge(run, keep)
-        return folder, tensors, state
+        return Loaded(folder, state)
     if problems:
         raise UserError(f"{run}: no checkpoint can be read; the newest says: {problems[0]}")
-    if set_aside := sorted((run / "checkpoints").glob(".corrupt-step_*")):
-        raise UserError(f"{run}: no checkpoint is left; {set_aside[-1]} was damaged: start a new run")
+    if aside := sorted((run / "checkpoints").glob(".corrupt-step_*")):
+        raise UserError(f"{run}: no checkpoint is left; {aside[-1]} was damaged: start a new run")
     print(
         f"whet: warning: {run}: no checkpoint was made before it ended; it begins again at step 0", flush=True
     )
     return None
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    verify_folder(folder)
+    return json.loads((folder / "training" / "state.json").read_text())
+
+
+def _load_exactly(run: Path, step: int, sameness: Sameness) -> Loaded:
+    """Read one step; set later ones aside, since their logs are about to be written anew."""
+    folder = step_folder(run, step)
+    if not folder.is_dir():
+        there = ", ".join(map(str, _steps(run))) or "none"
+        raise UserError(f"--resume {step}: {run} has no checkpoint of that step; it has: {there}")
+    try:
+        state = _read(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: cannot be read ({error}); leave out the step to fall back") from None
+    _check_machine(folder, sameness)
+    _check_logs(run, folder)
+    for later in _steps(run):
+        if later > step:
+            kept = set_aside(step_folder(run, later), mark="later")
+            print(f"whet: {step_folder(run, later).name} is later than step {step}: kept as {kept.name}")
+    return Loaded(folder, state)

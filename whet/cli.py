@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import re
@@ -23,6 +24,7 @@ from whet.config import (
     groups,
     leaves,
     load_yaml,
+    put,
     show,
     to_dict,
     unwrap,
@@ -32,23 +34,13 @@ from whet.types import UserError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = [
-    "Parsed",
-    "describe",
-    "dump_yaml",
-    "escape",
-    "from_dict",
-    "guard",
-    "load_yaml",
-    "parse",
-    "to_dict",
-    "unknown",
-]
+__all__ = ["Parsed", "escape", "guard", "parse", "unknown"]
+__all__ += ["dump_yaml", "from_dict", "load_yaml", "to_dict"]
 
 Config = TypeVar("Config", bound="DataclassInstance")
-
 _NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
-_SHORT = {"--task": "--task.name", "--track": "--track.to"}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SHORT = {"--task": "--task.name", "--track": "--track.to", "--deterministic": "--safety.deterministic"}
 """Options that stand for one field of a group."""
 _SWITCHES = {"--dry-run": "dry_run", "--dry_run": "dry_run", "--help": "help", "-h": "help"}
 
@@ -61,18 +53,13 @@ class Parsed(Generic[Config]):
         config: The resolved config.
         recipe: The RECIPE argument as written; '' for a program without recipes.
         dry_run: Print the config and the plan, create nothing.
-        resume: Continue an earlier run of this config.
+        resume: Continue an earlier run of this config: from its newest checkpoint, or from that of a step.
     """
 
     config: Config
     recipe: str
     dry_run: bool
-    resume: bool
-
-
-def describe(config: DataclassInstance) -> str:
-    """Return the resolved config as --dry-run shows it: the config.yaml that a run would write."""
-    return dump_yaml(config)
+    resume: bool | int
 
 
 def parse(
@@ -82,6 +69,7 @@ def parse(
     argv: Sequence[str],
     *,
     resumable: bool = True,
+    has_steps: bool = True,
     presets: Mapping[str, Mapping[str, Callable[[], Any]]] | None = None,
     positional: str = "",
 ) -> Parsed[Config]:
@@ -96,6 +84,7 @@ def parse(
         recipes: Name -> function returning a full config; empty for a program that takes no RECIPE.
         argv: The words after the program.
         resumable: Whether the program knows `--resume`; otherwise that is an unknown field.
+        has_steps: Whether it knows `--resume STEP`, too.
         presets: For a group of fields, named values of it: `--algo gspo`; fields given beside it change it further.
         positional: Field that a program without recipes takes as its one word, `whet audit gsm8k`, or, where it is a
             tuple, as all its words: `whet compare A B`.
@@ -107,6 +96,7 @@ def parse(
         UserError: One line: what is wrong and the closest right spelling.
         SystemExit: Status 0 after printing help.
     """
+    argv = [part for word in argv for part in (word.split("=") if word.startswith("--resume=") else [word])]
     words, overrides, switches = _scan(argv, _SWITCHES | ({"--resume": "resume"} if resumable else {}))
     if positional and words:
         takes_all = get_origin(unwrap(leaves(config_class)[positional])[0]) is tuple
@@ -125,16 +115,19 @@ def parse(
         named = [f"--{group} NAME: {', '.join(table)}" for group, table in (presets or {}).items()]
         _print_help(command, config_class, start, named, resumable=resumable)
         raise SystemExit(0)
+    resume: bool | int = "resume" in switches
+    if resume and len(stray) == 1 and re.fullmatch(r"auto|[1-9]\d{0,17}" if has_steps else "auto", stray[0]):
+        resume = (word := stray.pop()) == "auto" or int(word)
     if stray:
         raise UserError(
-            f"unexpected argument {stray[0]!r} for '{program}'; an override is written --field value"
+            f"unexpected argument {show(stray[0])} for '{program}'; an override is written --field value"
         )
     data = default_data(config_class) if start is None else to_dict(start)
     for dotted, table in (presets or {}).items():
         overrides = _preset(command, data, overrides, dotted, table)
     _apply(command, config_class, data, overrides)
     config = from_dict(config_class, data, where=command)
-    return Parsed(config=config, recipe=recipe, dry_run="dry_run" in switches, resume="resume" in switches)
+    return Parsed(config=config, recipe=recipe, dry_run="dry_run" in switches, resume=resume)
 
 
 def guard(function: Callable[[], int | None]) -> int:
@@ -144,7 +137,8 @@ def guard(function: Callable[[], int | None]) -> int:
         function: The program; None counts as 0.
 
     Returns:
-        Its status; 2 after a UserError, 130 after Ctrl-C, 141 when the reader of stdout went away.
+        Its status; 2 after a UserError, or where the system refused a file; 130 after Ctrl-C, 141 when the reader of
+        stdout went away.
     """
     try:
         status = function()
@@ -163,7 +157,23 @@ def guard(function: Callable[[], int | None]) -> int:
         # Python flushes stdout once more at exit: give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:
+        if not (line := _refused(error)):
+            raise
+        print(f"whet: error: {escape(line)}", file=sys.stderr)
+        return 2
     return status or 0
+
+
+def _refused(error: Exception) -> str:
+    """Say in one line which file the system refused and what to do; '' for any other error, which is a bug of ours."""
+    name = str(getattr(error, "filename2", None) or getattr(error, "filename", None) or "")
+    number = getattr(error, "errno", None) if isinstance(error, OSError) else None
+    if number not in _FULL and "No space left on device" not in str(error):  # as safetensors says it
+        remedy = "check the path and its permissions"
+        return f"{name}: {getattr(error, 'strerror', None) or error}; {remedy}" if number and name else ""
+    reason = os.strerror(number) if number else "No space left on device"
+    return f"{name or 'a file'}: cannot be written ({reason}); free space, then --resume"
 
 
 def escape(text: str) -> str:
@@ -217,22 +227,24 @@ def _start(
     if recipe in recipes:
         return recipes[recipe]()
     path = Path(recipe)
-    if path.is_dir():
-        if not (path / "config.yaml").exists():
-            raise UserError(f"folder {recipe!r} has no config.yaml, so it is not a run folder")
+    if os.path.isdir(recipe):  # False, no error, for what no file system takes as a name
+        if not os.path.exists(path / "config.yaml"):
+            raise UserError(f"folder {show(recipe)} has no config.yaml, so it is not a run folder")
         try:
             return load_yaml(path / "config.yaml", cls)
         except UserError as error:
             if "unknown field" not in str(error):
                 raise
             raise UserError(
-                f"{error}; if {recipe!r} is a folder of another program, start from its model: "
+                f"{error}; if {show(recipe)} is a folder of another program, start from its model: "
                 f"{program} RECIPE --policy.init {recipe}"
             ) from None
-    if path.suffix in (".yaml", ".yml") or (os.sep in recipe and path.exists()):
+    if path.suffix in (".yaml", ".yml") or (os.sep in recipe and os.path.exists(recipe)):
         return load_yaml(path, cls)
     if os.sep in recipe:
-        raise UserError(f"no recipe, file or folder {recipe!r} for '{program}' ({program} --help lists all)")
+        raise UserError(
+            f"no recipe, file or folder {show(recipe)} for '{program}' ({program} --help lists all)"
+        )
     raise unknown("recipe", recipe, program, list(recipes), help_command=f"{program} --help")
 
 
@@ -284,18 +296,7 @@ def _apply(
             value = False if negated else from_texts(hint, texts)
         except (ValueError, KeyError):
             raise UserError(f"{option}: got {got}, expected {expected(hint)}") from None
-        _put(cls, data, path, value)
-
-
-def _put(cls: type[DataclassInstance], data: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set data[path] = value; a group that is off (None) or absent is first switched on with its defaults."""
-    known = groups(cls)
-    for depth, part in enumerate(path[:-1], start=1):
-        if data.get(part) is None:
-            hint = known.get(".".join(path[:depth]))
-            data[part] = {} if hint is None else default_data(unwrap(hint)[0])
-        data = data[part]
-    data[path[-1]] = value
+        put(cls, data, path, value)
 
 
 def _resolve(
@@ -361,7 +362,9 @@ def _overview(program: str, recipes: Mapping[str, Callable[[], Any]], *, resumab
 
 def _switch_lines(*, resumable: bool) -> list[str]:
     lines = ["  --dry-run       print the resolved config and the plan, create nothing"]
-    more = ["  --resume        continue the earlier run of this config from its last checkpoint"]
+    more = [
+        "  --resume [STEP] continue the earlier run of this config, from its newest checkpoint or that of a step"
+    ]
     return lines + more * resumable
 
 

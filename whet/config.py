@@ -78,6 +78,11 @@ def load_yaml(path: Path, cls: type[Config]) -> Config:
     Raises:
         UserError: One line with file, line or field, and what is wrong there.
     """
+    return from_dict(cls, read_yaml(path), where=str(path))
+
+
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """Read the fields of a YAML file: at most 1 MiB, no alias, no key twice; UserError with file and line otherwise."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_YAML_BYTES + 1)
@@ -95,7 +100,7 @@ def load_yaml(path: Path, cls: type[Config]) -> Config:
         raise UserError(f"{path}: malformed YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, Mapping):
         raise UserError(f"{path}: got {show(data)}, expected lines of 'field: value'")
-    return from_dict(cls, data, where=str(path))
+    return data
 
 
 def default_data(cls: type[DataclassInstance]) -> dict[str, Any]:
@@ -121,6 +126,17 @@ def groups(cls: type[DataclassInstance], path: str = "") -> dict[str, Any]:
         if is_dataclass(inner):
             found |= {_join(path, name): hint} | groups(inner, _join(path, name))  # pyright: ignore[reportArgumentType]
     return found
+
+
+def put(cls: type[DataclassInstance], data: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set data[path] = value; a group that is off (None) or absent is first switched on with its defaults."""
+    known = groups(cls)
+    for depth, part in enumerate(path[:-1], start=1):
+        if data.get(part) is None:
+            hint = known.get(".".join(path[:depth]))
+            data[part] = {} if hint is None else default_data(unwrap(hint)[0])
+        data = data[part]
+    data[path[-1]] = value
 
 
 def unwrap(hint: Any) -> tuple[Any, bool]:

@@ -1,11 +1,40 @@
-"""Ranks and reductions. World size 1 runs the same code: every reduction is then the identity."""
+"""Ranks, and the work that they do together. World size 1 runs the same code: every reduction is then the identity.
+
+Before they exchange numbers, ranks exchange what they are about to do: unequal work is an error on every rank, never a
+hang or a wrong sum. Numbers are exchanged on the CPU; only gradients stay on the device that they are on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from whet.types import UserError
+
+T = TypeVar("T")
+BUCKET_NUMBERS = 1 << 23
+"""Gradients are added in buckets of at most this many numbers, or of one tensor."""
+_TEXT_BYTES = 184
+_current = ""
+
+
+class RankError(RuntimeError):
+    """What a rank cannot do because of another one: it is gone, late, or at other work.
+
+    Attributes:
+        work: What was waited for; '' where all ranks came.
+    """
+
+    def __init__(self, text: str, *, work: str = "") -> None:
+        super().__init__(text)
+        self.work = work
 
 
 def is_distributed() -> bool:
@@ -23,6 +52,39 @@ def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
+def current_collective() -> str:
+    """Return what this rank waits for with the others, as 'all_reduce_max in train.step.clip:93'; '' for nothing."""
+    return _current
+
+
+@contextmanager
+def together(what: str, number: int = 0) -> Iterator[list[int]]:
+    """Do a thing together with all ranks, once they agree on what it is, and where.
+
+    Args:
+        what: What is done, with everything that must be the same on all ranks.
+        number: A number to share, 0 or more.
+
+    Yields:
+        The number of each rank.
+
+    Raises:
+        RankError: On every rank, if one is at other work; on this one, if another is gone or does not come in time.
+    """
+    work = f"{what} in {_caller()}"
+    with _named(work):
+        text = work.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+        mine = torch.frombuffer(bytearray(text + number.to_bytes(8, "little")), dtype=torch.uint8)
+        parts = [torch.zeros_like(mine) for _ in range(world_size())]
+        dist.all_gather(parts, mine)
+        found = [bytes(part.numpy()) for part in parts]
+        texts = [data[:_TEXT_BYTES].decode().rstrip() for data in found]
+        if len(set(texts)) > 1:
+            where = "; ".join(f"rank {place}: {said}" for place, said in enumerate(texts[:8]))
+            raise RankError(f"ranks are at different work: {where}; start all with the same code and files")
+        yield [int.from_bytes(data[_TEXT_BYTES:], "little") for data in found]
+
+
 def all_reduce_sum(*values: float) -> list[float]:
     """Add numbers over all ranks, in float64.
 
@@ -35,7 +97,8 @@ def all_reduce_sum(*values: float) -> list[float]:
     if not is_distributed():
         return [float(value) for value in values]
     tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor)
+    with together(f"all_reduce_sum of {len(values)} values"):
+        dist.all_reduce(tensor)
     return tensor.tolist()
 
 
@@ -44,8 +107,14 @@ def all_reduce_max(value: float) -> float:
     if not is_distributed():
         return float(value)
     tensor = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    with together("all_reduce_max"):
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor[0])
+
+
+def all_agree(flag: bool) -> bool:
+    """Say whether a thing is true on every rank."""
+    return all_reduce_max(float(not flag)) == 0.0
 
 
 def all_gather_values(values: torch.Tensor) -> torch.Tensor:
@@ -56,35 +125,136 @@ def all_gather_values(values: torch.Tensor) -> torch.Tensor:
     """
     if not is_distributed():
         return values
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
-    dist.all_gather(counts, torch.tensor([values.numel()]))
-    padded = torch.zeros(int(max(counts)), dtype=values.dtype)
-    padded[: values.numel()] = values
-    parts = [torch.zeros_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+    with together(f"all_gather_values of {values.dtype}", values.numel()) as counts:
+        padded = torch.zeros(max(counts), dtype=values.dtype)
+        padded[: values.numel()] = values
+        parts = [torch.zeros_like(padded) for _ in counts]
+        dist.all_gather(parts, padded)
+    everything = [part[:count] for part, count in zip(parts, counts, strict=True)]
+    return torch.cat(everything).to(values.device)
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Return the JSON values of all ranks, in the order of ranks, as read back from JSON."""
+    line = json.dumps(value) + "\n"
+    everything = all_gather_values(torch.frombuffer(bytearray(line.encode()), dtype=torch.uint8))
+    return [json.loads(line) for line in bytes(everything.numpy()).splitlines()]
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Run a function on rank 0 only, and share how it ended.
+
+    Args:
+        function: Returns a JSON value.
+
+    Returns:
+        That value, on every rank, as read back from JSON.
+
+    Raises:
+        UserError: On every rank, of the class and with the text that the function raised.
+        OSError: On rank 0, where the function raised it; the others have it as UserError.
+    """
+    outcome: list[Any] = []
+    failed: UserError | OSError | None = None
+    if rank() == 0:
+        try:
+            outcome = ["", "", function()]
+        except (UserError, OSError) as error:
+            failed, outcome = error, [type(error).__name__, str(error), None]
+    kind, text, value = gather_json(outcome)[0]
+    if failed is not None:
+        raise failed
+    if kind:
+        raise {known.__name__: known for known in UserError.__subclasses__()}.get(kind, UserError)(text)
+    return value
 
 
 def barrier() -> None:
     """Wait for all ranks, for instance until rank 0 has prepared a folder that all of them read."""
     if is_distributed():
-        dist.barrier()
+        with together("barrier"):
+            pass
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Add gradients over all ranks.
 
-    Losses are divided by global counts, so the sum is the gradient of the whole batch. A parameter without a
-    gradient here counts as zero, so that ranks with less work stay in step.
+    Losses are divided by global counts, so the sum is the gradient of the whole batch. A parameter that only other
+    ranks have a gradient of counts as zero here; one that no rank has a gradient of stays without.
     """
     if not is_distributed():
         return
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    layout = repr([(parameter.dtype, tuple(parameter.shape)) for parameter in trained])
+    work = f"sum_gradients of {len(trained)} tensors ({zlib.crc32(layout.encode()):08x})"
+    num_missing = sum(parameter.grad is None for parameter in trained)
+    with together(work, num_missing) as missing:
+        if any(missing):
+            has_gradient = torch.tensor([parameter.grad is not None for parameter in trained]).int()
+            dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX)
+            trained = [p for p, has in zip(trained, has_gradient.tolist(), strict=True) if has]
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in _buckets([p.grad for p in trained if p.grad is not None]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
 
 
 def shard(count: int) -> range:
     """Return the indices of `count` items that are this rank's: every world_size-th, from its rank on."""
     return range(rank(), count, world_size())
+
+
+def redeal(parts: Sequence[Sequence[T]]) -> list[T]:
+    """Return this rank's share of items that `shard` had dealt, perhaps to another number of ranks.
+
+    Args:
+        parts: The items of each of those ranks.
+    """
+    if len(parts) == world_size():
+        return list(parts[rank()])
+    longest = max(map(len, parts), default=0)
+    items = [part[place] for place in range(longest) for part in parts if place < len(part)]
+    return [items[index] for index in shard(len(items))]
+
+
+def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut gradients, in their order, into lists of one dtype and device."""
+    bucket: list[torch.Tensor] = []
+    for gradient in gradients:
+        size = sum(other.numel() for other in bucket) + gradient.numel()
+        kind = (gradient.dtype, gradient.device)
+        if bucket and (size > BUCKET_NUMBERS or kind != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+@contextmanager
+def _named(work: str) -> Iterator[None]:
+    """Let `current_collective` return this; turn what gloo and nccl raise into one line."""
+    global _current
+    before, _current = _current, work
+    try:
+        yield
+    except (RankError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), "")[:200]
+        raise RankError(f"{work}: {reason}", work=work) from error
+    finally:
+        _current = before
+
+
+def _caller() -> str:
+    """Return module, function and line of who called into this file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "contextlib"):
+        frame = frame.f_back
+    module = str(frame.f_globals.get("__name__", "")).removeprefix("whet.")
+    return f"{module}.{frame.f_code.co_qualname}:{frame.f_lineno}"

@@ -77,8 +77,9 @@ class ResponseSchema:
         object.__setattr__(self, "tools", tuple(self.tools))
         tags = (*self.tags, *self.tool_tags)
         if not all(isinstance(tag, str) and tag.strip() for tag in tags) or len(set(tags)) != len(tags):
+            count = "eight" if self.tools else "four"
             raise ValueError(
-                f"schema tags must be {'eight' if self.tools else 'four'} different non-empty strings, got {tags}"
+                f"schema tags must be {count} different non-empty strings, got {str(tags)[:200]}"
             )
 
     @property

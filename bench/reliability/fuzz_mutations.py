@@ -185,7 +185,11 @@ def mutate_tree(tree: Any, rng: Random) -> Any:
         elif action == 8 and isinstance(parent, dict):
             parent[rng.choice([*TEXTS[:10], "x", f"{key} "])] = parent.pop(key)
         elif isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
-            parent[key] = parent[key] * rng.choice([-1, 0, 2, 0.5, 1000]) + rng.choice([0, 1, -1])
+            factor, more = rng.choice([-1, 0, 2, 0.5, 1000]), rng.choice([0, 1, -1])
+            is_huge = (
+                isinstance(parent[key], int) and abs(parent[key]) > 10**300
+            )  # no float can be made of it
+            parent[key] = parent[key] * (2 if is_huge and factor == 0.5 else factor) + more
         elif isinstance(parent[key], str):
             parent[key] = mutate_text(parent[key], rng)
         else:
@@ -271,6 +275,7 @@ def mutate_lines(data: bytes, rng: Random) -> bytes:
     """Mutate some rows of a JSON-lines file: their trees, their order, their bytes."""
     lines = data.splitlines()
     for _ in range(rng.choice([1, 1, 2, 6])):
+        lines = lines or [b""]
         place = rng.randrange(len(lines))
         kind = rng.randrange(8)
         if kind < 5:

@@ -50,6 +50,8 @@ from whet.rewards.extract import extract_answer
 from whet.rewards.steps import audit_steps
 from whet.schema import ResponseSchema
 from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.quarantine import QUARANTINE, write_quarantine
+from whet.tasks.read import BadRow
 from whet.telemetry.trackers import Link
 from whet.train.pairs import read_pairs
 from whet.types import Problem
@@ -318,16 +320,30 @@ def run_rows(case: Case, folder: Path) -> None:
     task, name, split, max_bad = case.words
     path = str(folder / name) if name else str(folder)
     if task == "pairs":
-        read_pairs(str(folder / next(iter(case.files))), policy(), int(max_bad))
+        bad_rows: list[BadRow] = []
+        read_pairs(str(folder / next(iter(case.files))), policy(), int(max_bad), bad_rows)
+        check_quarantine(folder, bad_rows, int(max_bad))
         return
     config = TaskConfig(name={"messages": "jsonl"}.get(task, task), path=path, max_bad_rows=int(max_bad))
     made = load_task(config)
     problems = made.problems(split)
+    check_quarantine(folder, made, int(max_bad))
     if task in ("humaneval", "mbpp", "code"):  # judging runs the sandbox, which has a battery of its own
         return
     for problem in problems[:2]:
         for answer in (problem.answer, "5", "", None, problem.prompt[:200]):
             made.is_correct(problem, answer)
+
+
+def check_quarantine(folder: Path, source: Any, max_bad: int) -> None:
+    """See that the rows which were left out are kept: as many as were allowed at most, each in one line of JSON."""
+    said = write_quarantine(folder, source)
+    path = folder / QUARANTINE
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    assert all(row["where"] and row["reason"] and len(row["raw"]) <= 2000 for row in rows), rows
+    assert bool(rows) == ("left out" in said), said
+    counted = [row for row in rows if row["reason"] != "'answer' is empty"]  # of math, they do not count
+    assert len(counted) <= max_bad * 2, f"{len(rows)} bad rows of two files"
 
 
 # --- model folders ---------------------------------------------------------------------------------------------

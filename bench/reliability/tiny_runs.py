@@ -91,15 +91,15 @@ POINTS: dict[str, list[str]] = {
     "backward": ["torch:Tensor.backward"],
     "optimizer": ["whet.train.step:Optimizer._update"],
     "checkpoint write": ["whet.checkpoint:save_file"],
-    "hash": ["whet.checkpoint:_digest"],
+    "hash": ["whet.commit:digest"],
     "fsync": ["os:fsync"],
     "rename": ["os:rename", "os:replace"],
     "purge": ["shutil:rmtree"],
+    "record": ["whet.train.recorded:Recorder.begin", "whet.train.recorded:Recorder.end"],
     "log append": ["whet.telemetry.log:RunLog._append"],
     "torn append": ["os:write"],
     "report": [
-        "whet.train.rl:write_report",
-        "whet.train.fit:write_report",
+        "whet.train.session:write_report",
         "whet.eval.evaluate:write_report",
     ],
 }
@@ -226,8 +226,7 @@ def _patch(place: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]])
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    if hasattr(owner, name):
-        setattr(owner, name, wrap(getattr(owner, name)))
+    setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def _killing(
@@ -278,10 +277,12 @@ def _bend_time(how: str) -> None:
 PLOTS = ("whet.telemetry.report:draw_figures", "whet.eval.evaluate:draw_evaluation")
 """Left out: nothing is resumed from pictures, and they would take most of a tiny run's time."""
 NOISY = re.compile(
-    r"(seconds|_per_second|memory|energy|power|hardware|time_s|start_utc|temperature|utilisation|^tokens$|^requests$)"
+    r"(seconds|_per_second|memory|energy|power|hardware|time_s|start_utc|temperature|utilisation)"
 )
-"""Times, readings of sensors, and what sampling took (in eval.json: a killed evaluation spends more)."""
-UNCOMPARED = frozenset({"environment.json", "provenance.json", "report.md", "report.html", "plots"})
+"""Times and readings of sensors."""
+UNCOMPARED = frozenset(
+    {"environment.json", "provenance.json", "report.md", "report.html", "plots", "heartbeats"}
+)
 
 
 def without_noise(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,13 @@ import pytest
 from whet.config import dump_yaml
 from whet.eval import measure
 from whet.eval.evaluate import EvalConfig, main
-from whet.eval.record import PROGRESS, SAMPLES, SUMMARY, differences, read_eval, start_progress
+from whet.eval.record import PROGRESS, SAMPLES, SUMMARY, differences, read_eval, write_summary
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMES = ("seconds", "generation_seconds", "tokens", "requests", "hardware")
+TIMES = ("seconds", "generation_seconds", "hardware")
 PROGRAM = """
 import sys, torch
 from pathlib import Path
@@ -47,6 +49,12 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, few_problems: None) -> None:
     monkeypatch.setattr("whet.eval.evaluate.write_report", lambda folder: (folder / "report.md").touch())
     monkeypatch.setattr("whet.eval.evaluate.draw_evaluation", lambda *arguments: [])
 
+    def keep_notes(folder: Path, *arguments: Any, **options: Any) -> dict[str, Any]:
+        shutil.copy(folder / PROGRESS, folder.parent / f"{folder.name}.notes")
+        return write_summary(folder, *arguments, **options)
+
+    monkeypatch.setattr("whet.eval.evaluate.write_summary", keep_notes)
+
 
 def make_config(tiny_policy: PolicyConfig, folder: Path, **changes: Any) -> EvalConfig:
     config = EvalConfig(
@@ -66,18 +74,14 @@ def numbers(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name not in TIMES}
 
 
-def interrupt(whole: Path, folder: Path, size: int, works: int = 1) -> None:
-    """Make a folder as a killed evaluation leaves it: `size` bytes of its completions."""
+def interrupt(whole: Path, folder: Path, size: int, num_chunks: int, torn: bytes = b"") -> None:
+    """Make a folder as a killed evaluation leaves it: `size` bytes of its completions, and the notes of some chunks."""
     shutil.copytree(whole, folder)
-    summary = json.loads((folder / SUMMARY).read_text())
     for name in (SUMMARY, "report.md", "metrics.jsonl"):
         (folder / name).unlink()
     rows = (folder / SAMPLES).read_bytes()
-    (folder / SAMPLES).unlink()
-    start_progress(folder, {"identity": summary["identity"], "model": summary["model"]})
-    note = {"prompt_tokens": 1, "completion_tokens": 2, "requests": 3, "seconds": 4.0, "hardware": None}
-    with (folder / PROGRESS).open("a") as file:
-        file.writelines([json.dumps(note) + "\n"] * works)
+    notes = (whole.parent / f"{whole.name}.notes").read_bytes().splitlines(keepends=True)
+    (folder / PROGRESS).write_bytes(b"".join(notes[: 1 + num_chunks]) + torn)
     (folder / SAMPLES).write_bytes(rows[:size])
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config.replace(str(whole), str(folder)))
@@ -97,40 +101,71 @@ def test_every_kind_of_cut_is_mended(
     rows = (whole / SAMPLES).read_bytes()
     ends = [place + 1 for place, byte in enumerate(rows) if byte == 10]
     assert len(ends) == 27
-    cuts = {  # bytes left -> problems that are whole
-        0: 0,
-        5: 0,
-        ends[0]: 0,
-        ends[1] + 40: 0,
-        ends[2] - 1: 0,
-        ends[2]: 1,
-        ends[2] + 7: 1,
-        ends[11]: 4,
-        ends[13]: 4,
-        ends[25] + 9: 8,
-        ends[26] - 1: 8,
-        ends[26]: 9,
-    }
+    cuts = [  # bytes left, notes of chunks of three problems, half a note, problems that are whole
+        (0, 0, b"", 0),
+        (5, 0, b"", 0),
+        (ends[0], 0, b"", 0),
+        (ends[8] - 1, 0, b"", 0),
+        (ends[8], 0, b"", 0),  # killed between a chunk and its note
+        (ends[8], 0, b'{"work": {"prompt_to', 0),
+        (ends[8], 1, b"", 3),
+        (ends[8] + 7, 1, b"", 3),
+        (ends[17], 1, b"{", 3),
+        (ends[17], 2, b"", 6),
+        (ends[25] + 9, 2, b"", 6),
+        (ends[26], 3, b"", 9),
+    ]
     chunks: list[int] = []
     folder = whole
     original = measure.play
     monkeypatch.setattr(measure, "play", lambda *a, **k: (chunks.append(len(a[2])), original(*a, **k))[1])
-    for number, (size, num_whole) in enumerate(cuts.items()):
+    for number, (size, num_chunks, torn, num_whole) in enumerate(cuts):
         folder = tmp_path / str(number)
-        interrupt(whole, folder, size)
+        interrupt(whole, folder, size, num_chunks, torn)
         chunks.clear()
         main(make_config(tiny_policy, folder), resume=True)
         assert sum(chunks) == 2 * (9 - num_whole), size  # sampled and greedy; only what was missing
         assert (folder / SAMPLES).read_bytes() == rows, size
         assert numbers(folder) == numbers(whole), size
         assert not (folder / PROGRESS).exists()
-        content = json.loads((folder / SUMMARY).read_text())
-        assert content["requests"] == 3 + 3 * (9 - num_whole)  # what earlier starts sampled counts, too
-    capsys.readouterr()
+    assert "damaged" not in capsys.readouterr().out
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     main(make_config(tiny_policy, folder), resume=True)
     assert "this evaluation is finished; nothing was changed" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_a_damaged_chunk_is_found_and_sampled_again(
+    tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = tmp_path / "whole"
+    main(make_config(tiny_policy, whole))
+    rows = (whole / SAMPLES).read_bytes()
+    for name, file, old, new in (
+        ("row", SAMPLES, b'"thinking_tokens": ', b'"thinking_tokens": 1'),
+        ("answer", SAMPLES, b'"correct": false', b'"correct": true'),
+        ("tokens", PROGRESS, b'"prompt_tokens": ', b'"prompt_tokens": 9'),
+        ("size", PROGRESS, b'"size": ', b'"size": 9'),
+        ("cut", SAMPLES, rows[-300:], b""),
+    ):
+        folder = tmp_path / name
+        interrupt(whole, folder, len(rows), 3)
+        data = (folder / file).read_bytes()
+        place = data.rindex(old)
+        changed = data[:place] + new + data[place + len(old) :]
+        (folder / file).write_bytes(changed)
+        main(make_config(tiny_policy, folder), resume=True)
+        said = capsys.readouterr().out
+        assert "chunk 3 of 3 is damaged; as found: .corrupt-eval_samples.jsonl" in said, name
+        assert (folder / f".corrupt-{file}").read_bytes() == changed, name
+        assert (folder / SAMPLES).read_bytes() == rows, name
+        assert numbers(folder) == numbers(whole), name
+    interrupt(whole, tmp_path / "old", len(rows), 0)  # notes of an earlier version had no hash
+    with (tmp_path / "old" / PROGRESS).open("a") as file:
+        file.write('{"prompt_tokens": 1, "completion_tokens": 2, "requests": 3, "seconds": 4.0}\n')
+    main(make_config(tiny_policy, tmp_path / "old"), resume=True)
+    assert "chunk 1 of 1 is damaged" in capsys.readouterr().out
+    assert numbers(tmp_path / "old") == numbers(whole)
 
 
 def test_killed_by_the_system(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
@@ -172,6 +207,16 @@ def test_results_do_not_depend_on_the_chunks(tiny_policy: PolicyConfig, tmp_path
     assert texts[0] == texts[1] == texts[2]
 
 
+def write_chunk(folder: Path, lines: Sequence[bytes]) -> None:
+    """Write a chunk of other rows as whet would have, had it sampled them."""
+    (folder / SAMPLES).write_bytes(b"".join(lines))
+    work = {"prompt_tokens": 1, "completion_tokens": 2, "requests": 3, "seconds": 4.0, "hardware": None}
+    size, hashed = sum(map(len, lines)), hashlib.sha256(b"".join(lines)).hexdigest()
+    sealed = hashlib.sha256(json.dumps([work, size, hashed]).encode()).hexdigest()
+    with (folder / PROGRESS).open("a") as file:
+        file.write(json.dumps({"work": work, "size": size, "sha256": sealed}) + "\n")
+
+
 def test_what_cannot_go_on_is_refused(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     config = make_config(tiny_policy, whole)
@@ -183,23 +228,23 @@ def test_what_cannot_go_on_is_refused(tiny_policy: PolicyConfig, tmp_path: Path)
             main(replace(config, out=str(tmp_path / name), **changes), resume=True)
 
     attempt("none", "nothing to resume")
-    interrupt(whole, tmp_path / "other", len(lines[0]))
+    interrupt(whole, tmp_path / "other", len(lines[0]), 0)
     attempt("other", "--resume needs the configuration that the run was started with", seed=1)
     for name, change in (("model", '"sha256": "'), ("data", '"problems_sha256": "')):
-        interrupt(whole, tmp_path / name, sum(map(len, lines[:3])))
+        interrupt(whole, tmp_path / name, sum(map(len, lines[:9])), 1)
         notes = (tmp_path / name / PROGRESS).read_text()
         (tmp_path / name / PROGRESS).write_text(notes.replace(change, change + "f"))
         attempt(name, rf"cannot go on, since its first start there has changed .*{change[1:-4]}")
-    interrupt(whole, tmp_path / "order", 0)
-    (tmp_path / "order" / SAMPLES).write_bytes(b"".join(lines[3:9]))
+    interrupt(whole, tmp_path / "order", 0, 0)
+    write_chunk(tmp_path / "order", lines[3:12])
     attempt("order", "completion 1 is not of the problem that the task gives now")
-    interrupt(whole, tmp_path / "lost", len(lines[0]))
+    interrupt(whole, tmp_path / "lost", len(lines[0]), 0)
     (tmp_path / "lost" / PROGRESS).unlink()
     attempt("lost", "has completions, but eval_progress.jsonl is lost")
-    interrupt(whole, tmp_path / "row", 0)
+    interrupt(whole, tmp_path / "row", 0, 0)
     row = json.loads(lines[0])
     del row["hedges"]
-    (tmp_path / "row" / SAMPLES).write_text(json.dumps(row) + "\n")
+    write_chunk(tmp_path / "row", [json.dumps(row).encode() + b"\n", *lines[1:9]])
     attempt("row", "a completion has no 'hedges'")
 
 
@@ -211,6 +256,9 @@ def test_reading_back_and_what_differs(tiny_policy: PolicyConfig, tmp_path: Path
     assert all([row["sample"] for row in rows] == [0, 1] for rows in a.samples.values())
     assert differences(a, a) == []
     summary = json.loads((tmp_path / "a" / SUMMARY).read_text())
+    assert (
+        summary.pop("samples_sha256") == hashlib.sha256((tmp_path / "a" / SAMPLES).read_bytes()).hexdigest()
+    )
 
     def changed(**identity: Any) -> list[str]:
         content = summary | {"identity": summary["identity"] | identity}
@@ -253,9 +301,19 @@ def test_what_cannot_be_read_back(tiny_policy: PolicyConfig, tmp_path: Path) -> 
         (folder / SAMPLES).write_text(json.dumps(row) + "\n" + rows.partition("\n")[2])
         with pytest.raises(UserError, match="line 1 is damaged"):
             read_eval(folder)
+    for old, new in (('"gold": "', '"gold": "1'), ('"correct": false', '"correct": true')):
+        assert old in rows
+        (folder / SAMPLES).write_text(rows.replace(old, new, 1))
+        with pytest.raises(UserError, match="not as the evaluation left it"):
+            read_eval(folder)
     (folder / SAMPLES).unlink()
     with pytest.raises(UserError, match="cannot be read"):
         read_eval(folder)
+    (folder / SAMPLES).write_text(rows)
+    for most in (2**62, -1, 0, 3):  # not so many numbers are made
+        (folder / SUMMARY).write_text(json.dumps(json.loads(summary) | {"num_samples": most}))
+        with pytest.raises(UserError, match="completions are missing"):
+            read_eval(folder)
     broken = json.dumps(json.loads(summary) | {"num_samples": "2"})
     for text, message in ((text, "damaged") for text in ("{", "{}", summary[:50], broken)):
         (folder / SUMMARY).write_text(text)

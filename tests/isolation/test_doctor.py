@@ -8,7 +8,7 @@ from whet.isolation.attacks import Attack
 
 
 def check(*words: str) -> int:
-    parsed = cli.parse("whet doctor", doctor.DoctorConfig, doctor.RECIPES, words, resumable=False)
+    parsed = cli.parse("whet doctor", doctor.DoctorConfig, {}, words, resumable=False, positional="check")
     return cli.guard(lambda: doctor.main(parsed.config))
 
 

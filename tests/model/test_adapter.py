@@ -326,6 +326,7 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "hostile pattern": (set_config(rank_pattern={"(a+)+$": 4}), ("rank_pattern", "(a+)+$")),
     "many branches": (set_config(alpha_pattern={".?" * 40: 4}), ("alpha_pattern",)),
     "no pattern": (set_config(alpha_pattern={"[": 4}), ("alpha_pattern",)),
+    "flags inside": (set_config(alpha_pattern={"(?i)q": 4}), ("alpha_pattern",)),
     "no object": (set_config(alpha_pattern=[3]), ("alpha_pattern is no object",)),
     "target": (
         rename("self_attn.q_proj", "self_attn.qkv_proj"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +385,19 @@ def test_faults_of_the_library_are_user_errors(change: dict, message: str, tmp_p
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match=message):
         Tokenizer.load(tmp_path).encode("b")
+
+
+def test_a_padding_of_terabytes_does_not_end_the_process(tmp_path: Path) -> None:
+    padding = {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    Tokenizer.characters("ab").save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"padding": padding}))
+    code = "import sys; from whet.model.tokenizer import Tokenizer; print(Tokenizer.load(sys.argv[1]).encode('ab'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"{Tokenizer.characters('ab').encode('ab')}\n"), done.stderr
 
 
 def test_lone_surrogate_in_a_config_is_a_user_error(tmp_path: Path) -> None:

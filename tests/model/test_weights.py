@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from whet.algo.logprobs import head_logits
+from whet.commit import MANIFEST, commit_folder
 from whet.model import files
 from whet.model.attention import Packed
 from whet.model.config import ModelConfig, RopeScaling, from_hf
@@ -466,3 +467,40 @@ def test_resize_is_reproducible_and_only_grows() -> None:
     assert not torch.equal(resize_vocabulary(model, 20, seed=5).head_weight, other.head_weight)
     assert resize_vocabulary(model, 16, seed=5) is model
     assert resize_vocabulary(model, 3, seed=5) is model
+
+
+def test_a_checkpoint_is_compared_with_its_manifest_before_use(tmp_path: Path) -> None:
+    final = tmp_path / "checkpoints" / "step_00000001"
+    final.parent.mkdir()
+    with commit_folder(final) as folder:
+        save_model(tiny(), folder)
+        (folder / "tokenizer.json").write_text("{}")
+    load_model(tmp_path)
+    weights = (final / "model.safetensors").read_bytes()
+    flipped = weights[:-9] + bytes([weights[-9] ^ 1]) + weights[-8:]
+    (final / "model.safetensors").write_bytes(flipped)
+    refused(
+        lambda: load_model(tmp_path), "model.safetensors: differs from its manifest", "another checkpoint"
+    )
+    (final / MANIFEST).rename(tmp_path / "kept")
+    load_model(final)  # of a stranger's folder nobody knows what it was
+    (final / MANIFEST).write_text('{"name": "a browser extension"}')
+    load_model(final)
+    (final / "model.safetensors").write_bytes(weights)
+    for text in ("{", (tmp_path / "kept").read_text().replace('"size": ', '"size": 1')):
+        (final / MANIFEST).write_text(text)
+        refused(lambda: load_model(final), "manifest.json: no")
+    (tmp_path / "kept").replace(final / MANIFEST)
+    load_model(final)
+    (final / "tokenizer.json").unlink()
+    refused(lambda: load_model(final), "tokenizer.json: missing, though the manifest names it")
+    (final / "tokenizer.json").write_text("{}")
+    (final / INDEX).write_text("{}")
+    refused(lambda: load_model(final), f"{INDEX}: the manifest does not name it")
+
+
+def test_no_table_of_absurd_length_is_made(tmp_path: Path) -> None:
+    save_model(tiny(), tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"max_position_embeddings": 2**24}))
+    refused(lambda: load_model(tmp_path), "max_positions = 16,777,216: expected at most 2,097,152")

@@ -88,7 +88,7 @@ class Recorder(Optimizer):
         super().__init__(model, OptimConfig())
         self.gradients: dict[str, torch.Tensor] = {}
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, *, loss: float = 0.0) -> float:
         self.gradients = {name: p.grad.clone() for name, p in self._named if p.grad is not None}
         return 0.0
 

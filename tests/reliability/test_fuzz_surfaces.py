@@ -21,16 +21,14 @@ def fuzz(*words: str, out: Path) -> tuple[int, dict[str, Any]]:
 
 
 SLOW = ("chat template", "report of a run")  # 0.5 s and 2 s an input
-OPEN = ("command line", "protocol.json", "track")
-"""Surfaces with faults that are known and not mended yet (issue 6)."""
 
 
 def test_hostile_input_of_every_cheap_surface(tmp_path: Path) -> None:
-    words = [word for name in (*SLOW, *OPEN) for word in ("--skip", name)]
-    status, found = fuzz("--trials", "220", "--seed", "7", *words, out=tmp_path)
+    words = [word for name in SLOW for word in ("--skip", name)]
+    status, found = fuzz("--trials", "270", "--seed", "7", *words, out=tmp_path)
     failures = [failure for row in found["surfaces"].values() for failure in row["failures"]]
     assert (status, failures) == (0, [])
-    assert len(found["surfaces"]) == 11
+    assert len(found["surfaces"]) == 14
     for name, row in found["surfaces"].items():
         assert row["inputs"] >= 5, name
         assert row["taken"] >= 1, name

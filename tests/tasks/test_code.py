@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,35 @@ def test_bad_rows(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     task = write(tmp_path / "own.jsonl", CASE, CASE | change)
     with pytest.raises(UserError, match=f"own.jsonl line 2: .*{message}"):
         task.problems("train")
+
+
+HUMAN = {"prompt": "def f():\n", "entry_point": "f", "canonical_solution": "    return 1"}
+MBPP = {"text": "t", "code": "x = 1", "test_list": ["assert x"], "test_setup_code": "", "task_id": 11}
+UNREADABLE = [
+    ("humaneval", HUMAN | {"test": "def1e-320 check(candidate):"}, "cannot be read (SyntaxError"),
+    ("humaneval", HUMAN | {"test": "x = 1"}, "'test' defines no function"),
+    ("humaneval", HUMAN | {"test": "-" * 50_000 + "1"}, "cannot be read ("),
+    ("mbpp", MBPP | {"code": "def ("}, "cannot be read (SyntaxError"),
+    ("mbpp", MBPP | {"task_id": [11]}, "'task_id' is not a whole number"),
+    ("mbpp", MBPP | {"test_setup_code": 3}, "a field of the row is not text"),
+    ("code", CASE | {"names": 3}, "cannot be read (TypeError"),
+    ("code", CASE | {"names": [3]}, "a field of the row is not text"),
+    ("code", CASE | {"solution": None}, "a field of the row is not text"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "message"), UNREADABLE)
+def test_rows_that_make_no_problem_are_bad_rows(
+    tmp_path: Path, name: str, row: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = {"humaneval": HUMAN | {"test": "def check(f):\n    assert f"}, "mbpp": MBPP, "code": CASE}[name]
+    path.write_text("".join(json.dumps(item) + "\n" for item in (good, row)))
+    with pytest.raises(UserError, match=rf"^rows.jsonl line 2: .*{re.escape(message)}"):
+        Code(name, path).problems("test")
+    task = Code(name, path, max_bad_rows=1)
+    assert len([p for split in ("train", "dev", "test") for p in task.problems(split)]) == 1
+    assert [bad.number for bad in task.bad_rows] == [2]
 
 
 def test_splits(task: Code, tmp_path: Path) -> None:

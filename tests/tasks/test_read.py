@@ -66,7 +66,8 @@ def test_bad_row(tmp_path: Path, line: bytes, reason: str) -> None:
     )
     rows, bad = read_jsonl(path, max_bad_rows=1, **options)
     assert [number for number, _ in rows] == [1, 4]
-    assert bad == [BadRow("data.jsonl line 3", reason)]
+    raw = line.decode("utf-8", "backslashreplace")[:2000]
+    assert bad == [BadRow("data.jsonl line 3", reason, 3, raw)]
 
 
 def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
@@ -114,7 +115,8 @@ def test_csv(tmp_path: Path) -> None:
     path = write(tmp_path, b'\xef\xbb\xbfq,a\r\n"1,\n1",2\nx\n3,4\n', "data.csv")
     rows, bad = read_file(path, required=["q"], max_bad_rows=1)
     assert rows == [(1, {"q": "1,\n1", "a": "2"}), (3, {"q": "3", "a": "4"})]
-    assert bad == [BadRow("data.csv row 2", "not as many fields as columns")]
+    raw = '{"q": "x", "a": null}'
+    assert bad == [BadRow("data.csv row 2", "not as many fields as columns", 2, raw)]
     with pytest.raises(UserError, match="data.csv: not CSV in UTF-8"):
         read_file(write(tmp_path, b"q\n\xff\n", "data.csv"), required=["q"])
 
@@ -135,8 +137,8 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, left_out = read_file(path, required=["q"], max_bad_rows=2)
     assert rows == [(1, {"q": "x", "n": 1}), (4, {"q": "y", "n": 4})]
     assert left_out == [
-        BadRow("data.parquet row 2", "not UTF-8 (byte 0)"),
-        BadRow("data.parquet row 3", "'q' is null, expected text"),
+        BadRow("data.parquet row 2", "not UTF-8 (byte 0)", 2, ""),
+        BadRow("data.parquet row 3", "'q' is null, expected text", 3, '{"q": null, "n": 3}'),
     ]
     with pytest.raises(UserError, match="^data.parquet row 2: not UTF-8 .* --task.max-bad-rows 2"):
         read_file(path, required=["q"], max_bad_rows=1)

@@ -78,6 +78,28 @@ def test_a_resumed_run_keeps_its_identity_and_runs_of_one_second_differ(tmp_path
     assert run_id(tmp_path / "moved") == ids[0]
 
 
+def test_a_damaged_provenance_is_said_kept_and_written_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = started(tmp_path / "rl-one")
+    first = write_provenance(folder, config_yaml="seed: 0\n", problems=PROBLEMS)
+    path, aside = folder / "provenance.json", folder / ".corrupt-provenance.json"
+    whole = path.read_text()
+    assert write_provenance(folder) == first
+    assert capsys.readouterr().out == ""
+    for broken in (whole[:-40], "[1]", "", whole.replace('"num_problems": 3', '"num_problems": 2'), "{}"):
+        assert broken != whole
+        path.write_text(broken)
+        found = write_provenance(folder, config_yaml="seed: 0\n", problems=PROBLEMS)
+        assert f"whet: warning: {path}: damaged; kept as {aside.name}" in capsys.readouterr().out
+        assert aside.read_text() == broken
+        assert found == json.loads(path.read_text())
+        assert found["data_sha256"] == first["data_sha256"]
+    unsealed = {name: value for name, value in first.items() if name != "seal"}
+    path.write_text(json.dumps(unsealed))
+    assert write_provenance(folder) == unsealed, "of an earlier version"
+
+
 def test_old_folders_have_an_id_that_stays(tmp_path: Path) -> None:
     a, b = started(tmp_path / "rl", "seed: 0\n"), started(tmp_path / "rl-b", "seed: 1\n")
     assert run_id(a) == run_id(a) != run_id(b)

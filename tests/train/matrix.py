@@ -64,9 +64,9 @@ class Recorder(Optimizer):
         super().__init__(model, optim)
         self.prefix, self.seen = prefix, seen
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, *, loss: float = 0.0) -> float:
         self.seen.append({self.prefix + n: p.grad.clone() for n, p in self._named if p.grad is not None})
-        return super().step(lr)
+        return super().step(lr, loss=loss)
 
 
 def build(case: Case, dtype: torch.dtype, token_budget: int) -> tuple[Policy, Objective, list]:

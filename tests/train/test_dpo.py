@@ -198,9 +198,9 @@ def test_held_out_prompts_are_never_trained(
     seen: dict[str, set[str]] = {"train": set(), "validate": set()}
     original, measure = dpo.train_step, dpo.validate
 
-    def step(policy: Any, pairs: Sequence[Pair], config: Any) -> Any:
+    def step(policy: Any, pairs: Sequence[Pair], config: Any, budget: Any) -> Any:
         seen["train"] |= {pair.uid for pair in pairs}
-        return original(policy, pairs, config)
+        return original(policy, pairs, config, budget)
 
     def look(policy: Any, pairs: Sequence[Pair], config: Any) -> Any:
         seen["validate"] |= {pair.uid for pair in pairs}

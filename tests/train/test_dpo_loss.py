@@ -11,7 +11,7 @@ import torch
 
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.attention import Packed
-from whet.train import dpo
+from whet.train import dpo, pair_scores
 from whet.train.dpo import DPOConfig, train_step, validate
 from whet.train.pairs import Pair
 from whet.train.step import OptimConfig
@@ -101,7 +101,7 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(
 ) -> None:
     # Float64 throughout: 1e-10 separates rounding from a lost or doubled pair (1e-2 and more).
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(dpo, "FIT_ATTENTION", "exact")
+    monkeypatch.setattr(pair_scores, "FIT_ATTENTION", "exact")
     policy = random_policy(tiny_policy)
     pairs = make_pairs(policy.tokenizer.vocab_size)
     config = DPOConfig(out="unused", policy=tiny_policy, **objective)

@@ -29,7 +29,7 @@ def first_gradient(algo: AlgoConfig, policy: Policy, groups: list[Group]) -> tup
     taken: list[torch.Tensor] = []
 
     class Spy(Optimizer):
-        def step(self, lr: float) -> float:
+        def step(self, lr: float, *, loss: float = 0.0) -> float:
             taken.append(torch.cat([p.grad.flatten().clone() for _, p in self._named if p.grad is not None]))
             for _, parameter in self._named:
                 parameter.grad = None

@@ -94,9 +94,9 @@ def test_the_tokens_that_are_trained(halfway: Any, tmp_path: Path, monkeypatch: 
     seen = []
     original = rft.train_step
 
-    def record(policy: Any, sequences: Any, config: Any) -> Any:
+    def record(policy: Any, sequences: Any, config: Any, budget: Any) -> Any:
         seen.extend(sequences)
-        return original(policy, sequences, config)
+        return original(policy, sequences, config, budget)
 
     monkeypatch.setattr(rft, "train_step", record)
     train(make_config(halfway, tmp_path / "run"))

@@ -22,12 +22,13 @@ from whet.rewards import base
 from whet.schema import SCHEMAS, ResponseSchema
 from whet.tasks.arithmetic import Arithmetic
 from whet.tasks.base import TaskConfig
-from whet.train import rl, source
+from whet.train import beforehand, rl, source
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.train.curriculum import CurriculumConfig
 from whet.train.objective import Objective
 from whet.train.rl import main, train
 from whet.train.rl_config import RLConfig, plan
+from whet.train.safety import SafetyConfig
 from whet.train.step import OptimConfig
 from whet.types import Group, Problem, Sample, Task, UserError
 
@@ -417,7 +418,7 @@ def test_a_run_that_solves_everything_is_not_dead(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Arithmetic, "is_correct", lambda self, problem, answer: True)
-    monkeypatch.setattr(rl, "preflight", lambda *arguments: None)
+    monkeypatch.setattr(beforehand, "preflight", lambda *arguments: None)
     set_reward(monkeypatch, "correct", lambda schema, problem, completion: 1.0)
     config = make_config(tiny_policy, tmp_path, rewards={"correct": 1.0}, max_dead_steps=2, num_steps=4)
     train(config)
@@ -449,9 +450,12 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_reward(monkeypatch, "format", length_reward)
-    monkeypatch.setattr(rl.Optimizer, "step", lambda self, lr: math.inf)
-    with pytest.raises(UserError, match="rl/grad_norm is inf; that update was left out"):
-        train(make_config(tiny_policy, tmp_path))
+    monkeypatch.setattr(rl.Optimizer, "step", lambda self, lr, loss: math.inf)
+    with pytest.raises(UserError, match=r"step 3: rl/grad_norm inf, .* left out, 3 in a row"):
+        train(make_config(tiny_policy, tmp_path, safety=SafetyConfig(max_skipped=2)))
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["rl/skipped"] == 3
+    assert last["rl/prompts_dropped/skipped_update"] > 0
 
 
 def test_prompts_must_leave_room(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
@@ -574,7 +578,7 @@ def test_the_mean_of_one_reward_counts_the_samples_that_it_scored(
 ) -> None:
     set_reward(monkeypatch, "format", unless_ideal(None))
     set_reward(monkeypatch, "correct", lambda schema, problem, completion: float(bool(completion)))
-    monkeypatch.setattr(rl, "preflight", lambda *arguments: None)
+    monkeypatch.setattr(beforehand, "preflight", lambda *arguments: None)
     train(make_config(tiny_policy, tmp_path, num_steps=1))
     (row,) = metrics(tmp_path)
     scores = [s["rewards"]["correct"] for s in samples(tmp_path)]

@@ -23,6 +23,7 @@ from whet.tasks.arithmetic import Arithmetic
 from whet.tasks.base import TaskConfig
 from whet.train import sft
 from whet.train.order import EpochOrder
+from whet.train.safety import SafetyConfig
 from whet.train.sft import SFTConfig, is_empty, main, plan, train, train_step
 from whet.train.step import OptimConfig, Optimizer
 from whet.types import UserError
@@ -270,9 +271,9 @@ def test_the_share_reaches_the_trainer(
     seen: list[TrainingSequence] = []
     original = sft.train_step
 
-    def record(policy: Any, sequences: Any, config: Any) -> Any:
+    def record(policy: Any, sequences: Any, config: Any, budget: Any) -> Any:
         seen.extend(sequences)
-        return original(policy, sequences, config)
+        return original(policy, sequences, config, budget)
 
     monkeypatch.setattr(sft, "train_step", record)
     config = make_config(tiny_policy, tmp_path / "run", num_steps=3, empty_thinking_share=share)
@@ -313,10 +314,38 @@ def test_no_demonstration_fits(tiny_policy: PolicyConfig, tmp_path: Path) -> Non
 def test_a_loss_that_is_not_finite_stops_the_run(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Optimizer, "step", lambda self, lr: float("nan"))
-    with pytest.raises(UserError, match="step 1: loss .*gradient norm nan"):
+    monkeypatch.setattr(Optimizer, "step", lambda self, lr, loss: float("nan"))
+    with pytest.raises(
+        UserError, match=r"step 4: gradient norm nan, .* left out, 4 in a row: lower optim.lr"
+    ):
         train(make_config(tiny_policy, tmp_path / "run"))
     assert saved_steps(tmp_path / "run") == []
+    assert [row["sft/skipped"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_step_that_is_not_finite_is_left_out_and_counted(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = Optimizer.step, [0]
+
+    def poisoned(self: Optimizer, lr: float, *, loss: float) -> float:
+        calls[0] += 1
+        if calls[0] in (2, 3, 5):
+            self._named[0][1].grad = torch.full_like(self._named[0][1], torch.nan)
+        return original(self, lr, loss=loss)
+
+    monkeypatch.setattr(Optimizer, "step", poisoned)
+    config = make_config(tiny_policy, tmp_path / "run", num_steps=6, save_every=3)
+    train(replace(config, safety=SafetyConfig(max_skipped=2)))
+    rows = metrics(tmp_path / "run")
+    assert [row.get("sft/skipped") for row in rows] == [None, 1, 2, None, 1, None]
+    assert all(math.isfinite(row["sft/loss"]) for row in rows)
+    counts = [json.loads(final_files(tmp_path / "run", step)["state"])["skipped"] for step in (3, 6)]
+    assert counts == [2, 0]
+    # A run that is gone on with knows how many were left out in a row before it.
+    monkeypatch.setattr(Optimizer, "step", lambda self, lr, loss: float("inf"))
+    with pytest.raises(UserError, match=r"step 4: gradient norm inf.*3 in a row"):
+        train(replace(config, safety=SafetyConfig(max_skipped=2)), resume=3)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from whet.generate.scoring import score_micro_batch
 from whet.rewards import base
 from whet.schema import SCHEMAS
 from whet.tasks.arithmetic import Arithmetic
-from whet.train import rl, source
+from whet.train import beforehand, rl, source
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig
 from whet.train.objective import Objective
 from whet.train.rl_config import RLConfig
@@ -123,7 +123,7 @@ def test_waiting_samples_survive_json() -> None:
         policy, problems()[0], [{"correct": 1.0, "format": None}, {"correct": 0.0, "format": 0.5}]
     )
     graded = [a_grade(True), a_grade(False)]
-    collected = Collected(3, Rollout([group], [graded], 1.5, 0.25), (0,), 4)
+    collected = Collected(3, Rollout([group], [graded], 1.5, 0.25), (0,), 4, 1)
     assert Collected.from_json(json.loads(json.dumps(collected.to_json()))) == collected
 
 
@@ -152,7 +152,7 @@ def test_a_coin_decides_every_reward_of_the_control(config: RLConfig, tmp_path: 
 
 def test_the_control_still_measures_right_answers(config: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Arithmetic, "is_correct", lambda self, problem, answer: True)
-    monkeypatch.setattr(rl, "preflight", lambda *arguments: None)
+    monkeypatch.setattr(beforehand, "preflight", lambda *arguments: None)
     rl.train(replace(config, control="random_reward", num_steps=1))
     (row,) = rows(config)
     assert row["rl/correct"] == 1.0

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from whet.checkpoint import open_run
 from whet.config import align, dump_yaml
 from whet.eval.dispute import Disputed, dispute, dispute_samples, has_math_verify
 from whet.eval.evaluate import take_problems
 from whet.eval.grade import judge_answers
 from whet.rewards.base import WeightedReward, best_total, build_rewards, score_completion, score_completions
+from whet.run_folder import open_run
 from whet.schema import SCHEMAS, ResponseSchema
 from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.selftest import hostile_answers, mutated_answer, rewritten_answers

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from whet.checkpoint import open_run
 from whet.config import align, dump_yaml, load_yaml
 from whet.eval import evaluate
 from whet.eval.asked import ask, read_prompts
@@ -43,6 +42,7 @@ from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
 from whet.model.files import is_hub_name
+from whet.run_folder import open_run
 from whet.telemetry.provenance import find_run
 from whet.types import UserError
 

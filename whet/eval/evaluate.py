@@ -12,27 +12,21 @@ from typing import Any
 
 import torch
 
-from whet.checkpoint import open_run
 from whet.config import align, dump_yaml
 from whet.eval.grade import AnswerFrom
 from whet.eval.identity import describe_weights
 from whet.eval.measure import Chunk, EvalResult, evaluate
 from whet.eval.plots import draw_evaluation
-from whet.eval.record import (
-    PROGRESS,
-    SUMMARY,
-    read_finished,
-    save_chunk,
-    start_progress,
-    write_json,
-    write_summary,
-)
+from whet.eval.progress import read_finished, save_chunk, start_progress
+from whet.eval.record import PROGRESS, SUMMARY, write_json, write_summary
 from whet.eval.show import describe, intervals, print_result
 from whet.eval.work import total_work
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
+from whet.run_folder import open_run
 from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, load_task
+from whet.tasks.quarantine import write_quarantine
 from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.environment import write_environment
@@ -286,8 +280,8 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
         _write_origin(config, job.problems)
     policy.expect(answer_type_of(job.task))
     identity = _identity(policy, job)
-    parts = start_progress(folder, {"identity": identity, "model": model})
-    known = read_finished(folder, job.problems, config.num_samples)
+    notes = start_progress(folder, {"identity": identity, "model": model})
+    known, parts = read_finished(folder, notes, job.problems, config.num_samples)
     count = config.num_samples + 1
     title = f"eval {job.task.name}/{config.split}"
     with (
@@ -297,6 +291,8 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
         if job.num_left_out:
             num_wanted = job.num_left_out + len(job.problems)
             display.note(f"{job.num_left_out} of {num_wanted} problems do not fit the context; left out")
+        if said := write_quarantine(folder, job.task):
+            display.note(said)
         advance = advancing(display)
         if known:
             display.note(f"{len(known)} of {len(job.problems)} problems were finished before; going on")

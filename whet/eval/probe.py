@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.checkpoint import open_run
 from whet.config import align, dump_yaml
 from whet.eval.off_domain import KINDS, PROMPTS, Kind, ModelProbe, probe_model
 from whet.eval.perplexity import Perplexity
@@ -30,6 +29,7 @@ from whet.generate.engine import Request
 from whet.generate.policy import Policy, PolicyConfig, TemplateName, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.adapter_files import find_model
+from whet.run_folder import open_run
 from whet.telemetry.display import advancing, escape_controls, open_display
 from whet.telemetry.environment import write_environment
 from whet.types import Problem, UserError

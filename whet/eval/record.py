@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from whet.eval.confidence import Confidence
-from whet.eval.grade import Grade, Judged
-from whet.eval.measure import Chunk, EvalResult
+from whet.eval.grade import Judged
+from whet.eval.measure import EvalResult
 from whet.eval.metrics import summarise
-from whet.eval.work import Work, show_work
+from whet.eval.work import show_work
 from whet.telemetry.log import parse_row
 from whet.types import Problem, UserError
 
 SUMMARY = "eval.json"
 SAMPLES = "eval_samples.jsonl"
 PROGRESS = "eval_progress.jsonl"
-"""What an unfinished evaluation was asked, and what each chunk took; it goes when eval.json is there."""
+"""What an unfinished evaluation was asked, and what each chunk took, with a hash; it goes when eval.json is there."""
 GREEDY = "greedy"
 IDENTITY = ("protocol", "task", "split", "sampling", "answer_from", "precision")
 """Parts of the identity in which two evaluations must agree to be compared. Not among them are `seed` (other noise, the
@@ -34,7 +33,7 @@ ELSEWHERE = ("task.path",)
 
 KINDS: dict[str, Any] = {
     **dict.fromkeys(("num_problems", "num_samples", "thinking_tokens", "completion_tokens"), int),
-    **dict.fromkeys(("uid", "prompt", "text", "finish_reason"), str),
+    **dict.fromkeys(("uid", "prompt", "text", "finish_reason", "samples_sha256"), str),
     **dict.fromkeys(("metrics", "identity"), dict),
     **dict.fromkeys(("tokens", "hardware", "model", "meta"), dict | None),
     **dict.fromkeys(("answer_logprob", "hedges", "revisions"), int | float | None),
@@ -93,17 +92,22 @@ def read_eval(folder: str | Path, needed: Sequence[str] = ("uid", "text", "corre
         raise UserError(f"{path}: damaged, or not written by whet; evaluate again")
     samples: dict[str, list[dict[str, Any]]] = {}
     greedy: dict[str, dict[str, Any]] = {}
-    for number, (row, _) in enumerate(_rows(folder / SAMPLES), start=1):
+    for number, (row, _) in enumerate(read_lines(folder / SAMPLES), start=1):
         if row is None or not _holds(row, ("sample", *needed)):
             raise UserError(f"{folder / SAMPLES}: line {number} is damaged; evaluate again")
         if row["sample"] == GREEDY:
             greedy[row["uid"]] = row
         else:
             samples.setdefault(row["uid"], []).append(row)
-    wanted = list(range(summary["num_samples"]))
-    is_whole = all([row["sample"] for row in rows] == wanted for rows in samples.values())
+    count = summary["num_samples"]
+    is_whole = all([row["sample"] for row in rows] == list(range(len(rows))) for rows in samples.values())
+    is_whole = is_whole and all(len(rows) == count for rows in samples.values())
     if not is_whole or greedy.keys() != samples.keys() or len(greedy) != summary["num_problems"]:
         raise UserError(f"{folder / SAMPLES}: completions are missing; evaluate again")
+    if summary.get("samples_sha256", hashed := _digest(folder / SAMPLES)) != hashed:
+        raise UserError(
+            f"{folder / SAMPLES}: not as the evaluation left it (damaged, or changed); evaluate again"
+        )
     return StoredEval(folder, str(summary["label"]), summary, samples, greedy)
 
 
@@ -189,6 +193,7 @@ def write_summary(
         **show_work(result.work),
         "model": dict(model) if model else None,
         "identity": identity,
+        "samples_sha256": _digest(folder / SAMPLES),
     }
     write_json(folder / SUMMARY, content)
     return content
@@ -204,9 +209,15 @@ def write_json(path: Path, content: object) -> None:
     temporary.replace(path)
 
 
-def append_rows(folder: Path, problems: Sequence[Problem], rows: Sequence[Sequence[Judged]]) -> None:
-    """Append the completions of problems to eval_samples.jsonl, the greedy one first, and sync them to disk."""
-    _append(
+def append_rows(
+    folder: Path, problems: Sequence[Problem], rows: Sequence[Sequence[Judged]]
+) -> tuple[int, str]:
+    """Append the completions of problems to eval_samples.jsonl, the greedy one first, and sync them to disk.
+
+    Returns:
+        Size and SHA-256 of what was written.
+    """
+    return append_lines(
         folder / SAMPLES,
         (
             _row(problem, GREEDY if index == 0 else index - 1, done)
@@ -214,86 +225,6 @@ def append_rows(folder: Path, problems: Sequence[Problem], rows: Sequence[Sequen
             for index, done in enumerate(row)
         ),
     )
-
-
-def start_progress(folder: Path, asked: Mapping[str, Any]) -> list[Work]:
-    """Begin the notes of an evaluation, or check that those of an earlier start are of the same one.
-
-    Args:
-        folder: The evaluation's folder.
-        asked: Identity and model, as JSON.
-
-    Returns:
-        What earlier starts sampled; empty for a new evaluation.
-
-    Raises:
-        UserError: If the model or what is asked of it has changed, or the notes are lost.
-    """
-    path = folder / PROGRESS
-    asked = json.loads(json.dumps(asked))
-    notes = [row for row, _ in _rows(path) if row is not None] if path.exists() else []
-    if not notes:
-        if (folder / SAMPLES).exists():
-            raise UserError(
-                f"{folder}: has completions, but {PROGRESS} is lost, so nobody knows of which model; "
-                "choose another --out"
-            )
-        path.unlink(missing_ok=True)
-        _append(path, [asked])
-        return []
-    changed = [text for key in asked for text in unequal(key, notes[0].get(key), asked[key])]
-    if changed:
-        raise UserError(
-            f"{folder}: cannot go on, since its first start there has changed {'; '.join(changed)[:300]}; "
-            "choose another --out"
-        )
-    whole = takewhile(lambda line: line[0] is not None, _rows(path))
-    _cut(path, sum(size for _, size in whole))
-    return [Work(**note) for note in notes[1:]]
-
-
-def save_chunk(folder: Path, chunk: Chunk, work: Work) -> None:
-    """Append a finished chunk: its completions, then what they took."""
-    append_rows(folder, chunk.problems, chunk.rows)
-    _append(folder / PROGRESS, [asdict(work)])
-
-
-def read_finished(folder: Path, problems: Sequence[Problem], num_samples: int) -> list[list[Judged]]:
-    """Return what an earlier start left of the first problems, and mend the file behind the last whole one.
-
-    Args:
-        folder: The evaluation's folder.
-        problems: All problems, in their order.
-        num_samples: Samples of each.
-
-    Raises:
-        UserError: If the file holds other problems than the task gives now.
-    """
-    path = folder / SAMPLES
-    if not path.exists():
-        return []
-    finished: list[list[Judged]] = []
-    row_of: list[Judged] = []
-    size = whole = 0
-    for row, num_bytes in _rows(path):
-        if row is None or len(finished) == len(problems):
-            break
-        wanted = GREEDY if not row_of else len(row_of) - 1
-        if (row.get("uid"), row.get("sample")) != (problems[len(finished)].uid, wanted):
-            raise UserError(
-                f"{path}: completion {len(finished) * (num_samples + 1) + len(row_of) + 1} is not of the problem that "
-                "the task gives now, so the data has changed; choose another --out"
-            )
-        size += num_bytes
-        try:
-            row_of.append(_judged(row))
-        except KeyError as error:
-            raise UserError(f"{path}: a completion has no {error}; choose another --out") from None
-        if len(row_of) == num_samples + 1:
-            finished.append(row_of)
-            row_of, whole = [], size
-    _cut(path, whole)
-    return finished
 
 
 def _row(problem: Problem, sample: int | str, done: Judged) -> dict[str, Any]:
@@ -320,23 +251,7 @@ def _row(problem: Problem, sample: int | str, done: Judged) -> dict[str, Any]:
     }
 
 
-def _judged(row: Mapping[str, Any]) -> Judged:
-    """Read a row back, but for its tokens: what the metrics are made of is exactly what was written."""
-    graded = Grade(row["answer"], row["correct"], row["format"], row["thinking_tokens"], row["answer_from"])
-    confidence = Confidence(row["mean_logprob"], row["answer_logprob"], row["hedges"], row["revisions"])
-    return Judged(
-        text=row["text"],
-        num_tokens=row["completion_tokens"],
-        finish_reason=row["finish_reason"],
-        grade=graded,
-        num_turns=row["num_turns"],
-        confidence=confidence,
-        rewards=row["rewards"],
-        reward=row["reward"],
-    )
-
-
-def _rows(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
+def read_lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
     """Yield every line's object, None for a torn or unreadable one, with its size in bytes."""
     try:
         with path.open("rb") as file:
@@ -346,20 +261,22 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> tuple[int, str]:
+    """Append rows and sync them to disk; return size and SHA-256 of what was written."""
+    size, hashed = 0, hashlib.sha256()
     try:
-        with path.open("a", encoding="ascii") as file:
+        with path.open("ab") as file:
             for row in rows:
-                file.write(json.dumps(row) + "\n")
+                line = (json.dumps(row) + "\n").encode("ascii")
+                hashed.update(line)
+                size += file.write(line)
             file.flush()
             os.fsync(file.fileno())
+            return size, hashed.hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); free space, then --resume") from None
 
 
-def _cut(path: Path, size: int) -> None:
-    """Cut a file to its whole lines."""
-    if path.stat().st_size > size:
-        with path.open("r+b") as file:
-            file.truncate(size)
-            os.fsync(file.fileno())
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

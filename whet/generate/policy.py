@@ -7,7 +7,7 @@ evaluation asks the same question in the same words.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -84,18 +84,20 @@ class PolicyConfig:
             raise ValueError(
                 "policy.init is empty (random weights): give policy.tokenizer, such as bytes or a folder"
             )
-        if self.adapter and not self.init:
-            raise ValueError("policy.adapter is read with policy.init only: give the adapter's base there")
-        if self.init and self.model != ModelConfig():
-            raise ValueError(
-                "policy.model is read for random weights only: leave it out, or leave out policy.init"
-            )
         if self.tokenizer == "characters" and not self.alphabet:
             raise ValueError("policy.tokenizer = characters needs policy.alphabet")
-        if self.alphabet and self.tokenizer != "characters":
-            raise ValueError("policy.alphabet is read with policy.tokenizer = characters only; leave it out")
-        if self.padded_vocab_size and not self.tags_as_tokens:
-            raise ValueError("policy.padded_vocab_size is read with policy.tags_as_tokens only; leave it out")
+        if self.model.vocab_size != ModelConfig.vocab_size:
+            raise ValueError("policy.model.vocab_size comes from the tokenizer; leave it out")
+        unread = {
+            "model": (not self.init, "random weights", self.model != ModelConfig()),
+            "adapter": (self.init, "policy.init, the adapter's base,", self.adapter),
+            "alphabet": (self.tokenizer == "characters", "policy.tokenizer = characters", self.alphabet),
+            "padded_vocab_size": (self.tags_as_tokens, "policy.tags_as_tokens", self.padded_vocab_size),
+            "system_prompt": (self.template != "plain", "other templates than plain", not self.system_prompt),
+        }
+        for name, (is_read, reader, is_given) in unread.items():
+            if is_given and not is_read:
+                raise ValueError(f"policy.{name} is read with {reader} only; leave it out")
 
 
 class Policy:
@@ -251,11 +253,11 @@ class Policy:
             "tokenizer": self.tokenizer.fingerprint,
         }
 
-    def save(self, folder: Path) -> None:
-        """Write weights, tokenizer and protocol as a folder that `transformers` and whet load."""
+    def save(self, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write weights (a copy that was taken, or as they are), tokenizer and protocol: a folder to load from."""
         assert self.adapter is None or not self.adapter.is_applied, "an applied adapter would be left out"
         self.save_protocol(folder)
-        save_model(self.model, folder, bos_id=self.tokenizer.bos_id, eos_ids=self.stop_ids)
+        save_model(self.model, folder, bos_id=self.tokenizer.bos_id, eos_ids=self.stop_ids, weights=weights)
 
     def save_protocol(self, folder: Path) -> None:
         """Write tokenizer and protocol alone: what shows completions, without the weights that wrote them."""

@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from whet.checkpoint import open_run
 from whet.config import dump_yaml
 from whet.inspect.overlap import VIEWS, Overlap, Texts, View, compare, fold_prompts
 from whet.model.tokenizer import Tokenizer
+from whet.run_folder import open_run
 from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.mixture import Mixture
 from whet.telemetry.display import escape_controls

@@ -1,10 +1,10 @@
-"""`whet doctor sandbox`: attack the sandbox of this machine and show what held."""
+"""`whet doctor`: attack the sandbox of this machine, run training twice and compare, or look at a run that hangs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from whet.inspect.doctor_determinism import check_determinism
+from whet.inspect.doctor_hang import check_hang
 from whet.isolation.attacks import all_attacks
 from whet.isolation.battery import Finding, run_battery
 from whet.sandbox import Sandbox
@@ -20,43 +22,87 @@ from whet.telemetry.display import escape_controls
 from whet.types import UserError
 
 SHOWN_HOW = 60
+READ = {"sandbox": ("backend", "only", "num_workers"), "determinism": ("program", "recipe"), "hang": ()}
+"""The fields that each check reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """A check of the sandbox: programs that try to get out, take too much, or cheat their tests."""
+    """Checks: 'sandbox' attacks this machine's sandbox, 'determinism' trains twice, 'hang RUN' looks at a run.
 
+    Exit status 1 when the check found something, 2 when it could not be made.
+    """
+
+    check: tuple[str, ...] = ()
+    """sandbox: programs that try to get out, take too much, or cheat their tests. determinism: three steps of training,
+    twice, compared bit by bit. hang RUN [RUN ...]: what the ranks of a run do, and where a hung one stood."""
     backend: Literal["auto", "bwrap", "landlock"] = "auto"
-    """The wall to attack; auto for the one that training would use here."""
+    """sandbox: the wall to attack; auto for the one that training would use here."""
     only: str = ""
-    """Run only attacks with this text in their name or group."""
+    """sandbox: run only attacks with this text in their name or group."""
     num_workers: int = 0
-    """Attacks at the same time; 0 for one per core."""
+    """sandbox: attacks at the same time; 0 for one per core."""
+    program: Literal["rl", "sft", "dpo"] = "rl"
+    """determinism: what is run."""
+    recipe: str = ""
+    """determinism: recipe, config.yaml or run folder of that program; empty for a small form of the demo's."""
 
     def __post_init__(self) -> None:
+        name = self.check[0] if self.check else ""
+        if name not in READ:
+            raise ValueError(f"check = {name!r}: expected sandbox, determinism, or hang RUN")
+        if name == "hang" and len(self.check) == 1:
+            raise ValueError(
+                "check = hang: expected the folder of a run, as in 'whet doctor hang runs/demo-rl'"
+            )
+        if name != "hang" and len(self.check) > 1:
+            raise ValueError(f"check = {' '.join(self.check)}: expected nothing after {name}")
+        for field in fields(self):
+            if field.name not in ("check", *READ[name]) and getattr(self, field.name) != field.default:
+                raise ValueError(f"{field.name} is not read by the check {name}; leave it out")
         if self.num_workers < 0:
             raise ValueError(f"num_workers = {self.num_workers}: expected 0 or more")
 
 
-RECIPES: Mapping[str, Callable[[], DoctorConfig]] = {"sandbox": DoctorConfig}
-
-
 def main(config: DoctorConfig) -> None:
-    """Print a table of attacks and what became of them.
+    """Run the check.
 
     Raises:
-        UserError: If this machine has no usable sandbox (exit status 2).
-        SystemExit: With status 1 when an attack was not contained.
+        UserError: If it cannot be made (exit status 2).
+        SystemExit: With status 1 when it found something.
     """
-    attacks = [
-        attack for attack in all_attacks() if config.only in attack.name or config.only in attack.group
-    ]
+    name, *runs = config.check
+    if name == "sandbox":
+        is_well = check_sandbox(config.backend, config.only, config.num_workers)
+    elif name == "determinism":
+        is_well = check_determinism(config.program, config.recipe)
+    else:
+        is_well = check_hang(runs)
+    if not is_well:
+        raise SystemExit(1)
+
+
+def check_sandbox(backend: Literal["auto", "bwrap", "landlock"], only: str, num_workers: int) -> bool:
+    """Print a table of attacks and what became of them.
+
+    Args:
+        backend: The wall to attack.
+        only: Part of a name or group.
+        num_workers: Attacks at the same time; 0 for one per core.
+
+    Returns:
+        Whether all were contained.
+
+    Raises:
+        UserError: If this machine has no usable sandbox.
+    """
+    attacks = [attack for attack in all_attacks() if only in attack.name or only in attack.group]
     if not attacks:
         groups = ", ".join(dict.fromkeys(attack.group for attack in all_attacks()))
-        raise UserError(f"only = {config.only!r}: no such attack; expected a part of a name, or of {groups}")
+        raise UserError(f"only = {only!r}: no such attack; expected a part of a name, or of {groups}")
     console = Console()
     start = time.monotonic()
-    with Sandbox(backend=config.backend, num_workers=config.num_workers) as sandbox:
+    with Sandbox(backend=backend, num_workers=num_workers) as sandbox:
         console.print(f"sandbox: {sandbox.backend}, {len(attacks)} attacks")
         columns = (TextColumn("attacking"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
@@ -72,8 +118,7 @@ def main(config: DoctorConfig) -> None:
             f"{sandbox.backend}: {len(findings)} checks, {len(breaches)} breaches, "
             f"{time.monotonic() - start:.1f} s"
         )
-    if breaches:
-        raise SystemExit(1)
+    return not breaches
 
 
 def _line(text: str) -> str:

@@ -134,13 +134,13 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
 
 def _metered(
     optimizer: Optimizer, meter: LiveTensors | _CudaPeak, found: dict[str, int]
-) -> Callable[[float], float]:
+) -> Callable[..., float]:
     """Make the optimizer's step end the phase before it, and note its own."""
     plain = optimizer.step
 
-    def step(lr: float) -> float:
+    def step(lr: float, *, loss: float = 0.0) -> float:
         found["backward"] = max(found.get("backward", 0), meter.restart())
-        norm = plain(lr)
+        norm = plain(lr, loss=loss)
         found["optimizer step"] = max(found.get("optimizer step", 0), meter.restart())
         return norm
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from whet.checkpoint import open_run
 from whet.config import closest, dump_yaml
 from whet.inspect.outcome import Board, Measure, Outcome, Status, write_outcomes
 from whet.inspect.spread import FLAT_BELOW, Curve, KillRules, kill_reason
+from whet.run_folder import open_run
 from whet.telemetry.display import escape_controls
 from whet.telemetry.log import parse_row
 from whet.telemetry.metrics import METRICS, find_metric

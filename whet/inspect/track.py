@@ -9,9 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from whet.config import from_dict
+from whet.config import from_dict, read_yaml
 from whet.telemetry.log import read_rows
 from whet.telemetry.trackers import TrackConfig, Tracker, TrackerName, brief, load_tracker
 from whet.telemetry.tracking import Item, as_item, entry_of, open_run, save_entry
@@ -58,10 +56,9 @@ def track_settings(config: TrackRunConfig, folder: Path) -> TrackConfig:
     if not config.run:
         raise UserError("which run? whet track RUN --to tensorboard")
     try:
-        content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        stored = read_yaml(folder / "config.yaml").get("track")
+    except UserError:
         raise UserError(f"{folder}: no readable config.yaml, so it is not a run folder") from None
-    stored = content.get("track") if isinstance(content, dict) else None
     where = str(folder / "config.yaml")
     started = from_dict(TrackConfig, stored, where=where) if isinstance(stored, dict) else TrackConfig()
     asked = {

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.checkpoint import open_run
 from whet.config import align, dump_yaml
 from whet.eval import evaluate, probe
 from whet.eval.evaluate import EvalConfig
@@ -23,6 +22,7 @@ from whet.eval.probe import ProbeConfig
 from whet.generate.policy import load_policy
 from whet.inspect.verdict import NEEDS, STAGES, Item, Status, ThresholdConfig, declared, judge_stage
 from whet.pages.page import render
+from whet.run_folder import open_run
 from whet.tasks.base import load_task
 from whet.telemetry.display import escape_controls
 from whet.telemetry.environment import write_environment

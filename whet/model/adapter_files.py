@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from whet.model.adapter import CONFIG, WEIGHTS, Adapter, LoRAPair
-from whet.model.files import hub_folder, is_hub_name, read_json
+from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.weights import model_folder
 from whet.types import UserError
 
@@ -91,6 +91,7 @@ def read_adapter(source: str | Path) -> Adapter:
     Source: LoRA 2106.09685, rsLoRA 2312.03732, in the layout of the peft library (0.21).
     """
     folder = _adapter_folder(source)
+    check_manifest(folder)
     config = read_json(folder / CONFIG)
     _check_config(config, folder / CONFIG)
     sides: dict[str, dict[str, torch.Tensor]] = {}
@@ -171,7 +172,9 @@ def _check_number(name: str, value: object, most: int, where: Path) -> None:
 
 def _compiles(pattern: str) -> bool:
     try:
-        return bool(re.compile(pattern))
+        return bool(
+            re.compile(rf"(.*\.)?({pattern})")
+        )  # as `_pattern` uses it: flags are for the beginning only
     except (re.error, RecursionError, OverflowError):
         return False
 

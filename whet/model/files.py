@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from whet.commit import MANIFEST, verify_folder
 from whet.types import UserError
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -37,6 +38,26 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def check_manifest(folder: Path) -> None:
+    """Compare every file of a checkpoint of whet with its manifest before use; a folder without one is taken as it is.
+
+    Raises:
+        UserError: If a file was changed, lost or added since it was written.
+    """
+    if not (folder / MANIFEST).is_file():
+        return
+    try:
+        is_ours = "files" in read_json(folder / MANIFEST)
+    except UserError:
+        is_ours = True  # a damaged one of ours is not to be told from a foreign one
+    if not is_ours:
+        return
+    try:
+        verify_folder(folder)
+    except UserError as error:
+        raise UserError(f"{error}; take another checkpoint, or write this one again") from None
 
 
 def find_files(source: str | Path, names: Sequence[str]) -> dict[str, Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from whet.model.config import ModelConfig, from_hf, to_hf
-from whet.model.files import hub_folder, is_hub_name, read_json
+from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
 from whet.model.transformer import LanguageModel, LlamaLike
 from whet.types import UserError
 
 SHARD_BYTES = 4 * 10**9
+MAX_POSITIONS = 2**21
+"""Positions that a configuration from outside may ask for: twice as many as any model of these families has."""
 HUB_PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -124,11 +127,15 @@ def load_model(
         The model in evaluation mode and its configuration.
 
     Raises:
-        UserError: If a file is missing or malformed, or tensors are missing, unexpected, repeated or of
-            another shape.
+        UserError: If a file is missing or malformed, or not as its manifest says, or tensors are missing, unexpected,
+            repeated or of another shape.
     """
     folder = model_folder(path)
+    check_manifest(folder)
     config = from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
+    if config.max_positions > MAX_POSITIONS:
+        what = f"max_positions = {config.max_positions:,}: expected at most {MAX_POSITIONS:,}"
+        raise UserError(f"{folder / 'config.json'}: {what}, as a table with a row for each is made; lower it")
     with torch.device("meta"):
         model = build_model(config)
     expected = dict(model.named_parameters())
@@ -173,6 +180,7 @@ def save_model(
     bos_id: int | None = None,
     eos_ids: tuple[int, ...] = (),
     shard_bytes: int = SHARD_BYTES,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a folder that `transformers` loads: two JSON files and safetensors, in shards when large.
 
@@ -182,9 +190,11 @@ def save_model(
         bos_id: Beginning-of-sequence id for the configuration.
         eos_ids: Ids that end a generation.
         shard_bytes: Largest size of one weight file in bytes.
+        weights: What is written in place of the model's own parameters: a copy of them that was taken earlier.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
+    weights = dict(model.named_parameters()) if weights is None else weights
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in weights.items()}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=dtype)
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n")

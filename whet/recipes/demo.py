@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from whet.checkpoint import open_run
 from whet.config import dump_yaml
 from whet.eval.evaluate import take_problems
 from whet.eval.measure import EvalResult, evaluate
@@ -24,6 +23,7 @@ from whet.generate.sampling import SamplingParams
 from whet.inspect.report import write_page
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
+from whet.run_folder import open_run
 from whet.tasks.arithmetic import Arithmetic
 from whet.tasks.base import TaskConfig
 from whet.telemetry.display import advancing, open_display

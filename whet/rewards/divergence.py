@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+JUDGE, GOLD = "rl/reward/judge", "eval/pass@1"
+"""The judge's reward, and the held-out metric that it has no part in."""
+
 WINDOW = 3
 """Validations that are averaged on either side of the comparison."""
 
@@ -21,9 +24,12 @@ GOLD_NOISES = 4.5
 windows lies above the truth. 4.5 stops one in fifty (docs/judge.md)."""
 
 
-def judge_diverges(
-    rows: Sequence[Mapping[str, Any]], *, judge: str = "rl/reward/judge", gold: str = "eval/pass@1"
-) -> str | None:
+def thin(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `judge_diverges` reads of a row: a run keeps all of them."""
+    return {name: row[name] for name in ("step", JUDGE, GOLD) if name in row}
+
+
+def judge_diverges(rows: Sequence[Mapping[str, Any]], *, judge: str = JUDGE, gold: str = GOLD) -> str | None:
     """Say why a run must stop whose judge is being pleased instead of its problems solved.
 
     The last three validations are compared with the best earlier three in a row. The run stops when (1) the judge's

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from whet.config import closest
+from whet.config import closest, show
 from whet.schema import AnswerType
 from whet.tasks.algebra import algebra
 from whet.tasks.arithmetic import Arithmetic
@@ -94,7 +94,7 @@ class TaskConfig:
             near = closest(self.name, list(OPTIONS))
             hint = f"; did you mean {near!r}?" if near else ""
             raise UserError(
-                f"task.name = {self.name!r}: expected one of {', '.join(OPTIONS)} or path.py:MyTask{hint}"
+                f"task.name = {show(self.name)}: expected one of {', '.join(OPTIONS)} or path.py:MyTask{hint}"
             )
         for name in ("max_bad_rows", "num_problems"):
             if getattr(self, name) < 0:

@@ -7,15 +7,16 @@ import json
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from whet.isolation.graders import num_cores
 from whet.sandbox import TestsVerdict, run_tests
 from whet.schema import AnswerType
-from whet.tasks.read import BadRow, Row, check_split, read_jsonl, select_split
+from whet.tasks.read import BadRow, Check, Row, check_split, read_jsonl, select_split
 from whet.types import Problem, UserError, problem_uid
 
 TIMEOUT_S = 5.0
@@ -62,6 +63,7 @@ class Code:
         answer_type: 'program'.
         seconds_per_answer: Bound of the time that judging an answer takes.
         bad_rows: Rows left out so far.
+        num_repeated: Repeated problems so far; they stay.
     """
 
     answer_type: AnswerType = "program"
@@ -85,6 +87,7 @@ class Code:
         self._exams: dict[str, Exam] = {}
         self._verdicts: OrderedDict[tuple[str, str], TestsVerdict] = OrderedDict()
         self.bad_rows: list[BadRow] = []
+        self.num_repeated = 0
 
     def problems(self, split: str) -> list[Problem]:
         """Return the problems of 'train', 'dev' or 'test'; HumanEval has none but 'test'."""
@@ -177,7 +180,8 @@ class Code:
             if not path.is_file():
                 raise UserError(f"{self._path}: no {name} there; check --task.path")
         if path not in self._files:
-            required, make, check = READERS[self.name]
+            required, make, _ = READERS[self.name]
+            check = partial(_unreadable, self.name)
             rows, bad = read_jsonl(path, required=required, max_bad_rows=self._max_bad_rows, check=check)
             self.bad_rows += bad
             found = []
@@ -189,6 +193,7 @@ class Code:
                 problem = Problem(uid=uid, task=self.name, prompt=prompt, answer=answer, meta=meta)
                 found.append((problem, row))
             self._files[path] = found
+            self.num_repeated += len(found) - len({problem.uid for problem, _ in found})
         return self._files[path]
 
 
@@ -283,14 +288,33 @@ def _fault(row: Row, name: str) -> str | None:
     for test in (*tests, row.get("setup", "")):
         try:
             _parse(test)
-        except (SyntaxError, ValueError, TypeError) as error:
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
             return f"{name!r} or 'setup' holds what is not Python ({json.dumps(str(test)[:60])}: {error})"
     return None
 
 
-READERS = {
+def _number_fault(row: Row) -> str | None:
+    return None if type(row.get("task_id")) is int else "'task_id' is not a whole number"
+
+
+def _unreadable(name: str, row: Row) -> str | None:
+    """Say why a row makes no problem."""
+    _, make, check = READERS[name]
+    if check is not None and (fault := check(row)):
+        return fault
+    try:
+        prompt, answer, exam = make(row)
+    except StopIteration:
+        return "'test' defines no function"
+    except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
+        return f"its program or tests cannot be read ({type(error).__name__}: {str(error)[:80]})"
+    texts = (prompt, answer, exam.setup, exam.prefix, *exam.tests, *exam.names, *exam.keywords)
+    return None if all(isinstance(text, str) for text in texts) else "a field of the row is not text"
+
+
+READERS: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, str, Exam]], Check | None]] = {
     "humaneval": (("prompt", "entry_point", "canonical_solution", "test"), _human_eval, None),
-    "mbpp": (("text", "code"), _mbpp, lambda row: _fault(row, "test_list")),
+    "mbpp": (("text", "code"), _mbpp, lambda row: _fault(row, "test_list") or _number_fault(row)),
     "code": (("prompt",), _own, lambda row: _fault(row, "tests")),
 }
 """Name -> (required fields, reader of a row, further conditions)."""

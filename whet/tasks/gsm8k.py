@@ -20,6 +20,7 @@ class GSM8K:
     Attributes:
         name: 'gsm8k'.
         bad_rows: Rows left out so far.
+        num_repeated: Repeated problems so far; they stay.
     """
 
     name = "gsm8k"
@@ -38,6 +39,7 @@ class GSM8K:
         self._max_bad_rows = max_bad_rows
         self._files: dict[str, list[Problem]] = {}
         self.bad_rows: list[BadRow] = []
+        self.num_repeated = 0
 
     def problems(self, split: str) -> list[Problem]:
         """Return all problems of 'train', 'dev' or 'test'."""
@@ -60,6 +62,7 @@ class GSM8K:
             )
             self.bad_rows += bad
             self._files[part] = [self._problem(row, source, number) for number, row in rows]
+            self.num_repeated += len(self._files[part]) - len({p.uid for p in self._files[part]})
         return self._files[part]
 
     def _problem(self, row: Row, source: str, number: int) -> Problem:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from whet.rewards.equal import answers_equal
 from whet.schema import AnswerType
-from whet.tasks.read import BadRow, Row, check_path, check_split, read_part, select_split, text_fault
+from whet.tasks.read import BadRow, Row, as_raw, check_path, check_split, read_part, select_split, text_fault
 from whet.types import Problem, problem_uid
 
 FILES = {
@@ -28,6 +28,7 @@ class MATH:
         name: 'math'.
         answer_type: 'text': LaTeX of any kind.
         bad_rows: Rows left out so far; those without a gold answer do not count towards the limit.
+        num_repeated: Repeated problems so far; they stay.
     """
 
     name = "math"
@@ -46,6 +47,7 @@ class MATH:
         self._max_bad_rows = max_bad_rows
         self._files: dict[str, list[Problem]] = {}
         self.bad_rows: list[BadRow] = []
+        self.num_repeated = 0
 
     def problems(self, split: str) -> list[Problem]:
         """Return all problems of 'train', 'dev' or 'test'."""
@@ -66,14 +68,18 @@ class MATH:
                 max_bad_rows=self._max_bad_rows,
                 check=_fault,
             )
-            empty = [number for number, row in rows if not row["answer"].strip()]
+            empty = [(number, row) for number, row in rows if not row["answer"].strip()]
             self.bad_rows += [
                 *bad,
-                *(BadRow(f"{source} line {number}", "'answer' is empty") for number in empty),
+                *(
+                    BadRow(f"{source} line {number}", "'answer' is empty", number, as_raw(row))
+                    for number, row in empty
+                ),
             ]
             self._files[part] = [
                 _problem(row, source, number) for number, row in rows if row["answer"].strip()
             ]
+            self.num_repeated += len(self._files[part]) - len({p.uid for p in self._files[part]})
         return self._files[part]
 
 

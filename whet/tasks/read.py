@@ -21,6 +21,7 @@ Check = Callable[[Row], "str | None"]
 """Says what is wrong with a row, or None."""
 
 MAX_LINE_BYTES = 16 * 2**20
+MAX_RAW = 2000
 DEV_PERCENT = TEST_PERCENT = 5
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 HUB_CONFIGS = {"openai/gsm8k": "main"}  # data sets that must be asked for one of several configurations
@@ -33,10 +34,14 @@ class BadRow:
     Attributes:
         where: File name and 1-based position, such as 'train.jsonl line 812'.
         reason: What is wrong with it.
+        number: The position alone.
+        raw: The line as it stands there, or the row as JSON; its first 2,000 characters.
     """
 
     where: str
     reason: str
+    number: int = 0
+    raw: str = ""
 
 
 def read_jsonl(
@@ -57,7 +62,7 @@ def read_jsonl(
         UserError: If the file cannot be read, has no rows, or too many bad ones (the first is named).
     """
     path = Path(path)
-    rows = ((f"{path.name} line {number}", number, _parse(line)) for number, line in _lines(path))
+    rows = ((f"{path.name} line {number}", number, _parse(line), line) for number, line in _lines(path))
     return _sift(path.name, rows, required, max_bad_rows, check)
 
 
@@ -72,7 +77,8 @@ def read_json_array(
         raise UserError(f"{path.name}: not JSON ({error})") from error
     if not isinstance(values, list):
         raise UserError(f"{path.name}: expected a JSON array of rows, got {_kind(values)}")
-    rows = ((f"{path.name} row {number}", number, _object(value)) for number, value in enumerate(values, 1))
+    numbered = enumerate(values, 1)
+    rows = ((f"{path.name} row {number}", number, _object(value), value) for number, value in numbered)
     return _sift(path.name, rows, required, max_bad_rows, check)
 
 
@@ -82,12 +88,13 @@ def read_csv(
     """Read a CSV file with a line of column names; otherwise as `read_jsonl`, with row numbers for line numbers."""
     path = Path(path)
 
-    def rows() -> Iterator[tuple[str, int, Row | str | None]]:
+    def rows() -> Iterator[tuple[str, int, Row | str | None, Any]]:
         try:
             lines = (line.decode("utf-8") for _, line in _lines(path))
             for number, row in enumerate(csv.DictReader(lines, strict=True), 1):
                 whole = None not in row and None not in row.values()
-                yield f"{path.name} row {number}", number, row if whole else "not as many fields as columns"
+                fault = "not as many fields as columns"
+                yield f"{path.name} row {number}", number, row if whole else fault, row
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"{path.name}: not CSV in UTF-8 ({error})") from error
 
@@ -103,7 +110,8 @@ def read_parquet(
         UserError: If pyarrow is missing, or for the reasons of `read_jsonl`.
     """
     path = Path(path)
-    rows = ((f"{path.name} row {number}", number, row) for number, row in enumerate(_parquet_rows(path), 1))
+    numbered = enumerate(_parquet_rows(path), 1)
+    rows = ((f"{path.name} row {n}", n, row, row if isinstance(row, dict) else b"") for n, row in numbered)
     return _sift(path.name, rows, required, max_bad_rows, check)
 
 
@@ -164,7 +172,8 @@ def read_hub(
         text = (str(error).splitlines() or [type(error).__name__])[0][:160]
         raise UserError(f"data set {name!r}, split {split!r}: cannot be had from the hub ({text})") from error
     rows = (
-        (f"{name} {split} row {number}", number, _object(value)) for number, value in enumerate(values, 1)
+        (f"{name} {split} row {number}", number, _object(value), value)
+        for number, value in enumerate(values, 1)
     )
     return _sift(f"{name} {split}", rows, required, max_bad_rows, check)
 
@@ -348,9 +357,19 @@ def _first_fault(row: Row, required: Sequence[str]) -> str | None:
     return next((fault for fault in faults if fault), None)
 
 
+def as_raw(value: Any) -> str:
+    """Write a bad row as it stood in the file, or as JSON, cut to a length that a person reads."""
+    if isinstance(value, bytes):
+        return value[: 4 * MAX_RAW].decode("utf-8", "backslashreplace").rstrip("\r\n")[:MAX_RAW]
+    try:
+        return json.dumps(value, default=str, skipkeys=True)[:MAX_RAW]
+    except (ValueError, RecursionError):
+        return ""
+
+
 def _sift(
     source: str,
-    rows: Iterable[tuple[str, int, Row | str | None]],
+    rows: Iterable[tuple[str, int, Row | str | None, Any]],
     required: Sequence[str],
     max_bad_rows: int,
     check: Check | None,
@@ -358,14 +377,14 @@ def _sift(
     """Part good rows from bad ones; all are read before an error, so that it can say how many to allow."""
     good: list[tuple[int, Row]] = []
     bad: list[BadRow] = []
-    for where, number, row in rows:
+    for where, number, row, raw in rows:
         if row is None:
             continue
         reason = row if isinstance(row, str) else _first_fault(row, required)
         if reason is None and check is not None and not isinstance(row, str):
             reason = check(row)
         if reason is not None:
-            bad.append(BadRow(where, reason))
+            bad.append(BadRow(where, reason, number, as_raw(raw) if len(bad) < max_bad_rows else ""))
         elif not isinstance(row, str):
             good.append((number, row))
     if len(bad) > max_bad_rows:

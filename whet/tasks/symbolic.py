@@ -18,6 +18,7 @@ class Symbolic:
     Attributes:
         name: The task's.
         answer_type: The task's.
+        task: The task.
     """
 
     def __init__(self, task: Task) -> None:
@@ -28,13 +29,13 @@ class Symbolic:
         """
         if importlib.util.find_spec("math_verify") is None:
             raise UserError("task.symbolic needs math-verify: pip install 'whet[math]', or leave it out")
-        self._task = task
+        self.task = task
         self.name = task.name
         self.answer_type: AnswerType = getattr(task, "answer_type", "number")
 
     def problems(self, split: str) -> list[Problem]:
         """Return the task's problems."""
-        return self._task.problems(split)
+        return self.task.problems(split)
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
         """Judge an answer."""
@@ -42,7 +43,7 @@ class Symbolic:
 
     def judge_many(self, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
         """Judge answers: first as the task does, then all that are left together, so that hangs share one deadline."""
-        verdicts = [self._task.is_correct(problem, answer) for problem, answer in items]
+        verdicts = [self.task.is_correct(problem, answer) for problem, answer in items]
         left = [place for place, verdict in enumerate(verdicts) if verdict is False and items[place][1]]
         pairs = [(items[place][1] or "", items[place][0].answer) for place in left]
         for place, is_equal in zip(left, symbolic_equal_pairs(pairs), strict=True):

@@ -1,11 +1,14 @@
-"""Warnings about a run that begins to go wrong, each with its remedy. Pure functions over logged rows."""
+"""Warnings about a run that begins to go wrong, each with its remedy, from the rows that it logged."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
+
+from whet.telemetry.log import read_metrics
 
 QUIET_ROWS = 20
 """A warning comes when its problem begins, and again only after this many rows without the problem."""
@@ -20,6 +23,11 @@ LOSS_HIGH, LOSS_BROKEN = 3.0, 8.0
 SAME_SHARE = 0.95
 RATIO_DRIFT_MAX = 1e-4
 """Float rounding between two exact forward passes stays below this."""
+
+
+def past_rows(run: Path, stage: str, step: int) -> list[dict[str, Any]]:
+    """Return the rows that a stage logged up to a step, oldest first, for a run that goes on."""
+    return [row for row in read_metrics(run) if row.get("stage") == stage and row["step"] <= step]
 
 
 def health_warnings(stage: str, values: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from whet.distributed import gather_json, is_distributed
 from whet.telemetry.metrics import find_metric
 from whet.types import Group, Problem, Sample, UserError
 
@@ -100,16 +101,16 @@ class RunLog:
         self._append("metrics.jsonl", [row])
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Append one row per rollout of the groups.
+        """Append one row per rollout of the groups of all ranks, which all call it.
 
         Args:
             step: Optimizer steps done.
-            groups: Groups of the step, scored.
+            groups: This rank's groups of the step, scored.
         """
-        self._append(
-            "samples.jsonl",
-            [self._sample_row(step, group.problem, sample) for group in groups for sample in group.samples],
-        )
+        rows = [self._sample_row(step, group.problem, sample) for group in groups for sample in group.samples]
+        if is_distributed():
+            rows = [row for part in gather_json(rows) for row in part]
+        self._append("samples.jsonl", rows)
 
     def close(self) -> None:
         """Close both files; further calls do nothing."""
@@ -190,7 +191,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Iterate over the objects of a JSON-lines file; unreadable lines are skipped, with one warning."""
     num_bad = 0
-    if path.exists():
+    if path.is_file():
         with path.open("rb") as file:
             for line in file:
                 row = parse_row(line)

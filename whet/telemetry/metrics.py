@@ -30,6 +30,7 @@ METRICS: dict[str, Metric] = {
     "sft/loss": Metric("nats/token", "mean negative log-probability of the trained tokens"),
     "sft/validation_loss": Metric("nats/token", "the same on held-out rows"),
     "sft/lr": Metric("1", "learning rate of this step", ".2e"),
+    "sft/skipped": Metric("steps", "steps in a row left out, as loss or gradient was not finite", ".0f"),
     "sft/grad_norm": Metric("1", "gradient norm before clipping"),
     "sft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
     "sft/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
@@ -48,6 +49,7 @@ METRICS: dict[str, Metric] = {
     "dpo/rejected_logprob": Metric("nats", "mean log-probability of a whole rejected completion", ".1f"),
     "dpo/nll": Metric("nats/token", "mean over pairs of the chosen completion's nats per token"),
     "dpo/lr": Metric("1", "learning rate of this step", ".2e"),
+    "dpo/skipped": Metric("steps", "steps in a row left out, as loss or gradient was not finite", ".0f"),
     "dpo/grad_norm": Metric("1", "gradient norm before clipping"),
     "dpo/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
     "dpo/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
@@ -61,6 +63,7 @@ METRICS: dict[str, Metric] = {
     "rft/kept": Metric("completions", "different right completions kept for training", ",.0f"),
     "rft/covered": _share("problems with at least one kept completion"),
     "rft/lr": Metric("1", "learning rate of this step", ".2e"),
+    "rft/skipped": Metric("steps", "steps in a row left out, as loss or gradient was not finite", ".0f"),
     "rft/grad_norm": Metric("1", "gradient norm before clipping"),
     "rft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
     "rft/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
@@ -105,6 +108,11 @@ METRICS: dict[str, Metric] = {
     ),
     "rl/repetition": _share("4-grams of a completion's tokens that occurred in it before"),
     "rl/groups_refilled": Metric("groups", "groups sampled to replace uninformative ones", ".0f"),
+    "rl/prompts_consumed": Metric("prompts", "prompts that were trained on so far", ",.0f"),
+    "rl/prompts_dropped": Metric(
+        "prompts", "prompts left out of training so far, whatever the reason", ",.0f"
+    ),
+    "rl/prompts_in_flight": Metric("prompts", "prompts that are sampled and wait for their training", ",.0f"),
     "rl/unscorable": Metric(
         "samples", "samples that no reward could score; they leave every denominator", ".0f"
     ),
@@ -139,6 +147,7 @@ METRICS: dict[str, Metric] = {
     "rl/logprob_gap_max": Metric("nats", "largest |sampler - trainer| log-probability of a token", ".1e"),
     "rl/loss": Metric("1", "surrogate loss; its sign and size say nothing about health", ".4f"),
     "rl/lr": Metric("1", "learning rate of this step", ".2e"),
+    "rl/skipped": Metric("steps", "steps in a row left out, as loss or gradient was not finite", ".0f"),
     "rl/grad_norm": Metric("1", "gradient norm before clipping"),
     "rl/tokens_per_second": Metric("tokens/s", "completion tokens per second of the whole step", ",.0f"),
     "rl/generate_seconds": Metric("s", "time to sample", ".2f"),
@@ -163,6 +172,7 @@ METRICS: dict[str, Metric] = {
 """Every metric with its unit and meaning. Logging another name is an error, unless it belongs to a family."""
 
 FAMILIES: dict[str, Metric] = {
+    "rl/prompts_dropped/": Metric("prompts", "prompts left out of training so far for this reason", ",.0f"),
     "rl/reward/": Metric("score", "mean unweighted score of this reward"),
     "rl/signal/": _share(
         "part of this reward in the spread of advantages inside groups; negative works against the rest"

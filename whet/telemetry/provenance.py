@@ -34,7 +34,7 @@ def write_provenance(
     problems: Iterable[Problem] = (),
     links: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Write provenance.json into a run folder; a resumed run keeps the one that it began with.
+    """Write provenance.json into a run folder; a resumed run keeps the one that it began with, unless it is damaged.
 
     Args:
         folder: The run folder, with its environment.json.
@@ -49,7 +49,11 @@ def write_provenance(
     """
     path = folder / PROVENANCE
     if path.is_file():
-        return read_json(path)
+        if _is_whole(known := read_json(path)):
+            return known
+        aside = path.replace(folder / f".corrupt-{PROVENANCE}")
+        text = f"damaged; kept as {aside.name}, and written anew: the run has a new id from here on"
+        print(f"whet: warning: {path}: {text}", flush=True)
     environment = read_json(folder / "environment.json")
     start = environment.get("start_utc") or datetime.now(UTC).isoformat(timespec="seconds")
     salt = f"{config_yaml}\x00{folder.resolve()}\x00{time.time_ns()}\x00{os.getpid()}"
@@ -67,10 +71,21 @@ def write_provenance(
         "links": [dict(link) for link in links],
         "parent": None if parent is None else {"folder": str(parent), "run_id": run_id(parent)},
     }
+    content["seal"] = _seal(content)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
     return content
+
+
+def _is_whole(content: Mapping[str, Any]) -> bool:
+    """Say whether a provenance is as it was written; those of earlier versions have no seal."""
+    unsealed = {name: value for name, value in content.items() if name != "seal"}
+    return bool(unsealed.get("run_id")) and content.get("seal") in (None, _seal(unsealed))
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def describe_model(source: str) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-import yaml
-
+from whet.config import read_yaml
+from whet.telemetry.log import as_number
 from whet.telemetry.trackers import (
     COLUMNS,
     Link,
@@ -132,28 +132,25 @@ def as_item(file: str, rows: Sequence[Row], num_samples: int) -> Item | None:
         num_samples: Completions to keep, evenly over the rows.
 
     Returns:
-        None when there is nothing to send.
+        None when there is nothing to send, or the rows have no step: anybody may have written them.
     """
+    step = as_number(rows[0].get("step", 0)) if rows else None
+    if step is None or abs(step) >= 2**53:
+        return None
     if file == "metrics.jsonl":
         (row,) = rows
-        values = {
-            name: value for name, value in row.items() if "/" in name and isinstance(value, (int, float))
-        }
-        return Item(int(row.get("step", 0)), float(row.get("time_s", 0)), values, []) if values else None
-    if not rows or not num_samples:
+        values = {name: value for name, value in row.items() if "/" in name and as_number(value) is not None}
+        return Item(int(step), as_number(row.get("time_s")) or 0.0, values, []) if values else None
+    if not num_samples:
         return None
     chosen = rows[:: math.ceil(len(rows) / num_samples)]
-    return Item(
-        int(rows[0].get("step", 0)), 0.0, {}, [[_cell(row.get(name)) for name in COLUMNS] for row in chosen]
-    )
+    return Item(int(step), 0.0, {}, [[_cell(row.get(name)) for name in COLUMNS] for row in chosen])
 
 
 def open_run(tracker: Tracker, folder: Path, first_step: int, known: Link | None) -> Link:
     """Open a run at a tracker, with the config that stands in its folder."""
-    text = (folder / "config.yaml").read_text(encoding="utf-8")
-    return tracker.open(
-        TrackedRun(folder=folder, config=yaml.safe_load(text), first_step=first_step, known=known)
-    )
+    config = dict(read_yaml(folder / "config.yaml"))
+    return tracker.open(TrackedRun(folder=folder, config=config, first_step=first_step, known=known))
 
 
 def read_entries(folder: Path) -> dict[str, dict[str, Any]]:
@@ -161,7 +158,7 @@ def read_entries(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         rows = json.loads((folder / LINKS).read_text(encoding="utf-8"))
         return {str(row["name"]): dict(row) for row in rows}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
 
 

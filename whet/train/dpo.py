@@ -9,21 +9,25 @@ from typing import Any
 
 import torch
 
-from whet.algo.packing import TrainingSequence, pack, split_by_budget
 from whet.algo.preference import PreferenceLoss, agreement, dpo_loss, ipo_loss, log_ratios, mean_nll
+from whet.checkpoint import Resume
 from whet.config import align
 from whet.distributed import all_reduce_sum, barrier, rank, shard, sum_gradients
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
-from whet.generate.scoring import score_micro_batch
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.tasks.quarantine import write_quarantine
+from whet.tasks.read import BadRow
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.trackers import TrackConfig
-from whet.train.fit import FIT_ATTENTION, Fit, StepResult, finish, open_folder, open_tracking, write_origin
+from whet.train.fit import Fit, StepResult
 from whet.train.harvest import check_sampling, gather_rows, load_rows, sample_judged, write_rows
 from whet.train.order import EpochOrder
+from whet.train.pair_scores import pair_logprobs, pair_micro_batches
 from whet.train.pairs import Pair, Pairing, is_held_out, read_pairs
+from whet.train.safety import SafetyConfig, TokenBudget
+from whet.train.session import begin, finish, open_folder, write_origin
 from whet.train.step import OptimConfig, autocast_dtype, forward_backward, parameter_dtype, prepare_model
 from whet.types import MicroBatch, UserError
 
@@ -89,6 +93,8 @@ class DPOConfig:
     """Steps between checkpoints (one at the end always)."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Experiment trackers that show the run besides its own files."""
+    safety: SafetyConfig = field(default_factory=SafetyConfig)
+    """Resuming, saving and stopping."""
     seed: int = 0
     """Seed of samples, choice of pairs, held-out prompts and data order."""
 
@@ -147,51 +153,6 @@ def _overrides(name: str, value: Any, default: Any) -> list[str]:
     return [f"--{name.replace('_', '-')} {default}"]
 
 
-def pair_micro_batches(pairs: Sequence[Pair], token_budget: int, device: torch.device) -> list[MicroBatch]:
-    """Pack pairs; the two completions of a pair stand in one micro-batch.
-
-    Args:
-        pairs: This rank's pairs.
-        token_budget: Tokens per micro-batch; a longer pair gets one of its own.
-        device: Where the tensors go.
-
-    Returns:
-        Micro-batches in which `indices_B` is 2 i for the chosen and 2 i + 1 for the rejected completion of pair i.
-    """
-    micro_batches = []
-    for members in split_by_budget([pair.num_tokens for pair in pairs], token_budget):
-        sides = [2 * member + side for member in members for side in (0, 1)]
-        sequences = [
-            TrainingSequence(
-                prompt_ids=pairs[side // 2].prompt_ids,
-                completion_ids=pairs[side // 2].rejected_ids if side % 2 else pairs[side // 2].chosen_ids,
-            )
-            for side in sides
-        ]
-        num_tokens = sum(sequence.num_tokens for sequence in sequences)
-        (micro,) = pack(sequences, token_budget=num_tokens, device=device).micro_batches
-        micro_batches.append(replace(micro, indices_B=tuple(sides[index] for index in micro.indices_B)))
-    return micro_batches
-
-
-def pair_logprobs(
-    policy: Policy, micro: MicroBatch, config: OptimConfig
-) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """Score a micro-batch of pairs.
-
-    Returns:
-        Indices of its pairs, and the summed log-probabilities of their chosen and rejected completions, float64.
-    """
-    logprobs_M, _ = score_micro_batch(
-        policy.model, micro, autocast=autocast_dtype(config.precision), attention=FIT_ATTENTION
-    )
-    parts = logprobs_M.double().split(torch.bincount(micro.sequence_M).tolist())
-    sums = {side: part.sum() for side, part in zip(micro.indices_B, parts, strict=True)}
-    members = sorted(side // 2 for side in sums if side % 2 == 0)
-    chosen_B = torch.stack([sums[2 * member] for member in members])
-    return members, chosen_B, torch.stack([sums[2 * member + 1] for member in members])
-
-
 def scorer(policy: Policy, pairs: Sequence[Pair], num_pairs: float, config: DPOConfig) -> Score:
     """Return a function from a micro-batch of these pairs to its share of the mean loss and of the metrics.
 
@@ -233,17 +194,25 @@ def scorer(policy: Policy, pairs: Sequence[Pair], num_pairs: float, config: DPOC
     return score
 
 
-def train_step(policy: Policy, pairs: Sequence[Pair], config: DPOConfig) -> StepResult:
+def train_step(
+    policy: Policy, pairs: Sequence[Pair], config: DPOConfig, budget: TokenBudget | None = None
+) -> StepResult:
     """Backpropagate the mean loss over all pairs of the step, on all ranks."""
     trained = sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in pairs)
     read = sum(pair.num_tokens for pair in pairs)
     num_pairs, num_trained_tokens, num_tokens = all_reduce_sum(len(pairs), trained, read)
-    micro_batches = pair_micro_batches(pairs, config.optim.token_budget, policy.device)
-    totals = forward_backward(micro_batches, scorer(policy, pairs, num_pairs, config))
+    score = scorer(policy, pairs, num_pairs, config)
+    budget = budget or TokenBudget(config.optim.token_budget, policy.model.parameters())
+    totals = budget.run(
+        lambda tokens: forward_backward(pair_micro_batches(pairs, tokens, policy.device), score),
+        longest=max((pair.num_tokens for pair in pairs), default=0),
+    )
     sum_gradients(policy.model.parameters())
     names = [*METRICS, "dpo/nll"] if config.sft_coef else METRICS
     loss, *sums = all_reduce_sum(totals["loss"], *(totals.get(name, 0.0) for name in names))
-    return StepResult(loss, int(num_trained_tokens), int(num_tokens), dict(zip(names, sums, strict=True)))
+    return StepResult(
+        loss, int(num_trained_tokens), int(num_tokens), dict(zip(names, sums, strict=True)), pairs
+    )
 
 
 @torch.no_grad()
@@ -291,7 +260,10 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
     if not path.is_file():
         pairing = Pairing(config.max_pairs_per_problem, config.seed)
         if config.pairs:
-            pairs, left_out = read_pairs(config.pairs, policy, config.max_bad_rows)
+            bad_rows: list[BadRow] = []
+            pairs, left_out = read_pairs(config.pairs, policy, config.max_bad_rows, bad_rows)
+            if rank() == 0 and (said := write_quarantine(folder, bad_rows)):
+                print(f"whet: {said}", flush=True)
             if left_out:
                 print(
                     f"whet: warning: {left_out} of {left_out + len(pairs)} pairs do not fit the context; left out"
@@ -340,19 +312,19 @@ def plan(config: DPOConfig) -> str:
     )
 
 
-def main(config: DPOConfig, *, resume: bool = False) -> None:
+def main(config: DPOConfig, *, resume: Resume = False) -> None:
     """Run the training, write its folder and its report."""
     train(config, resume=resume)
     finish(config)
 
 
-def train(config: DPOConfig, *, resume: bool = False) -> Policy:
+def train(config: DPOConfig, *, resume: Resume = False) -> Policy:
     """Run the training, write its run folder (without a report) and return the trained policy.
 
     Raises:
         UserError: If inputs do not fit together, there are no pairs, or the run cannot go on.
     """
-    tracking = open_tracking(config)
+    tracking = begin(config)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     prepare_model(policy.model, config.optim)
     if policy.schema.tools:
@@ -365,10 +337,10 @@ def train(config: DPOConfig, *, resume: bool = False) -> Policy:
     kept = [pair for pair in pairs if not is_held_out(pair.uid, config.seed, config.validation_share)]
     if not kept:
         raise UserError(f"all {len(pairs)} pairs are held out; lower validation_share")
-    write_origin(config, [pair.as_problem() for pair in kept])
+    write_origin(config, [pair.as_problem() for pair in kept], None)
 
-    def train_batch(drawn: Sequence[tuple[int, Pair]]) -> StepResult:
-        return train_step(policy, [pair for _, pair in drawn], config)
+    def train_batch(drawn: Sequence[tuple[int, Pair]], budget: TokenBudget) -> StepResult:
+        return train_step(policy, [pair for _, pair in drawn], config, budget)
 
     fit = Fit(
         "dpo",
@@ -379,9 +351,10 @@ def train(config: DPOConfig, *, resume: bool = False) -> Policy:
         (lambda: validate(policy, held_out, config)) if held_out else None,
         best="dpo/validation_loss",
         headline=("dpo/loss", "dpo/accuracy", "dpo/margin", "dpo/validation_accuracy"),
+        longest=lambda: max(pair.num_tokens for pair in kept),
     )
     if resume:
-        fit.restore()
+        fit.restore(resume)
     note = f"{len(kept):,} pairs of {len({pair.uid for pair in kept}):,} prompts; {len(held_out):,} pairs held out"
     with tracking:
         fit.run(EpochOrder(kept, config.seed), title="dpo", notes=[note])

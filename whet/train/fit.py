@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from whet.checkpoint import commit_folder, load_step, open_run, save_step
-from whet.config import dump_yaml
-from whet.distributed import barrier, rank, shard
-from whet.generate.policy import Policy, PolicyConfig
+from whet.algo.packing import TrainingSequence
+from whet.checkpoint import Resume
+from whet.distributed import rank, shard
+from whet.generate.policy import Policy
 from whet.model.attention import AttentionKind
-from whet.model.weights import load_model
 from whet.telemetry.display import Display, open_display
-from whet.telemetry.environment import write_environment
 from whet.telemetry.hardware import HardwareMonitor, step_metrics
-from whet.telemetry.health import health_warnings
+from whet.telemetry.health import HISTORY_ROWS, health_warnings, past_rows
 from whet.telemetry.log import RunLog, read_metrics
-from whet.telemetry.provenance import write_provenance
-from whet.telemetry.report import write_report
-from whet.telemetry.trackers import TrackConfig
 from whet.telemetry.tracking import Tracking
 from whet.train.order import EpochOrder, MixtureOrder
-from whet.train.step import OptimConfig, Optimizer, learning_rate, parameter_dtype
-from whet.types import Problem, UserError
+from whet.train.pairs import Pair
+from whet.train.recorded import Data, Kind, Recorder, fit_batch
+from whet.train.safety import TokenBudget, rehearse
+from whet.train.session import RunConfig, Session, Skipped, restore_model
+from whet.train.step import Optimizer, autocast_dtype, learning_rate
 
 Item = TypeVar("Item")
 
@@ -36,30 +34,8 @@ Item = TypeVar("Item")
 FIT_ATTENTION: AttentionKind = "fast"
 
 
-class FitConfig(Protocol):
+class FitConfig(RunConfig, Protocol):
     """What the loop reads of a program's config (a dataclass)."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def out(self) -> str:
-        """Run folder."""
-        ...
-
-    @property
-    def policy(self) -> PolicyConfig:
-        """The model that it starts from."""
-        ...
-
-    @property
-    def optim(self) -> OptimConfig:
-        """Optimizer, schedule and precision."""
-        ...
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        ...
 
     @property
     def batch_size(self) -> int:
@@ -69,16 +45,6 @@ class FitConfig(Protocol):
     @property
     def validate_every(self) -> int:
         """Steps between validations."""
-        ...
-
-    @property
-    def save_every(self) -> int:
-        """Steps between checkpoints."""
-        ...
-
-    @property
-    def track(self) -> TrackConfig:
-        """Experiment trackers."""
         ...
 
 
@@ -91,47 +57,14 @@ class StepResult:
         num_trained_tokens: Tokens that the loss saw.
         num_tokens: Tokens that the model read.
         metrics: Further metrics by name.
+        batch: What was backpropagated of each of this rank's items.
     """
 
     loss: float
     num_trained_tokens: int
     num_tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-def open_tracking(config: FitConfig) -> Tracking:
-    """Load the trackers of a run before anything else is done: a missing package is said at once."""
-    return Tracking(config.track, Path(config.out), enabled=rank() == 0)
-
-
-def open_folder(config: FitConfig, *, resume: bool) -> Path:
-    """Make the run folder or check that it may go on; return it once all ranks can use it."""
-    folder = Path(config.out)
-    if rank() == 0:
-        open_run(folder, dump_yaml(config), resume=resume)
-        write_environment(folder)
-    barrier()
-    return folder
-
-
-def write_origin(config: FitConfig, problems: Iterable[Problem]) -> None:
-    """Write provenance.json: the run's id, and hashes of everything that it depends on."""
-    if rank() == 0:
-        write_provenance(
-            Path(config.out),
-            base=config.policy.init,
-            adapter=config.policy.adapter,
-            config_yaml=dump_yaml(config),
-            problems=problems,
-        )
-
-
-def finish(config: FitConfig) -> None:
-    """Write the report and say where everything is."""
-    folder = Path(config.out)
-    if rank() == 0:
-        write_report(folder)
-        print(f"done: {folder}  (checkpoint: {folder / 'checkpoints'}, report: {folder / 'report.md'})")
+    batch: Sequence[TrainingSequence | Pair] = ()
 
 
 class Fit(Generic[Item]):
@@ -142,11 +75,12 @@ class Fit(Generic[Item]):
         config: Its settings.
         policy: The policy that is trained.
         tracking: The run's trackers, opened and closed by the caller.
-        train_batch: Backpropagates this rank's items of a step, given as (epoch, item).
+        train_batch: Backpropagates this rank's items of a step, given as (epoch, item), in micro-batches of a budget.
         validate: Measures on held-out data; None for no validation.
         best: Metric of `validate` by which checkpoints/best is kept.
         higher_is_better: Whether the best is the highest.
         headline: Metrics shown while it runs.
+        longest: Returns the tokens of the longest sequence there is.
 
     Attributes:
         step: Optimizer steps done.
@@ -154,45 +88,45 @@ class Fit(Generic[Item]):
 
     def __init__(
         self,
-        stage: str,
+        stage: Kind,
         config: FitConfig,
         policy: Policy,
         tracking: Tracking,
-        train_batch: Callable[[Sequence[tuple[int, Item]]], StepResult],
+        train_batch: Callable[[Sequence[tuple[int, Item]], TokenBudget], StepResult],
         validate: Callable[[], dict[str, float]] | None,
         *,
         best: str,
         higher_is_better: bool = False,
         headline: tuple[str, ...],
+        longest: Callable[[], int],
     ) -> None:
         self.step = 0
         self._stage, self._config, self._policy = stage, config, policy
         self._train_batch, self._validate, self._listener = train_batch, validate, tracking.put
         self._best_name, self._sign = best, -1.0 if higher_is_better else 1.0
-        self._headline = headline
+        self._headline, self._longest = headline, longest
         self._folder = Path(config.out)
+        self._skipped = Skipped(config.safety.max_skipped)
+        self._budget = TokenBudget(config.optim.token_budget, policy.model.parameters())
         self._optimizer = Optimizer(policy.model, config.optim)
+        self._recorder = Recorder(self._folder, stage, policy)
         self._tokens = 0
         self._best: float | None = None
         self._last: dict[str, float] = {}
         self._history: list[dict[str, float]] = []
 
-    def restore(self) -> None:
-        """Go on from the newest checkpoint, where there is one."""
-        found = load_step(self._folder)
+    def restore(self, resume: Resume) -> None:
+        """Go on from a checkpoint, where there is one."""
+        found = restore_model(self._config, self._policy, resume)
         if found is None:
             return
-        model_folder, tensors, state = found
-        model, _ = load_model(model_folder, dtype=parameter_dtype(self._config.optim.precision))
-        self._policy.model.load_state_dict(model.state_dict())
-        self._optimizer.load_tensors(tensors)
+        state = found.state
+        self._optimizer.load_tensors(found.read(self._optimizer.tensors()))
         self.step, self._tokens = int(state["step"]), int(state["tokens"])
         self._best, self._last = state["best"], dict(state["last"])
-        self._history = [
-            row
-            for row in read_metrics(self._folder)
-            if row.get("stage") == self._stage and row["step"] <= self.step
-        ]
+        self._skipped.count = int(state.get("skipped", 0))
+        self._budget.tokens = int(state.get("token_budget", self._budget.tokens))
+        self._history = past_rows(self._folder, self._stage, self.step)[-HISTORY_ROWS:]
 
     def run(
         self,
@@ -220,18 +154,24 @@ class Fit(Generic[Item]):
         end = self._config.num_steps if end is None else end
         order.cursor = (self.step - start) * self._config.batch_size
         is_main = rank() == 0
+        session = Session(self._stage, self._config, self._policy)
         with (
+            session,
             RunLog(self._folder, resume_step=self.step, enabled=is_main, listener=self._listener) as log,
             open_display(title, self._config.num_steps, self._headline, enabled=is_main) as display,
             HardwareMonitor() as monitor,
         ):
             for note in notes:
                 display.note(note)
+            if self._config.safety.rehearses(self._policy.device):
+                session.beat("rehearse", self.step)
+                autocast = autocast_dtype(self._config.optim.precision)
+                rehearse(self._policy, self._budget, self._longest(), autocast=autocast)
             if opening and not self._is_logged(start, opening):
                 log.write_metrics(self._stage, start, opening)
                 self._last |= opening
             while self.step < end:
-                self._advance(order, end, log, display, monitor)
+                self._advance(order, end, log, display, monitor, session)
 
     def _is_logged(self, step: int, values: Mapping[str, float]) -> bool:
         rows = read_metrics(self._folder)
@@ -244,14 +184,18 @@ class Fit(Generic[Item]):
         log: RunLog,
         display: Display,
         monitor: HardwareMonitor,
+        session: Session,
     ) -> None:
         """Do one optimizer step, and validate and save where due."""
         config, stage = self._config, self._stage
         began = time.monotonic()
+        session.beat("train", self.step)
         drawn = order.next(config.batch_size)
-        result = self._train_batch([drawn[index] for index in shard(len(drawn))])
+        mine = [drawn[index] for index in shard(len(drawn))]
+        result = self._train_batch(mine, self._budget)
+        self._recorder.begin(lambda: self._described(mine, result))
         lr = learning_rate(config.optim, self.step, config.num_steps)
-        norm = self._optimizer.step(lr)
+        norm = self._optimizer.step(lr, loss=result.loss)
         self._tokens += result.num_trained_tokens
         values = {
             f"{stage}/loss": result.loss,
@@ -264,38 +208,61 @@ class Fit(Generic[Item]):
             **step_metrics(monitor, stage, began, self._policy.device),
         }
         self.step += 1
+        skipped = self._skipped.count_step({"loss": result.loss, "gradient norm": norm})
+        if skipped:
+            values[f"{stage}/skipped"] = float(skipped)
+        outcome = {
+            f"{stage}/loss": result.loss,
+            f"{stage}/lr": lr,
+            f"{stage}/grad_norm": norm,
+            **result.metrics,
+        }
+        self._recorder.end(
+            self.step, outcome, lambda: (self._optimizer.tensors(), {}), is_skipped=bool(skipped)
+        )
         if self._validate is not None and (self.step % config.validate_every == 0 or self.step == end):
+            session.beat("validate", self.step)
             values |= self._validate()
         self._last |= values
         log.write_metrics(stage, self.step, values)
         for warning in health_warnings(stage, values, self._history):
             display.note(warning, warning=True)
-        self._history.append(values)
+        self._history = [*self._history, values][-HISTORY_ROWS:]
         display.update(self.step, values)
-        if not math.isfinite(result.loss) or not math.isfinite(norm):
-            raise UserError(
-                f"step {self.step}: loss {result.loss}, gradient norm {norm}: expected finite; lower optim.lr or check "
-                "the data"
-            )
-        if rank() == 0:
-            self._save(order.cursor, values, is_due=self.step % config.save_every == 0 or self.step == end)
+        if skipped:
+            display.note(self._skipped.tell(self.step, "lower optim.lr, or check the data"), warning=True)
+        is_due = session.is_due(self.step) or self.step == end
+        self._save(order.cursor, values, session, is_due=is_due)
+        session.stop_if_asked(self.step)
 
-    def _save(self, cursor: int, values: Mapping[str, float], *, is_due: bool) -> None:
+    def _described(self, drawn: Sequence[tuple[int, Item]], result: StepResult) -> Data:
+        """Describe a step's batch for its record."""
+        return fit_batch(
+            drawn,
+            result.batch,
+            self._policy,
+            self._config.optim,
+            token_budget=self._budget.tokens,
+            attention=FIT_ATTENTION,
+        )
+
+    def _save(self, cursor: int, values: Mapping[str, float], session: Session, *, is_due: bool) -> None:
         """Keep the best policy by validation, and a checkpoint where due."""
         score = values.get(self._best_name, math.nan)
-        if math.isfinite(score) and (self._best is None or self._sign * (score - self._best) < 0):
+        is_best = math.isfinite(score) and (self._best is None or self._sign * (score - self._best) < 0)
+        if is_best:
             self._best = score
-            with commit_folder(self._folder / "checkpoints" / "best") as temporary:
-                self._policy.save(temporary)
-        if is_due:
-            state = {"cursor": cursor, "tokens": self._tokens, "best": self._best, "last": self._last}
-            save_step(
-                self._folder,
-                self.step,
-                write_model=self._policy.save,
-                tensors=self._optimizer.tensors(),
-                state=state,
-            )
+        state = {
+            "cursor": cursor,
+            "tokens": self._tokens,
+            "best": self._best,
+            "last": self._last,
+            "skipped": self._skipped.count,
+            "token_budget": self._budget.tokens,
+        }
+        training = (self._optimizer.tensors(), state) if is_due else None
+        session.save(self.step, is_best=is_best, training=training)
+        self._recorder.is_due |= is_due
 
     def write_summary(self, extra: Mapping[str, float]) -> None:
         """Write summary.json: the last value of every metric, `extra`, and the best validation."""

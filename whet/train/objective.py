@@ -6,7 +6,7 @@ Every algorithm takes this path; they differ in the arguments (`AlgoConfig`, `Of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from whet.generate.scoring import score_micro_batch
 from whet.train.advantage import token_advantages, training_sequences
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.train.reference import Coefficients, Critic, Reference
+from whet.train.safety import TokenBudget, rehearse
 from whet.train.step import OptimConfig, Optimizer, autocast_dtype, forward_backward
 from whet.train.tally import Tally, add_up, critic_metrics, gap_sums, mean_of, sampler_metrics, value_sums
 from whet.types import Group, MicroBatch
@@ -70,13 +71,14 @@ class Objective:
         self._value = value or ValueConfig()
         self._temperature = temperature
         self._max_length = max_length
-        self._token_budget = optim.token_budget
         self._autocast = autocast_dtype(optim.precision)
         self._seed = seed
         self.num_tokens_read = 0.0
         self._coefficients = Coefficients(algo)
         self._reference = Reference(policy.model, algo) if algo.kl != "none" else None
         self._critic = Critic(policy, self._value, optim) if algo.baseline == "value" else None
+        trained = [policy.model, *([self._critic] if self._critic is not None else [])]
+        self._budget = TokenBudget(optim.token_budget, [p for part in trained for p in part.parameters()])
         wide = policy.model.head_weight.dtype == torch.float64
         self._dtype = torch.float64 if wide else torch.float32
 
@@ -91,14 +93,19 @@ class Objective:
 
     def state(self) -> dict[str, Any]:
         """Return the rest of what a checkpoint needs."""
-        return self._coefficients.state()
+        return {**self._coefficients.state(), "token_budget": self._budget.tokens}
 
-    def load(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Put back what `tensors` and `state` returned."""
         for part in (self._reference, self._critic):
             if part is not None:
                 part.load_tensors(tensors)
         self._coefficients.load_state(state)
+        self._budget.tokens = int(state.get("token_budget", self._budget.tokens))
+
+    def rehearse(self, longest: int) -> None:
+        """Try out a full micro-batch of sequences of `longest` tokens."""
+        rehearse(self._policy, self._budget, longest, autocast=self._autocast)
 
     def update(
         self,
@@ -148,8 +155,9 @@ class Objective:
             metrics.pop("rl/kl", None)
         if algo.has_entropy_bonus:
             metrics["rl/entropy_coef"] = self._coefficients.entropy
-        if results:
-            self._coefficients.end_step(kl=metrics.get("rl/kl", 0.0), entropy=metrics["rl/entropy"])
+        kl, entropy = metrics.get("rl/kl", 0.0), metrics.get("rl/entropy", math.nan)
+        if results and math.isfinite(kl) and math.isfinite(entropy):
+            self._coefficients.end_step(kl=kl, entropy=entropy)
         return metrics
 
     @property
@@ -166,24 +174,33 @@ class Objective:
         tally = Tally()
         needs_policy = self._is_recomputed or algo.entropy_top_share < 1
         if needs_policy or self._reference is not None or self._critic is not None:
-            batch = pack(
-                sequences, token_budget=self._token_budget, device=self._policy.device, dtype=self._dtype
+            measured, tally = self._budget.run(
+                lambda tokens: self._measure_all(sequences, needs_policy, tokens), longest(sequences)
             )
-            entropies: dict[int, torch.Tensor] = {}
-            with torch.no_grad():
-                for micro in batch.micro_batches:
-                    columns = self._measure(micro, needs_policy, tally)
-                    ends = torch.bincount(micro.sequence_M).cumsum(0).tolist()
-                    for index, start, end in zip(micro.indices_B, [0, *ends], ends, strict=False):
-                        parts = {name: column_M[start:end] for name, column_M in columns.items()}
-                        entropies[index] = parts.pop("entropy")
-                        sequences[index] = replace(sequences[index], **parts)
+            entropies = {index: parts.pop("entropy") for index, parts in measured.items()}
+            for index, parts in measured.items():
+                sequences[index] = replace(sequences[index], **parts)
             if algo.entropy_top_share < 1:
                 ordered = [entropies[index] for index in range(len(sequences))]
                 sequences = self._keep_top_entropy(sequences, ordered)
         if algo.is_token_level:
             sequences = token_advantages(sequences, algo, self._value, self._coefficients.kl)
         return sequences, tally
+
+    @torch.no_grad()
+    def _measure_all(
+        self, sequences: Sequence[TrainingSequence], needs_policy: bool, token_budget: int
+    ) -> tuple[dict[int, dict[str, torch.Tensor]], Tally]:
+        """Score all sequences before the first update; return columns by sequence, and sums over all tokens."""
+        measured: dict[int, dict[str, torch.Tensor]] = {}
+        tally = Tally()
+        batch = pack(sequences, token_budget=token_budget, device=self._policy.device, dtype=self._dtype)
+        for micro in batch.micro_batches:
+            columns = self._measure(micro, needs_policy, tally)
+            ends = torch.bincount(micro.sequence_M).cumsum(0).tolist()
+            for index, start, end in zip(micro.indices_B, [0, *ends], ends, strict=False):
+                measured[index] = {name: column_M[start:end] for name, column_M in columns.items()}
+        return measured, tally
 
     def _measure(self, micro: MicroBatch, needs_policy: bool, tally: Tally) -> dict[str, torch.Tensor]:
         """Score a micro-batch before the first update; return columns by the names of `TrainingSequence`."""
@@ -249,18 +266,11 @@ class Objective:
         algo = self._algo
         needs_all = self._kl_in_loss or algo.has_entropy_bonus
         trained = [s for s in counted if needs_all or _has_advantage(s)]
-        batch = pack(
-            trained,
-            token_budget=self._token_budget,
-            aggregation=algo.aggregation,
-            device=self._policy.device,
-            dtype=self._dtype,
-        )
         num_tokens, num_sequences, num_prompts, num_scored_tokens, num_read = all_reduce_sum(
             sum(s.num_trained for s in counted),
             len(counted),
             sum(s.num_trained / s.num_group_tokens for s in counted),
-            batch.num_trained_tokens,
+            sum(sequence.num_trained for sequence in trained),
             sum(sequence.num_tokens for sequence in trained),
         )
         self.num_tokens_read += num_read
@@ -271,16 +281,30 @@ class Objective:
             num_prompts=round(num_prompts),
             max_length=self._max_length,
         )
-        totals = forward_backward(
-            batch.micro_batches, lambda micro: self._micro_loss(micro, denominator, tally)
-        )
+
+        def backpropagate(tokens: int) -> tuple[dict[str, float], Tally]:
+            sums = Tally()
+            batch = pack(
+                trained,
+                token_budget=tokens,
+                aggregation=algo.aggregation,
+                device=self._policy.device,
+                dtype=self._dtype,
+            )
+            own = sums if tally is not None else None
+            return forward_backward(
+                batch.micro_batches, lambda m: self._micro_loss(m, denominator, own)
+            ), sums
+
+        totals, sums = self._budget.run(backpropagate, longest(trained))
+        if tally is not None:
+            tally.join(sums)
         sum_gradients(self._policy.model.parameters())
         if num_scored_tokens == 0:
             return {}
-        norm = optimizer.step(lr)
         names = ["loss", "entropy", "kl", "clip_high", "clip_low", "ratio_spread"]
-        sums = all_reduce_sum(*(totals.get(name, 0.0) for name in names))
-        loss, *counts = sums
+        loss, *counts = all_reduce_sum(*(totals.get(name, 0.0) for name in names))
+        norm = optimizer.step(lr, loss=loss)
         shares = {
             f"rl/{name}": value / num_scored_tokens for name, value in zip(names[1:], counts, strict=True)
         }
@@ -339,21 +363,32 @@ class Objective:
         """Do one update of the critic on all tokens of a minibatch, their mean squared error halved."""
         assert self._critic is not None
         critic = self._critic
-        batch = pack(counted, token_budget=self._token_budget, device=self._policy.device, dtype=self._dtype)
-        (num_tokens,) = all_reduce_sum(batch.num_trained_tokens)
+        (num_tokens,) = all_reduce_sum(sum(sequence.num_trained for sequence in counted))
+        sums = Tally()
 
         def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
             values_M = critic.values(micro, autocast=self._autocast, attention=self._policy.attention)
             loss_M, clipped_M = value_loss(
                 values_M, micro.start_values_M, micro.returns_M, clip=self._value.clip
             )
-            tally.add(value_sums(values_M, micro.start_values_M, micro.returns_M, clipped_M))
+            sums.add(value_sums(values_M, micro.start_values_M, micro.returns_M, clipped_M))
             return weighted_sum(loss_M, torch.ones_like(loss_M), max(num_tokens, 1.0)), {}
 
-        forward_backward(batch.micro_batches, score)
+        def backpropagate(tokens: int) -> None:
+            sums.clear()
+            batch = pack(counted, token_budget=tokens, device=self._policy.device, dtype=self._dtype)
+            forward_backward(batch.micro_batches, score)
+
+        self._budget.run(backpropagate, longest(counted))
+        tally.join(sums)
         sum_gradients(critic.parameters())
         if num_tokens:
             tally.add({"value_norm": critic.optimizer.step(lr), "value_updates": 1.0})
+
+
+def longest(sequences: Sequence[TrainingSequence]) -> int:
+    """Return the tokens of the longest sequence, which stands in one micro-batch whatever its budget."""
+    return max((sequence.num_tokens for sequence in sequences), default=0)
 
 
 def _has_advantage(sequence: TrainingSequence) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from whet.distributed import all_reduce_sum, shard
 from whet.generate.policy import Policy
 from whet.generate.sampling import sequence_seed
-from whet.tasks.read import Row, read_jsonl, text_fault
+from whet.tasks.read import BadRow, Row, read_jsonl, text_fault
 from whet.train.harvest import Judged, choose, distinct, is_right
 from whet.types import Problem, UserError, problem_uid
 
@@ -125,7 +125,9 @@ class Pairing:
         )
 
 
-def read_pairs(path: str, policy: Policy, max_bad_rows: int) -> tuple[list[Pair], int]:
+def read_pairs(
+    path: str, policy: Policy, max_bad_rows: int, bad_rows: list[BadRow] | None = None
+) -> tuple[list[Pair], int]:
     """Read this rank's rows of a JSON-lines file with prompt, chosen and rejected.
 
     Each is text, or a list of chat messages as TRL writes them. Where chosen and rejected begin with the prompt's
@@ -135,6 +137,7 @@ def read_pairs(path: str, policy: Policy, max_bad_rows: int) -> tuple[list[Pair]
         path: The file (.gz too).
         policy: Writes prompts in its protocol and encodes.
         max_bad_rows: How many bad rows are tolerated.
+        bad_rows: Takes those that are left out.
 
     Returns:
         The pairs that fit in the context, and the number of those that do not.
@@ -143,7 +146,7 @@ def read_pairs(path: str, policy: Policy, max_bad_rows: int) -> tuple[list[Pair]
         UserError: If the file cannot be read, or a row is bad, with its line.
     """
     try:
-        rows, _ = read_jsonl(
+        rows, left_out = read_jsonl(
             path,
             required=(),
             max_bad_rows=max_bad_rows,
@@ -152,6 +155,8 @@ def read_pairs(path: str, policy: Policy, max_bad_rows: int) -> tuple[list[Pair]
     except UserError as error:  # the reader's remedies name the task's options
         text = str(error).replace("--task.path", "--pairs").replace("--task.", "--")
         raise UserError(text) from None
+    if bad_rows is not None:
+        bad_rows += left_out
     contents = [_contents(rows[index][1]) for index in shard(len(rows))]
     pairs = [_encode(policy, *content) for content in contents if not isinstance(content, str)]
     room = policy.model.config.max_positions

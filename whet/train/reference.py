@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +56,7 @@ class Reference:
         return {f"reference/{name}": parameter for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
-    def load_tensors(self, state: dict[str, torch.Tensor]) -> None:
+    def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
         """Put back what `tensors` returned."""
         for name, tensor in self.tensors().items():
             tensor.copy_(state[name])
@@ -97,7 +98,7 @@ class Critic(torch.nn.Module):
         return state | {f"critic/optimizer/{name}": t for name, t in self.optimizer.tensors().items()}
 
     @torch.no_grad()
-    def load_tensors(self, state: dict[str, torch.Tensor]) -> None:
+    def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
         """Put back what `tensors` returned."""
         for name, tensor in self.tensors().items():
             tensor.copy_(state[name])

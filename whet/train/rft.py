@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from whet.algo.packing import TrainingSequence
+from whet.checkpoint import Resume
 from whet.config import align
 from whet.distributed import all_reduce_sum, barrier, rank, shard
 from whet.eval.evaluate import fitting_problems, take_problems
@@ -14,7 +15,7 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.telemetry.trackers import TrackConfig
-from whet.train.fit import Fit, StepResult, finish, open_folder, open_tracking, write_origin
+from whet.train.fit import Fit, StepResult
 from whet.train.harvest import (
     Row,
     check_sampling,
@@ -27,7 +28,9 @@ from whet.train.harvest import (
     write_rows,
 )
 from whet.train.order import EpochOrder
-from whet.train.rollout import collect_groups
+from whet.train.rollout import collect_groups, longest_sequence
+from whet.train.safety import SafetyConfig, TokenBudget
+from whet.train.session import begin, finish, open_folder, write_origin
 from whet.train.sft import train_step
 from whet.train.step import OptimConfig, autocast_dtype, parameter_dtype, prepare_model
 from whet.types import Problem, Task, UserError
@@ -67,6 +70,8 @@ class RFTConfig:
     """Steps between checkpoints (one at the end of each round always)."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Experiment trackers that show the run besides its own files."""
+    safety: SafetyConfig = field(default_factory=SafetyConfig)
+    """Resuming, saving and stopping."""
     seed: int = 0
     """Seed of samples, choice and data order."""
 
@@ -109,19 +114,19 @@ def plan(config: RFTConfig) -> str:
     )
 
 
-def main(config: RFTConfig, *, resume: bool = False) -> None:
+def main(config: RFTConfig, *, resume: Resume = False) -> None:
     """Run the training, write its folder and its report."""
     train(config, resume=resume)
     finish(config)
 
 
-def train(config: RFTConfig, *, resume: bool = False) -> Policy:
+def train(config: RFTConfig, *, resume: Resume = False) -> Policy:
     """Run all rounds, write the run folder (without a report) and return the trained policy.
 
     Raises:
         UserError: If inputs do not fit together, nothing can be kept, or the run cannot go on.
     """
-    tracking = open_tracking(config)
+    tracking = begin(config)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     policy.expect(answer_type_of(task))
@@ -136,10 +141,11 @@ def train(config: RFTConfig, *, resume: bool = False) -> Policy:
         wanted = take_problems(task, "dev", config.validation_problems)
         held_out = fitting_problems(policy, wanted, min_new_tokens=1)
     folder = open_folder(config, resume=resume)
-    write_origin(config, problems)
+    write_origin(config, problems, task)
 
-    def train_batch(drawn: Sequence[tuple[int, TrainingSequence]]) -> StepResult:
-        return StepResult(*train_step(policy, [sequence for _, sequence in drawn], config.optim))
+    def train_batch(drawn: Sequence[tuple[int, TrainingSequence]], budget: TokenBudget) -> StepResult:
+        rows = [sequence for _, sequence in drawn]
+        return StepResult(*train_step(policy, rows, config.optim, budget), batch=rows)
 
     def validate() -> dict[str, float]:
         return {"eval/greedy": greedy_accuracy(config, policy, task, held_out)}
@@ -154,9 +160,10 @@ def train(config: RFTConfig, *, resume: bool = False) -> Policy:
         best="eval/greedy",
         higher_is_better=True,
         headline=("rft/loss", "rft/right", "eval/greedy", "rft/tokens_per_second"),
+        longest=lambda: longest_sequence(policy, problems, config.sampling),
     )
     if resume:
-        fit.restore()
+        fit.restore(resume)
     with tracking:
         for number in range(config.rounds):
             start = number * config.steps_per_round

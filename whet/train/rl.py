@@ -8,38 +8,36 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from whet.checkpoint import commit_folder, load_step, open_run, save_step
-from whet.config import dump_yaml
-from whet.distributed import all_reduce_sum, barrier, rank, world_size
-from whet.eval.audit import preflight
+import torch
+
+from whet.checkpoint import Resume
+from whet.commit import commit_folder
+from whet.distributed import all_reduce_sum, rank
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
 from whet.generate.policy import Policy, load_policy
 from whet.generate.probe import ProbeResult, probe_policy
-from whet.model.weights import load_model
-from whet.rewards.base import EPISODE, WeightedReward, build_rewards
-from whet.rewards.divergence import judge_diverges
+from whet.rewards.base import WeightedReward, build_rewards
+from whet.rewards.divergence import judge_diverges, thin
 from whet.rewards.judge import Judge
-from whet.tasks.base import answer_type_of, load_task
-from whet.tasks.mixture import PART
-from whet.tasks.tools import environment_for
+from whet.tasks.base import load_task
 from whet.telemetry.display import Display, open_display
-from whet.telemetry.environment import write_environment
 from whet.telemetry.hardware import HardwareMonitor, step_metrics
-from whet.telemetry.health import dead_reason, health_warnings
-from whet.telemetry.log import RunLog, read_metrics
-from whet.telemetry.provenance import write_provenance
-from whet.telemetry.report import write_report
-from whet.telemetry.tracking import Tracking
+from whet.telemetry.health import HISTORY_ROWS, dead_reason, health_warnings, past_rows
+from whet.telemetry.log import RunLog
 from whet.train.advantage import with_advantages, without_advantages
+from whet.train.beforehand import audit_parts, check_fit
 from whet.train.curriculum import select_problems
 from whet.train.judging import open_judge
 from whet.train.objective import Objective
 from whet.train.order import DataOrder, data_order
+from whet.train.recorded import Recorder, rl_batch
 from whet.train.rl_config import RLConfig
-from whet.train.rollout import rollout_metrics, sample_note
-from whet.train.source import RolloutSource
+from whet.train.rollout import Rollout, longest_sequence, rollout_metrics, sample_note
+from whet.train.session import Session, Skipped, begin, finish, open_folder, restore_model, write_origin
+from whet.train.source import Collected, RolloutSource
 from whet.train.step import (
     Optimizer,
     autocast_dtype,
@@ -47,48 +45,39 @@ from whet.train.step import (
     parameter_dtype,
     prepare_model,
 )
-from whet.types import Problem, Task, UserError
+from whet.types import Group, Problem, Task, UserError
 
 HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
 APPROX_GAP_LIMIT = 0.1
 SOLVED = 0.99
 
 
-def main(config: RLConfig, *, resume: bool = False) -> None:
+def main(config: RLConfig, *, resume: Resume = False) -> None:
     """Run the training, write its folder and its report."""
-    folder = Path(config.out)
     train(config, resume=resume)
-    if rank() == 0:
-        write_report(folder)
-        print(f"done: {folder}  (checkpoint: {folder / 'checkpoints'}, report: {folder / 'report.md'})")
+    finish(config)
 
 
-def train(config: RLConfig, *, resume: bool = False) -> Policy:
+def train(config: RLConfig, *, resume: Resume = False) -> Policy:
     """Run the training, write its run folder (without a report) and return the trained policy.
 
     Raises:
         UserError: If inputs do not fit together, or the run cannot go on.
     """
-    folder = Path(config.out)
     is_main = rank() == 0
-    tracking = Tracking(config.track, folder, enabled=is_main)
-    _check_ranks(config)
+    tracking = begin(config)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
-    policy.expect(answer_type_of(task))
+    check_fit(config, policy, task)
     prepare_model(policy.model, config.optim)
     problems = task.problems("train")
     fitting = fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
     if not fitting:
         raise UserError(f"task {task.name}: no problem of the train split fits the context")
     rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
-    environment_for(policy.schema, task)  # a tool that is not there is found before anything is made
-    if EPISODE in config.rewards and getattr(task, "environment", None) is None:
-        raise UserError(f"rewards.episode: task {task.name} has no environment that pays; leave it out")
-    warnings = _preflight(config, task, rewards, policy, fitting)
-    if is_main:
-        _open_folder(config, fitting, resume=resume)
-    barrier()
+    warnings = audit_parts(config, task, rewards, policy, fitting)
+    folder = open_folder(config, resume=resume)
+    write_origin(config, fitting, task)
     autocast = autocast_dtype(config.optim.precision)
     probe = probe_policy(policy, temperature=config.sampling.temperature, autocast=autocast)
     held_out = _held_out(config, policy, task)
@@ -108,37 +97,28 @@ def train(config: RLConfig, *, resume: bool = False) -> Policy:
     with open_judge(config.judge, rewards, folder, policy.schema, kept[0]) as (rewards, judge):
         run = _Run(config, policy, task, rewards, data_order(task, kept, config.seed), held_out, probe)
         run.judge = judge
-        start = run.restore(folder) if resume else 0
-        resume_step = start if resume else None
+        start = run.restore(resume) if resume else 0
         with (
             tracking,
-            RunLog(folder, resume_step=resume_step, enabled=is_main, listener=tracking.put) as log,
+            RunLog(
+                folder, resume_step=start if resume else None, enabled=is_main, listener=tracking.put
+            ) as log,
             open_display(f"rl {task.name}", config.num_steps, HEADLINE, enabled=is_main) as display,
             run.monitor,
+            run.session,
         ):
             for note in (f"sampler vs trainer: {probe}", *notes):
                 display.note(note)
             for warning in warnings:
                 display.note(warning, warning=True)
+            if config.safety.rehearses(policy.device):
+                run.session.beat("rehearse", start)
+                run.objective.rehearse(longest_sequence(policy, kept, config.sampling))
             for step in range(start, config.num_steps):
                 run.advance(step, folder, log, display)
     if is_main:
         _write_summary(folder, run)
     return policy
-
-
-def _open_folder(config: RLConfig, problems: Sequence[Problem], *, resume: bool) -> None:
-    """Make the run folder, or check that it may go on; write what the run is made of."""
-    folder, text = Path(config.out), dump_yaml(config)
-    open_run(folder, text, resume=resume)
-    write_environment(folder)
-    write_provenance(
-        folder,
-        base=config.policy.init,
-        adapter=config.policy.adapter,
-        config_yaml=text,
-        problems=problems,
-    )
 
 
 def _held_out(config: RLConfig, policy: Policy, task: Task) -> list[Problem]:
@@ -153,37 +133,6 @@ def _write_summary(folder: Path, run: _Run) -> None:
     content = {name.removeprefix("rl/"): value for name, value in run.last.items()}
     content |= {"sampler_vs_trainer": str(run.probe)}
     (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _preflight(
-    config: RLConfig,
-    task: Task,
-    rewards: Sequence[WeightedReward],
-    policy: Policy,
-    problems: Sequence[Problem],
-) -> list[str]:
-    """Audit each part of the task in short; return what failed where that is only to be shown."""
-    failures = []
-    for part in {problem.meta.get(PART): None for problem in problems}:
-        try:
-            preflight(task, rewards, policy.schema, [p for p in problems if p.meta.get(PART) == part])
-        except UserError as error:
-            if config.preflight == "stop":
-                raise
-            failures.append(str(error))
-    return failures
-
-
-def _check_ranks(config: RLConfig) -> None:
-    """Refuse what several ranks cannot do."""
-    if config.off_policy.staleness and world_size() > 1:
-        raise UserError(
-            "off_policy.staleness: checkpoints do not hold waiting samples of several ranks; use 0, or one rank"
-        )
-    if config.num_prompts % world_size():
-        raise UserError(
-            f"num_prompts = {config.num_prompts}: expected a multiple of the {world_size()} ranks"
-        )
 
 
 class _Run:
@@ -237,34 +186,38 @@ class _Run:
         )
         self.judge: Judge | None = None
         self.monitor = HardwareMonitor()
+        self.session = Session("rl", config, policy)
+        self.skipped = Skipped(config.safety.max_skipped)
+        self.recorder = Recorder(Path(config.out), "rl", policy)
         self.best = -math.inf
         self.dead_steps = 0
         self.last: dict[str, float] = {}
         self.history: list[dict[str, float]] = []
+        self.judged: list[dict[str, float]] = []
 
-    def restore(self, folder: Path) -> int:
-        """Go on from the newest checkpoint; return the steps that are done."""
-        found = load_step(folder)
+    def restore(self, resume: Resume) -> int:
+        """Go on from a checkpoint; return the steps that are done."""
+        found = restore_model(self.config, self.policy, resume)
         if found is None:
             return 0
-        model_folder, tensors, state = found
-        model, _ = load_model(model_folder, dtype=parameter_dtype(self.config.optim.precision))
-        self.policy.model.load_state_dict(model.state_dict())
+        state = found.state
+        tensors = found.read(self.optimizer.tensors() | self.objective.tensors())
         self.optimizer.load_tensors(tensors)
         self.source.load_state(state["source"])
         self.objective.load(tensors, state["objective"])
+        self.skipped.count = int(state.get("skipped", 0))
         self.dead_steps = int(state["dead_steps"])
         self.best = -math.inf if state["best"] is None else float(state["best"])
         self.last = dict(state["last"])
-        self.history = [
-            row for row in read_metrics(folder) if row.get("stage") == "rl" and row["step"] <= state["step"]
-        ]
+        rows = past_rows(Path(self.config.out), "rl", int(state["step"]))
+        self.history, self.judged = rows[-HISTORY_ROWS:], [thin(row) for row in rows]
         return int(state["step"])
 
     def advance(self, step: int, folder: Path, log: RunLog, display: Display) -> None:
         """Sample, score, train; validate and save where due."""
         config = self.config
         began = time.monotonic()
+        self.session.beat("sample", step)
         collected = self.source.next(step)
         rollout = collected.rollout
         groups = with_advantages(
@@ -278,23 +231,19 @@ class _Run:
             values["rl/reward_failures"] = float(sum(f.count for f in self.failures.values()))
         values["rl/staleness"] = float(step - collected.step)
         lr = learning_rate(config.optim, step, config.num_steps)
-        values |= self.objective.update(
-            groups, self.optimizer, lr, step=step, progress=step / max(1, config.num_steps - 1)
-        )
-        done = time.monotonic()
-        tokens = all_reduce_sum(sum(len(s.completion_ids) for g in rollout.groups for s in g.samples))[0]
-        values |= {
-            "rl/generate_seconds": rollout.generate_seconds,
-            "rl/reward_seconds": rollout.reward_seconds,
-            "rl/train_seconds": done - sampled,
-            "rl/tokens_per_second": tokens / (done - began),
-            "rl/generate_tokens_per_second": tokens / max(rollout.generate_seconds, 1e-9),
-            "rl/train_tokens_per_second": self.objective.num_tokens_read / (done - sampled),
-            "rl/lr": lr,
-            **step_metrics(self.monitor, "rl", began, self.policy.device),
-        }
+        self.session.beat("train", step)
+        outcome = self.train_on(step, collected, groups, lr)
+        values |= outcome
+        values |= self.speed(rollout, began, sampled)
         count = step + 1
+        finite = ("rl/loss", "rl/grad_norm", "rl/value_grad_norm")
+        skipped = self.skipped.count_step({name: values.get(name, 0.0) for name in finite})
+        if skipped:
+            values["rl/skipped"] = float(skipped)
+        self.recorder.end(count, outcome, self.training, is_skipped=bool(skipped))
+        values |= self.source.settle(skipped=bool(skipped))
         if self.held_out and (count % config.validate_every == 0 or count == config.num_steps):
+            self.session.beat("validate", step)
             values |= self.validate()
         self.last |= values
         log.write_metrics("rl", count, values)
@@ -306,12 +255,16 @@ class _Run:
         self.show_failures(display)
         if config.show_samples_every and count % config.show_samples_every == 0:
             display.note(sample_note(rollout.groups[0]))
-        self.history.append({"step": count, **values})
+        row = {"step": count, **values}
+        self.history = [*self.history, row][-HISTORY_ROWS:]
         display.update(count, values)
+        if skipped:
+            display.note(self.skipped.tell(count, "lower optim.lr"), warning=True)
         self.check(values, count)
-        if rank() == 0:
-            self.save(folder, count, values)
-        if self.judge is not None and (reason := judge_diverges(self.history)):
+        self.save(count, values)
+        self.session.stop_if_asked(count)
+        self.judged += [thin(row)] if self.judge is not None else []
+        if self.judge is not None and (reason := judge_diverges(self.judged)):
             raise UserError(f"step {count}: {reason}")
 
     def save_protocol(self, folder: Path) -> None:
@@ -363,32 +316,54 @@ class _Run:
                 f"step {step}: sampler and trainer differ by {gap:.2f} nats per token on average, expected at most "
                 f"{APPROX_GAP_LIMIT}; use policy.attention = exact or a higher precision"
             )
-        for name in ("rl/grad_norm", "rl/value_grad_norm"):
-            if not math.isfinite(values.get(name, 0.0)):
-                raise UserError(
-                    f"step {step}: {name} is {values[name]}; that update was left out: lower the learning rate"
-                )
         self.dead_steps = self.dead_steps + 1 if values["rl/groups_with_signal"] == 0 else 0
         if self.dead_steps >= self.config.max_dead_steps and values["rl/correct"] < SOLVED:
             raise UserError(
                 f"step {step}: {self.dead_steps} steps in a row without a signal: {dead_reason(values)}"
             )
 
-    def save(self, folder: Path, step: int, values: dict[str, float]) -> None:
+    def speed(self, rollout: Rollout, began: float, sampled: float) -> dict[str, float]:
+        """Return what a step took that ends now, as metrics."""
+        done = time.monotonic()
+        tokens = all_reduce_sum(sum(len(s.completion_ids) for g in rollout.groups for s in g.samples))[0]
+        return {
+            "rl/generate_seconds": rollout.generate_seconds,
+            "rl/reward_seconds": rollout.reward_seconds,
+            "rl/train_seconds": done - sampled,
+            "rl/tokens_per_second": tokens / (done - began),
+            "rl/generate_tokens_per_second": tokens / max(rollout.generate_seconds, 1e-9),
+            "rl/train_tokens_per_second": self.objective.num_tokens_read / (done - sampled),
+            **step_metrics(self.monitor, "rl", began, self.policy.device),
+        }
+
+    def train_on(self, step: int, collected: Collected, groups: list[Group], lr: float) -> dict[str, float]:
+        """Do the updates of a step, and begin its record; return its metrics."""
+        config, budget = self.config, self.objective.state()["token_budget"]
+        self.recorder.begin(lambda: rl_batch(collected, groups, self.policy, config, token_budget=budget))
+        progress = step / max(1, config.num_steps - 1)
+        found = self.objective.update(groups, self.optimizer, lr, step=step, progress=progress)
+        return found | {"rl/lr": lr}
+
+    def training(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return what a fault's record is given to begin with."""
+        return self.optimizer.tensors() | self.objective.tensors(), {"objective": self.objective.state()}
+
+    def save(self, step: int, values: dict[str, float]) -> None:
         """Keep the best policy by validation, and a checkpoint where due."""
         score = values.get("eval/greedy", -math.inf)
-        if score > self.best:
-            self.best = score
-            with commit_folder(folder / "checkpoints" / "best") as temporary:
-                self.policy.save(temporary)
-        if step % self.config.save_every and step != self.config.num_steps:
-            return
-        state = {
-            "source": self.source.state(),
-            "objective": self.objective.state(),
-            "dead_steps": self.dead_steps,
-            "best": self.best if math.isfinite(self.best) else None,
-            "last": self.last,
-        }
-        tensors = self.optimizer.tensors() | self.objective.tensors()
-        save_step(folder, step, write_model=self.policy.save, tensors=tensors, state=state)
+        is_best = score > self.best
+        self.best = max(score, self.best)
+        is_due = self.session.is_due(step)
+        training = None
+        if is_due:
+            tensors, state = self.training()
+            state |= {
+                "source": self.source.state(),
+                "dead_steps": self.dead_steps,
+                "best": self.best if math.isfinite(self.best) else None,
+                "last": self.last,
+                "skipped": self.skipped.count,
+            }
+            training = tensors, state
+        self.session.save(step, is_best=is_best, training=training)
+        self.recorder.is_due |= is_due

@@ -14,6 +14,7 @@ from whet.tasks.base import TaskConfig
 from whet.telemetry.trackers import TrackConfig
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
 from whet.train.curriculum import CurriculumConfig
+from whet.train.safety import SafetyConfig
 from whet.train.step import OptimConfig
 
 
@@ -69,6 +70,8 @@ class RLConfig:
     """Steps in a row without any reward difference after which the run stops."""
     show_samples_every: int = 0
     """Steps between completions that are printed while it trains, one each; 0 for none."""
+    safety: SafetyConfig = field(default_factory=SafetyConfig)
+    """Resuming, saving and stopping."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Experiment trackers that show the run besides its own files."""
     seed: int = 0

@@ -38,6 +38,11 @@ class Rollout:
     reward_seconds: float
 
 
+def longest_sequence(policy: Policy, problems: Sequence[Problem], sampling: SamplingParams) -> int:
+    """Return the tokens of the longest prompt with the longest completion."""
+    return max(len(policy.prompt_ids(problem)) for problem in problems) + sampling.max_new_tokens
+
+
 def collect_groups(
     policy: Policy,
     engine: Engine,

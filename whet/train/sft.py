@@ -9,6 +9,7 @@ import torch
 
 from whet.algo.losses import weighted_sum
 from whet.algo.packing import TrainingSequence, pack
+from whet.checkpoint import Resume
 from whet.config import align
 from whet.distributed import all_reduce_sum, shard, sum_gradients
 from whet.eval.evaluate import take_problems
@@ -16,9 +17,12 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import sequence_seed
 from whet.generate.scoring import score_micro_batch
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.tasks.tools import environment_for
 from whet.telemetry.trackers import TrackConfig
-from whet.train.fit import FIT_ATTENTION, Fit, StepResult, finish, open_folder, open_tracking, write_origin
+from whet.train.fit import FIT_ATTENTION, Fit, StepResult
 from whet.train.order import data_order
+from whet.train.safety import SafetyConfig, TokenBudget
+from whet.train.session import begin, finish, open_folder, write_origin
 from whet.train.step import OptimConfig, autocast_dtype, forward_backward, parameter_dtype, prepare_model
 from whet.types import MicroBatch, Problem, UserError
 
@@ -51,6 +55,8 @@ class SFTConfig:
     """Steps between checkpoints (one at the end always)."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Experiment trackers that show the run besides its own files."""
+    safety: SafetyConfig = field(default_factory=SafetyConfig)
+    """Resuming, saving and stopping."""
     seed: int = 0
     """Seed of weights, data order and empty scratch-pads."""
 
@@ -58,6 +64,10 @@ class SFTConfig:
         for name in ("num_steps", "batch_size", "validate_every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
+        if self.policy.attention != "auto":
+            raise ValueError(
+                "policy.attention is read where a model samples; sft trains with the fast kernel"
+            )
         if not 0 <= self.empty_thinking_share <= 1:
             raise ValueError(f"empty_thinking_share = {self.empty_thinking_share}: expected 0 to 1")
 
@@ -81,16 +91,26 @@ def is_empty(config: SFTConfig, epoch: int, problem: Problem) -> bool:
 
 
 def train_step(
-    policy: Policy, sequences: Sequence[TrainingSequence], config: OptimConfig
+    policy: Policy,
+    sequences: Sequence[TrainingSequence],
+    config: OptimConfig,
+    budget: TokenBudget | None = None,
 ) -> tuple[float, int, int]:
     """Backpropagate the mean negative log-probability over all completion tokens of the step, on all ranks.
+
+    Args:
+        policy: The policy.
+        sequences: This rank's sequences.
+        config: Precision, and tokens of a micro-batch where there is no budget.
+        budget: Tokens of a micro-batch.
 
     Returns:
         Loss in nats per token, trained tokens and all tokens of the step.
     """
-    batch = pack(sequences, token_budget=config.token_budget, device=policy.device)
-    read = sum(sequence.num_tokens for sequence in sequences)
-    num_trained_tokens, num_tokens = all_reduce_sum(batch.num_trained_tokens, read)
+    num_trained_tokens, num_tokens = all_reduce_sum(
+        sum(sequence.num_trained for sequence in sequences),
+        sum(sequence.num_tokens for sequence in sequences),
+    )
 
     def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
         logprobs_M, _ = score_micro_batch(
@@ -98,7 +118,13 @@ def train_step(
         )
         return weighted_sum(-logprobs_M, micro.weights_M, num_trained_tokens), {}
 
-    totals = forward_backward(batch.micro_batches, score)
+    budget = budget or TokenBudget(config.token_budget, policy.model.parameters())
+    totals = budget.run(
+        lambda tokens: forward_backward(
+            pack(sequences, token_budget=tokens, device=policy.device).micro_batches, score
+        ),
+        longest=max((sequence.num_tokens for sequence in sequences), default=0),
+    )
     sum_gradients(policy.model.parameters())
     (loss,) = all_reduce_sum(totals["loss"])
     return loss, int(num_trained_tokens), int(num_tokens)
@@ -133,23 +159,24 @@ def plan(config: SFTConfig) -> str:
     )
 
 
-def main(config: SFTConfig, *, resume: bool = False) -> None:
+def main(config: SFTConfig, *, resume: Resume = False) -> None:
     """Run the training, write its folder and its report."""
     train(config, resume=resume)
     finish(config)
 
 
-def train(config: SFTConfig, *, resume: bool = False) -> Policy:
+def train(config: SFTConfig, *, resume: Resume = False) -> Policy:
     """Run the training, write its run folder (without a report) and return the trained policy.
 
     Raises:
         UserError: If inputs do not fit together, or the run cannot go on.
     """
-    tracking = open_tracking(config)
+    tracking = begin(config)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     policy.expect(answer_type_of(task))
     prepare_model(policy.model, config.optim)
+    environment_for(policy.schema, task)  # a tool that is not there is found before anything is made
     problems = task.problems("train")
     kept = fitting(policy, problems)
     if not kept:
@@ -160,7 +187,7 @@ def train(config: SFTConfig, *, resume: bool = False) -> Policy:
         else []
     )
     open_folder(config, resume=resume)
-    write_origin(config, kept)
+    write_origin(config, kept, task)
     encoded: dict[tuple[str, bool], TrainingSequence] = {}
 
     def encode(epoch: int, problem: Problem) -> TrainingSequence:
@@ -170,8 +197,9 @@ def train(config: SFTConfig, *, resume: bool = False) -> Policy:
             encoded[problem.uid, empty] = sequence
         return sequence
 
-    def train_batch(drawn: Sequence[tuple[int, Problem]]) -> StepResult:
-        return StepResult(*train_step(policy, [encode(*item) for item in drawn], config.optim))
+    def train_batch(drawn: Sequence[tuple[int, Problem]], budget: TokenBudget) -> StepResult:
+        rows = [encode(*item) for item in drawn]
+        return StepResult(*train_step(policy, rows, config.optim, budget), batch=rows)
 
     def validate() -> dict[str, float]:
         return {"sft/validation_loss": validation_loss(policy, held_out, config.optim)}
@@ -185,9 +213,10 @@ def train(config: SFTConfig, *, resume: bool = False) -> Policy:
         validate if held_out else None,
         best="sft/validation_loss",
         headline=("sft/loss", "sft/validation_loss", "sft/lr", "sft/tokens_per_second"),
+        longest=lambda: max(demonstration(policy, problem).num_tokens for problem in kept),
     )
     if resume:
-        fit.restore()
+        fit.restore(resume)
     left_out = len(problems) - len(kept)
     note = f"{left_out} of {len(problems)} demonstrations do not fit the context; left out"
     with tracking:

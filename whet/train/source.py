@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from whet.distributed import all_reduce_sum, shard, world_size
+from whet.distributed import all_reduce_sum, gather_json, rank, redeal, shard, world_size
 from whet.eval.grade import Grade
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams
 from whet.rewards.base import WeightedReward
-from whet.train.advantage import is_informative
+from whet.train.account import REASONS, PromptAccount, Reason
+from whet.train.advantage import counted_samples, is_informative, without_advantages
 from whet.train.algorithm import AlgoConfig
 from whet.train.order import DataOrder
 from whet.train.rollout import Rollout, collect_groups
@@ -30,12 +31,14 @@ class Collected:
         rollout: Everything that was sampled.
         used: Places in `rollout.groups` of the groups that the loss uses.
         num_refilled: Groups sampled as refills, over all ranks.
+        num_taught: Groups of which a sample enters the loss, over all ranks.
     """
 
     step: int
     rollout: Rollout
     used: tuple[int, ...]
     num_refilled: int
+    num_taught: int
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, for a checkpoint."""
@@ -56,7 +59,9 @@ class Collected:
         ]
         grades = [[Grade(**grade) for grade in row] for row in rollout["grades"]]
         seconds = (rollout["generate_seconds"], rollout["reward_seconds"])
-        return cls(data["step"], Rollout(groups, grades, *seconds), tuple(data["used"]), data["num_refilled"])
+        used = tuple(data["used"])
+        taught = data.get("num_taught", len(used))
+        return cls(data["step"], Rollout(groups, grades, *seconds), used, data["num_refilled"], taught)
 
 
 class RolloutSource:
@@ -105,38 +110,69 @@ class RolloutSource:
         self._engine = policy.engine(autocast)
         self._pending: deque[Collected] = deque()
         self._num_collected = 0
+        self._account = PromptAccount()
+        self._training: Collected | None = None
 
     def next(self, step: int) -> Collected:
-        """Return what a step trains on.
+        """Return what a step trains on; the step before it is then over.
 
         Args:
             step: Steps done before it.
         """
+        self.settle()
         ahead = min(step + self._staleness, self._num_steps - 1)
         while self._num_collected <= ahead:
             self._pending.append(self._collect(step))
             self._num_collected += 1
-        return self._pending.popleft()
+        self._training = self._pending.popleft()
+        return self._training
+
+    def settle(self, *, skipped: bool = False) -> dict[str, float]:
+        """Account for the prompts of the step that is over, and audit all prompts; return the counts as metrics.
+
+        Args:
+            skipped: Whether the step's update was left out.
+
+        Raises:
+            UserError: If a prompt is lost or counted twice.
+        """
+        if self._training is not None:
+            self._account.train(self._training.num_taught, skipped=skipped)
+            self._training = None
+        self._account.audit(self._order.cursor, self._num_waiting())
+        return self._account.metrics()
+
+    def _num_waiting(self) -> int:
+        return sum(collected.num_taught for collected in self._pending)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, as JSON values: position, and samples that wait for their training."""
+        """Return what a checkpoint needs, as JSON values: position, waiting samples, and what became of each prompt.
+
+        All ranks call it; the samples of all are in it.
+        """
+        self.settle()
         return {
             "cursor": self._order.cursor,
             "collected": self._num_collected,
-            "pending": [collected.to_json() for collected in self._pending],
+            "pending": gather_json([collected.to_json() for collected in self._pending]),
+            "account": self._account.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Put back what `state` returned."""
         self._order.cursor = int(state["cursor"])
         self._num_collected = int(state["collected"])
-        self._pending = deque(Collected.from_json(data) for data in state["pending"])
+        pending = state["pending"]
+        if pending and isinstance(pending[0], dict):  # of one rank, in checkpoints of earlier versions
+            pending = [pending]
+        self._pending = deque(_dealt(pending))
+        self._account = PromptAccount.from_state(
+            state.get("account"), cursor=self._order.cursor, waiting=self._num_waiting()
+        )
 
     def _collect(self, step: int) -> Collected:
         """Sample groups; refill uninformative ones where the recipe says so."""
         rollout = self._sample(self._num_prompts)
-        if self._algo.uninformative == "keep":
-            return Collected(step, rollout, tuple(range(len(rollout.groups))), 0)
         num_refilled = 0
         for _ in range(self._algo.max_refills if self._algo.uninformative == "refill" else 0):
             (total,) = all_reduce_sum(sum(self._informative(rollout)))
@@ -152,14 +188,32 @@ class RolloutSource:
                 rollout.generate_seconds + more.generate_seconds,
                 rollout.reward_seconds + more.reward_seconds,
             )
-        used = tuple(place for place, useful in enumerate(self._informative(rollout)) if useful)
-        return Collected(step, rollout, used, num_refilled)
+        is_kept = self._algo.uninformative == "keep"
+        useful = [is_kept or teaches for teaches in self._informative(rollout)]
+        used = tuple(place for place, is_used in enumerate(useful) if is_used)
+        return Collected(step, rollout, used, num_refilled, self._sort(rollout, useful))
+
+    def _sort(self, rollout: Rollout, useful: list[bool]) -> int:
+        """Account for the sampled prompts, over all ranks; return of how many a sample enters the loss."""
+        reasons: list[Reason | None] = []
+        members = counted_samples(without_advantages(rollout.groups), self._algo)
+        for group, counted, is_used in zip(rollout.groups, members, useful, strict=True):
+            if all(sample.reward is None for sample in group.samples):
+                reasons.append("unscored")
+            elif not counted:
+                reasons.append("cut_off")
+            else:
+                reasons.append(None if is_used else "uninformative")
+        num_taught, *dropped = map(int, all_reduce_sum(*map(reasons.count, (None, *REASONS))))
+        self._account.sample(num_taught, dict(zip(REASONS, dropped, strict=True)))
+        return num_taught
 
     def _informative(self, rollout: Rollout) -> list[bool]:
         return is_informative(rollout.groups, self._algo, self._weights)
 
     def _sample(self, num_prompts: int) -> Rollout:
         drawn = self._order.next(num_prompts)
+        self._account.draw(num_prompts)
         mine = [drawn[index] for index in shard(num_prompts)]
         return collect_groups(
             self._policy,
@@ -174,3 +228,24 @@ class RolloutSource:
             overlong_cache=self._algo.ramp(self._sampling.max_new_tokens),
             random_reward=self._random_reward,
         )
+
+
+def _dealt(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[Collected]:
+    """Return this rank's waiting samples, of those that as many ranks, or another number of them, had."""
+    if len(parts) == world_size():
+        return [Collected.from_json(data) for data in parts[rank()]]
+    dealt = []
+    for data in zip(*parts, strict=True):
+        theirs = [Collected.from_json(part) for part in data]
+        items = [
+            [
+                (*pair, place in part.used)
+                for place, pair in enumerate(zip(part.rollout.groups, part.rollout.grades, strict=True))
+            ]
+            for part in theirs
+        ]
+        own = redeal(items)
+        rollout = Rollout([group for group, _, _ in own], [grades for _, grades, _ in own], 0.0, 0.0)
+        used = tuple(place for place, (_, _, is_used) in enumerate(own) if is_used)
+        dealt.append(replace(theirs[0], rollout=rollout, used=used))
+    return dealt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +59,8 @@ class OptimConfig:
                 f"optim.warmup_steps = {self.warmup_steps}, optim.token_budget = {self.token_budget}: "
                 "expected 0 or more, and 1 or more"
             )
+        if self.schedule == "constant" and self.final_lr_share != OptimConfig.final_lr_share:
+            raise ValueError("optim.final_lr_share is not read with optim.schedule = constant; leave it out")
         if not 0 <= self.final_lr_share <= 1:
             raise ValueError(f"optim.final_lr_share = {self.final_lr_share}: expected 0 to 1")
 
@@ -98,11 +100,12 @@ class Optimizer:
         self._second = [torch.zeros_like(master) for master in self._masters]
         self._steps = [torch.zeros((), device=master.device) for master in self._masters]
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, *, loss: float = 0.0) -> float:
         """Clip the gradients' global norm, update and clear them.
 
         Args:
             lr: Learning rate of this step.
+            loss: Loss of the step. When it is not finite nothing is updated.
 
         Returns:
             The norm before clipping. When it is not finite nothing is updated.
@@ -114,7 +117,7 @@ class Optimizer:
             if (grad := self._named[index][1].grad) is not None
         ]
         norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients))
-        if math.isfinite(norm):
+        if math.isfinite(norm) and math.isfinite(loss):
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
             self._update(used, [grad * factor for grad in gradients] if factor < 1 else gradients, lr)
         for _, parameter in self._named:
@@ -164,7 +167,7 @@ class Optimizer:
         return state
 
     @torch.no_grad()
-    def load_tensors(self, state: dict[str, torch.Tensor]) -> None:
+    def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
         """Put back what `tensors` returned."""
         for name, tensor in self.tensors().items():
             tensor.copy_(state[name])

@@ -25,6 +25,14 @@ class Tally:
             else:
                 self._values[name] = max(old, value) if name.endswith("_max") else old + value
 
+    def join(self, other: Tally) -> None:
+        """Add another tally's sums."""
+        self.add(other._values)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._values.clear()
+
     def reduced(self, *names: str) -> list[float]:
         """Return sums over all ranks."""
         return all_reduce_sum(*(self._values.get(name, 0.0) for name in names))

@@ -1,0 +1,364 @@
+"""A run that is asked to stop, whose disk fills, whose memory runs out, or that goes on elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from whet import commit
+from whet.checkpoint import LogHashes, Sameness, load_step, saved_steps, step_folder
+from whet.generate.policy import PolicyConfig
+from whet.train import sft
+from whet.train.safety import SafetyConfig, TokenBudget, rehearse, set_deterministic
+from whet.train.session import Stopped, Writer
+from whet.train.sft import SFTConfig, train
+from whet.train.step import OptimConfig, forward_backward
+from whet.types import UserError
+
+pytestmark = pytest.mark.usefixtures("few_problems")
+
+
+def make_config(tiny_policy: PolicyConfig, folder: Path, **changes: Any) -> SFTConfig:
+    return replace(
+        SFTConfig(
+            out=str(folder),
+            policy=tiny_policy,
+            optim=OptimConfig(lr=3e-3, warmup_steps=2, token_budget=100),
+            num_steps=8,
+            batch_size=4,
+            validation_problems=0,
+            save_every=3,
+        ),
+        **changes,
+    )
+
+
+def weights(folder: Path, step: int) -> dict[str, bytes]:
+    names = ("model.safetensors", "training/optimizer.safetensors")
+    return {name: (step_folder(folder, step) / name).read_bytes() for name in names}
+
+
+def at_call(number: int, action: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    calls = 0
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            action()
+        return function(*arguments, **options)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("background", [True, False])
+def test_a_signal_saves_the_step_and_the_run_goes_on_exactly(
+    name: str,
+    background: bool,
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = make_config(tiny_policy, tmp_path / "straight", safety=SafetyConfig(background=background))
+    train(config)
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    config = replace(config, out=str(tmp_path / "run"))
+    monkeypatch.setattr(sft, "train_step", at_call(5, lambda: os.kill(os.getpid(), number), sft.train_step))
+    with pytest.raises(Stopped) as stopped:
+        train(config)
+    assert stopped.value.code == 128 + number
+    assert signal.getsignal(number) == before
+    assert saved_steps(tmp_path / "run") == [3, 5]
+    output, errors = capfd.readouterr()
+    assert (
+        f"stopped by {name} after step 5 of 8, which is saved; go on with: whet sft {tmp_path}/run --resume"
+        in output
+    )
+    assert f"{name}: stopping after this step" in errors
+    train(config, resume=True)
+    assert weights(tmp_path / "run", 8) == weights(tmp_path / "straight", 8)
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, time
+from whet.recipes.sft import RECIPES
+from whet.train import sft
+from dataclasses import replace
+def step(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("first", flush=True)
+    time.sleep(0.6)  # sooner it would be the same signal, sent on by somebody
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+sft.train_step = step
+sft.train(replace(RECIPES["demo"](), out=sys.argv[1], validation_problems=0))
+"""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "run")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "first" in done.stdout
+    assert "SIGTERM again: ended at once" in done.stderr
+    assert time.monotonic() - began < 50
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_a_full_disk_stops_the_run_or_not_and_harms_nothing(
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = make_config(tiny_policy, tmp_path / "straight")
+    train(config)
+    original, calls = commit.sync, [0]
+
+    def full(path: Path) -> None:
+        calls[0] += path.name == "optimizer.safetensors"
+        if calls[0] == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(path)
+
+    monkeypatch.setattr(commit, "sync", full)
+    config = make_config(tiny_policy, tmp_path / "run")
+    with pytest.raises(
+        UserError, match=r"step_00000006: could not be written \(No space left.*free space, then"
+    ):
+        train(config)
+    assert saved_steps(tmp_path / "run") == [3]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000003"]
+    monkeypatch.setattr(commit, "sync", original)
+    train(config, resume=True)
+    assert weights(tmp_path / "run", 8) == weights(tmp_path / "straight", 8)
+
+    calls[0] = 0
+    monkeypatch.setattr(commit, "sync", full)
+    monkeypatch.setattr(commit, "sync", at_call(10**9, lambda: None, full))
+    goes_on = make_config(tiny_policy, tmp_path / "on", safety=SafetyConfig(disk_full="continue"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10, 10, 0))
+    train(goes_on)
+    assert saved_steps(tmp_path / "on") == []
+    assert "0 MB free, a checkpoint needs" in capfd.readouterr().err
+
+
+def test_parameters_that_are_not_finite_are_never_saved(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poison(policy: Any, *rest: Any) -> Any:
+        result = original(policy, *rest)
+        if poison.calls == 4:  # pyright: ignore[reportFunctionMemberAccess]
+            with torch.no_grad():
+                next(policy.model.parameters())[0, 0] = torch.nan
+        poison.calls += 1  # pyright: ignore[reportFunctionMemberAccess]
+        return result
+
+    poison.calls = 0  # pyright: ignore[reportFunctionMemberAccess]
+    original = sft.train_step
+    monkeypatch.setattr(sft, "train_step", poison)
+    with pytest.raises(
+        UserError, match=r"(parameter model.embed_tokens.weight is not finite|expected finite)"
+    ):
+        train(make_config(tiny_policy, tmp_path, safety=SafetyConfig(max_skipped=100)))
+    assert saved_steps(tmp_path) == [3]
+
+
+def test_a_step_that_is_named_is_taken_or_refused(
+    tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tiny_policy, tmp_path)
+    train(config)
+    end = weights(tmp_path, 8)
+    assert saved_steps(tmp_path) == [6, 8]
+    with pytest.raises(UserError, match=r"--resume 7: .* has no checkpoint of that step; it has: 6, 8"):
+        train(config, resume=7)
+    train(config, resume=6)
+    assert "step_00000008 is later than step 6: kept as .later-step_00000008" in capsys.readouterr().out
+    assert weights(tmp_path, 8) == end
+    path = step_folder(tmp_path, 6) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"step_00000006: cannot be read .*leave out the step to fall back"):
+        train(config, resume=6)
+    assert saved_steps(tmp_path) == [6, 8]
+
+
+def test_another_number_of_threads_or_another_torch(
+    tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tiny_policy, tmp_path, num_steps=3)
+    train(config)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert load_step(tmp_path, sameness="strict") is not None
+        assert torch.get_num_threads() == threads
+        assert f"{threads} CPU threads, as when it was saved" in capsys.readouterr().out
+        torch.set_num_threads(threads + 1)
+        assert load_step(tmp_path, sameness="warn") is not None
+        assert "warning: " in (said := capsys.readouterr().out)
+        assert f"saved with threads {threads}, resumed with {threads + 1}" in said
+        assert load_step(tmp_path, sameness="off") is not None
+        assert capsys.readouterr().out == ""
+    finally:
+        torch.set_num_threads(threads)
+    folder = step_folder(tmp_path, 3)
+    manifest = json.loads((folder / commit.MANIFEST).read_text())
+    del manifest["sha256"]  # as an earlier version wrote it
+    (folder / commit.MANIFEST).write_text(json.dumps(manifest | {"torch": "2.0"}))
+    with pytest.raises(UserError, match=r"saved with torch 2.0, resumed with .*--deterministic warn"):
+        load_step(tmp_path, sameness="strict")
+
+
+def test_safety_and_trackers_may_change_when_a_run_goes_on(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    config = make_config(tiny_policy, tmp_path)
+    train(config)
+    train(replace(config, safety=SafetyConfig(deterministic="warn", keep=3)), resume=True)
+    with pytest.raises(UserError, match=r"config.yaml line \d+ has 'num_steps: 8', you gave 'num_steps: 9'"):
+        train(replace(config, num_steps=9), resume=True)
+
+
+def test_out_of_memory_halves_the_micro_batch_for_the_same_gradient(
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Splitting changes the order of sums alone: 12 steps of Adam apart by no more than 1e-5."""
+    config = make_config(tiny_policy, tmp_path / "whole", optim=OptimConfig(lr=3e-3, token_budget=100))
+    whole = train(config).model.state_dict()
+    limit, original = 60, sft.score_micro_batch
+
+    def small(model: Any, micro: Any, **options: Any) -> Any:
+        found = original(model, micro, **options)
+        if torch.is_grad_enabled() and micro.tokens_N.numel() > limit:
+            found[0].sum().backward(retain_graph=True)  # half of a step is in the gradients
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(sft, "score_micro_batch", small)
+    config = replace(config, out=str(tmp_path / "small"))
+    halved = train(config).model.state_dict()
+    assert "out of memory; micro-batches now have 50 tokens" in capsys.readouterr().out
+    for name, tensor in whole.items():
+        torch.testing.assert_close(halved[name], tensor, rtol=0, atol=1e-5)
+    state = json.loads((step_folder(tmp_path / "small", 8) / "training" / "state.json").read_text())
+    assert state["token_budget"] == 50
+    limit = 10
+    with pytest.raises(UserError, match=r"out of memory with \d+ tokens in a micro-batch, the length of one"):
+        train(replace(config, out=str(tmp_path / "none")))
+
+
+def test_other_errors_are_no_lack_of_memory() -> None:
+    def wrong(_: int) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        TokenBudget(8, []).run(wrong, 1)
+
+
+def test_the_rehearsal_finds_the_budget_before_any_data(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def spy(micro_batches: Any, score: Any) -> Any:
+        (micro,) = micro_batches
+        seen.append(int(micro.tokens_N.numel()))
+        if seen[-1] > 60:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward_backward(micro_batches, score)
+
+    monkeypatch.setattr("whet.train.safety.forward_backward", spy)
+    policy = train(make_config(tiny_policy, tmp_path, num_steps=1))
+    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+    budget = TokenBudget(100, policy.model.parameters())
+    rehearse(policy, budget, 20, autocast=None)
+    assert seen == [100, 40]
+    assert budget.tokens == 50
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.model.state_dict().items())
+
+
+def test_the_writer_does_one_job_at_a_time_and_tells_of_errors() -> None:
+    writer, done, gate = Writer(background=True), [], threading.Event()
+
+    def job(number: int) -> None:
+        gate.wait(10)
+        done.append(number)
+
+    writer.submit(lambda: job(1))
+    assert done == []
+    gate.set()
+    writer.submit(lambda: job(2))
+    assert done[:1] == [1]
+    writer.wait()
+    assert done == [1, 2]
+
+    def fail() -> None:
+        raise UserError("disk")
+
+    writer.submit(fail)
+    with pytest.raises(UserError, match="disk"):
+        writer.wait()
+    writer.check()
+    with pytest.raises(UserError, match="disk"):
+        Writer(background=False).submit(fail)
+
+
+def test_log_hashes_read_only_what_is_new(tmp_path: Path) -> None:
+    log, hashes = tmp_path / "metrics.jsonl", LogHashes(tmp_path)
+    assert hashes.describe() == {}
+    for text in ("a\n", "bc\n" * 1000, ""):
+        with log.open("a") as file:
+            file.write(text)
+        assert hashes.describe() == LogHashes(tmp_path).describe()
+        assert hashes.describe()["metrics.jsonl"]["size"] == log.stat().st_size
+    log.write_text("cut\n")
+    assert hashes.describe() == LogHashes(tmp_path).describe()
+
+
+def test_deterministic_modes() -> None:
+    try:
+        modes: tuple[tuple[Sameness, bool, bool], ...]
+        modes = (("strict", True, False), ("warn", True, True), ("off", False, False))
+        for mode, enabled, warns in modes:
+            set_deterministic(mode)
+            assert torch.are_deterministic_algorithms_enabled() is enabled
+            assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
+    finally:
+        set_deterministic("off")
+    auto = SafetyConfig()
+    assert auto.sameness(torch.device("cpu")) == "strict"
+    assert auto.sameness(torch.device("cuda")) == "off"
+    assert SafetyConfig(deterministic="warn").sameness(torch.device("cpu")) == "warn"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"keep": 1}, {"save_minutes": -1.0}, {"hang_timeout_s": float("inf")}, {"max_skipped": -1}]
+)
+def test_wrong_settings(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"safety.{next(iter(wrong))} = .*expected"):
+        SafetyConfig(**wrong)

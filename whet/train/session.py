@@ -1,0 +1,399 @@
+"""What stands around the steps of every training run: saving, stopping when asked to, and being watched."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from whet.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
+from whet.commit import DiskFullError, commit_folder
+from whet.config import dump_yaml
+from whet.distributed import all_reduce_max, is_distributed, on_main, rank
+from whet.generate.policy import Policy, PolicyConfig, resolve_device
+from whet.model.weights import load_model
+from whet.run_folder import open_run
+from whet.tasks.quarantine import write_quarantine
+from whet.telemetry.environment import write_environment
+from whet.telemetry.heartbeat import Heartbeat
+from whet.telemetry.provenance import write_provenance
+from whet.telemetry.report import write_report
+from whet.telemetry.trackers import TrackConfig
+from whet.telemetry.tracking import Tracking
+from whet.train.safety import SafetyConfig, set_deterministic
+from whet.train.step import OptimConfig, parameter_dtype
+from whet.types import Problem, Task, UserError
+
+
+class RunConfig(Protocol):
+    """What every training program's config has (a dataclass)."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def out(self) -> str:
+        """Run folder."""
+        ...
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """The model that it starts from."""
+        ...
+
+    @property
+    def optim(self) -> OptimConfig:
+        """Optimizer, schedule and precision."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        ...
+
+    @property
+    def save_every(self) -> int:
+        """Steps between checkpoints."""
+        ...
+
+    @property
+    def track(self) -> TrackConfig:
+        """Experiment trackers."""
+        ...
+
+    @property
+    def safety(self) -> SafetyConfig:
+        """Resuming, saving and stopping."""
+        ...
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+DOUBLE_S = {False: 0.5, True: 3.0}
+"""Seconds in which a second signal is the same one: torchrun sends on what its process group has got already."""
+SHOW_CURSOR = "\x1b[?25h"
+
+
+def begin(config: RunConfig) -> Tracking:
+    """Fix the order of sums, and load the trackers before anything else: a missing package is said at once."""
+    sameness = config.safety.sameness(resolve_device(config.policy.device))
+    set_deterministic(sameness, compiles=config.optim.compile)
+    return Tracking(config.track, Path(config.out), enabled=rank() == 0)
+
+
+def open_folder(config: RunConfig, *, resume: Resume) -> Path:
+    """Make the run folder or check that it may go on; return it once all ranks can use it."""
+    folder = Path(config.out)
+
+    def prepare() -> None:
+        open_run(folder, dump_yaml(config), resume=resume is not False)
+        write_environment(folder)
+
+    on_main(prepare)
+    return folder
+
+
+def write_origin(config: RunConfig, problems: Iterable[Problem], source: Task | None) -> None:
+    """Write provenance.json (the run's id, hashes of everything that it depends on) and quarantine.jsonl.
+
+    Args:
+        config: The run's settings.
+        problems: Those that are trained on.
+        source: The task that they come from; None where the rows that were left out are written already.
+    """
+
+    def write() -> None:
+        if source is not None and (said := write_quarantine(Path(config.out), source)):
+            print(f"whet: {said}", flush=True)
+        write_provenance(
+            Path(config.out),
+            base=config.policy.init,
+            adapter=config.policy.adapter,
+            config_yaml=dump_yaml(config),
+            problems=problems,
+        )
+
+    on_main(write)
+
+
+def restore_model(config: RunConfig, policy: Policy, resume: Resume) -> Loaded | None:
+    """Load the weights of a run's checkpoint into its policy; return the rest of it, None where there is none yet."""
+    folder, sameness = Path(config.out), config.safety.sameness(policy.device)
+    found: Loaded | None = None
+
+    def choose() -> int:
+        nonlocal found
+        found = load_step(folder, resume, keep=config.safety.keep, sameness=sameness)
+        return 0 if found is None else int(found.state["step"])
+
+    step = on_main(choose)
+    if rank() and step:
+        found = load_step(folder, step, sameness=sameness)
+    if found is not None:
+        model, _ = load_model(found.folder, dtype=parameter_dtype(config.optim.precision))
+        policy.model.load_state_dict(model.state_dict())
+    return found
+
+
+def finish(config: RunConfig) -> None:
+    """Write the report and say where everything is."""
+    folder = Path(config.out)
+    if rank() == 0:
+        write_report(folder)
+        print(f"done: {folder}  (checkpoint: {folder / 'checkpoints'}, report: {folder / 'report.md'})")
+
+
+class Stopped(SystemExit):
+    """A run that was asked to stop, and is saved; its exit status is that of the signal."""
+
+
+class Writer:
+    """Does one job at a time beside the caller; what goes wrong in it is raised by the next call.
+
+    Args:
+        background: False to do jobs at once.
+    """
+
+    def __init__(self, *, background: bool) -> None:
+        self._background = background
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Begin a job, when the one before is done."""
+        self.wait()
+        if self._background:
+            self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer")
+            self._thread.start()
+        else:
+            job()
+
+    def check(self) -> None:
+        """Raise what went wrong in a job that has ended."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the job that is under way, and raise what went wrong in it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._error = error
+
+
+class Session:
+    """Around the steps of one run; a context manager.
+
+    SIGTERM, SIGINT and SIGUSR1 let the step that is under way end on all ranks, save it and stop; a second one ends
+    the process at once.
+
+    Args:
+        program: Name of the command, for messages.
+        config: The run's settings.
+        policy: The policy that is trained and saved.
+    """
+
+    def __init__(self, program: str, config: RunConfig, policy: Policy) -> None:
+        self._program, self._folder, self._policy = program, Path(config.out), policy
+        self._save_every, self._num_steps = config.save_every, config.num_steps
+        self._config = config.safety
+        self._writer = Writer(background=self._config.background and not is_distributed())
+        self._logs = LogHashes(self._folder)
+        self._heartbeat = Heartbeat(self._folder, rank(), timeout_s=self._config.hang_timeout_s)
+        self._signal, self._signalled_at = 0, -math.inf
+        self._handlers: dict[int, Any] = {}
+        self._saved_at = time.monotonic()
+
+    def __enter__(self) -> Session:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        self._heartbeat.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._writer.wait()
+        except UserError as failed:
+            if error is None or isinstance(error, Stopped):
+                raise
+            print(f"whet: warning: {failed}", file=sys.stderr, flush=True)
+        finally:
+            self._heartbeat.__exit__(kind, error, trace)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        if self._signal:
+            if now - self._signalled_at < DOUBLE_S[is_distributed()]:
+                return
+            if sys.stdout.isatty():
+                os.write(1, SHOW_CURSOR.encode())
+            os.write(2, f"\nwhet: {name} again: ended at once, without saving\n".encode())
+            os._exit(128 + number)
+        self._signal, self._signalled_at = number, now
+        os.write(2, f"\nwhet: {name}: stopping after this step, saving it (once more: at once)\n".encode())
+
+    def beat(self, phase: str, step: int) -> None:
+        """Say what is done next, in which step: a sign of life."""
+        self._heartbeat.beat(phase, step)
+
+    def is_due(self, step: int) -> bool:
+        """Say whether a step is to be saved, the same on all ranks; raise what went wrong in an earlier save.
+
+        Args:
+            step: Steps done.
+        """
+        self._writer.check()
+        minutes = (time.monotonic() - self._saved_at) / 60
+        is_time = 0 < self._config.save_minutes <= minutes
+        wish = all_reduce_max(float(self._signal or (1 if is_time and rank() == 0 else 0)))
+        self._signal = int(wish) if wish > 1 else 0
+        return bool(wish) or step % self._save_every == 0 or step == self._num_steps
+
+    def save(
+        self,
+        step: int,
+        *,
+        is_best: bool,
+        training: tuple[Mapping[str, torch.Tensor], Mapping[str, Any]] | None,
+    ) -> None:
+        """Save the policy as the best, as a checkpoint, as both or not at all.
+
+        Args:
+            step: Steps done.
+            is_best: Whether it becomes checkpoints/best.
+            training: Tensors and JSON values that training goes on from; None for no checkpoint.
+
+        Raises:
+            UserError: If the weights are not finite, the disk is full (and that is to stop the run), or it refuses.
+        """
+        if not (is_best or training):
+            return
+        self.beat("save", step)
+        own = dict(self._policy.model.named_parameters())
+        if name := not_finite(own):
+            raise UserError(
+                f"step {step}: parameter {name} is not finite; it was not saved: --resume goes on from the checkpoint "
+                "before, with a lower optim.lr in a new run"
+            )
+        tensors, state = training or ({}, {})
+        weights = self._copies(own)
+        tensors = self._copies(tensors)
+        text = json.dumps(state)
+        logs = self._logs.describe() if rank() == 0 else {}
+        size = sum(tensor.nbytes for tensor in (*weights.values(), *tensors.values()))
+        best = self._folder / "checkpoints" / "best"
+
+        def write_best() -> None:
+            self._check_space(size)
+            if is_best:
+                with commit_folder(best) as temporary:
+                    self._policy.save(temporary, weights)
+
+        def write() -> None:
+            on_main(write_best)
+            if training:
+                save_step(
+                    self._folder,
+                    step,
+                    write_model=lambda folder: self._policy.save(folder, weights),
+                    tensors=tensors,
+                    state=json.loads(text),
+                    logs=logs,
+                    keep=self._config.keep,
+                )
+
+        self._writer.submit(lambda: self._or_continue(write))
+        if training:
+            self._saved_at = time.monotonic()
+
+    def _copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if is_distributed():  # written at once, by all ranks
+            return {name: tensor.detach() for name, tensor in tensors.items()}
+        return {
+            name: tensor.detach().to("cpu", copy=self._config.background) for name, tensor in tensors.items()
+        }
+
+    def _check_space(self, size: int) -> None:
+        free = shutil.disk_usage(self._folder).free
+        if free < size + (1 << 20):
+            raise DiskFullError(
+                f"{self._folder}: {free / 1e6:,.0f} MB free, a checkpoint needs {size / 1e6:,.0f} MB; earlier ones are "
+                "whole: free space, then --resume"
+            )
+
+    def _or_continue(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except DiskFullError as error:
+            if self._config.disk_full == "stop":
+                raise
+            print(f"whet: warning: {error}; training goes on unsaved", file=sys.stderr, flush=True)
+
+    def stop_if_asked(self, step: int) -> None:
+        """End the run after a step that was saved, where a signal asked for it.
+
+        Raises:
+            Stopped: With the signal's exit status.
+        """
+        if self._signal:
+            self._writer.wait()
+            if rank() == 0:
+                name = signal.Signals(self._signal).name
+                line = f"whet: stopped by {name} after step {step} of {self._num_steps}, which is saved"
+                print(f"{line}; go on with: whet {self._program} {self._folder} --resume", flush=True)
+            raise Stopped(128 + self._signal)
+
+
+class Skipped:
+    """Counts the steps in a row that were left out because something in them was not finite.
+
+    Args:
+        limit: Steps in a row that may be.
+
+    Attributes:
+        count: Steps in a row that were left out just now.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._found = ""
+        self.count = 0
+
+    def count_step(self, values: Mapping[str, float]) -> int:
+        """Count a step, given by what has to be finite in it; return the steps in a row that were left out."""
+        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+        self.count = self.count + 1 if bad else 0
+        self._found = ", ".join(f"{name} {value}" for name, value in bad.items())
+        return self.count
+
+    def tell(self, step: int, remedy: str) -> str:
+        """Return a warning about the step that was just counted.
+
+        Raises:
+            UserError: If there were too many in a row.
+        """
+        text = f"step {step}: {self._found}, expected finite: the update was left out"
+        if self.count > self._limit:
+            raise UserError(f"{text}, {self.count} in a row: {remedy} (safety.max_skipped = {self._limit})")
+        return text
