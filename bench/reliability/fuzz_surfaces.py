@@ -169,9 +169,9 @@ def run_words(case: Case, folder: Path) -> None:
         presets=program.presets,
         positional=program.positional,
     )
-    (folder / "config.yaml").write_text(cli.describe(parsed.config), encoding="utf-8")
+    (folder / "config.yaml").write_text(cli.dump_yaml(parsed.config), encoding="utf-8")
     again = load_yaml(folder / "config.yaml", program.config_class)
-    assert cli.describe(again) == cli.describe(parsed.config), (
+    assert cli.dump_yaml(again) == cli.dump_yaml(parsed.config), (
         "config.yaml does not read back as it was written"
     )
 
@@ -254,7 +254,7 @@ def make_yaml(rng: Random) -> Case:
 
 def run_yaml(case: Case, folder: Path) -> None:
     cls = programs()[case.words[0]].config_class
-    cli.describe(load_yaml(folder / "config.yaml", cls))
+    cli.dump_yaml(load_yaml(folder / "config.yaml", cls))
 
 
 # --- rows ------------------------------------------------------------------------------------------------------

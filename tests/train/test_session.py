@@ -160,9 +160,13 @@ def test_a_full_disk_stops_the_run_or_not_and_harms_nothing(
     monkeypatch.setattr(commit, "sync", at_call(10**9, lambda: None, full))
     goes_on = make_config(tiny_policy, tmp_path / "on", safety=SafetyConfig(disk_full="continue"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10, 10, 0))
-    train(goes_on)
+    with pytest.raises(UserError, match="0 MB free, a checkpoint needs"):  # at its end it has to be saved
+        train(goes_on)
     assert saved_steps(tmp_path / "on") == []
-    assert "0 MB free, a checkpoint needs" in capfd.readouterr().err
+    errors = capfd.readouterr().err
+    assert errors.count("0 MB free, a checkpoint needs") == 2
+    assert "training goes on unsaved" in errors
+    assert len((tmp_path / "on" / "metrics.jsonl").read_text().splitlines()) == 8
 
 
 def test_parameters_that_are_not_finite_are_never_saved(

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from whet.config import show
 from whet.inspect.doctor_determinism import check_determinism
 from whet.inspect.doctor_hang import check_hang
 from whet.isolation.attacks import all_attacks
@@ -50,13 +51,13 @@ class DoctorConfig:
     def __post_init__(self) -> None:
         name = self.check[0] if self.check else ""
         if name not in READ:
-            raise ValueError(f"check = {name!r}: expected sandbox, determinism, or hang RUN")
+            raise ValueError(f"check = {show(name)}: expected sandbox, determinism, or hang RUN")
         if name == "hang" and len(self.check) == 1:
             raise ValueError(
                 "check = hang: expected the folder of a run, as in 'whet doctor hang runs/demo-rl'"
             )
         if name != "hang" and len(self.check) > 1:
-            raise ValueError(f"check = {' '.join(self.check)}: expected nothing after {name}")
+            raise ValueError(f"check = {show(' '.join(self.check))}: expected nothing after {name}")
         for field in fields(self):
             if field.name not in ("check", *READ[name]) and getattr(self, field.name) != field.default:
                 raise ValueError(f"{field.name} is not read by the check {name}; leave it out")

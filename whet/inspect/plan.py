@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from whet.config import load_yaml
+from whet.config import load_yaml, show
 from whet.generate.policy import PolicyConfig, load_policy, resolve_device
 from whet.inspect.memory import (
     GIB,
@@ -103,7 +103,7 @@ class PlanConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected {least} or more")
         for item in self.set:
             if not item.partition("=")[0] or "=" not in item:
-                raise ValueError(f"set: got {item!r}, expected field=value")
+                raise ValueError(f"set: got {show(item)}, expected field=value")
         if self.of == "model" and (self.set or self.length or self.memory_gib or self.measure):
             raise ValueError(
                 "of = model reads num_devices only: leave out set, length, memory_gib and measure"

@@ -169,7 +169,7 @@ def _from_gpt2(data: Mapping[str, Any]) -> ModelConfig:
 
 def _from_llama_like(family: Family, data: Mapping[str, Any]) -> ModelConfig:
     if data.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {data['hidden_act']!r} is not supported; expected 'silu'")
+        raise ValueError(f"hidden_act {str(data['hidden_act'])[:60]!r} is not supported; expected 'silu'")
     if data.get("use_sliding_window"):
         raise ValueError("use_sliding_window is not supported; expected false")
     rope: Any = data.get("rope_parameters") or data.get("rope_scaling") or {}

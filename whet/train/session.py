@@ -217,14 +217,14 @@ class Session:
         self._writer = Writer(background=self._config.background and not is_distributed())
         self._logs = LogHashes(self._folder)
         self._heartbeat = Heartbeat(self._folder, rank(), timeout_s=self._config.hang_timeout_s)
-        self._signal, self._signalled_at = 0, -math.inf
+        self._signal, self._signalled_at, self._stop = 0, -math.inf, 0
         self._handlers: dict[int, Any] = {}
         self._saved_at = time.monotonic()
 
     def __enter__(self) -> Session:
+        self._heartbeat.__enter__()
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        self._heartbeat.__enter__()
         return self
 
     def __exit__(
@@ -267,7 +267,7 @@ class Session:
         minutes = (time.monotonic() - self._saved_at) / 60
         is_time = 0 < self._config.save_minutes <= minutes
         wish = all_reduce_max(float(self._signal or (1 if is_time and rank() == 0 else 0)))
-        self._signal = int(wish) if wish > 1 else 0
+        self._stop = int(wish) if wish > 1 else 0  # a signal that comes from now on is the next step's
         return bool(wish) or step % self._save_every == 0 or step == self._num_steps
 
     def save(
@@ -293,8 +293,8 @@ class Session:
         own = dict(self._policy.model.named_parameters())
         if name := not_finite(own):
             raise UserError(
-                f"step {step}: parameter {name} is not finite; it was not saved: --resume goes on from the checkpoint "
-                "before, with a lower optim.lr in a new run"
+                f"step {step}: parameter {name} is not finite and was not saved; the checkpoint before it is whole: "
+                "start from that with a lower optim.lr"
             )
         tensors, state = training or ({}, {})
         weights = self._copies(own)
@@ -323,7 +323,8 @@ class Session:
                     keep=self._config.keep,
                 )
 
-        self._writer.submit(lambda: self._or_continue(write))
+        is_last = bool(self._stop) or step == self._num_steps
+        self._writer.submit(lambda: self._or_continue(write, is_last=is_last))
         if training:
             self._saved_at = time.monotonic()
 
@@ -342,11 +343,11 @@ class Session:
                 "whole: free space, then --resume"
             )
 
-    def _or_continue(self, write: Callable[[], None]) -> None:
+    def _or_continue(self, write: Callable[[], None], *, is_last: bool) -> None:
         try:
             write()
         except DiskFullError as error:
-            if self._config.disk_full == "stop":
+            if is_last or self._config.disk_full == "stop":
                 raise
             print(f"whet: warning: {error}; training goes on unsaved", file=sys.stderr, flush=True)
 
@@ -356,13 +357,13 @@ class Session:
         Raises:
             Stopped: With the signal's exit status.
         """
-        if self._signal:
+        if self._stop:
             self._writer.wait()
             if rank() == 0:
-                name = signal.Signals(self._signal).name
+                name = signal.Signals(self._stop).name
                 line = f"whet: stopped by {name} after step {step} of {self._num_steps}, which is saved"
                 print(f"{line}; go on with: whet {self._program} {self._folder} --resume", flush=True)
-            raise Stopped(128 + self._signal)
+            raise Stopped(128 + self._stop)
 
 
 class Skipped:
