@@ -54,7 +54,8 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
         _check_config(folder, stored)
         for part in ("checkpoints", "replay", "faults"):
             recover(folder / part)
-        for kept in (folder / "checkpoints" / "best", folder / "checkpoints" / "protocol"):
+        kept_folders = [folder / "checkpoints" / name for name in ("best", "protocol")]
+        for kept in (*kept_folders, *folder.glob("replay/step_*"), *folder.glob("faults/step_*")):
             try:
                 if kept.exists():
                     verify_folder(kept)

@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -306,7 +307,9 @@ class Ground:
             ]
             ends = [run.wait() for run in runs]
             failure = next((text for end in ends if (text := fault_of(*end, self.out))), "")
-            if not failure and sorted(status for status, _ in ends) != [0, 2]:
+            at_work = [len(re.findall(r"^step \d+/", text, re.MULTILINE)) > 0 for _, text in ends]
+            came_later = [status for status, _ in ends] == [0, 0] and not all(at_work)
+            if not failure and not came_later and sorted(status for status, _ in ends) != [0, 2]:
                 failure = f"statuses {[status for status, _ in ends]}: both used the folder"
             output = max(ends)[1]
         else:

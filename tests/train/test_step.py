@@ -33,8 +33,7 @@ def rates(config: OptimConfig) -> list[float]:
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warmup_steps", [0, 1, 10])
 def test_schedules(schedule: str, warmup_steps: int) -> None:
-    share = {} if schedule == "constant" else {"final_lr_share": 0.25}
-    config = OptimConfig(lr=0.4, schedule=schedule, warmup_steps=warmup_steps, **share)  # type: ignore[arg-type]
+    config = OptimConfig(lr=0.4, schedule=schedule, warmup_steps=warmup_steps, final_lr_share=0.25)  # type: ignore[arg-type]
     got = rates(config)
     assert got[0] == pytest.approx(0.4 / max(warmup_steps, 1))
     assert min(got) > 0

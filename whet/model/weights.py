@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from whet.commit import MANIFEST
 from whet.model.config import ModelConfig, from_hf, to_hf
 from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
@@ -62,7 +63,9 @@ def model_folder(source: str | Path) -> Path:
         steps = [p for p in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{1,18}", p.name)]
         newest_first = sorted(steps, key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
         for candidate in [checkpoints / "best", *newest_first]:
-            if (candidate / "config.json").is_file():
+            if (candidate / "config.json").is_file() or (
+                candidate / MANIFEST
+            ).is_file():  # damaged: not passed over
                 return candidate
         raise UserError(
             f"{path}: the run folder has no finished checkpoint; "

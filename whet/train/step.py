@@ -59,8 +59,6 @@ class OptimConfig:
                 f"optim.warmup_steps = {self.warmup_steps}, optim.token_budget = {self.token_budget}: "
                 "expected 0 or more, and 1 or more"
             )
-        if self.schedule == "constant" and self.final_lr_share != OptimConfig.final_lr_share:
-            raise ValueError("optim.final_lr_share is not read with optim.schedule = constant; leave it out")
         if not 0 <= self.final_lr_share <= 1:
             raise ValueError(f"optim.final_lr_share = {self.final_lr_share}: expected 0 to 1")
 
