@@ -292,6 +292,14 @@ def test_resume_takes_the_newest_step_or_the_one_that_is_named(words: list[str],
     assert got is resume or (got == resume and type(got) is int)
 
 
+def test_an_error_line_is_cut_where_its_text_is_endless(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise UserError("x" * 50_000)
+
+    assert cli.guard(fail) == 2
+    assert len(capsys.readouterr().err) < 1_100
+
+
 @pytest.mark.parametrize("word", ["0", "-1", "4o", "9" * 30, "40 41", "\u0664"])
 def test_other_words_are_no_step(word: str) -> None:
     assert "unexpected argument" in error_of(lambda: parse("toy-small", "--resume", *word.split()))

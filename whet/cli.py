@@ -34,14 +34,14 @@ from whet.types import UserError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Parsed", "escape", "guard", "parse", "unknown"]
-__all__ += ["dump_yaml", "from_dict", "load_yaml", "to_dict"]
+__all__ = ["Parsed", "dump_yaml", "escape", "from_dict", "guard", "load_yaml", "parse", "to_dict", "unknown"]
 
 Config = TypeVar("Config", bound="DataclassInstance")
 _NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SHORT = {"--task": "--task.name", "--track": "--track.to", "--deterministic": "--safety.deterministic"}
 """Options that stand for one field of a group."""
+MAX_LINE = 1000
 _SWITCHES = {"--dry-run": "dry_run", "--dry_run": "dry_run", "--help": "help", "-h": "help"}
 
 
@@ -144,7 +144,7 @@ def guard(function: Callable[[], int | None]) -> int:
         status = function()
         sys.stdout.flush()
     except UserError as error:
-        print(f"whet: error: {escape(str(error))}", file=sys.stderr)
+        print(f"whet: error: {escape(str(error)[:MAX_LINE])}", file=sys.stderr)
         return 2
     except SystemExit as error:
         if isinstance(error.code, str):

@@ -333,7 +333,7 @@ class Ground:
         with SmallDisk(self.out, generator) as hook:
             status, first = self.resume(hook)
             failure = fault_of(status, first, self.out)
-            steps = {path: digest for path, digest in before.items() if path.startswith("checkpoints/")}
+            steps = {path: digest for path, digest in before.items() if path.startswith("checkpoints/step_")}
             lost = [path for path, digest in steps.items() if digest not in hashes(self.out).values()]
             if status == 2 and lost:
                 failure = failure or f"lost {lost[:3]}"

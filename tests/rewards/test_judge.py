@@ -101,6 +101,10 @@ def server() -> Iterator[Server]:
                 scripted = state.script.pop(0) if state.script else None
             try:
                 status, headers, data = scripted or state.answer(seen)
+            finally:  # before the client hears of it and asks again
+                with state.lock:
+                    state.active -= 1
+            try:
                 self.send_response(status)
                 for name, value in {"Content-Length": str(len(data)), **headers}.items():
                     self.send_header(name, value)
@@ -108,9 +112,6 @@ def server() -> Iterator[Server]:
                 self.wfile.write(data)
             except OSError:
                 pass  # the client hung up, as some tests want
-            finally:
-                with state.lock:
-                    state.active -= 1
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

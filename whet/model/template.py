@@ -13,6 +13,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.filters import do_indent
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -88,9 +89,19 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Unfolded(CodeGenerator):
+    """Computes nothing while it compiles: what a template never renders, it must not cost either."""
+
+    def _output_child_to_const(self, node: jinja2.nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """No attribute escapes, no mutation, and none of the cheap ways to fill memory."""
 
+    code_generator_class = _Unfolded
     intercepted_binops = frozenset(
         {"**", "*", "%"}
     )  # intercepted operators are not folded at compile time either
@@ -142,9 +153,8 @@ def _to_json(
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
     """Compile as transformers does (block trimming, loop controls, helpers), minus the filters that pad."""
-    sandbox = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    extensions = [_Generation, jinja2.ext.loopcontrols]
+    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
     for name in ("center", "format", "wordwrap"):
         del sandbox.filters[name]
     sandbox.filters["indent"] = lambda text, width=4, first=False, blank=False: do_indent(
