@@ -207,7 +207,10 @@ def judge(
         lost = [
             path
             for path, digest in before.items()
-            if path.startswith("checkpoints/") and path != name and digest not in after.values()
+            if path.startswith("checkpoints/")
+            and "/.tmp-" not in path
+            and path != name
+            and digest not in after.values()
         ]
         return ("FAILED", f"refused, but lost {lost[:3]}") if lost else ("refused", "")
     unequal = differing(known.content, content(out))
