@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from whet.commit import MANIFEST, commit_folder, digest, machine, remove, set_aside, sync, verify_folder
@@ -44,6 +44,15 @@ class Loaded:
 
     folder: Path
     state: dict[str, Any]
+
+    def names(self) -> set[str]:
+        """Return the names of the tensors."""
+        alone, shards = self.folder / "training" / ALONE, self.folder / "training" / SHARDS
+        found: set[str] = set()
+        for path in [alone] if alone.is_file() else shards.glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                found |= set(file.keys())
+        return found
 
     def read(self, like: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the state of the optimizer and of everything else that has tensors; all ranks call it.

@@ -222,7 +222,8 @@ def judge(
         if not is_told or not aside:
             return "FAILED", "used or passed over without a word, or not kept aside"
         return "fell back", ""
-    own = name if place == "run" else f"checkpoints/{place}/"
+    record = name.startswith(("replay/", "faults/"))
+    own = f"{Path(name).parent}/" if record else name if place == "run" else f"checkpoints/{place}/"
     foreign = [text for text in unequal if not text.startswith(own)]
     if foreign:
         return "FAILED", f"another end: {foreign[:3]}"

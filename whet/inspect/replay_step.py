@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from whet.algo.advantages import overlong_penalty
 from whet.algo.packing import TrainingSequence
+from whet.checkpoint import Loaded
 from whet.commit import UNREADABLE, verify_folder
 from whet.eval.grade import grade
 from whet.generate.policy import Policy, PolicyConfig, load_policy
@@ -100,8 +100,11 @@ def load_before(config: TrainConfig, weights: Path | None, init: str) -> Before:
         model, _ = load_model(weights, dtype=dtype)
         policy.model.load_state_dict(model.state_dict())
         optimizer = Optimizer(policy.model, config.optim)
-        tensors = load_file(weights / "training" / "optimizer.safetensors")
+        like = optimizer.tensors() | (objective.tensors() if objective is not None else {})
+        stored = Loaded(weights, {})
         # Another precision has masters where the run had none; they begin with the weights.
+        names = stored.names()
+        tensors = dict(stored.read({name: tensor for name, tensor in like.items() if name in names}))
         optimizer.load_tensors(optimizer.tensors() | tensors)
         if objective is not None:
             state: Any = json.loads((weights / "training" / "state.json").read_text())
