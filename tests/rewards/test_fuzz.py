@@ -155,14 +155,17 @@ def test_times_of_day_agree_with_the_clock(left: datetime.time, right: datetime.
         assert answers_equal(spellings[0], spellings[1])
 
 
+LITTLE = 0.1  # seconds; the dearest of these takes 0.02 on a quiet core, and three workers share two
+
+
 def seconds(function, *arguments: str) -> float:
-    """Return the best time of three calls: other processes share these cores."""
+    """Return the best time of five calls: other processes share these cores."""
     best = 9.0
-    for _ in range(3):
+    for _ in range(5):
         start = time.process_time()
         function(*arguments)
         best = min(best, time.process_time() - start)
-        if best < 0.05:
+        if best < LITTLE:
             break
     return best
 
@@ -176,6 +179,6 @@ def test_a_loop_of_any_size_costs_next_to_nothing(unit: str) -> None:
     ):  # beyond every cap, just below the cap of the comparison, and of the parser
         loop = (unit * (size // len(unit) + 1))[:size]
         for text in (loop, f"{loop} 5", f"the answer is {loop}", f"${loop}$"):
-            assert seconds(extract_answer, text) < 0.05
-            assert seconds(answers_equal, text, "x+5") < 0.05
-            assert seconds(answers_equal, text[1:], text) < 0.05
+            assert seconds(extract_answer, text) < LITTLE
+            assert seconds(answers_equal, text, "x+5") < LITTLE
+            assert seconds(answers_equal, text[1:], text) < LITTLE

@@ -234,6 +234,8 @@ def _translate(match: re.Match[str]) -> str:
 
 def closing_brace(text: str, start: int) -> int:
     """Return the index of the brace that closes the one at `start`, or -1."""
+    if text.find("}", start) < 0:
+        return -1
     depth = 0
     for index in range(start, len(text)):
         if text[index] == "{":
