@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from whet.generate.policy import PolicyConfig
+from whet.kernels.build import library, reason
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
 from whet.tasks.arithmetic import Arithmetic
@@ -24,6 +25,22 @@ TINY_SHAPE = ModelConfig(
 )
 
 FEW = 200
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler: no C++ kernels."""
+    monkeypatch.setattr("whet.kernels.cpu.library", lambda: None)
+    monkeypatch.setattr("whet.train.step.library", lambda: None)
+
+
+@pytest.fixture(params=["kernels", "eager"])
+def either(request: pytest.FixtureRequest) -> None:
+    """The C++ kernels where there is a compiler, and what runs without one."""
+    if request.param == "eager":
+        request.getfixturevalue("eager")
+    elif library() is None:
+        pytest.skip(reason())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,6 +26,7 @@ README = ROOT / "README.md"
 # left of it. So `algo` cannot know `model`, nor `model` `algo`, nor `tasks` `generate`.
 ORDER = (
     ("types", "schema", "config", "cli"),
+    ("kernels",),
     ("isolation",),
     ("distributed", "sandbox"),
     ("commit",),
@@ -45,7 +46,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # Lines of code: blank lines, comments and docstrings (100 % of public names have one) are not what makes a package big.
-MAX_PACKAGE_LINES = 32_000
+MAX_PACKAGE_LINES = 38_000
 MAX_CONFIG_FIELDS = 40
 
 RECIPE_MODULES = (

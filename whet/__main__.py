@@ -49,6 +49,30 @@ class Command:
     help: str
 
 
+def _diagnose() -> Program:
+    from whet.inspect.diagnose import DiagnoseConfig, main
+
+    return Program(config_class=DiagnoseConfig, main=main, positional="recipe")
+
+
+def _sweep() -> Program:
+    from whet.inspect.sweep import SweepConfig, main
+
+    return Program(config_class=SweepConfig, main=main, positional="recipe")
+
+
+def _bench() -> Program:
+    from whet.inspect.bench import BenchConfig, main
+
+    return Program(config_class=BenchConfig, main=main)
+
+
+def _profile() -> Program:
+    from whet.inspect.profile import ProfileConfig, main
+
+    return Program(config_class=ProfileConfig, main=main, positional="recipe")
+
+
 def _sft() -> Program:
     from whet.recipes.sft import RECIPES
     from whet.train.sft import SFTConfig, main, plan
@@ -243,6 +267,18 @@ COMMANDS: dict[str, Command] = {
     "chat": Command(load=_chat, help="talk to a model in the terminal"),
     "serve": Command(load=_serve, help="serve a model to OpenAI's clients and evaluation harnesses"),
     "runs": Command(load=_runs, help="the registry of runs: lineage, hashes, results"),
+    "sweep": Command(
+        load=_sweep, help="the fastest settings of a recipe on this machine that its memory holds"
+    ),
+    "bench": Command(load=_bench, help="speed and memory beside TRL, transformers and vLLM on this machine"),
+    "diagnose": Command(
+        load=_diagnose,
+        help="one real training step, component by component: pass, warn or fail, with reasons",
+    ),
+    "profile": Command(
+        load=_profile,
+        help="where a step's time and memory go, by phase; a trace, a page, Nsight's command lines",
+    ),
     "plan": Command(
         load=_plan, help="peak memory of a recipe by phase, before it runs, and what fits a device"
     ),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -118,13 +118,29 @@ class Group:
     samples: tuple[Sample, ...]
 
 
+class Segment(NamedTuple):
+    """Tokens that stand together in a flat batch; each sees those before it, and a shared prefix.
+
+    Attributes:
+        start: First row.
+        length: Rows.
+        prefix: First row of the prefix.
+        shared: Rows of the prefix; 0 where nothing is shared.
+    """
+
+    start: int
+    length: int
+    prefix: int
+    shared: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """Packed sequences of one forward/backward pass: flat tokens, no padding.
 
     Attributes:
-        tokens_N: int64 token ids of all sequences, one after the other.
-        lengths_B: Length of each sequence in tokens; sums to N.
+        tokens_N: int64 token ids of all segments, one after the other.
+        segments: Where each sequence lies; a prompt that several share stands there once, as a segment before theirs.
         source_M: int64 row in [0, N) whose hidden state scores each trained token (its predecessor's row).
         targets_M: int64 trained token ids.
         sequence_M: int64 index in [0, B) of each trained token's sequence.
@@ -140,7 +156,7 @@ class MicroBatch:
     """
 
     tokens_N: torch.Tensor
-    lengths_B: tuple[int, ...]
+    segments: tuple[Segment, ...]
     source_M: torch.Tensor
     targets_M: torch.Tensor
     sequence_M: torch.Tensor
@@ -153,6 +169,12 @@ class MicroBatch:
     policy_weights_M: torch.Tensor
     start_values_M: torch.Tensor
     returns_M: torch.Tensor
+
+    @property
+    def lengths_B(self) -> tuple[int, ...]:
+        """Length of each sequence in tokens, its prompt included."""
+        prompts = {segment.prefix for segment in self.segments if segment.shared}
+        return tuple(s.shared + s.length for s in self.segments if s.shared or s.start not in prompts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,6 +39,7 @@ from fuzz_mutations import CANARY
 from fuzz_surfaces import SURFACES, Case, Surface
 
 from whet.cli import escape
+from whet.kernels.build import library
 from whet.types import UserError
 
 MAX_CPU_S, MAX_CLOCK_S = 5.0, 20.0
@@ -88,6 +89,7 @@ class Watch:
     def __init__(self) -> None:
         self.home = ""
         self.seen: list[str] = []
+        library()  # the kernels are built and loaded once, before anything is watched
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:

@@ -128,6 +128,7 @@ RAGGED = (1, 3, 17, 31, 61, 118, 380)
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("either")
 def test_sampler_equals_trainer_bitwise(family: Family, precision: str) -> None:
     if precision != "float32" and not bfloat16_is_row_invariant():
         pytest.skip("this machine's bfloat16 products are not row-invariant: exactness is not claimed here")
@@ -181,6 +182,7 @@ def test_trainer_with_autograd_and_checkpointing_equals_sampler(llama: LanguageM
     llama.zero_grad()
 
 
+@pytest.mark.usefixtures("eager")
 def test_the_equality_can_fail(llama: LanguageModel) -> None:
     """Controls: another kernel differs in the last bits, another temperature and a neighbour's token by far more."""
     requests = make_requests(RAGGED, 3)
@@ -456,7 +458,7 @@ def test_unused_rows_of_the_vocabulary_are_never_sampled() -> None:
     for temperature in (0.0, 1.0):
         completions = generate(model, requests, 15, temperature=temperature)
         assert max(max(done.ids) for done in flat(completions)) < NUM_VALID
-    scored, sampled = score(model, requests, completions, temperature=1.0)
+    scored, sampled = score(model, requests, completions, temperature=1.0, token_budget=200)
     assert torch.equal(scored, sampled)
     model.num_valid_tokens = VOCAB  # control: they would be sampled all the time
     completions = generate(model, requests, 15, temperature=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from whet.algo.packing import TrainingSequence, pack
 from whet.config import dump_yaml
 from whet.generate.cache import KVCache
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.inspect.memory import (
-    Workload,
     cache_bytes,
     fit,
+    packed_bytes,
     parameter_sizes,
     peak,
     phases,
-    saved_bytes,
     sharded_budget,
 )
 from whet.inspect.meter import LiveTensors, compare, measure
@@ -35,6 +36,7 @@ from whet.inspect.plan import (
     read_recipe,
     workload,
 )
+from whet.inspect.workload import Workload, micro_batches, saved_bytes
 from whet.model.config import ModelConfig
 from whet.train import rl_config, sft
 from whet.train.algorithm import AlgoConfig
@@ -68,17 +70,18 @@ def rl(start: PolicyConfig, *, optim: dict[str, Any] | None = None, **options: A
         num_prompts=4,
         group_size=4,
         sampling=SamplingParams(max_new_tokens=48),
-        optim=OptimConfig(max_grad_norm=1e-3, **(optim or {})),  # so that clipping makes its copies
+        optim=OptimConfig(**({"max_grad_norm": 1e-3} | (optim or {}))),  # so that clipping makes its copies
         **options,
     )
 
 
 def supervised(start: PolicyConfig, **optim: Any) -> SFTConfig:
     return SFTConfig(
-        out="unused", policy=start, batch_size=16, optim=OptimConfig(max_grad_norm=1e-3, **optim)
+        out="unused", policy=start, batch_size=16, optim=OptimConfig(**({"max_grad_norm": 1e-3} | optim))
     )
 
 
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_layers": 4, "head_dim": 32}
 CASES: dict[str, RLConfig | SFTConfig] = {
     "plain": rl(policy()),
     "micro-batches": rl(
@@ -95,11 +98,43 @@ CASES: dict[str, RLConfig | SFTConfig] = {
     "sft": supervised(policy(family="qwen2")),
     "sft, long, checkpointed": supervised(policy(max_positions=300), checkpoint_layers=True),
 }
+MORE: dict[str, RLConfig | SFTConfig] = {
+    "mlp": supervised(policy(**WIDE), checkpoint_layers=True, checkpoint_kind="mlp"),
+    "mlp, gpt2, autocast": supervised(
+        policy(family="gpt2", num_kv_heads=4, num_layers=8),
+        checkpoint_layers=True,
+        checkpoint_kind="mlp",
+        precision="bfloat16_autocast",
+    ),
+    "alternate, even": supervised(policy(**WIDE), checkpoint_layers=True, checkpoint_kind="alternate"),
+    "alternate, odd": supervised(
+        policy(**(WIDE | {"num_layers": 3})), checkpoint_layers=True, checkpoint_kind="alternate"
+    ),
+    "8 bits": rl(policy(**(WIDE | {"max_positions": 64})), optim={"adam_bits": 8, "token_budget": 64}),
+    "8 bits, master": supervised(policy(MANY, **WIDE), adam_bits=8, precision="bfloat16_master"),
+    "in backward": supervised(
+        policy(**(WIDE | {"hidden_size": 256, "intermediate_size": 1024, "max_positions": 16})),
+        update_in_backward=True,
+        max_grad_norm=math.inf,
+        token_budget=256,
+    ),
+    "qwen3, autocast": supervised(policy(family="qwen3", **WIDE), precision="bfloat16_autocast"),
+    "qwen3, master": rl(policy(family="qwen3", **WIDE), optim={"precision": "bfloat16_master"}),
+}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *MORE])
 def test_prediction_is_within_a_tenth_of_what_is_alive(name: str) -> None:
-    run = CASES[name]
+    check((CASES | MORE)[name])
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", [*CASES, "mlp", "alternate, even", "8 bits, master"])
+def test_prediction_holds_without_a_compiler(name: str) -> None:
+    check((CASES | MORE)[name])
+
+
+def check(run: RLConfig | SFTConfig) -> None:
     loaded = load_policy(run.policy, seed=0, dtype=parameter_dtype(run.optim.precision))
     program = "rl" if isinstance(run, RLConfig) else "sft"
     work = workload(run, loaded.model.config, PlanConfig(recipe="unused", of=program))
@@ -114,18 +149,77 @@ def test_prediction_is_within_a_tenth_of_what_is_alive(name: str) -> None:
         assert total == pytest.approx(value, rel=0.10), phase
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_logits_that_are_not_kept_are_made_in_chunks(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kept:
+        for module in ("whet.kernels.cpu_head", "whet.inspect.memory"):
+            monkeypatch.setattr(f"{module}.KEEP_BYTES", 2**20)
+        # 15 rows are less than one chunk: what is measured is that two chunks are there at once.
+        monkeypatch.setattr("whet.algo.logprobs.chunk_rows", lambda *_: 512)
+        monkeypatch.setattr("whet.inspect.memory.chunk_rows", lambda *_: 512)
+    check(supervised(policy(MANY, num_layers=1)))
+
+
+@pytest.mark.usefixtures("either")
 def test_kept_activations_grow_by_the_layer_as_measured() -> None:
     # The peak's short-lived part does not depend on the depth: the difference of two shows the kept part alone.
     shallow, deep = (supervised(policy(num_layers=depth)) for depth in (2, 6))
-    peaks = []
+    peaks, packed = [], []
     for run in (shallow, deep):
         loaded = load_policy(run.policy, seed=0)
         work = workload(run, loaded.model.config, PlanConfig(recipe="unused", of="sft"))
         peaks.append(measure(run, loaded, work)["backward"])
+        packed.append(packed_bytes(work))
     count = sum(parameter_sizes(deep.policy.model)) - sum(parameter_sizes(shallow.policy.model))
-    weights_and_moments = (4 + 8) * count
-    expected = 4 * saved_bytes(work, 16, 96) + weights_and_moments
+    weights_and_moments = (4 + 8) * count + packed[1] - packed[0]
+    expected = 4 * saved_bytes(work, 16 * 96, 16) + weights_and_moments
     assert peaks[1] - peaks[0] == pytest.approx(expected, rel=0.002)  # a scalar here and there
+
+
+def test_micro_batches_are_cut_as_the_trainer_cuts_them() -> None:
+    for group, num_sequences, budget in ((1, 7, 40), (4, 16, 60), (4, 16, 25), (8, 20, 500), (4, 10, 44)):
+        work = large(
+            length=20, num_trained=12, num_sequences=num_sequences, group_size=group, token_budget=budget
+        )
+        sequences = [
+            TrainingSequence(prompt_ids=(index // group, *range(7)), completion_ids=(1,) * 12)
+            for index in range(num_sequences)
+        ]
+        found = pack(sequences, token_budget=budget).micro_batches
+        got = micro_batches(work)
+        assert got.count == len(found)
+        assert got.tokens == max(micro.tokens_N.numel() for micro in found)
+        assert got.sequences == max(len(micro.indices_B) for micro in found)
+        assert got.all_tokens == sum(micro.tokens_N.numel() for micro in found)
+
+
+def test_a_rollout_beside_the_training_is_held_at_the_same_time() -> None:
+    alone, together = large(), large(overlap="async")
+    plain, beside = (
+        dict(zip(("rollout", "backward", "step"), phases(w), strict=True)) for w in (alone, together)
+    )
+    weights = plain["rollout"].parts["weights"]
+    assert beside["rollout"].total - plain["rollout"].total == weights
+    rollout = plain["rollout"].parts["activations"]
+    assert beside["backward"].total - plain["backward"].total == weights + rollout
+    assert phases(large(overlap="stream"))[0].total == plain["rollout"].total  # the weights are the trainer's
+
+
+def test_what_is_in_host_memory_is_not_on_the_gpu() -> None:
+    work = large(checkpoint="layer")
+    parts = {phase.name: phase.parts for phase in phases(work)}
+    host = {phase.name: phase.parts for phase in phases(replace(work, offload_state=True))}
+    count = sum(parameter_sizes(work.shape))
+    assert parts["backward"]["optimizer"] == 12 * count
+    assert host["backward"]["optimizer"] == 0
+    assert host["optimizer step"]["gradients"] == 2 * count  # neither widened nor scaled there
+    rows = {phase.name: phase.parts for phase in phases(replace(work, offload_inputs=True))}
+    inputs = 2 * work.shape.hidden_size * micro_batches(work).tokens
+    spared = parts["backward"]["activations"] - rows["backward"]["activations"]
+    assert spared == (work.shape.num_layers - 2) * inputs
+    packed = {phase.name: phase.parts for phase in phases(replace(work, adam_bits=8))}
+    # 2 bytes a parameter, 4 a block of 256 for each moment, 4 for the master; small tensors keep 8 and 4.
+    assert packed["backward"]["optimizer"] == pytest.approx(count * (6 + 8 / 256), rel=1e-3)
 
 
 def test_source_001_budget(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +282,11 @@ def test_what_fits_is_the_largest_that_does() -> None:
     plain = large(precision="float32", attention="exact", device="cpu")
     assert fit(plain, 12 * 2**30) is None
     assert "only with --optim" in _advice(plain, 12)
+    assert "--optim.precision bfloat16_master --optim.adam-bits 8 --optim.token" in _advice(plain, 9)
+    assert "--optim.offload-state --optim.token" in _advice(
+        replace(plain, device="cuda", attention="fast"), 6
+    )
+    assert "does not fit" in _advice(plain, 6)
 
 
 def test_meter_counts_a_storage_once_and_forgets_it() -> None:

@@ -10,8 +10,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import definition
@@ -35,7 +36,7 @@ from scene import (
 )
 
 import whet.train.objective
-from whet.algo.packing import split_by_budget
+from whet.algo.packing import pack
 from whet.eval.grade import Grade
 from whet.generate.policy import Policy
 from whet.train.advantage import is_informative, with_advantages
@@ -51,10 +52,14 @@ COLUMNS = ("micro-batches", "packing", "order", "ranks", "metrics")
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a step did: its metrics, and gradients of every update with the weights after the step, by name."""
+    """What a step did: its metrics, and gradients of every update with the weights after the step, by name.
+
+    `packed` has the sequences of each update of the policy, where whet did the step.
+    """
 
     metrics: dict[str, float]
     tensors: dict[str, torch.Tensor]
+    packed: list = field(default_factory=list)
 
 
 class Recorder(Optimizer):
@@ -120,7 +125,19 @@ def run(
         counts.append(len(micro_batches))
         return forward_backward(micro_batches, score)
 
-    with islands_as(dtype), patch.object(whet.train.objective, "forward_backward", counted):
+    packed: list = []
+
+    def remembered(sequences: Sequence, **options: Any) -> Any:
+        if "aggregation" in options:
+            packed.append(list(sequences))
+        return pack(sequences, **options)
+
+    objective_module = whet.train.objective
+    with (
+        islands_as(dtype),
+        patch.object(objective_module, "forward_backward", counted),
+        patch.object(objective_module, "pack", remembered),
+    ):
         policy, objective, seen = build(case, dtype, token_budget)
         used = list(groups)
         if case.algo.uninformative != "keep":
@@ -135,7 +152,8 @@ def run(
     metrics |= {f"rollout/{name}": value for name, value in rolled.items()}
     assert num_micro is None or counts[0] == num_micro, f"{counts} micro-batches, wanted {num_micro}"
     assert num_micro != 1 or set(counts) == {1}
-    return Outcome(metrics=metrics, tensors=named_tensors(seen, policy.model, objective._critic))
+    tensors = named_tensors(seen, policy.model, objective._critic)
+    return Outcome(metrics=metrics, tensors=tensors, packed=packed)
 
 
 def run_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, list[list[int]]]:
@@ -165,14 +183,13 @@ def run_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, list[list[i
     return Outcome(metrics=metrics, tensors=tensors), stage.lengths
 
 
-def budget_for(lengths: Sequence[Sequence[int]], count: int) -> int:
-    """Return a token budget that cuts the first update into exactly this many micro-batches (1: every update)."""
-    if count == 1:
-        return max(map(sum, lengths))
-    for budget in range(sum(lengths[0]) // count, sum(lengths[0])):
-        if len(split_by_budget(lengths[0], budget)) == count:
+def budget_for(sequences: Sequence, count: int) -> int:
+    """Return a token budget that cuts an update into exactly this many micro-batches."""
+    total = sum(sequence.num_tokens for sequence in sequences)
+    for budget in range(total // (2 * count), total):
+        if len(pack(sequences, token_budget=budget).micro_batches) == count:
             return budget
-    raise AssertionError(f"no token budget cuts {lengths[0]} into {count}")
+    raise AssertionError(f"no token budget cuts {total} tokens into {count}")
 
 
 def difference(got: Outcome, expected: Outcome, metric_names: Sequence[str]) -> tuple[tuple, tuple]:
@@ -199,8 +216,8 @@ def cells(name: str, dtype: torch.dtype) -> dict[str, tuple[float, str]]:
     """Compute a row of the matrix on one rank: in each column the largest relative difference and where it is."""
     case, groups = CASES[name], make_groups()
     defined, lengths = run_definition(case, dtype)
-    budgets = {cut: budget_for(lengths, cut) for cut in CUTS}
-    whole = run(case, groups, dtype, budgets[1], num_micro=1)
+    whole = run(case, groups, dtype, max(map(sum, lengths)), num_micro=1)
+    budgets = {cut: budget_for(whole.packed[0], cut) for cut in CUTS[1:]} | {1: max(map(sum, lengths))}
     every = list(whole.metrics)
     own = {metric for metric in every if not metric.startswith("rollout/")}
     assert own == defined.metrics.keys(), own ^ defined.metrics.keys()

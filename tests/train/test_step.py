@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from whet.model import checkpointing
+from whet.model.checkpointing import Recompute
 from whet.model.config import ModelConfig
-from whet.model.transformer import init_weights
+from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model
 from whet.train.step import (
     OptimConfig,
@@ -238,6 +243,101 @@ def test_forward_backward_adds_up() -> None:
     assert totals == {"loss": 14.0, "a": 3.5, "gap_max": -5.0}
     assert weight.grad == 7.0
     assert forward_backward([], lambda micro: next(shares)) == {"loss": 0.0}
+
+
+def recomputing(
+    family: str, kind: str | None, *, offload: bool = False
+) -> tuple[LanguageModel, Counter[str]]:
+    """Return a model of four layers, and how often its parts begin."""
+    shape = ModelConfig(vocab_size=48, hidden_size=32, intermediate_size=64, num_layers=4, head_dim=8)
+    model = build_model(replace(shape, family=family, num_kv_heads=4, num_heads=4))  # type: ignore[arg-type]
+    init_weights(model, 0)
+    begun: Counter[str] = Counter()
+    for index, layer in enumerate(model.layers):
+        for name, part in layer.named_children():
+            if "norm" not in name and "ln" not in name:
+                what = f"{index} {'mlp' if name == 'mlp' else 'attention'}"
+                part.register_forward_pre_hook(lambda *_, what=what: begun.update([what]))
+    if kind is not None:
+        prepare_model(model, OptimConfig(checkpoint_layers=True, checkpoint_kind=kind))  # type: ignore[arg-type]
+        model.recompute = Recompute(kind, offload=offload)  # type: ignore[arg-type]
+    return model, begun
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["layer", "mlp", "alternate", "offload"])
+def test_recomputed_layers_give_the_same_gradient(kind: str, family: str, autocast: bool) -> None:
+    plain, _ = recomputing(family, None)
+    model, begun = recomputing(family, "layer" if kind == "offload" else kind, offload=kind == "offload")
+    tokens = torch.arange(36).view(3, 12)
+    for each in (plain, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            out = each.logits(tokens).float()
+        if each is model:
+            assert set(begun.values()) == {1}
+        out.square().sum().backward()
+    for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+        assert left.grad is not None
+        assert torch.equal(left.grad, right.grad)  # type: ignore[arg-type]
+    again = {name for name, count in begun.items() if count == 2}
+    wanted = {
+        "mlp": {f"{index} mlp" for index in range(4)},
+        "alternate": {f"{index} {part}" for index in (1, 3) for part in ("mlp", "attention")},
+    }
+    assert again == wanted.get(kind, set(begun))
+    begun.clear()
+    with torch.no_grad():
+        model.logits(tokens)
+    assert set(begun.values()) == {1}
+
+
+def test_inputs_in_host_memory_are_here_two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    here: list[int] = []
+    made: list[checkpointing._Kept] = []
+
+    class Watched(checkpointing._Kept):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+            here.append(count())
+
+        def fetch(self) -> torch.Tensor:
+            found = super().fetch()
+            here.append(count() + 1)  # what is fetched is the caller's
+            return found
+
+    def count() -> int:
+        return sum(kept._here is not None for kept in made)
+
+    monkeypatch.setattr(checkpointing, "_Kept", Watched)
+    model, _ = recomputing("llama", "layer", offload=True)
+    for _ in range(2):
+        model.logits(torch.arange(24).view(2, 12)).sum().backward()
+        assert here == [1, 1, 1, 1, 2, 2, 2, 1]
+        here.clear()
+        made.clear()
+    copied = copy.deepcopy(model)  # as a reference is made
+    copied.logits(torch.arange(24).view(2, 12)).sum().backward()
+    assert here == [1, 1, 1, 1, 2, 2, 2, 1]
+
+
+@pytest.mark.gpu
+def test_inputs_in_host_memory_give_the_same_gradient_on_a_gpu() -> None:
+    tokens = torch.arange(4096, device="cuda").view(16, 256) % 48
+    gradients, peaks = [], []
+    for offload in (False, True):
+        model = recomputing("llama", "layer", offload=offload)[0].cuda()
+        for _ in range(3):  # memory is used again
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            model.logits(tokens).square().mean().backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        gradients.append([p.grad for p in model.parameters()])
+    for left, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(left, right)  # attention's backward pass may add in any order
+    assert peaks[1] < peaks[0]
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from whet.kernels import cpu_head
+
 ROW_QUANTUM = 16
 COLUMN_QUANTUM = 16
 CHUNK_BYTES_CPU = 64 * 2**20
@@ -34,6 +36,10 @@ def head_logits(
         Logits [M, V'], V' = V rounded up to `COLUMN_QUANTUM`, float32.
     """
     rows, vocab = hidden_MD.shape[0], weight_VD.shape[0]
+    if cpu_head.can_score(hidden_MD, weight_VD):
+        logits = cpu_head.logits(hidden_MD, weight_VD)
+        logits[:, num_valid:] = float("-inf")
+        return logits / temperature if temperature != 1.0 else logits
     surplus_rows = -rows % ROW_QUANTUM
     if surplus_rows:
         hidden_MD = F.pad(hidden_MD, (0, 0, 0, surplus_rows))
@@ -61,6 +67,8 @@ def select_logprobs(logits_MV: torch.Tensor, targets_M: torch.Tensor) -> tuple[t
         logits_MV: Float32 (or float64) logits; -inf columns are outside the support.
         targets_M: int64 ids.
     """
+    if cpu_head.can_select(logits_MV):
+        return cpu_head.select(logits_MV, targets_M)
     normaliser_M = torch.logsumexp(logits_MV, dim=-1)
     return logits_MV.gather(1, targets_M[:, None]).squeeze(1) - normaliser_M, normaliser_M
 
@@ -179,7 +187,11 @@ def token_logprobs(
         empty = hidden_MD.sum() * 0.0 + torch.zeros(0, device=hidden_MD.device)
         return empty, empty.detach()
     rows = chunk or chunk_rows(vocab, hidden_MD.device)
+    valid = vocab if num_valid is None else num_valid
+    if cpu_head.can_score(hidden_MD, weight_VD):
+        options = {"temperature": temperature, "num_valid": valid, "chunk": rows}
+        return cpu_head.score(hidden_MD, weight_VD, targets_M, **options)
     result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(  # pyright: ignore[reportAssignmentType]
-        hidden_MD, weight_VD, targets_M, temperature, vocab if num_valid is None else num_valid, rows
+        hidden_MD, weight_VD, targets_M, temperature, valid, rows
     )
     return result

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 
 from whet.algo.losses import Aggregation, aggregation_weight
-from whet.types import Batch, MicroBatch
+from whet.types import Batch, MicroBatch, Segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,10 @@ class TrainingSequence:
         return sum(self.trained) if self.trained else len(self.completion_ids)
 
 
+Family = list[tuple[int, TrainingSequence]]
+"""Sequences of one prompt, each with its index in the list that is packed."""
+
+
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     """Group sequences into bins of at most `token_budget` tokens: best fit decreasing.
 
@@ -96,6 +101,9 @@ def pack(
 ) -> Batch:
     """Pack a step's sequences into micro-batches; what each token weighs does not depend on the cut.
 
+    A prompt that several sequences of a micro-batch have in common is computed once for all of them: what they see, and
+    so every number, is the same.
+
     Args:
         sequences: All sequences of this rank's step.
         token_budget: Tokens per micro-batch.
@@ -114,14 +122,10 @@ def pack(
         raise ValueError(
             "a training sequence has an empty prompt: expected at least one token before the completion"
         )
-    bins = split_by_budget([sequences[index].num_tokens for index in trained], token_budget)
+    families = _families([(index, sequences[index]) for index in trained], token_budget)
+    bins = split_by_budget([_num_rows(family) for family in families], token_budget)
     micro_batches = tuple(
-        _micro_batch(
-            [(trained[place], sequences[trained[place]]) for place in members],
-            aggregation,
-            torch.device(device),
-            dtype,
-        )
+        _micro_batch([families[place] for place in members], aggregation, torch.device(device), dtype)
         for members in bins
     )
     return Batch(
@@ -131,32 +135,68 @@ def pack(
     )
 
 
+def _num_rows(family: Family) -> int:
+    """Return the tokens that a family's sequences take when their prompt stands there once."""
+    return len(family[0][1].prompt_ids) + sum(len(sequence.completion_ids) for _, sequence in family)
+
+
+def _families(sequences: Family, token_budget: int) -> list[Family]:
+    """Put sequences of one prompt together, as many as a micro-batch takes; long ones first."""
+    by_prompt: dict[tuple[int, ...], Family] = {}
+    for item in sequences:
+        by_prompt.setdefault(item[1].prompt_ids, []).append(item)
+    families: list[Family] = []
+    for members in by_prompt.values():
+        ordered = sorted(members, key=lambda item: (-item[1].num_tokens, item[0]))
+        family = [ordered[0]]
+        for item in ordered[1:]:
+            if _num_rows([*family, item]) > token_budget:
+                families.append(family)
+                family = []
+            family.append(item)
+        families.append(family)
+    return families
+
+
+def _lay_out(families: Sequence[Family]) -> tuple[list[int], list[int], list[int], tuple[Segment, ...]]:
+    """Return tokens, the row that scores each trained token, these tokens, and where each sequence lies."""
+    tokens: list[int] = []
+    source: list[int] = []
+    targets: list[int] = []
+    segments: list[Segment] = []
+    for family in families:
+        prompt_ids = family[0][1].prompt_ids
+        prompt, shared = len(tokens), len(prompt_ids)
+        tokens.extend(prompt_ids)
+        if len(family) > 1:
+            segments.append(Segment(prompt, shared, 0, 0))
+        for _, sequence in family:
+            begin, length = len(tokens), len(sequence.completion_ids)
+            # A token's hidden state predicts the next one: the last prompt row scores the first completion token.
+            before = [prompt + shared - 1, *range(begin, begin + length - 1)]
+            chosen = sequence.trained or (True,) * length
+            source.extend(compress(before, chosen))
+            targets.extend(compress(sequence.completion_ids, chosen))
+            tokens.extend(sequence.completion_ids)
+            whole = Segment(prompt, shared + length, 0, 0)
+            segments.append(Segment(begin, length, prompt, shared) if len(family) > 1 else whole)
+    return tokens, source, targets, tuple(segments)
+
+
 def _micro_batch(
-    sequences: Sequence[tuple[int, TrainingSequence]],
+    families: Sequence[Family],
     aggregation: Aggregation,
     device: torch.device,
     dtype: torch.dtype,
 ) -> MicroBatch:
-    tokens: list[int] = []
-    source: list[int] = []
-    targets: list[int] = []
+    tokens, source, targets, segments = _lay_out(families)
+    sequences = [item for family in families for item in family]
     rows: list[int] = []
     weights: list[float] = []
     for row, (_, sequence) in enumerate(sequences):
         count = sequence.num_trained
-        # A token's hidden state predicts the next one: the last prompt row scores the first completion token.
-        first = len(tokens) + len(sequence.prompt_ids) - 1
-        if sequence.trained:
-            places = [place for place, is_trained in enumerate(sequence.trained) if is_trained]
-            source.extend(first + place for place in places)
-            targets.extend(sequence.completion_ids[place] for place in places)
-        else:
-            source.extend(range(first, first + count))
-            targets.extend(sequence.completion_ids)
         rows.extend([row] * count)
         weights.extend([aggregation_weight(count, sequence.num_group_tokens, aggregation)] * count)
-        tokens.extend(sequence.prompt_ids)
-        tokens.extend(sequence.completion_ids)
 
     def column(name: str, fill: float) -> torch.Tensor:
         parts = []
@@ -174,7 +214,7 @@ def _micro_batch(
     long = {"dtype": torch.int64, "device": device}
     return MicroBatch(
         tokens_N=torch.tensor(tokens, **long),
-        lengths_B=tuple(sequence.num_tokens for _, sequence in sequences),
+        segments=segments,
         source_M=torch.tensor(source, **long),
         targets_M=torch.tensor(targets, **long),
         sequence_M=torch.tensor(rows, **long),

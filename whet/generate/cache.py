@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from whet.kernels import cpu_attention
+from whet.kernels.cpu_attention import TILE
 from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
@@ -32,17 +34,27 @@ class KVCache:
         capacity: Positions per sequence; rounded up for exact attention.
         dtype: Dtype of keys and values as the model computes them.
         device: Where it lives.
+        is_tiled: Keep keys as the C++ kernels read them, [rows, K, S / 16, C, 16].
     """
 
     def __init__(
-        self, config: ModelConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_tiled: bool = False,
     ) -> None:
+        self.is_tiled = is_tiled
         self.capacity = round_up(capacity, KEY_QUANTUM if capacity <= KEY_BLOCK else KEY_BLOCK)
         self.num_rows = num_rows
         shape = (config.num_layers, num_rows, config.num_kv_heads, self.capacity, config.head_dim)
         # Zeros, not empty: a masked position still multiplies its value by an exact 0, and 0 x inf would
         # be nan.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        tiles = (*shape[:3], self.capacity // TILE, config.head_dim, TILE)
+        self.keys = torch.zeros(tiles if is_tiled else shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
@@ -51,8 +63,11 @@ class KVCache:
             return
         from_rows = torch.tensor(source, device=self.keys.device)
         to_rows = torch.tensor(target, device=self.keys.device)
-        for tensor in (self.keys, self.values):
-            tensor[:, to_rows, :, :length] = tensor[:, from_rows, :, :length]
+        for tensor, count in (
+            (self.keys, -(-length // TILE) if self.is_tiled else length),
+            (self.values, length),
+        ):
+            tensor[:, to_rows, :, :count] = tensor[:, from_rows, :, :count]
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +92,11 @@ class Prefill:
     ) -> torch.Tensor:
         """Return attention outputs [N, H, C] and remember keys and values."""
         count = self._packed.num_tokens
+        if self._cache.is_tiled:
+            k, v = k_NKC[:count], v_NKC[:count]
+            cached = self._cache.keys[layer], self._cache.values[layer]
+            cpu_attention.write_cache(k, v, *cached, self._row_N, self._position_N)
+            return self._packed.attend(layer, q_NHC, k_NKC, v_NKC)
         self._cache.keys[layer, self._row_N, :, self._position_N] = k_NKC[:count].to(self._cache.keys.dtype)
         self._cache.values[layer, self._row_N, :, self._position_N] = v_NKC[:count].to(
             self._cache.values.dtype
@@ -100,6 +120,8 @@ class Decode:
         self._rows = torch.arange(positions_B.shape[0], device=positions_B.device)
         self._num_keys = num_keys
         self._kind: AttentionKind = kind
+        if cache.is_tiled:
+            return
         hidden = torch.arange(num_keys, device=positions_B.device)[None, :] > positions_B[:, None]
         self._bias = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))[
             :, None, None, :
@@ -111,6 +133,12 @@ class Decode:
         """Return attention outputs [N, H, C]; rows past the live ones (row padding) are zero."""
         rows = self._positions.shape[0]
         keys, values = self._cache.keys[layer], self._cache.values[layer]
+        if self._cache.is_tiled:
+            new = k_NKC[:rows], v_NKC[:rows]
+            cpu_attention.write_cache(*new, keys, values, self._rows, self._positions)
+            out = cpu_attention.decode(q_NHC[:rows], keys, values, self._positions)
+            surplus = q_NHC.shape[0] - rows
+            return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
         keys[self._rows, :, self._positions] = k_NKC[:rows].to(keys.dtype)
         values[self._rows, :, self._positions] = v_NKC[:rows].to(values.dtype)
         k, v = keys[:rows, :, : self._num_keys], values[:rows, :, : self._num_keys]

@@ -10,16 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from whet.algo.logprobs import head_logits, select_logprobs
+from whet.algo.logprobs import head_logits
 from whet.generate.cache import Decode, KVCache, Prefill
-from whet.generate.rows import Completion, Job, Request, Rows, Token, by_params
+from whet.generate.fused import can_fuse, fuse, row_state
+from whet.generate.rows import Completion, Job, Request, Rows, Token, by_params, note, noted
 from whet.generate.sampling import SamplingParams, sample_tokens
+from whet.kernels import cpu, cpu_head
+from whet.kernels.cpu import CHANNELS
+from whet.kernels.cpu_layers import Layers
 from whet.model.attention import KEY_BLOCK, KEY_QUANTUM, AttentionKind, Packed, round_up
 from whet.model.transformer import LanguageModel
+from whet.telemetry.spans import spanned
 from whet.types import UserError
 
 PREFILL_TOKENS = 8192
@@ -78,6 +83,7 @@ class Engine:
         self._autocast = autocast
         self._cache: KVCache | None = None
         self._head: torch.Tensor | None = None
+        self._layers: Layers | None = None
 
     def generate(
         self,
@@ -134,14 +140,18 @@ class Engine:
             with torch.inference_mode(), context:
                 self._head = self._head_for_sampling()
                 self._reserve(num_rows, capacity)
+                assert self._cache is not None
+                if can_fuse(self.model, self._cache, self._cache.values.dtype):
+                    self._layers = fuse(self.model, self._cache, self._cache.values.dtype)
                 yield Rows.empty(num_rows, max_new, self.device)
         finally:
-            self._head = None
+            self._head = self._layers = None
             self.model.train(was_training)
 
-    def release(self) -> None:
-        """Give the cache's memory back until the next call."""
-        self._cache = None
+    def release(self, above: int = 0) -> None:
+        """Give the cache's memory back until the next call, if it takes more bytes than `above`."""
+        if self._cache is not None and self._cache.nbytes > above:
+            self._cache = None
 
     def check(self, prompt_ids: Sequence[int], name: str = "the prompt") -> None:
         """Refuse a prompt that the model cannot read, or that leaves no room in its context.
@@ -165,6 +175,8 @@ class Engine:
 
     def _head_for_sampling(self) -> torch.Tensor:
         weight = self.model.head_weight
+        if cpu_head.can_score(weight, weight):
+            return weight
         return weight if weight.is_cuda or weight.dtype == torch.float64 else weight.float()
 
     def _reserve(self, rows: int, capacity: int) -> None:
@@ -172,7 +184,9 @@ class Engine:
         cache = self._cache
         if cache is None or cache.num_rows < rows or cache.capacity < capacity or cache.keys.dtype != dtype:
             self._cache = None
-            self._cache = KVCache(self.model.config, rows, capacity, dtype, self.device)
+            is_tiled = self.model.config.head_dim in CHANNELS and cpu.usable(self.model.head_weight)
+            config = self.model.config
+            self._cache = KVCache(config, rows, capacity, dtype, self.device, is_tiled=is_tiled)
 
     def _run(self, state: Rows, waiting: list[Job], on_finished: Callable[[int], None] | None) -> None:
         waiting.reverse()
@@ -194,6 +208,7 @@ class Engine:
                 if on_finished is not None:
                     on_finished(num_done)
 
+    @spanned("prefill")
     def admit(self, state: Rows, waiting: list[Job]) -> None:
         """Prefill waiting prompts, each once, as far as rows and the token budget reach; draw their first tokens.
 
@@ -240,13 +255,23 @@ class Engine:
         longest, length = job.params.max_new_tokens, len(job.request.prompt_ids)
         return min(longest, job.request.max_new_tokens or longest, self.model.config.max_positions - length)
 
+    @spanned("head")
     def _logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         assert self._head is not None
         return head_logits(hidden_BD, self._head, temperature=1.0, num_valid=self.model.num_valid_tokens)
 
+    @spanned("sample")
     def _append(self, logits_BV: torch.Tensor, state: Rows, rows: slice) -> None:
         """Draw one token for each row and note it; ended rows write into the spare column and do not move on."""
         jobs, done = state.jobs[rows], state.done[rows]
+        params = jobs[0].params
+        if self._head is not None and self._head.device.type == "cpu" and cpu_head.can_select(logits_BV):
+            is_plain = not params.is_filtered and all(j.params is params and j.num_top is None for j in jobs)
+            if is_plain:
+                valid = self.model.num_valid_tokens
+                where = row_state(state, rows.start, self._stop_ids)
+                cpu_head.draw(logits_BV, where, num_valid=valid, temperature=params.temperature)
+                return
         tokens = torch.empty_like(state.last[rows])
         logprobs = torch.empty_like(state.logprobs[rows, 0])
         for params, members in by_params(jobs):
@@ -271,10 +296,16 @@ class Engine:
         state.stopped[rows] |= stopped
         state.done[rows] |= stopped | (state.counts[rows] >= state.limits[rows])
 
+    @spanned("decode")
     def decode(self, state: Rows) -> None:
         """Draw the next token of every live row."""
         assert self._cache is not None
         live = slice(0, len(state.jobs))
+        if self._layers is not None:
+            hidden = self._layers.run(state.last[live], state.positions[live])
+            self._append(self._logits(hidden), state, live)
+            self.stats.decode_steps += 1
+            return
         positions = state.positions[live].clone()
         deepest = int(positions.max()) + 1
         num_keys = round_up(deepest, KEY_QUANTUM if deepest <= KEY_BLOCK else KEY_BLOCK)
@@ -355,28 +386,3 @@ class Engine:
             stop = min(start + SCORE_ROWS, length - 1)
             tokens += noted(self._logits(hidden[start:stop]), ids[start + 1 : stop + 1], num_top)
         return tokens
-
-
-def note(logits_BV: torch.Tensor, tokens_B: torch.Tensor, jobs: Sequence[Job]) -> None:
-    """Append to the jobs that ask for it what the model thought of their newest token."""
-    rows = [row for row, job in enumerate(jobs) if job.num_top is not None]
-    most = max(jobs[row].num_top or 0 for row in rows)
-    for row, token in zip(rows, noted(logits_BV[rows], tokens_B[rows], most), strict=True):
-        jobs[row].notes.append(replace(token, top=token.top[: jobs[row].num_top]))
-
-
-def noted(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> list[Token]:
-    """Score tokens under the model's own distribution.
-
-    Args:
-        logits_BV: Logits at temperature 1.
-        tokens_B: The tokens that stand there.
-        num_top: Likeliest tokens to name besides.
-    """
-    chosen, normaliser = select_logprobs(logits_BV, tokens_B)
-    values, ids = logits_BV.topk(min(num_top, logits_BV.shape[1]), dim=-1)
-    pairs = [
-        tuple((index, logprob) for index, logprob in zip(*row, strict=True) if logprob > float("-inf"))
-        for row in zip(ids.tolist(), (values - normaliser[:, None]).tolist(), strict=True)
-    ]
-    return [Token(*row) for row in zip(tokens_B.tolist(), chosen.tolist(), pairs, strict=True)]

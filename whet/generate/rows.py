@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
+from whet.algo.logprobs import select_logprobs
 from whet.generate.sampling import SamplingParams
 from whet.types import FinishReason
 
@@ -140,3 +141,28 @@ def by_params(jobs: Sequence[Job]) -> Iterable[tuple[SamplingParams, list[int] |
     for index, job in enumerate(jobs):
         groups.setdefault(job.params, []).append(index)
     return groups.items()
+
+
+def note(logits_BV: torch.Tensor, tokens_B: torch.Tensor, jobs: Sequence[Job]) -> None:
+    """Append to the jobs that ask for it what the model thought of their newest token."""
+    rows = [row for row, job in enumerate(jobs) if job.num_top is not None]
+    most = max(jobs[row].num_top or 0 for row in rows)
+    for row, token in zip(rows, noted(logits_BV[rows], tokens_B[rows], most), strict=True):
+        jobs[row].notes.append(replace(token, top=token.top[: jobs[row].num_top]))
+
+
+def noted(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> list[Token]:
+    """Score tokens under the model's own distribution.
+
+    Args:
+        logits_BV: Logits at temperature 1.
+        tokens_B: The tokens that stand there.
+        num_top: Likeliest tokens to name besides.
+    """
+    chosen, normaliser = select_logprobs(logits_BV, tokens_B)
+    values, ids = logits_BV.topk(min(num_top, logits_BV.shape[1]), dim=-1)
+    pairs = [
+        tuple((index, logprob) for index, logprob in zip(*row, strict=True) if logprob > float("-inf"))
+        for row in zip(ids.tolist(), (values - normaliser[:, None]).tolist(), strict=True)
+    ]
+    return [Token(*row) for row in zip(tokens_B.tolist(), chosen.tolist(), pairs, strict=True)]

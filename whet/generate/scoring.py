@@ -7,8 +7,9 @@ from contextlib import nullcontext
 import torch
 
 from whet.algo.logprobs import token_logprobs
-from whet.model.attention import AttentionKind, Packed
+from whet.model.attention import AttentionKind, Packed, positions_of
 from whet.model.transformer import LanguageModel
+from whet.telemetry.spans import span
 from whet.types import MicroBatch
 
 
@@ -28,9 +29,9 @@ def hidden_rows(
         attention: Attention kernel; 'exact' equals the sampler's.
     """
     device = micro.tokens_N.device
-    positions_N = torch.cat([torch.arange(length) for length in micro.lengths_B]).to(device)
+    positions_N = positions_of(micro.segments, device)
     with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast):
-        hidden_ND = model(micro.tokens_N, positions_N, Packed(micro.lengths_B, device, attention))
+        hidden_ND = model(micro.tokens_N, positions_N, Packed(micro.segments, device, attention))
     return hidden_ND.index_select(0, micro.source_M)
 
 
@@ -54,10 +55,12 @@ def score_micro_batch(
     Returns:
         Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
     """
-    return token_logprobs(
-        hidden_rows(model, micro, autocast=autocast, attention=attention),
-        model.head_weight,
-        micro.targets_M,
-        temperature=temperature,
-        num_valid=model.num_valid_tokens,
-    )
+    hidden_MD = hidden_rows(model, micro, autocast=autocast, attention=attention)
+    with span("head"):
+        return token_logprobs(
+            hidden_MD,
+            model.head_weight,
+            micro.targets_M,
+            temperature=temperature,
+            num_valid=model.num_valid_tokens,
+        )

@@ -15,81 +15,28 @@ import torch
 from whet.algo.logprobs import COLUMN_QUANTUM, ROW_QUANTUM, chunk_rows
 from whet.generate.engine import PREFILL_TOKENS
 from whet.generate.sampling import SMALL_VOCABULARY
-from whet.model.attention import (
-    KEY_BLOCK,
-    KEY_QUANTUM,
-    MIN_QUERY_ROWS,
-    TILE_SCORES,
-    AttentionKind,
-    round_up,
+from whet.inspect.workload import (
+    Workload,
+    backward_bytes,
+    feed_bytes,
+    micro_batches,
+    norm_bytes,
+    passing_bytes,
+    saved_bytes,
+    table_bytes,
 )
+from whet.kernels.cpu import QUANTUM
+from whet.kernels.cpu_head import KEEP_BYTES
+from whet.model.attention import KEY_BLOCK, KEY_QUANTUM, MIN_QUERY_ROWS, round_up
 from whet.model.config import ModelConfig
 from whet.model.weights import build_model
-from whet.train.step import Precision
+from whet.train.adam8bit import BLOCK, CHUNK, MIN_NUMBERS
 
 GIB = 2**30
 COLUMN_BYTES = 3 * 8 + 7 * 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What decides the memory of a run: shapes, precision, and how much is done at once.
-
-    Attributes:
-        shape: Shape of the model.
-        precision: Precision of the step.
-        device: 'cpu' or 'cuda'.
-        attention: Kernel of the training passes.
-        checkpoint_layers: Whether the backward pass recomputes each layer.
-        length: Longest sequence, prompt and completion, in tokens.
-        num_trained: Trained tokens of such a sequence.
-        num_sequences: Sequences of an update, on one rank.
-        token_budget: Tokens of a micro-batch.
-        rows: Sequences decoded together; 0 where nothing is sampled.
-        num_prompts: Different prompts among the rows.
-        has_reference: Whether a frozen copy of the model is held.
-        has_critic: Whether a value model with its own optimizer is.
-        has_measuring: Whether tokens are scored before the first update.
-        has_entropy: Whether the entropy is part of the loss.
-        temperature: Temperature of the sampled distribution.
-    """
-
-    shape: ModelConfig
-    precision: Precision
-    device: str
-    attention: AttentionKind
-    checkpoint_layers: bool = False
-    length: int
-    num_trained: int
-    num_sequences: int
-    token_budget: int
-    rows: int = 0
-    num_prompts: int = 0
-    has_reference: bool = False
-    has_critic: bool = False
-    has_measuring: bool = False
-    has_entropy: bool = False
-    temperature: float = 1.0
-
-    @property
-    def micro_sequences(self) -> int:
-        """Longest sequences that one micro-batch takes; one that exceeds the budget has it for itself."""
-        return min(self.num_sequences, max(1, self.token_budget // self.length))
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of an update, all sequences being longest."""
-        return -(-self.num_sequences // self.micro_sequences)
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of a parameter, and of a gradient."""
-        return 2 if self.precision == "bfloat16_master" else 4
-
-    @property
-    def product_bytes(self) -> int:
-        """Bytes of what a matrix product returns."""
-        return 4 if self.precision == "float32" else 2
+PANEL = 32
+CHUNK_COPIES = 11
+"""Float32 copies of a chunk of 8-bit moments while it is updated and packed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +53,15 @@ class Phase:
 
 
 @cache
+def parameter_shapes(shape: ModelConfig) -> tuple[tuple[str, torch.Size], ...]:
+    """Return the name and the shape of every parameter; a tied head counts once."""
+    with torch.device("meta"):
+        return tuple((name, parameter.shape) for name, parameter in build_model(shape).named_parameters())
+
+
 def parameter_sizes(shape: ModelConfig) -> tuple[int, ...]:
     """Return the number of elements of every parameter; a tied head counts once."""
-    with torch.device("meta"):
-        return tuple(parameter.numel() for parameter in build_model(shape).parameters())
+    return tuple(size.numel() for _, size in parameter_shapes(shape))
 
 
 def sharded_budget(num_parameters: int, num_devices: int) -> dict[str, float]:
@@ -134,14 +86,15 @@ def sharded_budget(num_parameters: int, num_devices: int) -> dict[str, float]:
 def phases(work: Workload) -> list[Phase]:
     """Predict the fullest moment of each phase of a step, in the order in which they come."""
     sizes = parameter_sizes(work.shape)
-    kept = _kept(work, sum(sizes))
+    kept = _kept(work, sizes)
     found = []
     if work.rows:
         kept = kept | {"kv cache": cache_bytes(work)}  # the run's engine keeps it while it trains
         found.append(Phase("rollout", kept | _rollout(work)))
     if work.has_measuring:
         found.append(Phase("scoring", kept | _scoring(work, sum(sizes))))
-    found.append(Phase("backward", kept | _backward(work, sum(sizes))))
+    beside = {} if work.overlap == "off" else {"rollout beside": _rollout(work)["activations"]}
+    found.append(Phase("backward", kept | _backward(work, sizes) | beside))
     found.append(Phase("optimizer step", kept | _update(work, sizes)))
     return found
 
@@ -185,195 +138,183 @@ def cache_bytes(work: Workload) -> int:
     return work.rows * capacity * per_position
 
 
-def _kept(work: Workload, count: int) -> dict[str, int]:
+def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     """Bytes that stay from the first step to the last."""
-    shape, model = work.shape, count * work.parameter_bytes
-    moments = 8 * count + (4 * count if work.precision == "bfloat16_master" else 0)
-    tables = 0 if shape.family == "gpt2" else 2 * 4 * shape.max_positions * shape.head_dim
-    parts = {"weights": model + tables, "optimizer": moments}
+    shape, model = work.shape, sum(sizes) * work.parameter_bytes
+    state = 0 if work.offload_state else state_bytes(work, sizes)
+    tables = table_bytes(work) * shape.max_positions
+    parts = {"weights": model + tables, "optimizer": state}
+    if work.is_native:
+        parts["packed weights"] = packed_bytes(work)
+    if work.overlap != "off":
+        parts["sampler"] = packed_bytes(work) + (model + tables if work.overlap == "async" else 0)
     if work.has_reference:
-        parts["reference"] = model + tables
+        parts["reference"] = model + tables + packed_bytes(work)
     if work.has_critic:
-        parts["critic"] = model + tables + moments
+        parts["critic"] = model + tables + state + packed_bytes(work, has_head=False)
     return parts
+
+
+def state_bytes(work: Workload, sizes: Sequence[int]) -> int:
+    """Return the bytes of moments and master weights, wherever they are."""
+    masters = 4 * sum(sizes) if work.precision == "bfloat16_master" else 0
+    packed = [n for n in sizes if work.adam_bits == 8 and n >= MIN_NUMBERS]
+    return masters + 8 * (sum(sizes) - sum(packed)) + sum(2 * (n + 4 * -(-n // BLOCK)) for n in packed)
+
+
+def packed_bytes(work: Workload, *, has_head: bool = True) -> int:
+    """Return the bytes of the weights' copies that the C++ kernels read; 0 without them.
+
+    Args:
+        work: Says the shape and the precision.
+        has_head: Whether the head is used, too.
+    """
+    if not work.is_native:
+        return 0
+    total, shape = 0, work.shape
+    for name, size in parameter_shapes(shape):
+        is_table = "embed" in name or "wte" in name or "wpe" in name or "lm_head" in name
+        if len(size) == 2 and not is_table:
+            rows, width = reversed(size) if shape.family == "gpt2" else size
+            total += 0 if width % QUANTUM else round_up(rows, PANEL) * width * work.product_bytes
+    head = round_up(shape.vocab_size, PANEL) * shape.hidden_size * work.parameter_bytes
+    return total + (head if has_head else 0)
 
 
 def _rollout(work: Workload) -> dict[str, int]:
     shape = work.shape
     vocabulary = round_up(shape.vocab_size, COLUMN_QUANTUM)
     draw = 30 if vocabulary <= SMALL_VOCABULARY else 12
-    logits = round_up(work.rows, ROW_QUANTUM) * vocabulary * (draw + (4 if work.temperature != 1 else 0))
+    copies = draw + (4 if work.temperature != 1 else 0)
+    logits = (
+        work.rows * vocabulary * 4
+        if work.is_native
+        else round_up(work.rows, ROW_QUANTUM) * vocabulary * copies
+    )
     states = work.rows * (6 * 8 + 2 + 12 * (work.num_trained + 1))
     prompt = work.length - work.num_trained
     tokens = min(work.num_prompts * prompt, max(prompt, PREFILL_TOKENS))
     heads = shape.num_kv_heads * max(shape.num_heads // shape.num_kv_heads, MIN_QUERY_ROWS)
     is_fused = work.attention == "fast" and work.device == "cuda"
     scores = 0 if is_fused else 3 * 4 * work.rows * heads * round_up(work.length, KEY_QUANTUM)
-    decode = logits + max(0, scores + _passing(work, work.rows, 1) - logits)
-    parts = {"activations": states + max(decode, _passing(work, tokens, prompt))}
-    if work.precision == "bfloat16_master" and work.device == "cpu":
+    if work.has_native_attention:
+        scores = 0
+    decode = logits + max(0, scores + passing_bytes(work, work.rows) - logits)
+    prefill = passing_bytes(work, tokens, -(-tokens // prompt), prompt)
+    if work.is_native:  # the logits of the prompts, once more for each row
+        prefill = max(prefill, logits + work.num_prompts * vocabulary * 4)
+    parts = {"activations": states + max(decode, prefill)}
+    if work.precision == "bfloat16_master" and work.device == "cpu" and not work.is_native:
         parts["float32 head"] = 4 * shape.vocab_size * shape.hidden_size
     return parts
 
 
 def _scoring(work: Workload, count: int) -> dict[str, int]:
-    rows, length = work.micro_sequences, work.length
-    chunk = 4 * 4 * _chunk_elements(work)
-    passing = _passing(work, rows * length, length)
+    micro = micro_batches(work)
+    chunk = (1 if work.is_native else 4) * 4 * _chunk_elements(work)
+    passing = passing_bytes(work, micro.tokens, micro.sequences, work.length)
     return {
         "activations": _batch_bytes(work) + passing,
         "head": max(0, chunk - passing),
     } | _copies(work, count)
 
 
-def _backward(work: Workload, count: int) -> dict[str, int]:
-    shape, rows, length = work.shape, work.micro_sequences, work.length
-    tokens, trained = rows * length, rows * work.num_trained
-    layer = saved_bytes(work, rows, length)
-    residual = 2 if work.precision == "bfloat16_master" else 4
-    stored = residual * shape.hidden_size * tokens if work.checkpoint_layers else layer
-    frame = tokens * (2 * 4 * shape.head_dim + _norm_bytes(work, 0) * shape.hidden_size)
-    frame += trained * residual * shape.hidden_size + _batch_bytes(work)
+def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
+    shape, micro, count = work.shape, micro_batches(work), sum(sizes)
+    tokens, trained = micro.tokens, micro.sequences * work.num_trained
+    residual = work.parameter_bytes * shape.hidden_size
+    stored, again = _stored(work)
+    frame = tokens * table_bytes(work) + _batch_bytes(work)
+    ends = tokens * norm_bytes(work, 0) * shape.hidden_size + trained * residual
     table = shape.vocab_size * shape.hidden_size
-    earlier = count if work.num_micro_batches > 1 else 0
+    earlier = count if micro.count > 1 and not work.update_in_backward else 0
+    whole = max(sizes) if work.update_in_backward else max(count, earlier)
     # The fullest moment is in the head (all activations, logits), in the last layer, or at the end (all gradients).
-    chunks = -(-trained // chunk_rows(shape.vocab_size, torch.device(work.device)))
-    copies = (6 if work.has_entropy else 3) + (chunks > 1) + (work.temperature != 1)
-    backward = 4 * copies * _chunk_elements(work) + table * (4 if work.parameter_bytes == 4 else 8)
-    backward += trained * shape.hidden_size * residual
-    head = max(backward, 4 * 4 * _chunk_elements(work))  # the forward pass measures the entropy
-    inside = (layer if work.checkpoint_layers else 0) + _backward_passing(work, rows, length)
-    activations = shape.num_layers * stored + frame
+    inside = again + backward_bytes(work, tokens, micro.sequences)
     moments = [
-        {"activations": activations, "head": head, "gradients": earlier * work.parameter_bytes},
-        {"activations": activations + inside, "gradients": (earlier + table) * work.parameter_bytes},
         {
-            "activations": _batch_bytes(work) + residual * shape.hidden_size * tokens,
-            "gradients": (max(count, earlier) + table) * work.parameter_bytes,
+            "activations": stored + frame + ends,
+            "head": _head(work, trained),
+            "gradients": earlier * work.parameter_bytes,
+        },
+        {
+            "activations": stored + frame + inside,
+            "gradients": (earlier + table) * work.parameter_bytes,
+        },
+        {
+            "activations": _batch_bytes(work) + residual * tokens,
+            "gradients": (whole + table) * work.parameter_bytes,
         },
     ]
     fullest = max(moments, key=lambda parts: sum(parts.values()))
     return fullest | _copies(work, count)
 
 
+def _stored(work: Workload) -> tuple[int, int]:
+    """Return what all layers keep until the backward pass, and what it computes again of the last one."""
+    micro, layers = micro_batches(work), work.shape.num_layers
+    layer = saved_bytes(work, micro.tokens, micro.sequences)
+    row = work.parameter_bytes * work.shape.hidden_size * micro.tokens
+    if work.checkpoint is None:
+        return layers * layer, 0
+    if work.checkpoint == "mlp":
+        feed = feed_bytes(work, micro.tokens)
+        return layers * (layer - feed + row), feed - row
+    if work.checkpoint == "alternate":
+        return (layers + 1) // 2 * layer + layers // 2 * row, 0 if layers % 2 else layer - row
+    return (min(2, layers) if work.offload_inputs else layers) * row, layer - row
+
+
+def _head(work: Workload, trained: int) -> int:
+    """Bytes of the head's backward pass, the logits that it kept included, or of its forward pass."""
+    shape, p = work.shape, work.parameter_bytes
+    table, logits = shape.vocab_size * shape.hidden_size, _chunk_elements(work)
+    if work.is_native:
+        if trained * shape.vocab_size * 4 <= KEEP_BYTES:
+            logits = trained * round_up(shape.vocab_size, COLUMN_QUANTUM)
+            chunk, share = trained, table * p
+        else:
+            chunk, share = logits // round_up(shape.vocab_size, COLUMN_QUANTUM), table * (4 + p)
+            logits *= 2
+        hidden = trained * shape.hidden_size * p
+        return logits * (6 if p == 2 else 4) + hidden + max(chunk * shape.hidden_size * p, share)
+    chunks = -(-trained // chunk_rows(shape.vocab_size, torch.device(work.device)))
+    copies = (6 if work.has_entropy else 3) + (chunks > 1) + (work.temperature != 1)
+    backward = 4 * copies * logits + table * (4 if p == 4 else 8) + trained * shape.hidden_size * p
+    return max(backward, 4 * 4 * logits)  # the forward pass measures the entropy
+
+
 def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
-    """Gradients, their float32 copies, and either the copies scaled by clipping or one tensor's squares in float64."""
+    """Gradients, and where they are not read where they are, copies of them; or the moments that are unpacked."""
+    parts = {"activations": _batch_bytes(work) if work.rows else 0}
+    if work.update_in_backward:
+        return parts
     count = sum(sizes)
-    wide = 4 * count if work.parameter_bytes == 2 else 0
-    return {
-        "activations": _batch_bytes(work) if work.rows else 0,
-        "gradients": count * work.parameter_bytes + wide + max(4 * count, 2 * 8 * max(sizes)),
-    }
-
-
-def saved_bytes(work: Workload, rows: int, length: int) -> int:
-    """Return the bytes that autograd keeps of one layer, for equally long sequences."""
-    shape, a = work.shape, work.product_bytes
-    tokens = rows * length
-    width, heads, keys = (
-        shape.hidden_size,
-        shape.num_heads * shape.head_dim,
-        shape.num_kv_heads * shape.head_dim,
-    )
-    is_gpt2 = shape.family == "gpt2"
-    per_token = width * (_norm_bytes(work, 1 if is_gpt2 else 3) + _norm_bytes(work, 1 if is_gpt2 else 2)) + 8
-    per_token += a * (heads + (2 if is_gpt2 else 4) * shape.intermediate_size)
-    if shape.family == "qwen3":
-        per_token += (heads + keys) * (8 if a == 4 else 6)
-    padded = rows * _padded(length)
-    attention = padded * a * (heads + 2 * keys)
-    if work.attention == "exact":
-        attention += rows * shape.num_heads * _num_scores(length) * (4 if a == 4 else 6)
-    else:
-        attention += padded * (a * heads + 4 * shape.num_heads)
-    return tokens * per_token + attention
-
-
-def _norm_bytes(work: Workload, num_readers: int) -> int:
-    """Bytes per channel that a norm and the products that read it keep; under autocast each reader has a copy."""
-    if work.shape.family == "gpt2":
-        return {"float32": 4 + 4 * (num_readers > 0), "bfloat16_master": 2 + 2 * (num_readers > 0)}.get(
-            work.precision, 4 + 2 * num_readers
-        )
-    return {"float32": 8 + 4 * (num_readers > 0), "bfloat16_master": 6 + 2 * (num_readers > 0)}.get(
-        work.precision, 8 + 2 * num_readers
-    )
-
-
-def _padded(length: int) -> int:
-    return round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK)
-
-
-def _num_scores(length: int) -> int:
-    """Scores of one head and sequence: query blocks read the keys up to their own end."""
-    width = _padded(length)
-    block = min(width, KEY_BLOCK)
-    return sum(block * stop for stop in range(block, width + 1, block))
-
-
-def _tile_bytes(work: Workload, rows: int, length: int) -> int:
-    """Bytes of one tile of scores in exact attention."""
-    if work.attention != "exact":
-        return 0
-    width = _padded(length)
-    one = work.shape.num_heads * min(width, KEY_BLOCK) * width
-    return 4 * min(rows * one, max(one, TILE_SCORES))
-
-
-def _passing(work: Workload, tokens: int, length: int) -> int:
-    """Bytes of a forward pass without autograd in its fullest moment: the widest part of one layer.
-
-    Args:
-        work: Says the shape.
-        tokens: Tokens of all sequences.
-        length: Tokens of each, packed; 1 in decoding, where nothing is padded.
-    """
-    shape, a = work.shape, work.product_bytes
-    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    residual = 2 if work.precision == "bfloat16_master" else 4
-    mlp = tokens * (2 * residual * shape.hidden_size + 3 * a * shape.intermediate_size)
-    attention = tokens * (2 * residual * shape.hidden_size + a * (heads + 2 * keys))
-    if length > 1:
-        padded = -(-tokens // length) * _padded(length)
-        attention += padded * a * (2 * heads + 2 * keys) + 2 * _tile_bytes(work, tokens // length, length)
-    norm = tokens * 4 * 4 * shape.hidden_size
-    return max(mlp, attention, norm) + tokens * 2 * 4 * shape.head_dim
-
-
-def _backward_passing(work: Workload, rows: int, length: int) -> int:
-    """Bytes that the backward pass of a layer needs besides what was kept."""
-    shape, a = work.shape, work.product_bytes
-    tokens, padded = rows * length, rows * _padded(length)
-    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    residual = 2 if work.precision == "bfloat16_master" else 4
-    is_gpt2 = shape.family == "gpt2"
-    mlp = tokens * (2 * residual * shape.hidden_size + a * shape.intermediate_size)
-    attention = tokens * residual * shape.hidden_size + padded * a * (2 * heads + 5 * keys)
-    attention += 2 * _tile_bytes(work, rows, length)
-    freed = _norm_bytes(work, 1 if is_gpt2 else 2) * shape.hidden_size
-    freed += (
-        a * (2 if is_gpt2 else 4) * shape.intermediate_size
-    )  # by the feed-forward part, which comes first
-    return max(mlp, attention - tokens * freed)
+    copies = 4 * count if work.parameter_bytes == 2 else 0  # in float32
+    copies += 4 * count  # scaled by clipping
+    if work.offload_state or (work.device == "cpu" and work.has_kernels):
+        copies = 0
+    if work.adam_bits == 8 and not work.offload_state:
+        copies = 4 * CHUNK_COPIES * min(max(sizes), CHUNK)
+    return parts | {"gradients": count * work.parameter_bytes + copies}
 
 
 def _chunk_elements(work: Workload) -> int:
     """Logits that the head holds at once."""
     vocabulary = round_up(work.shape.vocab_size, COLUMN_QUANTUM)
-    rows = min(
-        work.micro_sequences * work.num_trained, chunk_rows(work.shape.vocab_size, torch.device(work.device))
-    )
-    return round_up(rows, ROW_QUANTUM) * vocabulary
+    trained = micro_batches(work).sequences * work.num_trained
+    rows = min(trained, chunk_rows(work.shape.vocab_size, torch.device(work.device)))
+    return (rows if work.is_native else round_up(rows, ROW_QUANTUM)) * vocabulary
 
 
 def _batch_bytes(work: Workload) -> int:
     """Bytes of a step's packed tokens and columns, all micro-batches."""
-    return work.num_sequences * (8 * work.length + COLUMN_BYTES * work.num_trained)
+    return 8 * micro_batches(work).all_tokens + work.num_sequences * COLUMN_BYTES * work.num_trained
 
 
 def _copies(work: Workload, count: int) -> dict[str, int]:
     """Bytes of autocast's copies of the weights, which the graph keeps (in inference mode there are none to keep)."""
-    if work.precision != "bfloat16_autocast" or work.checkpoint_layers:
+    if work.precision != "bfloat16_autocast" or work.checkpoint == "layer" or work.is_native:
         return {}
     shape = work.shape
     tables = shape.vocab_size * shape.hidden_size * (1 if shape.tie_embeddings else 2)

@@ -16,7 +16,8 @@ from whet.algo.packing import TrainingSequence
 from whet.generate.engine import Engine
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, Request
-from whet.inspect.memory import Phase, Workload
+from whet.inspect.memory import Phase
+from whet.inspect.workload import Workload
 from whet.train.objective import Objective
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig, train_step
@@ -105,9 +106,13 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
         step = _metered(optimizer, meter, found)
         meter.restart()
         if isinstance(run, SFTConfig):
-            ids = tuple(index % policy.model.num_valid_tokens for index in range(work.length))
-            one = TrainingSequence(prompt_ids=ids[:1], completion_ids=ids[1:])
-            train_step(policy, [one] * work.num_sequences, run.optim)
+            ids = [
+                _ids(place, work.length, policy.model.num_valid_tokens) for place in range(work.num_sequences)
+            ]
+            optimizer.begin(run.optim.lr)
+            train_step(
+                policy, [TrainingSequence(prompt_ids=i[:2], completion_ids=i[2:]) for i in ids], run.optim
+            )
             step(run.optim.lr)
             return found
         objective = Objective(
@@ -129,6 +134,10 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
         groups = _longest_groups(run, engine, work)
         found["rollout"] = meter.restart()
         objective.update(groups, optimizer, run.optim.lr)
+        meter.restart()
+        short = replace(run, sampling=replace(run.sampling, max_new_tokens=2))
+        _longest_groups(short, engine, work)  # now beside all that the update has made
+        found["rollout"] = max(found["rollout"], meter.restart())
     return found
 
 
@@ -150,13 +159,16 @@ def _metered(
 
 def _longest_groups(run: RLConfig, engine: Engine, work: Workload) -> list[Group]:
     """Draw longest completions of longest prompts, with advantages of either sign."""
-    prompt = tuple(index % engine.model.num_valid_tokens for index in range(work.length - work.num_trained))
-    requests = [
-        Request(prompt_ids=prompt, seeds=tuple(range(place * run.group_size, (place + 1) * run.group_size)))
+    prompts = [
+        _ids(place, work.length - work.num_trained, engine.model.num_valid_tokens)
         for place in range(run.num_prompts)
     ]
+    requests = [
+        Request(prompt_ids=prompt, seeds=tuple(range(place * run.group_size, (place + 1) * run.group_size)))
+        for place, prompt in enumerate(prompts)
+    ]
 
-    def sample(index: int, done: Completion) -> Sample:
+    def sample(prompt: tuple[int, ...], index: int, done: Completion) -> Sample:
         return Sample(
             uid="",
             index=index,
@@ -172,10 +184,16 @@ def _longest_groups(run: RLConfig, engine: Engine, work: Workload) -> list[Group
     return [
         Group(
             problem=Problem(uid=str(place), task="plan", prompt="", answer=""),
-            samples=tuple(sample(index, done) for index, done in enumerate(row)),
+            samples=tuple(sample(prompts[place], index, done) for index, done in enumerate(row)),
         )
         for place, row in enumerate(engine.generate(requests, run.sampling))
     ]
+
+
+def _ids(place: int, length: int, vocabulary: int) -> tuple[int, ...]:
+    """Return tokens that begin otherwise at every place: what has the same prompt would share it."""
+    digits = (place % vocabulary, place // vocabulary % vocabulary)[:length]
+    return (*digits, *(index % vocabulary for index in range(length - len(digits))))
 
 
 def compare(predicted: Sequence[Phase], measured: dict[str, int]) -> str:

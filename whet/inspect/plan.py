@@ -8,20 +8,21 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from whet.config import load_yaml, show
 from whet.generate.policy import PolicyConfig, load_policy, resolve_device
 from whet.inspect.memory import (
     GIB,
     Phase,
-    Workload,
     fit,
     parameter_sizes,
     phases,
     sharded_budget,
 )
 from whet.inspect.meter import compare, measure
+from whet.inspect.workload import Workload
+from whet.kernels import cpu
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig, from_hf
 from whet.model.files import find_files, is_hub_name, read_json
@@ -72,6 +73,19 @@ SHAPES: dict[str, ModelConfig] = {
         head_dim=64,
         max_positions=1024,
     ),
+}
+
+CHECKPOINT, MASTER = "--optim.checkpoint-layers", "--optim.precision bfloat16_master"
+BOTH: dict[str, Any] = {"checkpoint": "layer", "precision": "bfloat16_master"}
+# What makes a model fit, the cheapest first.
+OPTIONS: dict[str, dict[str, Any]] = {
+    CHECKPOINT: {"checkpoint": "layer"},
+    MASTER: {"precision": "bfloat16_master"},
+    f"{CHECKPOINT} {MASTER}": BOTH,
+    f"{CHECKPOINT} {MASTER} --optim.adam-bits 8": BOTH | {"adam_bits": 8},
+    f"{CHECKPOINT} {MASTER} --optim.offload-state": BOTH | {"offload_state": True},
+    f"{CHECKPOINT} {MASTER} --optim.offload-state --optim.offload-inputs": BOTH
+    | {"offload_state": True, "offload_inputs": True},
 }
 
 
@@ -221,7 +235,12 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         precision=run.optim.precision,
         device=device,
         attention=FIT_ATTENTION,
-        checkpoint_layers=run.optim.checkpoint_layers,
+        has_kernels=device == "cpu" and cpu.library() is not None,
+        checkpoint=run.optim.checkpoint_kind if run.optim.checkpoint_layers else None,
+        offload_inputs=run.optim.offload_inputs,
+        adam_bits=run.optim.adam_bits,
+        update_in_backward=run.optim.update_in_backward,
+        offload_state=run.optim.offload_state,
         length=length,
         num_trained=length - 1,
         num_sequences=0,
@@ -239,8 +258,10 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         attention=automatic if run.policy.attention == "auto" else run.policy.attention,
         num_trained=least - 1,
         num_sequences=-(-samples // algo.num_minibatches),
+        group_size=run.group_size,
         rows=rows,
         num_prompts=-(-rows // run.group_size),
+        overlap=run.overlap.mode,
         has_reference=has_reference,
         has_critic=has_critic,
         has_measuring=has_reference or has_critic or is_measured,
@@ -287,15 +308,10 @@ def _advice(work: Workload, memory_gib: float) -> str:
     if found is not None:
         rows = f" --policy.max-rows {found.rows}" if work.rows else ""
         return f"fits {memory_gib:g} GiB with at most: --optim.token-budget {found.token_budget}{rows}"
-    smaller = {
-        "--optim.checkpoint-layers": replace(work, checkpoint_layers=True),
-        "--optim.precision bfloat16_master": replace(work, precision="bfloat16_master"),
-        "--optim.checkpoint-layers --optim.precision bfloat16_master": replace(
-            work, checkpoint_layers=True, precision="bfloat16_master"
-        ),
-    }
-    for words, other in smaller.items():
-        if (found := fit(other, int(memory_gib * GIB))) is not None:
+    for words, options in OPTIONS.items():
+        if "offload" in words and work.device != "cuda":
+            continue
+        if (found := fit(replace(work, **options), int(memory_gib * GIB))) is not None:
             rows = f" --policy.max-rows {found.rows}" if work.rows else ""
             return (
                 f"fits {memory_gib:g} GiB only with {words} --optim.token-budget {found.token_budget}{rows}"

@@ -128,6 +128,7 @@ def _objective(config: RLConfig, policy: Policy) -> Objective:
         off_policy=config.off_policy,
         value=config.value,
         seed=config.seed,
+        part_groups=config.overlap.part_groups(config.num_prompts),
     )
 
 

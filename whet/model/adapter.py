@@ -158,6 +158,7 @@ class Adapter:
         for parameter, value in self._values(model, whole):
             self._kept.setdefault(names[id(parameter)], parameter.data)
             parameter.data = value()
+            torch.autograd.graph.increment_version(parameter)
         for name in live:
             pair = self.pairs[name]
             a_RF, b_FR = pair.a_RF.to(model.head_weight.device), pair.b_FR.to(model.head_weight.device)
@@ -175,7 +176,9 @@ class Adapter:
         while self._hooks:
             self._hooks.pop().remove()
         for name, tensor in self._kept.items():
-            model.get_parameter(name).data = tensor
+            parameter = model.get_parameter(name)
+            parameter.data = tensor
+            torch.autograd.graph.increment_version(parameter)
         self._kept.clear()
 
     @contextmanager

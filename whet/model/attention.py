@@ -18,6 +18,9 @@ from typing import Literal, Protocol
 import torch
 import torch.nn.functional as F
 
+from whet.kernels import cpu_attention
+from whet.types import Segment
+
 AttentionKind = Literal["exact", "fast"]
 
 ROW_QUANTUM = 16
@@ -85,49 +88,90 @@ def unfold_outputs(out_BKQC: torch.Tensor, length: int) -> torch.Tensor:
     return out.reshape(rows, length, kv_heads * rep, channels)
 
 
+def whole_sequences(segments_B: Sequence[int] | Sequence[Segment]) -> list[Segment]:
+    """Return segments as they are, and lengths as sequences that follow each other and share nothing."""
+    segments, start = [], 0
+    for item in segments_B:
+        segment = Segment(start, item, 0, 0) if isinstance(item, int) else item
+        segments.append(segment)
+        start = segment.start + segment.length
+    return segments
+
+
+def positions_of(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
+    """Return the position of every token in its own sequence, int64 [N]."""
+    parts = [torch.arange(s.shared, s.shared + s.length) for s in segments]
+    return torch.cat(parts).to(device)
+
+
 class Packed:
     """Causal attention inside each of several sequences that lie one after the other in a flat batch.
 
-    Sequences of similar length are computed together as padded rows; a padded row's tail comes after every
-    real token, so the causal mask alone keeps it out.
+    On a CPU with a compiler that is one C++ kernel. Else sequences of similar length are computed together as padded
+    rows; a padded row's tail comes after every real token, so the causal mask alone keeps it out.
 
     Args:
-        lengths_B: Tokens of each sequence, in the order of the flat batch.
+        segments_B: Sequences in the order of the flat batch, as lengths, or as segments that may share a prefix.
         device: Where the index tensors live.
         kind: 'exact' (row-invariant) or 'fast' (fused kernel).
     """
 
-    def __init__(self, lengths_B: Sequence[int], device: torch.device, kind: AttentionKind = "exact") -> None:
+    def __init__(
+        self,
+        segments_B: Sequence[int] | Sequence[Segment],
+        device: torch.device,
+        kind: AttentionKind = "exact",
+    ) -> None:
         self.kind: AttentionKind = kind
-        self.num_tokens = sum(lengths_B)
-        starts, total = [], 0
-        for length in lengths_B:
-            starts.append(total)
-            total += length
-        buckets: dict[int, list[int]] = {}
-        for row, length in enumerate(lengths_B):
-            buckets.setdefault(
-                round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK), []
-            ).append(row)
+        self._device = device
+        self._segments = whole_sequences(segments_B)
+        self.num_tokens = sum(segment.length for segment in self._segments)
+        self._table: torch.Tensor | None = None
         self._gathers: list[tuple[int, torch.Tensor]] = []
+        self._position_of: torch.Tensor | None = None
+
+    def _pad(self) -> None:
+        """Choose the rows that are computed together, and where their results stand."""
+        buckets: dict[int, list[Segment]] = {}
+        for segment in self._segments:
+            length = segment.shared + segment.length
+            width = round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK)
+            buckets.setdefault(width, []).append(segment)
         position_of = torch.zeros(self.num_tokens, dtype=torch.int64)
         offset = 0
         for width, rows in sorted(buckets.items()):
-            begin = torch.tensor([starts[row] for row in rows])[:, None]
-            count = torch.tensor([lengths_B[row] for row in rows])[:, None]
+            start, count, prefix, shared = (column[:, None] for column in torch.tensor(rows).unbind(1))
             column = torch.arange(width)[None, :]
-            real = column < count
-            source = torch.where(real, begin + column, begin)
+            own = (column >= shared) & (column < shared + count)
+            source = torch.where(
+                column < shared, prefix + column, torch.where(own, start + column - shared, start)
+            )
             target = offset + torch.arange(len(rows))[:, None] * width + column
-            position_of[source[real]] = target.expand_as(source)[real]
-            self._gathers.append((width, source.reshape(-1).to(device)))
+            position_of[source[own]] = target.expand_as(source)[own]
+            self._gathers.append((width, source.reshape(-1).to(self._device)))
             offset += len(rows) * width
-        self._position_of = position_of.to(device)
+        self._position_of = position_of.to(self._device)
+
+    def _kernel_table(self) -> torch.Tensor:
+        """Return the segments as the kernel reads them; those that share a prefix, and its own, are one group."""
+        if self._table is None:
+            groups = {segment.start: segment.start for segment in self._segments if not segment.shared}
+            rows = [
+                (*segment, groups.get(segment.prefix, segment.prefix) if segment.shared else segment.start)
+                for segment in self._segments
+            ]
+            self._table = torch.tensor(sorted(rows, key=lambda row: (row[4], row[0])), dtype=torch.int64)
+        return self._table
 
     def attend(
         self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
     ) -> torch.Tensor:
         """Return causal attention outputs [N, H, C]; rows past the last sequence (row padding) are zero."""
+        if cpu_attention.can_attend(q_NHC, k_NKC, v_NKC):
+            return cpu_attention.attend(q_NHC, k_NKC, v_NKC, self._kernel_table())
+        if self._position_of is None:
+            self._pad()
+        assert self._position_of is not None
         outputs = []
         for width, source in self._gathers:
             rows = source.numel() // width

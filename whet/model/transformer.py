@@ -11,9 +11,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from whet.kernels import cpu
 from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, round_up
+from whet.model.checkpointing import Recompute
 from whet.model.config import ModelConfig, RopeScaling
 
 
@@ -22,6 +23,11 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Leave the weights uninitialised."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b."""
+        out = cpu.linear(input, self.weight, self.bias)
+        return super().forward(input) if out is None else out
 
 
 def embedding(num_rows: int, width: int) -> nn.Embedding:
@@ -39,6 +45,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last axis."""
+        out = cpu.norm(x, self.weight, self.eps)
+        if out is not None:
+            return out
         x32 = x.float()
         scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
@@ -70,6 +79,9 @@ def _stretch(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
     """Apply rotary positions in float32 and return the input's dtype."""
+    out = cpu.rotate(x_NHC, cos_N1C, sin_N1C)
+    if out is not None:
+        return out
     x32 = x_NHC.float()
     left, right = x32.chunk(2, dim=-1)
     return (x32 * cos_N1C + torch.cat((-right, left), dim=-1) * sin_N1C).to(x_NHC.dtype)
@@ -105,7 +117,8 @@ class Attention(nn.Module):
         v = self.v_proj(x_ND).view(rows, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos_N1C, sin_N1C), rotate(k, cos_N1C, sin_N1C)
+        # A head's norm under autocast gives float32; products are of one dtype.
+        q, k = rotate(q, cos_N1C, sin_N1C).to(v.dtype), rotate(k, cos_N1C, sin_N1C).to(v.dtype)
         out = context.attend(layer, q, k, v)
         return self.o_proj(out.reshape(rows, -1))
 
@@ -121,7 +134,9 @@ class MLP(nn.Module):
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Return down(silu(gate(x)) * up(x))."""
-        return self.down_proj(F.silu(self.gate_proj(x_ND)) * self.up_proj(x_ND))
+        gate_NF, up_NF = self.gate_proj(x_ND), self.up_proj(x_ND)
+        gated_NF = cpu.swiglu(gate_NF, up_NF)
+        return self.down_proj(F.silu(gate_NF) * up_NF if gated_NF is None else gated_NF)
 
 
 class DecoderLayer(nn.Module):
@@ -164,7 +179,8 @@ class LanguageModel(nn.Module):
         config: Shape of the model.
         num_valid_tokens: Ids at and above this are never scored nor sampled (unused rows of a padded
             vocabulary).
-        checkpoint_layers: Whether training recomputes each layer's activations in the backward pass.
+        checkpoint_layers: Whether training recomputes layers' activations in the backward pass.
+        recompute: What of them, where `checkpoint_layers` is on.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -172,6 +188,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.num_valid_tokens = config.vocab_size
         self.checkpoint_layers = False
+        self.recompute = Recompute()
 
     def forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
@@ -187,7 +204,9 @@ class LanguageModel(nn.Module):
             Hidden states [N, D] after the final norm.
         """
         count = tokens_N.shape[0]
-        surplus = round_up(count, ROW_QUANTUM) - count
+        # The kernels' products do not care how many rows there are.
+        quantum = 1 if cpu.usable(self.head_weight) else ROW_QUANTUM
+        surplus = round_up(count, quantum) - count
         if surplus:
             tokens_N, positions_N = F.pad(tokens_N, (0, surplus)), F.pad(positions_N, (0, surplus))
         hidden = self._forward(tokens_N, positions_N, context)
@@ -219,10 +238,10 @@ class LanguageModel(nn.Module):
         """The decoder's layers, first to last."""
         raise AssertionError("abstract")
 
-    def _run(self, layer: nn.Module, *arguments: object) -> torch.Tensor:
+    def _run(self, layer: nn.Module, x_ND: torch.Tensor, *rest: object) -> torch.Tensor:
         if self.checkpoint_layers and torch.is_grad_enabled():
-            return checkpoint(layer, *arguments, use_reentrant=False)  # pyright: ignore[reportReturnType]
-        return layer(*arguments)
+            return self.recompute.run(layer, x_ND, *rest)
+        return layer(x_ND, *rest)
 
 
 class LlamaLike(LanguageModel):
@@ -246,15 +265,20 @@ class LlamaLike(LanguageModel):
         """The decoder's layers, first to last."""
         return self.model.layers
 
-    def _forward(
-        self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
-    ) -> torch.Tensor:
-        if self._rotary is None or self._rotary[0].device != tokens_N.device:
+    def rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of every position, float32 [max_positions, C] each; made once."""
+        if self._rotary is None or self._rotary[0].device != device:
             # Made under no autograd mode and kept float32: a bfloat16 or inference-mode table would break
             # equality or training.
             with torch.inference_mode(False), torch.no_grad():
-                self._rotary = rotary_tables(self.config, tokens_N.device)
-        cos_N1C, sin_N1C = (table.index_select(0, positions_N)[:, None, :] for table in self._rotary)
+                self._rotary = rotary_tables(self.config, device)
+        return self._rotary
+
+    def _forward(
+        self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        tables = self.rotary(tokens_N.device)
+        cos_N1C, sin_N1C = (table.index_select(0, positions_N)[:, None, :] for table in tables)
         x_ND = F.embedding(tokens_N, self.model.embed_tokens.weight)
         for index, layer in enumerate(self.model.layers):
             x_ND = self._run(layer, x_ND, cos_N1C, sin_N1C, context, index)

@@ -126,6 +126,7 @@ METRICS: dict[str, Metric] = {
     "rl/clip_high": _share("trained tokens held back by the upper clip"),
     "rl/clip_low": _share("trained tokens held back by the lower clip"),
     "rl/staleness": Metric("steps", "steps between sampling and training; 0 is on-policy", ".0f"),
+    "rl/overlap": _share("seconds of drawing and scoring that were hidden behind other work of a step"),
     "rl/updates": Metric("updates", "optimizer updates made of the step's rollouts", ".0f"),
     "rl/mismatch_k3": Metric(
         "nats/token", "estimated KL of the sampler from the trainer before the first update", ".1e"

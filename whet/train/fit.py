@@ -19,6 +19,7 @@ from whet.telemetry.display import Display, open_display
 from whet.telemetry.hardware import HardwareMonitor, step_metrics
 from whet.telemetry.health import HISTORY_ROWS, health_warnings, past_rows
 from whet.telemetry.log import RunLog, read_metrics
+from whet.telemetry.spans import span, spanned
 from whet.telemetry.tracking import Tracking
 from whet.train.order import EpochOrder, MixtureOrder
 from whet.train.pairs import Pair
@@ -171,7 +172,8 @@ class Fit(Generic[Item]):
                 log.write_metrics(self._stage, start, opening)
                 self._last |= opening
             while self.step < end:
-                self._advance(order, end, log, display, monitor, session)
+                with span("step"):
+                    self._advance(order, end, log, display, monitor, session)
 
     def _is_logged(self, step: int, values: Mapping[str, float]) -> bool:
         rows = read_metrics(self._folder)
@@ -222,9 +224,11 @@ class Fit(Generic[Item]):
         )
         if self._validate is not None and (self.step % config.validate_every == 0 or self.step == end):
             session.beat("validate", self.step)
-            values |= self._validate()
+            with span("validate"):
+                values |= self._validate()
         self._last |= values
-        log.write_metrics(stage, self.step, values)
+        with span("log"):
+            log.write_metrics(stage, self.step, values)
         for warning in health_warnings(stage, values, self._history):
             display.note(warning, warning=True)
         self._history = [*self._history, values][-HISTORY_ROWS:]
@@ -246,6 +250,7 @@ class Fit(Generic[Item]):
             attention=FIT_ATTENTION,
         )
 
+    @spanned("save")
     def _save(self, cursor: int, values: Mapping[str, float], session: Session, *, is_due: bool) -> None:
         """Keep the best policy by validation, and a checkpoint where due."""
         score = values.get(self._best_name, math.nan)

@@ -27,8 +27,10 @@ from whet.distributed import all_gather_values, all_reduce_sum, sum_gradients
 from whet.generate.policy import Policy
 from whet.generate.sampling import sequence_seed
 from whet.generate.scoring import score_micro_batch
+from whet.telemetry.spans import span, spanned
 from whet.train.advantage import token_advantages, training_sequences
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
+from whet.train.parts import Parts, has_advantage, keep_top_entropy, longest
 from whet.train.reference import Coefficients, Critic, Reference
 from whet.train.safety import TokenBudget, rehearse
 from whet.train.step import OptimConfig, Optimizer, autocast_dtype, forward_backward
@@ -48,6 +50,7 @@ class Objective:
         temperature: Sampling temperature of the rollouts.
         max_length: Longest completion in tokens, the constant of Dr. GRPO.
         seed: Seed of the order of minibatches.
+        part_groups: Groups of a part, see `Parts`; 0 to take all groups of a step at once.
 
     Attributes:
         num_tokens_read: Tokens, prompts included, that the last step's training passes read, over all ranks.
@@ -64,6 +67,7 @@ class Objective:
         off_policy: OffPolicyConfig | None = None,
         value: ValueConfig | None = None,
         seed: int = 0,
+        part_groups: int = 0,
     ) -> None:
         self._policy = policy
         self._algo = algo
@@ -79,6 +83,8 @@ class Objective:
         self._critic = Critic(policy, self._value, optim) if algo.baseline == "value" else None
         trained = [policy.model, *([self._critic] if self._critic is not None else [])]
         self._budget = TokenBudget(optim.token_budget, [p for part in trained for p in part.parameters()])
+        kept = self._prepare_groups, self._backpropagate, self._budget
+        self._parts = Parts(part_groups, *kept) if part_groups else None
         wide = policy.model.head_weight.dtype == torch.float64
         self._dtype = torch.float64 if wide else torch.float32
 
@@ -107,6 +113,12 @@ class Objective:
         """Try out a full micro-batch of sequences of `longest` tokens."""
         rehearse(self._policy, self._budget, longest, autocast=self._autocast)
 
+    def add(self, group: Group, progress: float) -> None:
+        """Take one of the next step's groups before the others are in: they are backpropagated part by part."""
+        assert self._parts is not None
+        self._coefficients.begin_step(progress)
+        self._parts.add(group)
+
     def update(
         self,
         groups: Sequence[Group],
@@ -131,8 +143,9 @@ class Objective:
         algo = self._algo
         self._coefficients.begin_step(progress)
         self.num_tokens_read = 0.0
-        sequences, tally = self._prepare(training_sequences(groups, algo))
-        teaching = {sequence.group for sequence in sequences if _has_advantage(sequence)}
+        gather = self._prepare_groups if self._parts is None else self._parts.gather
+        sequences, tally = gather(groups)
+        teaching = {sequence.group for sequence in sequences if has_advantage(sequence)}
         metrics = {"rl/groups_with_signal": all_reduce_sum(len(teaching))[0]}
         is_warmup = self._critic is not None and step < self._value.warmup_steps
         results: list[dict[str, float]] = []
@@ -168,10 +181,12 @@ class Objective:
     def _kl_in_loss(self) -> bool:
         return self._algo.kl not in ("none", "k1_reward")
 
+    def _prepare_groups(self, groups: Sequence[Group]) -> tuple[list[TrainingSequence], Tally]:
+        return self._prepare(training_sequences(groups, self._algo))
+
     def _prepare(self, sequences: list[TrainingSequence]) -> tuple[list[TrainingSequence], Tally]:
         """Measure what the objective needs before its first update, and make the advantages of tokens from it."""
-        algo = self._algo
-        tally = Tally()
+        algo, tally = self._algo, Tally()
         needs_policy = self._is_recomputed or algo.entropy_top_share < 1
         if needs_policy or self._reference is not None or self._critic is not None:
             measured, tally = self._budget.run(
@@ -182,11 +197,13 @@ class Objective:
                 sequences[index] = replace(sequences[index], **parts)
             if algo.entropy_top_share < 1:
                 ordered = [entropies[index] for index in range(len(sequences))]
-                sequences = self._keep_top_entropy(sequences, ordered)
+                sequences = keep_top_entropy(sequences, ordered, algo.entropy_top_share, self._dtype)
         if algo.is_token_level:
-            sequences = token_advantages(sequences, algo, self._value, self._coefficients.kl)
+            with span("advantage_computation"):
+                sequences = token_advantages(sequences, algo, self._value, self._coefficients.kl)
         return sequences, tally
 
+    @spanned("measure_logprobs")
     @torch.no_grad()
     def _measure_all(
         self, sequences: Sequence[TrainingSequence], needs_policy: bool, token_budget: int
@@ -194,8 +211,7 @@ class Objective:
         """Score all sequences before the first update; return columns by sequence, and sums over all tokens."""
         measured: dict[int, dict[str, torch.Tensor]] = {}
         tally = Tally()
-        batch = pack(sequences, token_budget=token_budget, device=self._policy.device, dtype=self._dtype)
-        for micro in batch.micro_batches:
+        for micro in self._pack(sequences, token_budget):
             columns = self._measure(micro, needs_policy, tally)
             ends = torch.bincount(micro.sequence_M).cumsum(0).tolist()
             for index, start, end in zip(micro.indices_B, [0, *ends], ends, strict=False):
@@ -227,24 +243,12 @@ class Objective:
             columns["start_values_T"] = self._critic.values(micro, **options)
         return columns
 
-    def _keep_top_entropy(
-        self, sequences: Sequence[TrainingSequence], entropies: Sequence[torch.Tensor]
-    ) -> list[TrainingSequence]:
-        """Give policy weight 0 to all tokens but the share of highest entropy in the whole step; keep ties."""
-        mine = torch.cat([*(part.cpu() for part in entropies), torch.zeros(0, dtype=self._dtype)])
-        everywhere = all_gather_values(mine)
-        count = max(1, math.ceil(self._algo.entropy_top_share * everywhere.numel() - 1e-9))
-        if not everywhere.numel():
-            return list(sequences)
-        floor = everywhere.topk(count).values[-1]
-        kept = []
-        for sequence, entropy_T in zip(sequences, entropies, strict=True):
-            chosen_T = (entropy_T >= floor.to(entropy_T.device)).to(self._dtype)
-            weights_T = sequence.policy_weights_T
-            kept.append(
-                replace(sequence, policy_weights_T=chosen_T if weights_T is None else weights_T * chosen_T)
-            )
-        return kept
+    @spanned("pack")
+    def _pack(
+        self, sequences: Sequence[TrainingSequence], tokens: int, **options: Any
+    ) -> tuple[MicroBatch, ...]:
+        place: dict[str, Any] = {"device": self._policy.device, "dtype": self._dtype}
+        return pack(sequences, token_budget=tokens, **place, **options).micro_batches
 
     def _minibatches(
         self, sequences: Sequence[TrainingSequence], step: int, epoch: int
@@ -263,9 +267,7 @@ class Objective:
         self, counted: Sequence[TrainingSequence], optimizer: Optimizer, lr: float, tally: Tally | None
     ) -> dict[str, float]:
         """Do one update of the policy; return its metrics, or none where no token teaches and nothing is done."""
-        algo = self._algo
-        needs_all = self._kl_in_loss or algo.has_entropy_bonus
-        trained = [s for s in counted if needs_all or _has_advantage(s)]
+        trained = self._teaching(counted)
         num_tokens, num_sequences, num_prompts, num_scored_tokens, num_read = all_reduce_sum(
             sum(s.num_trained for s in counted),
             len(counted),
@@ -275,28 +277,20 @@ class Objective:
         )
         self.num_tokens_read += num_read
         denominator = loss_denominator(
-            algo.aggregation,
+            self._algo.aggregation,
             num_tokens=num_tokens,
             num_sequences=num_sequences,
             num_prompts=round(num_prompts),
             max_length=self._max_length,
         )
 
-        def backpropagate(tokens: int) -> tuple[dict[str, float], Tally]:
-            sums = Tally()
-            batch = pack(
-                trained,
-                token_budget=tokens,
-                aggregation=algo.aggregation,
-                device=self._policy.device,
-                dtype=self._dtype,
+        if self._parts is not None:
+            totals, sums = self._parts.divide(denominator, self._policy.model.parameters())
+        else:
+            totals, sums = self._budget.run(
+                lambda tokens: self._backpropagate(counted, tokens, denominator, tally is not None),
+                longest(trained),
             )
-            own = sums if tally is not None else None
-            return forward_backward(
-                batch.micro_batches, lambda m: self._micro_loss(m, denominator, own)
-            ), sums
-
-        totals, sums = self._budget.run(backpropagate, longest(trained))
         if tally is not None:
             tally.join(sums)
         sum_gradients(self._policy.model.parameters())
@@ -309,6 +303,24 @@ class Objective:
             f"rl/{name}": value / num_scored_tokens for name, value in zip(names[1:], counts, strict=True)
         }
         return {"rl/loss": loss, **shares, "rl/grad_norm": norm}
+
+    def _teaching(self, counted: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+        needs_all = self._kl_in_loss or self._algo.has_entropy_bonus
+        return [s for s in counted if needs_all or has_advantage(s)]
+
+    @spanned("policy_loss_backward")
+    def _backpropagate(
+        self,
+        counted: Sequence[TrainingSequence],
+        tokens: int,
+        denominator: float = 1.0,
+        measures: bool = True,
+    ) -> tuple[dict[str, float], Tally]:
+        """Add the gradient of sequences, in micro-batches of so many tokens; return sums for the metrics."""
+        sums = Tally()
+        micro_batches = self._pack(self._teaching(counted), tokens, aggregation=self._algo.aggregation)
+        own = sums if measures else None
+        return forward_backward(micro_batches, lambda m: self._micro_loss(m, denominator, own)), sums
 
     def _micro_loss(
         self, micro: MicroBatch, denominator: float, tally: Tally | None
@@ -376,22 +388,11 @@ class Objective:
 
         def backpropagate(tokens: int) -> None:
             sums.clear()
-            batch = pack(counted, token_budget=tokens, device=self._policy.device, dtype=self._dtype)
-            forward_backward(batch.micro_batches, score)
+            forward_backward(self._pack(counted, tokens), score)
 
-        self._budget.run(backpropagate, longest(counted))
+        with span("value_loss_backward"):
+            self._budget.run(backpropagate, longest(counted))
         tally.join(sums)
         sum_gradients(critic.parameters())
         if num_tokens:
             tally.add({"value_norm": critic.optimizer.step(lr), "value_updates": 1.0})
-
-
-def longest(sequences: Sequence[TrainingSequence]) -> int:
-    """Return the tokens of the longest sequence, which stands in one micro-batch whatever its budget."""
-    return max((sequence.num_tokens for sequence in sequences), default=0)
-
-
-def _has_advantage(sequence: TrainingSequence) -> bool:
-    if sequence.advantages_T is None:
-        return sequence.advantage != 0
-    return bool((sequence.advantages_T != 0).any())

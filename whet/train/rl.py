@@ -6,7 +6,9 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from whet.telemetry.display import Display, open_display
 from whet.telemetry.hardware import HardwareMonitor, step_metrics
 from whet.telemetry.health import HISTORY_ROWS, dead_reason, health_warnings, past_rows
 from whet.telemetry.log import RunLog
+from whet.telemetry.spans import span, spanned
 from whet.train.advantage import with_advantages, without_advantages
 from whet.train.beforehand import audit_parts, check_fit
 from whet.train.curriculum import select_problems
@@ -106,6 +109,7 @@ def train(config: RLConfig, *, resume: Resume = False) -> Policy:
             open_display(f"rl {task.name}", config.num_steps, HEADLINE, enabled=is_main) as display,
             run.monitor,
             run.session,
+            closing(run.source),
         ):
             for note in (f"sampler vs trainer: {probe}", *notes):
                 display.note(note)
@@ -115,7 +119,8 @@ def train(config: RLConfig, *, resume: Resume = False) -> Policy:
                 run.session.beat("rehearse", start)
                 run.objective.rehearse(longest_sequence(policy, kept, config.sampling))
             for step in range(start, config.num_steps):
-                run.advance(step, folder, log, display)
+                with span("step"):
+                    run.advance(step, folder, log, display)
     if is_main:
         _write_summary(folder, run)
     return policy
@@ -172,6 +177,7 @@ class _Run:
             seed=config.seed,
             autocast=self.autocast,
             random_reward=config.control == "random_reward",
+            overlap=config.overlap,
         )
         self.optimizer = Optimizer(policy.model, config.optim)
         self.objective = Objective(
@@ -183,6 +189,7 @@ class _Run:
             off_policy=config.off_policy,
             value=config.value,
             seed=config.seed,
+            part_groups=config.overlap.part_groups(config.num_prompts),
         )
         self.judge: Judge | None = None
         self.monitor = HardwareMonitor()
@@ -218,11 +225,13 @@ class _Run:
         config = self.config
         began = time.monotonic()
         self.session.beat("sample", step)
-        collected = self.source.next(step)
+        progress = step / max(1, config.num_steps - 1)
+        collected = self.source.next(step, partial(self.objective.add, progress=progress))
         rollout = collected.rollout
-        groups = with_advantages(
-            [rollout.groups[place] for place in collected.used], config.algo, self.weights
-        )
+        with span("advantage_computation"):
+            groups = with_advantages(
+                [rollout.groups[place] for place in collected.used], config.algo, self.weights
+            )
         sampled = time.monotonic()
         values = rollout_metrics(rollout, config.algo, self.weights, collected.num_refilled)
         if self.judge is not None:
@@ -232,7 +241,7 @@ class _Run:
         values["rl/staleness"] = float(step - collected.step)
         lr = learning_rate(config.optim, step, config.num_steps)
         self.session.beat("train", step)
-        outcome = self.train_on(step, collected, groups, lr)
+        outcome = self.train_on(step, progress, collected, groups, lr)
         values |= outcome
         values |= self.speed(rollout, began, sampled)
         count = step + 1
@@ -246,9 +255,10 @@ class _Run:
             self.session.beat("validate", step)
             values |= self.validate()
         self.last |= values
-        log.write_metrics("rl", count, values)
-        unused = [group for place, group in enumerate(rollout.groups) if place not in collected.used]
-        log.write_samples(count, [*groups, *without_advantages(unused)])
+        with span("log"):
+            log.write_metrics("rl", count, values)
+            unused = [group for place, group in enumerate(rollout.groups) if place not in collected.used]
+            log.write_samples(count, [*groups, *without_advantages(unused)])
         self.save_protocol(folder)
         for warning in health_warnings("rl", values, self.history):
             display.note(warning, warning=True)
@@ -285,6 +295,7 @@ class _Run:
                     warning=True,
                 )
 
+    @spanned("validate")
     def validate(self) -> dict[str, float]:
         """Return the share of dev problems answered right, greedily and by samples."""
         result = evaluate(
@@ -324,30 +335,37 @@ class _Run:
 
     def speed(self, rollout: Rollout, began: float, sampled: float) -> dict[str, float]:
         """Return what a step took that ends now, as metrics."""
+        trained = time.monotonic() - sampled
+        overlap, trained_beside = self.source.wait()
+        trained += trained_beside
         done = time.monotonic()
         tokens = all_reduce_sum(sum(len(s.completion_ids) for g in rollout.groups for s in g.samples))[0]
         return {
             "rl/generate_seconds": rollout.generate_seconds,
             "rl/reward_seconds": rollout.reward_seconds,
-            "rl/train_seconds": done - sampled,
+            "rl/train_seconds": trained,
+            "rl/overlap": overlap,
             "rl/tokens_per_second": tokens / (done - began),
             "rl/generate_tokens_per_second": tokens / max(rollout.generate_seconds, 1e-9),
-            "rl/train_tokens_per_second": self.objective.num_tokens_read / (done - sampled),
+            "rl/train_tokens_per_second": self.objective.num_tokens_read / trained,
             **step_metrics(self.monitor, "rl", began, self.policy.device),
         }
 
-    def train_on(self, step: int, collected: Collected, groups: list[Group], lr: float) -> dict[str, float]:
+    def train_on(
+        self, step: int, progress: float, collected: Collected, groups: list[Group], lr: float
+    ) -> dict[str, float]:
         """Do the updates of a step, and begin its record; return its metrics."""
         config, budget = self.config, self.objective.state()["token_budget"]
         self.recorder.begin(lambda: rl_batch(collected, groups, self.policy, config, token_budget=budget))
-        progress = step / max(1, config.num_steps - 1)
-        found = self.objective.update(groups, self.optimizer, lr, step=step, progress=progress)
+        with self.source.updating():
+            found = self.objective.update(groups, self.optimizer, lr, step=step, progress=progress)
         return found | {"rl/lr": lr}
 
     def training(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return what a fault's record is given to begin with."""
         return self.optimizer.tensors() | self.objective.tensors(), {"objective": self.objective.state()}
 
+    @spanned("save")
     def save(self, step: int, values: dict[str, float]) -> None:
         """Keep the best policy by validation, and a checkpoint where due."""
         score = values.get("eval/greedy", -math.inf)

@@ -14,6 +14,7 @@ from whet.tasks.base import TaskConfig
 from whet.telemetry.trackers import TrackConfig
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
 from whet.train.curriculum import CurriculumConfig
+from whet.train.overlap import OverlapConfig, check_overlap
 from whet.train.safety import SafetyConfig
 from whet.train.step import OptimConfig
 
@@ -44,6 +45,8 @@ class RLConfig:
     """The objective."""
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     """What is done when the policy that sampled is not the one that is trained."""
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    """What runs at the same time in a step."""
     value: ValueConfig = field(default_factory=ValueConfig)
     """The critic; read with algo.baseline = value."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6, schedule="constant", beta2=0.99))
@@ -125,6 +128,7 @@ class RLConfig:
             num_steps=self.num_steps,
             max_new_tokens=self.sampling.max_new_tokens,
         )
+        check_overlap(self.overlap, self.algo, self.off_policy, compiles=self.optim.compile)
 
     def _check_judge(self) -> None:
         """Refuse a judge that nobody asks, and one that nobody watches."""

@@ -20,6 +20,7 @@ from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.rewards.base import EPISODE, WeightedReward, score_completions
 from whet.tasks.tools import environment_for
+from whet.telemetry.spans import span
 from whet.train.algorithm import AlgoConfig, Overlong
 from whet.types import Group, Problem, Sample, Task
 
@@ -77,21 +78,76 @@ def collect_groups(
         Groups in the order of the problems.
     """
     began = time.perf_counter()
-    names = [
+    names = sample_seeds(problems, seeds, group_size)
+    with span("rollout_generation"):
+        drawn = play(policy, engine, problems, names, sampling, environment_for(policy.schema, task))
+    generated = time.perf_counter()
+    groups, grades = score_groups(
+        policy,
+        task,
+        rewards,
+        problems,
+        names,
+        drawn,
+        max_new_tokens=sampling.max_new_tokens,
+        overlong=overlong,
+        overlong_cache=overlong_cache,
+        random_reward=random_reward,
+    )
+    return Rollout(groups, grades, generated - began, time.perf_counter() - generated)
+
+
+def sample_seeds(
+    problems: Sequence[Problem], seeds: Sequence[tuple[int, ...]], group_size: int
+) -> list[list[int]]:
+    """Return the seed of each sample of each problem, see `collect_groups`."""
+    return [
         [sequence_seed(*seed, problem.uid, index) for index in range(group_size)]
         for problem, seed in zip(problems, seeds, strict=True)
     ]
-    drawn = play(policy, engine, problems, names, sampling, environment_for(policy.schema, task))
-    generated = time.perf_counter()
-    weight = next((reward.weight for reward in rewards if reward.name == EPISODE), 0.0)
-    pairs = [
-        (problem, _sample(policy, problem, prompt_ids, index, done, weight))
-        for problem, prompt_ids, row in zip(problems, map(policy.prompt_ids, problems), drawn, strict=True)
-        for index, done in enumerate(row)
-    ]
-    grades = grade(policy, task, [(problem, s.text, s.completion_ids) for problem, s in pairs])
-    paid = [math.fsum(done.turn_rewards) for row in drawn for done in row]
-    scored = score_completions(rewards, [(problem, s.text) for problem, s in pairs], {EPISODE: paid})
+
+
+def score_groups(
+    policy: Policy,
+    task: Task,
+    rewards: list[WeightedReward],
+    problems: Sequence[Problem],
+    names: Sequence[Sequence[int]],
+    drawn: Sequence[Sequence[Completion]],
+    *,
+    max_new_tokens: int,
+    overlong: Overlong,
+    overlong_cache: int,
+    random_reward: bool,
+) -> tuple[list[Group], list[list[Grade]]]:
+    """Score what was drawn.
+
+    Args:
+        policy: The policy that drew.
+        task: Judges answers, for the metrics.
+        rewards: The run's rewards.
+        problems: One group each.
+        names: Seeds of the samples of each.
+        drawn: Their completions.
+        max_new_tokens: Longest completion.
+        overlong: Punishment of length that is added to the reward.
+        overlong_cache: Width of the soft punishment's ramp in tokens.
+        random_reward: A coin decides the reward instead.
+
+    Returns:
+        Groups in the order of the problems, and the grades of their samples.
+    """
+    prompts = [policy.prompt_ids(problem) for problem in problems]
+    with span("reward_computation"):
+        weight = next((reward.weight for reward in rewards if reward.name == EPISODE), 0.0)
+        pairs = [
+            (problem, _sample(policy, problem, prompt_ids, index, done, weight))
+            for problem, prompt_ids, row in zip(problems, prompts, drawn, strict=True)
+            for index, done in enumerate(row)
+        ]
+        grades = grade(policy, task, [(problem, s.text, s.completion_ids) for problem, s in pairs])
+        paid = [math.fsum(done.turn_rewards) for row in drawn for done in row]
+        scored = score_completions(rewards, [(problem, s.text) for problem, s in pairs], {EPISODE: paid})
     samples = []
     for (_, sample), (scores, total), seed in zip(pairs, scored, chain.from_iterable(names), strict=True):
         if random_reward:
@@ -102,18 +158,18 @@ def collect_groups(
             if overlong == "soft":
                 penalty = overlong_penalty(
                     len(sample.completion_ids),
-                    max_length=sampling.max_new_tokens,
+                    max_length=max_new_tokens,
                     cache_length=overlong_cache,
                 )
             scores = scores | {"overlong": penalty}
             total = None if total is None else total + penalty
         samples.append(replace(sample, rewards=scores, reward=total))
+    size = max(1, len(samples) // max(1, len(problems)))
     groups = [
-        Group(problem=problem, samples=tuple(samples[place * group_size : (place + 1) * group_size]))
+        Group(problem=problem, samples=tuple(samples[place * size : (place + 1) * size]))
         for place, problem in enumerate(problems)
     ]
-    rows = [grades[start : start + group_size] for start in range(0, len(grades), group_size)]
-    return Rollout(groups, rows, generated - began, time.perf_counter() - generated)
+    return groups, [grades[start : start + size] for start in range(0, len(grades), size)]
 
 
 def _sample(

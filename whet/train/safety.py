@@ -142,7 +142,7 @@ def rehearse(policy: Policy, budget: TokenBudget, length: int, *, autocast: torc
         UserError: If the memory does not hold one sequence.
     """
     length = min(max(length, 2), policy.model.config.max_positions)
-    sequence = TrainingSequence(prompt_ids=(0,), completion_ids=(0,) * (length - 1))
+    rest, vocab = (0,) * (length - 1), policy.model.config.vocab_size
 
     def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
         logprobs_M, _ = score_micro_batch(policy.model, micro, autocast=autocast, attention=policy.attention)
@@ -150,7 +150,9 @@ def rehearse(policy: Policy, budget: TokenBudget, length: int, *, autocast: torc
 
     def work(tokens: int) -> None:
         count = max(1, tokens // length)
-        batch = pack([sequence] * count, token_budget=count * length, device=policy.device)
+        # Each prompt another, as far as tokens go: sequences of one prompt would take less memory.
+        rows = [TrainingSequence(prompt_ids=(n % vocab,), completion_ids=rest) for n in range(count)]
+        batch = pack(rows, token_budget=count * length, device=policy.device)
         forward_backward(batch.micro_batches, score)
 
     budget.run(work, length)

@@ -18,6 +18,7 @@ from whet.generate.sampling import sequence_seed
 from whet.generate.scoring import score_micro_batch
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.tools import environment_for
+from whet.telemetry.spans import span
 from whet.telemetry.trackers import TrackConfig
 from whet.train.fit import FIT_ATTENTION, Fit, StepResult
 from whet.train.order import data_order
@@ -119,12 +120,14 @@ def train_step(
         return weighted_sum(-logprobs_M, micro.weights_M, num_trained_tokens), {}
 
     budget = budget or TokenBudget(config.token_budget, policy.model.parameters())
-    totals = budget.run(
-        lambda tokens: forward_backward(
-            pack(sequences, token_budget=tokens, device=policy.device).micro_batches, score
-        ),
-        longest=max((sequence.num_tokens for sequence in sequences), default=0),
-    )
+
+    def backpropagate(tokens: int) -> dict[str, float]:
+        with span("pack"):
+            batch = pack(sequences, token_budget=tokens, device=policy.device)
+        return forward_backward(batch.micro_batches, score)
+
+    longest = max((sequence.num_tokens for sequence in sequences), default=0)
+    totals = budget.run(backpropagate, longest)
     sum_gradients(policy.model.parameters())
     (loss,) = all_reduce_sum(totals["loss"])
     return loss, int(num_trained_tokens), int(num_tokens)
@@ -198,7 +201,8 @@ def train(config: SFTConfig, *, resume: Resume = False) -> Policy:
         return sequence
 
     def train_batch(drawn: Sequence[tuple[int, Problem]], budget: TokenBudget) -> StepResult:
-        rows = [encode(*item) for item in drawn]
+        with span("pack"):
+            rows = [encode(*item) for item in drawn]
         return StepResult(*train_step(policy, rows, config.optim, budget), batch=rows)
 
     def validate() -> dict[str, float]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +16,17 @@ from whet.eval.grade import Grade
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams
 from whet.rewards.base import WeightedReward
+from whet.telemetry.spans import span, spanned
 from whet.train.account import REASONS, PromptAccount, Reason
-from whet.train.advantage import counted_samples, is_informative, without_advantages
+from whet.train.advantage import counted_samples, is_informative, with_advantages, without_advantages
 from whet.train.algorithm import AlgoConfig
 from whet.train.order import DataOrder
+from whet.train.overlap import Beside, OverlapConfig, stream_groups
 from whet.train.rollout import Rollout, collect_groups
 from whet.types import Group, Problem, Sample, Task
+
+KEPT_CACHE = 64 * 2**20
+"""Bytes of keys and values that are not given back for the training pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,7 @@ class RolloutSource:
         seed: The run's seed.
         autocast: Compute dtype when it is not the parameters' own.
         random_reward: Control experiment: a coin decides every reward.
+        overlap: What is sampled beside the training.
     """
 
     def __init__(
@@ -101,31 +109,78 @@ class RolloutSource:
         seed: int,
         autocast: torch.dtype | None,
         random_reward: bool,
+        overlap: OverlapConfig | None = None,
     ) -> None:
+        self._mode = "off" if overlap is None else overlap.mode
+        self._beside: Beside | None = None
+        if self._mode != "off":
+            self._beside = Beside(policy, autocast, shares_weights=self._mode == "stream")
+            policy = self._beside.policy
         self._policy, self._task, self._rewards, self._order = policy, task, rewards, order
         self._algo, self._weights = algo, weights
         self._num_prompts, self._group_size, self._sampling = num_prompts, group_size, sampling
         self._staleness, self._num_steps, self._seed = staleness, num_steps, seed
         self._random_reward = random_reward
-        self._engine = policy.engine(autocast)
+        self._engine = policy.engine(autocast) if self._beside is None else self._beside.engine
         self._pending: deque[Collected] = deque()
         self._num_collected = 0
         self._account = PromptAccount()
         self._training: Collected | None = None
+        self._train: Callable[[Group], None] | None = None
+        self._begun: int | None = None
 
-    def next(self, step: int) -> Collected:
+    def next(self, step: int, train: Callable[[Group], None] | None = None) -> Collected:
         """Return what a step trains on; the step before it is then over.
 
         Args:
             step: Steps done before it.
+            train: With overlap 'stream' called with each group that the loss uses, with advantages, when it is scored.
         """
         self.settle()
+        self._train = train
         ahead = min(step + self._staleness, self._num_steps - 1)
-        while self._num_collected <= ahead:
-            self._pending.append(self._collect(step))
-            self._num_collected += 1
+        if self._beside is not None:
+            self._beside.refresh()
+        now = max(step, ahead - 1) if self._mode == "async" else ahead
+        while self._num_collected <= now:
+            self._keep(step, self._work(self._num_prompts)())
         self._training = self._pending.popleft()
+        if self._beside is not None and self._num_collected <= ahead:
+            self._begun = step
+            self._beside.start(spanned("async_next_rollout")(self._work(self._num_prompts)))
         return self._training
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Let the next rollout, where it is drawn beside an update, have its share of the processor meanwhile."""
+        if self._beside is None or self._begun is None:
+            yield
+            return
+        with span("policy_update"), self._beside.sharing_threads():
+            yield
+
+    def wait(self) -> tuple[float, float]:
+        """Wait for what is drawn beside the update.
+
+        Returns:
+            Share of the last rollout's seconds that other work hid, and seconds of training beside the step's own.
+        """
+        if self._beside is None:
+            return 0.0, 0.0
+        if self._begun is not None:
+            rollout, _ = self._beside.wait()
+            step, self._begun = self._begun, None
+            self._keep(step, rollout)
+        return self._beside.told()
+
+    def close(self) -> None:
+        """End what is drawn beside the update."""
+        if self._beside is not None:
+            self._beside.close()
+
+    def _keep(self, step: int, rollout: Rollout) -> None:
+        self._pending.append(self._collect(step, rollout))
+        self._num_collected += 1
 
     def settle(self, *, skipped: bool = False) -> dict[str, float]:
         """Account for the prompts of the step that is over, and audit all prompts; return the counts as metrics.
@@ -136,6 +191,7 @@ class RolloutSource:
         Raises:
             UserError: If a prompt is lost or counted twice.
         """
+        self.wait()
         if self._training is not None:
             self._account.train(self._training.num_taught, skipped=skipped)
             self._training = None
@@ -170,9 +226,8 @@ class RolloutSource:
             state.get("account"), cursor=self._order.cursor, waiting=self._num_waiting()
         )
 
-    def _collect(self, step: int) -> Collected:
-        """Sample groups; refill uninformative ones where the recipe says so."""
-        rollout = self._sample(self._num_prompts)
+    def _collect(self, step: int, rollout: Rollout) -> Collected:
+        """Refill uninformative groups where the recipe says so, and account for all."""
         num_refilled = 0
         for _ in range(self._algo.max_refills if self._algo.uninformative == "refill" else 0):
             (total,) = all_reduce_sum(sum(self._informative(rollout)))
@@ -180,7 +235,7 @@ class RolloutSource:
             if missing <= 0:
                 break
             missing += -missing % world_size()
-            more = self._sample(missing)
+            more = self._work(missing)()
             num_refilled += missing
             rollout = Rollout(
                 rollout.groups + more.groups,
@@ -188,6 +243,7 @@ class RolloutSource:
                 rollout.generate_seconds + more.generate_seconds,
                 rollout.reward_seconds + more.reward_seconds,
             )
+        self._engine.release(above=KEPT_CACHE)
         is_kept = self._algo.uninformative == "keep"
         useful = [is_kept or teaches for teaches in self._informative(rollout)]
         used = tuple(place for place, is_used in enumerate(useful) if is_used)
@@ -211,22 +267,32 @@ class RolloutSource:
     def _informative(self, rollout: Rollout) -> list[bool]:
         return is_informative(rollout.groups, self._algo, self._weights)
 
-    def _sample(self, num_prompts: int) -> Rollout:
+    def _offer(self, group: Group) -> None:
+        """Train on a group beside the sampling, if the loss uses it."""
+        is_used = self._algo.uninformative == "keep" or is_informative([group], self._algo, self._weights)[0]
+        if self._train is not None and is_used:
+            self._train(with_advantages([group], self._algo, self._weights)[0])
+
+    def _work(self, num_prompts: int) -> Callable[[], Rollout]:
+        """Draw problems; return what samples and scores their groups."""
         drawn = self._order.next(num_prompts)
         self._account.draw(num_prompts)
         mine = [drawn[index] for index in shard(num_prompts)]
-        return collect_groups(
-            self._policy,
-            self._engine,
-            self._task,
-            self._rewards,
-            [problem for _, problem in mine],
-            seeds=[(self._seed, self._num_collected, epoch) for epoch, _ in mine],
-            group_size=self._group_size,
-            sampling=self._sampling,
-            overlong=self._algo.overlong,
-            overlong_cache=self._algo.ramp(self._sampling.max_new_tokens),
-            random_reward=self._random_reward,
+        problems = [problem for _, problem in mine]
+        options: dict[str, Any] = {
+            "seeds": [(self._seed, self._num_collected, epoch) for epoch, _ in mine],
+            "group_size": self._group_size,
+            "sampling": self._sampling,
+            "overlong": self._algo.overlong,
+            "overlong_cache": self._algo.ramp(self._sampling.max_new_tokens),
+            "random_reward": self._random_reward,
+        }
+        if self._beside is not None and self._mode == "stream":
+            return partial(
+                stream_groups, self._beside, self._offer, self._task, self._rewards, problems, **options
+            )
+        return partial(
+            collect_groups, self._policy, self._engine, self._task, self._rewards, problems, **options
         )
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
+from weakref import WeakMethod
 
 import torch
 
+from whet.distributed import world_size
+from whet.kernels.build import library
+from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.transformer import LanguageModel
-from whet.types import MicroBatch
+from whet.telemetry.spans import span, spanned
+from whet.train.adam8bit import MIN_NUMBERS, Moments
+from whet.train.optimizer import adamw, master_of, suits_kernel, sum_of_squares
+from whet.types import MicroBatch, UserError
 
 Precision = Literal["float32", "bfloat16_autocast", "bfloat16_master"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -37,7 +45,7 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Decoupled decay of matrices (never of norms and biases)."""
     max_grad_norm: float = 1.0
-    """The global gradient norm is clipped to this."""
+    """The global gradient norm is clipped to this; inf clips nothing."""
     token_budget: int = 16384
     """Tokens of one micro-batch; the mathematics does not depend on it."""
     precision: Precision = "float32"
@@ -45,15 +53,28 @@ class OptimConfig:
     float32 master weights)."""
     checkpoint_layers: bool = False
     """Recompute each layer's activations in the backward pass (less memory, more time)."""
+    checkpoint_kind: CheckpointKind = "layer"
+    """What checkpoint_layers recomputes: whole layers; mlp, their feed-forward part alone; or alternate, every second
+    layer."""
+    offload_inputs: bool = False
+    """With checkpoint_layers: keep the layers' inputs in host memory until the backward pass (on a GPU)."""
+    adam_bits: Literal[32, 8] = 32
+    """Bits of a number of AdamW's moments; 8 takes 2 bytes a parameter instead of 8."""
+    update_in_backward: bool = False
+    """Update each parameter as soon as its gradient is there and drop the gradient: one micro-batch, no clipping."""
+    offload_state: bool = False
+    """Keep moments and master weights in host memory, and update there (with a GPU)."""
     compile: bool = False
     """Compile the per-token parts of the layers with torch.compile."""
 
     def __post_init__(self) -> None:
-        for name, low in (("lr", 0.0), ("max_grad_norm", 0.0), ("eps", 0.0)):
-            if not low < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"optim.{name} = {getattr(self, name)}: expected a finite number above {low:g}"
-                )
+        for name in ("lr", "eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optim.{name} = {getattr(self, name)}: expected a finite number above 0")
+        if not self.max_grad_norm > 0:
+            raise ValueError(
+                f"optim.max_grad_norm = {self.max_grad_norm}: expected a number above 0 (inf clips nothing)"
+            )
         if self.warmup_steps < 0 or self.token_budget < 1:
             raise ValueError(
                 f"optim.warmup_steps = {self.warmup_steps}, optim.token_budget = {self.token_budget}: "
@@ -61,6 +82,19 @@ class OptimConfig:
             )
         if not 0 <= self.final_lr_share <= 1:
             raise ValueError(f"optim.final_lr_share = {self.final_lr_share}: expected 0 to 1")
+        if self.checkpoint_kind != "layer" and not self.checkpoint_layers:
+            raise ValueError(
+                f"optim.checkpoint_kind = {self.checkpoint_kind}: expected with checkpoint_layers = true only"
+            )
+        if self.offload_inputs and not (self.checkpoint_layers and self.checkpoint_kind == "layer"):
+            raise ValueError(
+                "optim.offload_inputs = true: expected with checkpoint_layers = true and checkpoint_kind = layer only"
+            )
+        if self.update_in_backward and self.max_grad_norm < math.inf:
+            raise ValueError(
+                f"optim.update_in_backward = true with max_grad_norm = {self.max_grad_norm:g}: the norm is known when "
+                "all gradients are gone; switch clipping off with max_grad_norm = inf, or leave update_in_backward out"
+            )
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
@@ -72,6 +106,15 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
     return config.lr * (config.final_lr_share + (1 - config.final_lr_share) * shape)
+
+
+@dataclass(slots=True)
+class _Arrivals:
+    """What has become of a backward pass whose gradients are used as they arrive."""
+
+    lr: float
+    squares: float = 0.0
+    seen: set[int] = field(default_factory=set)
 
 
 class Optimizer:
@@ -91,13 +134,48 @@ class Optimizer:
         self._named = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
-        self._masters = [
-            p.detach().float().clone() if p.dtype == torch.bfloat16 else p.detach() for _, p in self._named
-        ]
-        self._first = [torch.zeros_like(master) for master in self._masters]
-        self._second = [torch.zeros_like(master) for master in self._masters]
+        self._masters = [master_of(parameter, config.offload_state) for _, parameter in self._named]
+        self._packed = {
+            index: Moments(master)
+            for index, master in enumerate(self._masters)
+            if config.adam_bits == 8 and master.numel() >= MIN_NUMBERS and master.dtype == torch.float32
+        }
+        whole = [torch.empty(0) if i in self._packed else master for i, master in enumerate(self._masters)]
+        self._first = [torch.zeros_like(master) for master in whole]
+        self._second = [torch.zeros_like(master) for master in whole]
         self._steps = [torch.zeros((), device=master.device) for master in self._masters]
+        self._arrivals: _Arrivals | None = None
+        arrive = WeakMethod(self._arrive)  # the model must not keep its optimizer alive
+        for index, (_, parameter) in enumerate(self._named if config.update_in_backward else ()):
+            parameter.register_post_accumulate_grad_hook(partial(_call, arrive, index))
 
+    def begin(self, lr: float) -> None:
+        """Say that the next backward pass is the one of the next `step`: it may use gradients as they arrive.
+
+        Without this call, `step` alone does the update.
+
+        Args:
+            lr: Learning rate of that step.
+        """
+        self._arrivals = _Arrivals(lr) if self._config.update_in_backward else None
+
+    def _arrive(self, index: int) -> None:
+        arrivals, (name, parameter) = self._arrivals, self._named[index]
+        if arrivals is None:  # a backward pass that trains nothing, such as a rehearsal's
+            return
+        if index in arrivals.seen:
+            raise UserError(
+                f"optim.update_in_backward: {name} has a second gradient before the step's end; it takes one "
+                "micro-batch an update: raise optim.token_budget, or leave it out"
+            )
+        assert parameter.grad is not None
+        arrivals.seen.add(index)
+        arrivals.squares += sum_of_squares(parameter.grad)
+        if math.isfinite(arrivals.squares):
+            self._update_one(index, arrivals.lr, 1.0)
+        parameter.grad = None
+
+    @spanned("optimizer_step")
     def step(self, lr: float, *, loss: float = 0.0) -> float:
         """Clip the gradients' global norm, update and clear them.
 
@@ -106,21 +184,60 @@ class Optimizer:
             loss: Loss of the step. When it is not finite nothing is updated.
 
         Returns:
-            The norm before clipping. When it is not finite nothing is updated.
+            The norm before clipping. When it is not finite nothing is updated; with `update_in_backward`, nothing from
+            the first gradient on that is not finite.
         """
+        if self._arrivals is not None:
+            assert lr == self._arrivals.lr
+            norm, self._arrivals = math.sqrt(self._arrivals.squares), None
+            return norm
         used = [index for index, (_, parameter) in enumerate(self._named) if parameter.grad is not None]
-        gradients = [
-            grad.to(self._masters[index].dtype)
-            for index in used
-            if (grad := self._named[index][1].grad) is not None
-        ]
-        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients))
+        gradients = [grad for index in used if (grad := self._named[index][1].grad) is not None]
+        norm = math.sqrt(sum(map(sum_of_squares, gradients)))
         if math.isfinite(norm) and math.isfinite(loss):
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
-            self._update(used, [grad * factor for grad in gradients] if factor < 1 else gradients, lr)
+            is_native = library() is not None and all(map(suits_kernel, gradients))
+            if self._packed or self._config.offload_state or is_native:
+                del gradients
+                for index in used:
+                    self._update_one(index, lr, factor)
+            else:
+                wide = [g.to(self._masters[i].dtype) for i, g in zip(used, gradients, strict=True)]
+                self._update(used, [grad * factor for grad in wide] if factor < 1 else wide, lr)
         for _, parameter in self._named:
             parameter.grad = None
         return norm
+
+    @torch.no_grad()
+    def _update_one(self, index: int, lr: float, factor: float) -> None:
+        """Update a parameter by its gradient, where its master is, and drop the gradient."""
+        config, parameter, master = self._config, self._named[index][1], self._masters[index]
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(master.device)
+        parameter.grad = None
+        self._steps[index] += 1
+        step = self._steps[index]
+        takes_copy = parameter.dtype == torch.bfloat16 and parameter.device == master.device
+        parts = [(slice(None), self._first[index].view(-1), self._second[index].view(-1))]
+        if index in self._packed:
+            parts = self._packed[index].parts(int(step) * len(self._named) + index)
+        for part, first, second in parts:
+            adamw(
+                master.view(-1)[part],
+                gradient.reshape(-1)[part],
+                first,
+                second,
+                parameter.data.view(-1)[part] if takes_copy else None,
+                step=step,
+                factor=factor,
+                lr=lr,
+                betas=(config.beta1, config.beta2),
+                eps=config.eps,
+                decay=config.weight_decay if master.dim() >= 2 else 0.0,
+            )
+        if not takes_copy and (self._config.offload_state or parameter.dtype != master.dtype):
+            parameter.copy_(master)
+        torch.autograd.graph.increment_version(parameter)  # the kernels write past PyTorch
 
     @torch.no_grad()
     def _update(self, used: list[int], gradients: list[torch.Tensor], lr: float) -> None:
@@ -149,9 +266,11 @@ class Optimizer:
                 amsgrad=False,
                 maximize=False,
             )
-        for (_, parameter), master in zip(self._named, self._masters, strict=True):
+        for index in used:
+            parameter, master = self._named[index][1], self._masters[index]
             if parameter.dtype != master.dtype:
                 parameter.copy_(master)
+            torch.autograd.graph.increment_version(parameter)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state as named tensors (moments, step counts and master weights), for a checkpoint."""
@@ -159,16 +278,27 @@ class Optimizer:
         for index, (name, parameter) in enumerate(self._named):
             if parameter.dtype != self._masters[index].dtype:
                 state[f"{name}/master"] = self._masters[index]
-            state[f"{name}/exp_avg"] = self._first[index]
-            state[f"{name}/exp_avg_sq"] = self._second[index]
+            packed = self._packed.get(index)
+            moments = {"exp_avg": self._first[index], "exp_avg_sq": self._second[index]}
+            moments = moments if packed is None else packed.tensors()
+            state |= {f"{name}/{key}": tensor for key, tensor in moments.items()}
             state[f"{name}/step"] = self._steps[index]
         return state
 
     @torch.no_grad()
     def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `tensors` returned."""
+        """Put back what `tensors` returned; the model's own weights are put back before."""
         for name, tensor in self.tensors().items():
             tensor.copy_(state[name])
+        if self._config.offload_state:
+            for (name, parameter), master in zip(self._named, self._masters, strict=True):
+                if f"{name}/master" not in state:
+                    master.copy_(parameter)
+
+
+def _call(method: WeakMethod[Callable[[int], None]], index: int, _: torch.Tensor) -> None:
+    if (bound := method()) is not None:
+        bound(index)
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
@@ -181,8 +311,25 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
 
     Compiled are the parts of a layer that see one token at a time; attention keeps its own kernels, since its context
     differs in every call and would be compiled again and again.
+
+    Raises:
+        UserError: If an option needs a GPU, or one rank, and there is none, or several.
     """
+    for name, is_on in {
+        "offload_inputs": config.offload_inputs,
+        "offload_state": config.offload_state,
+    }.items():
+        if is_on and model.head_weight.device.type == "cpu":
+            raise UserError(
+                f"optim.{name} = true on a CPU: expected a GPU, whose memory it spares; leave it out"
+            )
+    if config.update_in_backward and world_size() > 1:
+        raise UserError(
+            f"optim.update_in_backward = true on {world_size()} ranks: expected one, since gradients are added up "
+            "after the backward pass; leave it out"
+        )
     model.checkpoint_layers = config.checkpoint_layers
+    model.recompute = Recompute(config.checkpoint_kind, offload=config.offload_inputs)
     if config.compile:
         for layer in model.layers:
             for name, part in layer.named_children():
@@ -209,8 +356,10 @@ def forward_backward(
     """
     totals: dict[str, float] = {"loss": 0.0}
     for micro in micro_batches:
-        loss, metrics = score(micro)
-        loss.backward()
+        with span("forward"):
+            loss, metrics = score(micro)
+        with span("backward"):
+            loss.backward()
         totals["loss"] += float(loss.detach())
         for name, value in metrics.items():
             totals[name] = (

@@ -1,0 +1,325 @@
+"""Time a whole GRPO step (sample, score, train) of whet and of TRL's GRPOTrainer, alternately in one process.
+
+python bench/grpo_step.py [--quick] [--models abc] [--repeats 7] [--json FILE]
+
+Same weights, prompts (32 to 96 tokens), number of samples and of new tokens, rewards, updates and learning rate; TRL
+with its best settings for this machine (sdpa, no recomputation, dynamic cache, one micro-batch; bfloat16 from 11M
+parameters up, as autocast and as a bfloat16 model, whichever is faster). Before anything is timed the gradients of
+one step on the same samples are compared. The floor is the arithmetic of the step, prompts once per group in sampling
+and in training, at the matmul peak of the same run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sides
+import torch
+
+from whet.generate.policy import Policy
+from whet.generate.sampling import SamplingParams
+from whet.model.config import ModelConfig
+from whet.rewards.base import WeightedReward
+from whet.train.advantage import with_advantages
+from whet.train.algorithm import AlgoConfig
+from whet.train.objective import Objective
+from whet.train.order import data_order
+from whet.train.source import RolloutSource
+from whet.train.step import OptimConfig, Optimizer, Precision, parameter_dtype
+from whet.types import Group, Problem
+
+LR = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table: model, prompts, samples of each, new tokens, and the ratio aimed at."""
+
+    model: str
+    num_prompts: int
+    group_size: int
+    new_tokens: int
+    target: float
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.num_prompts}x{self.group_size}x{self.new_tokens}"
+
+
+CASES = (
+    Case("a", 8, 8, 64, 4.0),
+    Case("a", 8, 8, 256, 4.0),
+    Case("b", 8, 8, 64, 3.0),
+    Case("c", 2, 8, 64, 3.0),
+)
+
+
+def reward(text: str) -> float:
+    """Score a completion by its words, in eight levels."""
+    return sum(map(int, text.split()[:16])) % 8 / 8
+
+
+class WordTask:
+    """Random prompts; no answer is ever right."""
+
+    name = "words"
+
+    def __init__(self, texts: list[str]) -> None:
+        self._problems = [
+            Problem(uid=f"{n}", task=self.name, prompt=text, answer="none") for n, text in enumerate(texts)
+        ]
+
+    def problems(self, split: str) -> list[Problem]:
+        """Return all prompts."""
+        return self._problems
+
+    def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
+        """Say no."""
+        return False
+
+
+class WhetSide:
+    """What `whet rl` does in a step, without its logs and files."""
+
+    def __init__(self, home: Path, case: Case, texts: list[str], precision: Precision) -> None:
+        self.policy: Policy = sides.load_whet(
+            home, dtype=parameter_dtype(precision), max_rows=case.num_prompts * case.group_size
+        )
+        optim = OptimConfig(lr=LR, schedule="constant", warmup_steps=0, beta2=0.999, precision=precision)
+        algo = AlgoConfig(uninformative="keep")
+        self.algo, self.weights = algo, {"words": 1.0}
+        task = WordTask(texts)
+        self.source = RolloutSource(
+            self.policy,
+            task,
+            [WeightedReward("words", 1.0, lambda problem, text: reward(text))],
+            data_order(task, task.problems("train"), 0),
+            algo=algo,
+            weights=self.weights,
+            num_prompts=case.num_prompts,
+            group_size=case.group_size,
+            sampling=SamplingParams(max_new_tokens=case.new_tokens),
+            staleness=0,
+            num_steps=10**6,
+            seed=0,
+            autocast=torch.bfloat16 if precision == "bfloat16_autocast" else None,
+            random_reward=False,
+        )
+        self.optimizer = Optimizer(self.policy.model, optim)
+        self.objective = Objective(
+            self.policy, algo, optim=optim, temperature=1.0, max_length=case.new_tokens
+        )
+        self.count = 0
+        self.phases: list[tuple[float, float]] = []
+
+    def sample(self) -> list[Group]:
+        """Draw and score the groups of the next step."""
+        collected = self.source.next(self.count)
+        self.count += 1
+        groups = [collected.rollout.groups[place] for place in collected.used]
+        return with_advantages(groups, self.algo, self.weights)
+
+    def step(self) -> float:
+        """Do one step; return its seconds."""
+        began = time.perf_counter()
+        groups = self.sample()
+        sampled = time.perf_counter()
+        self.objective.update(groups, self.optimizer, LR)
+        done = time.perf_counter()
+        self.phases.append((sampled - began, done - sampled))
+        return done - began
+
+
+def trl_trainer(
+    home: Path, case: Case, texts: list[str], *, kind: str, after: Callable[[], None], steps: int
+) -> Any:
+    """Build TRL's trainer; `after` runs between its steps.
+
+    Args:
+        home: Folder of the model.
+        case: The work.
+        texts: Prompts.
+        kind: float32, bfloat16 autocast or bfloat16 model.
+        after: Called with the seconds of each step.
+        steps: Steps that it will do.
+    """
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Clock(TrainerCallback):
+        """Times the steps."""
+
+        seconds: list[float] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.seconds.append(time.perf_counter() - self.began)
+            after()
+
+    model, tokenizer = sides.load_peer(
+        home, dtype=torch.bfloat16 if kind == "bfloat16 model" else torch.float32
+    )
+    rows = case.num_prompts * case.group_size
+
+    def scores(completions: list[str], **_: Any) -> list[float]:
+        return [reward(text) for text in completions]
+
+    arguments = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        bf16=kind == "bfloat16 autocast",
+        report_to=[],
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=rows,
+        num_generations=case.group_size,
+        max_completion_length=case.new_tokens,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        max_steps=steps,
+        save_strategy="no",
+        logging_steps=10**6,
+        temperature=1.0,
+        beta=0.0,
+        shuffle_dataset=False,
+    )
+    clock = Clock()
+    clock.seconds = []
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=scores,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": [f"{text} 0" for text in texts]}),
+        processing_class=tokenizer,
+        callbacks=[clock],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.clock = clock
+    return trainer
+
+
+def gradient_gap(home: Path, case: Case, texts: list[str]) -> float:
+    """Return the relative distance of the two sides' float32 gradients on whet's samples."""
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "parity"))
+    import trl_peer
+
+    side = WhetSide(home, case, texts, "float32")
+    groups = side.sample()
+    gradients: dict[str, torch.Tensor] = {}
+
+    class Keep(Optimizer):
+        """Keeps gradients instead of using them."""
+
+        def step(self, lr: float, *, loss: float = 0.0) -> float:
+            for name, parameter in side.policy.model.named_parameters():
+                gradients[name] = (
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                )
+            return 0.0
+
+    side.objective.update(groups, Keep(side.policy.model, OptimConfig()), LR)
+    trainer = trl_trainer(home, case, texts, kind="float32", after=lambda: None, steps=1)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    samples = [s for group in groups for s in group.samples]
+    trl_peer.PAD = 0
+    inputs = trl_peer.padded_inputs(samples, [s.advantage for s in samples])
+    inputs.pop("old_per_token_logps")
+    _, theirs, _ = trl_peer.loss_and_gradients(trainer, inputs)
+    gap = sum(float((gradients[name] - grad).double().square().sum()) for name, grad in theirs.items())
+    norm = sum(float(grad.double().square().sum()) for grad in theirs.values())
+    return math.sqrt(gap / norm)
+
+
+def floor_flops(case: Case, shape: ModelConfig, prompt_tokens: int) -> float:
+    """Return the floating-point operations of a step with prompts computed once per group in both phases."""
+    rows, width = case.num_prompts * case.group_size, shape.hidden_size
+    new = rows * case.new_tokens
+    mean_prompt = prompt_tokens / case.num_prompts
+    linear, head = sides.linear_weights(shape), shape.vocab_size * width
+    attended = shape.num_layers * shape.num_heads * shape.head_dim * 2
+    seen = prompt_tokens * mean_prompt / 2 + new * (mean_prompt + case.new_tokens / 2)
+    forward = 2 * linear * (prompt_tokens + new) + 2 * head * new + 2 * attended * seen
+    return forward + 3 * forward
+
+
+def run_case(case: Case, folder: Path, repeats: int) -> dict[str, Any]:
+    """Compare the gradients, then time both sides alternately."""
+    home = sides.save_shape(case.model, folder)
+    shape = sides.SHAPES[case.model]
+    prompts = sides.draw_prompts(case.num_prompts, 32, 96, shape.vocab_size)
+    texts = [" ".join(map(str, ids[:-1])) for ids in prompts]
+    gap = gradient_gap(home, Case(case.model, case.num_prompts, case.group_size, 16, 0.0), texts)
+    kinds = ["float32"] if case.model == "a" else ["float32", "bfloat16 autocast", "bfloat16 model"]
+    precision: Precision = "float32" if case.model == "a" else "bfloat16_master"
+    side = WhetSide(home, case, texts, precision)
+    rows = {}
+    for kind in kinds:
+        ours: list[float] = []
+        trainer = trl_trainer(
+            home, case, texts, kind=kind, after=lambda ours=ours: ours.append(side.step()), steps=repeats + 1
+        )
+        trainer.train()
+        rows[kind] = (statistics.median(trainer.clock.seconds[1:]), statistics.median(ours[1:]))
+    best = min(rows, key=lambda kind: rows[kind][0])
+    theirs, mine = rows[best]
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    flops = floor_flops(case, shape, sum(map(len, prompts)))
+    floor = flops / sides.matmul_peak(dtype)
+    sampled, trained = (statistics.median(phase) for phase in zip(*side.phases[1:], strict=True))
+    return {
+        "case": str(case),
+        "precision": precision,
+        "gradient gap": gap,
+        "peer": f"TRL, {best}",
+        "peer_seconds": theirs,
+        "whet_seconds": mine,
+        "ratio": theirs / mine,
+        "target": case.target,
+        "floor_seconds": floor,
+        "floor_ratio": theirs / floor,
+        "share_of_floor": floor / mine,
+        "sample_seconds": sampled,
+        "train_seconds": trained,
+        "all": {kind: row[0] / row[1] for kind, row in rows.items()},
+    }
+
+
+def main() -> None:
+    """Print a line per case."""
+    parser = sides.parser(__doc__)
+    arguments = parser.parse_args()
+    sides.start(arguments)
+    repeats = arguments.repeats or (3 if arguments.quick else 7)
+    chosen = [
+        case for case in CASES if case.model in (arguments.models or ("a" if arguments.quick else "abc"))
+    ]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in chosen[:1] if arguments.quick and not arguments.models else chosen:
+            row = run_case(case, Path(folder), repeats)
+            rows.append(row)
+            print(
+                f"GRPO step {row['case']:>10}, {row['precision']}: {row['peer']} {row['peer_seconds']:.2f} s, whet "
+                f"{row['whet_seconds']:.2f} s ({row['sample_seconds']:.2f} sample + {row['train_seconds']:.2f} train)"
+                f", {row['ratio']:.1f}x (target {row['target']:g}x, floor {row['floor_ratio']:.1f}x, "
+                f"{row['share_of_floor']:.0%} of it), medians of {repeats} alternating steps; "
+                f"gradients differ by {row['gradient gap']:.0e}",
+                flush=True,
+            )
+    sides.finish(arguments, rows)
+
+
+if __name__ == "__main__":
+    main()

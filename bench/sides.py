@@ -1,0 +1,191 @@
+"""The same random models, prompts and settings for whet and for its peers, and how two sides are timed alternately.
+
+Models: a = 1.07M parameters (Qwen2, hidden 128), b = 11.4M (hidden 384), c = 124M (hidden 768, vocabulary 50,257).
+A word of a prompt is a token; nothing ends a completion before its limit, so both sides do the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `whet` sets it: both sides run in this process
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+from whet.generate.policy import Policy
+from whet.model.config import ModelConfig
+from whet.model.template import PLAIN_TEMPLATE
+from whet.model.tokenizer import Tokenizer
+from whet.model.transformer import init_weights
+from whet.model.weights import build_model, save_model
+from whet.schema import ResponseSchema
+
+SHAPES = {
+    "a": ModelConfig(
+        family="qwen2", vocab_size=1024, hidden_size=128, intermediate_size=480, num_layers=4, num_heads=4,
+        num_kv_heads=2, head_dim=32, max_positions=1024, tie_embeddings=True,
+    ),
+    "b": ModelConfig(
+        family="qwen2", vocab_size=8192, hidden_size=384, intermediate_size=848, num_layers=6, num_heads=6,
+        num_kv_heads=2, head_dim=64, max_positions=1024, tie_embeddings=True,
+    ),
+    "c": ModelConfig(
+        family="qwen2", vocab_size=50_257, hidden_size=768, intermediate_size=2048, num_layers=12, num_heads=12,
+        num_kv_heads=12, head_dim=64, max_positions=1024, tie_embeddings=True,
+    ),
+}  # fmt: skip
+EOS = "<eos>"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of each run of one side."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median in seconds."""
+        return statistics.median(self.seconds)
+
+
+def words(vocab: int) -> dict[str, int]:
+    """Return the vocabulary: number words."""
+    return {str(number): number for number in range(vocab)}
+
+
+def save_shape(name: str, folder: Path, seed: int = 0) -> Path:
+    """Write random weights of a shape and its tokenizer as a Hugging Face folder."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import models, pre_tokenizers
+
+    home = folder / name
+    if home.exists():
+        return home
+    shape = SHAPES[name]
+    model = build_model(shape)
+    init_weights(model, seed)
+    home.mkdir(parents=True)
+    save_model(model, home, bos_id=None, eos_ids=())
+    fast = Fast(models.WordLevel(words(shape.vocab_size), unk_token="0"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast.save(str(home / "tokenizer.json"))
+    return home
+
+
+def load_whet(home: Path, *, dtype: torch.dtype, max_rows: int = 256) -> Policy:
+    """Load whet's side: a plain prompt, no stop string and no stop token."""
+    from whet.model.weights import load_model
+
+    model, _ = load_model(home, dtype=dtype, device=torch.device("cpu"))
+    tokenizer = Tokenizer.load(str(home)).with_template(PLAIN_TEMPLATE)
+    policy = Policy(model, tokenizer, ResponseSchema(), system_prompt=False, max_rows=max_rows)
+    policy.stop_strings, policy.stop_ids = (), ()
+    return policy
+
+
+def load_peer(home: Path, *, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Load the same weights with transformers; the tokenizer's end token lies outside the model's vocabulary."""
+    from tokenizers import Tokenizer as Fast
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    model = AutoModelForCausalLM.from_pretrained(home, dtype=dtype, attn_implementation="sdpa")
+    fast = Fast.from_file(str(home / "tokenizer.json"))
+    fast.add_special_tokens([EOS])
+    return model, PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=EOS, pad_token="0")
+
+
+def draw_prompts(count: int, shortest: int, longest: int, vocab: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Draw prompts of evenly spread lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    span = max(1, count - 1)
+    return [
+        tuple(
+            torch.randint(
+                1, vocab, (shortest + (longest - shortest) * place // span,), generator=generator
+            ).tolist()
+        )
+        for place in range(count)
+    ]
+
+
+def alternate(sides: dict[str, Callable[[], Any]], repeats: int, warmup: int = 1) -> dict[str, Timing]:
+    """Time several sides in turn, so that a noisy neighbour disturbs all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(warmup + repeats):
+        for name, run in sides.items():
+            gc.collect()
+            began = time.perf_counter()
+            run()
+            if number >= warmup:
+                seconds[name].append(time.perf_counter() - began)
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def matmul_peak(dtype: torch.dtype, size: int = 2048, seconds: float = 1.0) -> float:
+    """Return the best FLOP/s of square products here and now."""
+    left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    best, end = 9e9, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        began = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def linear_weights(shape: ModelConfig) -> int:
+    """Return the parameters that every token is multiplied with, without the head."""
+    width, channels = shape.hidden_size, shape.head_dim
+    attention = width * channels * (2 * shape.num_heads + 2 * shape.num_kv_heads)
+    return shape.num_layers * (attention + 3 * width * shape.intermediate_size)
+
+
+def quiet() -> None:
+    """Silence what peers print."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+
+def parser(text: str | None) -> argparse.ArgumentParser:
+    """Make the command line that all programs share."""
+    result = argparse.ArgumentParser(description=(text or "").split("\n")[0])
+    result.add_argument("--quick", action="store_true", help="the smallest model and few repeats")
+    result.add_argument("--json", type=Path, help="write the rows there")
+    result.add_argument("--repeats", type=int, default=0, help="timed runs of each side")
+    result.add_argument("--threads", type=int, default=0, help="intra-op threads; default all cores")
+    result.add_argument("--models", default="", help="which of a, b, c, such as ab")
+    return result
+
+
+def start(arguments: argparse.Namespace) -> None:
+    """Apply what all programs share."""
+    quiet()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+
+
+def finish(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write the rows where that is asked."""
+    if arguments.json:
+        facts = {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "date": time.strftime("%Y-%m-%d"),
+            "command": " ".join(["python", *sys.argv]),
+        }
+        arguments.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")

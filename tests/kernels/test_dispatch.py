@@ -1,0 +1,70 @@
+"""Which implementation runs where, seen without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from whet.kernels import dispatch, eager
+from whet.types import UserError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that PyTorch was built for CUDA."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    dispatch._cuda_kernels.cache_clear()
+
+
+def teardown_module() -> None:
+    dispatch._cuda_kernels.cache_clear()
+
+
+def test_every_kernel_has_its_twins_signature(nvidia: None) -> None:
+    table = dispatch._cuda_kernels()
+    assert len(table) == 8
+    for twin, kernel in table.items():
+        assert twin.__name__ == kernel.__name__
+        assert kernel.__module__.startswith("whet.kernels.triton_")
+        assert inspect.signature(twin) == inspect.signature(kernel)
+
+
+def test_pick(nvidia: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whet.kernels import triton_layer
+
+    assert dispatch.pick(eager.swiglu, CUDA) is triton_layer.swiglu
+    assert dispatch.pick(eager.swiglu, CUDA, torch.bfloat16) is triton_layer.swiglu
+    assert dispatch.pick(eager.swiglu, CUDA, torch.float64) is eager.swiglu
+    assert dispatch.pick(eager.swiglu, CPU) is eager.swiglu
+    assert dispatch.pick(eager.nf4_quantize, CUDA) is eager.nf4_quantize  # no kernel: its own answer
+    monkeypatch.setenv(dispatch.VARIABLE, "eager")
+    assert dispatch.pick(eager.swiglu, CUDA) is eager.swiglu
+    monkeypatch.setenv(dispatch.VARIABLE, "fast")
+    with pytest.raises(UserError, match="WHET_KERNELS = 'fast': expected 'auto' or 'eager'"):
+        dispatch.pick(eager.swiglu, CUDA)
+
+
+def test_without_triton_or_nvidia_all_is_eager(nvidia: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert dispatch.pick(eager.swiglu, CUDA) is eager.swiglu
+    monkeypatch.undo()
+    dispatch._cuda_kernels.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", None)  # a CPU or ROCm build
+    assert dispatch.pick(eager.swiglu, CUDA) is eager.swiglu
+
+
+def test_a_cpu_never_imports_triton() -> None:
+    code = (
+        "import sys, torch; from whet.kernels import dispatch, eager; x = torch.ones(2, 3)\n"
+        "dispatch.pick(eager.swiglu, x.device)(x, x); dispatch.has_triton(); sys.exit('triton' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,73 @@
+"""Decoding steps in one call of the C++ kernels, where model and machine allow it: bit for bit the same numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from whet.generate.cache import KVCache
+from whet.generate.rows import Rows
+from whet.kernels import cpu
+from whet.kernels.cpu_head import RowState
+from whet.kernels.cpu_layers import Layers
+from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
+
+
+def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
+    """Say whether all of a decoding step can be one call.
+
+    Args:
+        model: The model.
+        cache: Its cache.
+        dtype: Dtype of products.
+    """
+    if not (isinstance(model, LlamaLike) and cache.is_tiled) or model.config.mlp_bias:
+        return False
+    is_plain = all(not m._forward_hooks and m._compiled_call_impl is None for m in model.modules())  # pyright: ignore[reportPrivateUsage]
+    # A head's norm under autocast gives float32 queries; the fused step keeps them in the products' dtype.
+    has_wide_queries = model.config.family == "qwen3" and model.head_weight.dtype != dtype
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    return is_plain and not has_wide_queries and cpu.usable(model.model.embed_tokens.weight, *matrices)
+
+
+def fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> Layers:
+    """Gather the addresses of a model that `can_fuse`; valid while neither weights nor cache move."""
+    assert isinstance(model, LlamaLike)
+    config, (cos, sin) = model.config, model.rotary(cache.keys.device)
+    layers = [
+        _tensors(layer, dtype) | {"keys": cache.keys[index], "values": cache.values[index]}
+        for index, layer in enumerate(model.model.layers)
+        if isinstance(layer, DecoderLayer)
+    ]
+    return Layers(
+        layers,
+        embeddings=model.model.embed_tokens.weight.detach(),
+        norm=model.model.norm.weight.detach(),
+        cos=cos,
+        sin=sin,
+        num_rows=cache.num_rows,
+        heads=(config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size),
+        capacity=cache.capacity,
+        eps=config.norm_eps,
+    )
+
+
+def _tensors(layer: DecoderLayer, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
+    attention, mlp = layer.self_attn, layer.mlp
+    parts = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
+    parts |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+    tensors: dict[str, torch.Tensor | None] = {
+        name: cpu.panels(part.weight, dtype) for name, part in parts.items()
+    }
+    for name in "qkvo":
+        bias = parts[name].bias
+        tensors[f"{name}_bias"] = None if bias is None else bias.detach().to(dtype)
+    norms = {"norm1": layer.input_layernorm, "norm2": layer.post_attention_layernorm}
+    norms |= {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
+    return tensors | {name: None if part is None else part.weight.detach() for name, part in norms.items()}
+
+
+def row_state(state: Rows, first: int, stop_ids: torch.Tensor) -> RowState:
+    """Return the addresses of an engine's rows from `first` on; valid while the rows live."""
+    names = ("seeds", "positions", "counts", "limits", "last", "tokens", "logprobs", "done", "stopped")
+    addresses = (getattr(state, name)[first:].data_ptr() for name in names)
+    return RowState(*addresses, state.tokens.shape[1], stop_ids.data_ptr(), stop_ids.numel())

@@ -1,0 +1,277 @@
+"""`whet bench`: whet and its peers at the same work on this machine, by the programs of the repository's bench/."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.config import dump_yaml
+from whet.pages.page import json_for_script, render
+from whet.run_folder import open_run
+from whet.telemetry.display import escape_controls
+from whet.telemetry.environment import describe_environment
+from whet.types import UserError
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+PEERS = {
+    "trl": "pip install 'whet[peers]'",
+    "hf": "pip install 'whet[peers]'",
+    "vllm": "set VLLM_PYTHON to the Python of an environment with vLLM (its CPU build where there is no GPU)",
+}
+"""Peer -> how to get it."""
+PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "grpo_step": ("GRPO step", ("trl",)),
+    "sft_step": ("SFT step", ("trl",)),
+    "generate": ("generation", ("hf", "vllm")),
+    "memory": ("memory of a GRPO step", ("trl",)),
+    "mfu": ("training MFU", ()),
+}
+"""File in bench/ -> what it measures, and beside whom."""
+HF_TARGET, VLLM_TARGET, VLLM_BATCHES = 3.0, 1.1, (8, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """Speed and memory beside TRL, transformers and vLLM on this machine: ratio, target and floor.
+
+    Exit status 1 when a program fails.
+    """
+
+    against: tuple[str, ...] = ()
+    """Peers: trl, hf, vllm; empty for those that are installed."""
+    programs: tuple[str, ...] = tuple(PROGRAMS)
+    """Programs to run."""
+    quick: bool = False
+    """The smallest model and few repeats: minutes instead of an hour."""
+    models: str = ""
+    """Models, such as ab: a 1.07M, b 11.4M and c 124M parameters; empty for each program's own choice."""
+    repeats: int = 0
+    """Timed runs of each side; 0 for each program's own choice."""
+    threads: int = 0
+    """CPU threads of both sides; 0 for all cores."""
+    out: str = ""
+    """Folder to make for bench.json and bench.html; empty for runs/bench-DATE-TIME."""
+
+    def __post_init__(self) -> None:
+        for name, words, known in (("against", self.against, PEERS), ("programs", self.programs, PROGRAMS)):
+            if unknown := set(split(words)) - known.keys():
+                raise ValueError(
+                    f"{name}: got {', '.join(sorted(unknown))}, expected some of {', '.join(known)}"
+                )
+        if set(self.models) - set("abc"):
+            raise ValueError(f"models = {self.models}: expected some of a, b and c")
+        for name in ("repeats", "threads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
+
+    @property
+    def options(self) -> list[str]:
+        """What every program is given."""
+        words = ["--quick"] if self.quick else []
+        words += ["--models", self.models] if self.models else []
+        words += ["--repeats", str(self.repeats)] if self.repeats else []
+        return words + (["--threads", str(self.threads)] if self.threads else [])
+
+
+def split(words: Iterable[str]) -> list[str]:
+    """Return words that stand alone or with commas between them."""
+    return [word for text in words for word in text.split(",") if word]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of the table.
+
+    Attributes:
+        program: Program that measured it.
+        case: Model and work.
+        peer: Who is beside whet, with the settings that were its best; '' for the machine's own limit.
+        value: How many times as fast; of memory and MFU a share.
+        target: What is aimed at; None where nothing is.
+        floor: Ratio at which only the arithmetic would be left; None where it is not known.
+        share: Share of the floor that is reached.
+        is_lower_better: Whether small values are good: memory.
+    """
+
+    program: str
+    case: str
+    peer: str
+    value: float
+    target: float | None = None
+    floor: float | None = None
+    share: float | None = None
+    is_lower_better: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called from one run to the next."""
+        peer = self.peer.partition(",")[0].partition(" ")[0]
+        return f"{self.program} {self.case}{f' vs {peer}' if peer else ''}"
+
+    @property
+    def ratio(self) -> float:
+        """The value, or its inverse: more is better."""
+        return 1 / self.value if self.is_lower_better else self.value
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is reached; None without one."""
+        if self.target is None:
+            return None
+        return self.value <= self.target if self.is_lower_better else self.value >= self.target
+
+
+def results(program: str, rows: Iterable[Mapping[str, Any]]) -> list[Result]:
+    """Read the rows that a program of bench/ wrote."""
+    found = []
+    for row in rows:
+        case, precision = row.get("case") or row.get("model", ""), row.get("precision")
+        share, target = row.get("share_of_floor"), row.get("target")
+        if program == "generate":
+            case = f"{case} batch {row['batch']}"
+            aim = VLLM_TARGET if row["batch"] in VLLM_BATCHES else None
+            for peer, target in ((f"HF, {row.get('hf_best')}", HF_TARGET), ("vLLM", aim)):
+                if (value := row.get(f"{peer.partition(',')[0].lower()}_ratio")) is not None:
+                    found.append(Result(program, case, peer, value, target, value / share, share))
+        elif program == "mfu":
+            found.append(Result(program, f"{case} {precision}", "", row["mfu"], target))
+        else:
+            is_memory = program == "memory"
+            floor = row.get("floor_ratio")
+            found.append(Result(program, case, row["peer"], row["ratio"], target, floor, share, is_memory))
+    return found
+
+
+def main(config: BenchConfig) -> None:
+    """Run the programs one after the other, and print and write one table.
+
+    Raises:
+        UserError: If bench/ or a peer that is asked for is missing.
+        SystemExit: With status 1 when a program fails.
+    """
+    if not (BENCH / "sides.py").is_file():
+        raise UserError(
+            f"whet bench: the measuring programs are not part of the installed package (no {BENCH}); get the "
+            "repository with its bench/ folder, there pip install -e '.[peers]', and run whet bench again"
+        )
+    chosen, notes = select(config)
+    folder = Path(config.out or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
+    open_run(folder, dump_yaml(config), resumable=False)
+    for note in notes:
+        print(note)
+    rows: dict[str, Any] = {}
+    failed = []
+    for program, extra in chosen.items():
+        found = run_program(BENCH / f"{program}.py", [*config.options, *extra])
+        if found is None:
+            failed.append(program)
+        else:
+            rows[program] = found
+    found = [result for program, content in rows.items() for result in results(program, content["rows"])]
+    content = {
+        "machine": describe_environment(),
+        "quick": config.quick,
+        "notes": notes,
+        "failed": failed,
+        "rows": {result.name: result.ratio for result in found},
+        "results": [asdict(result) | {"name": result.name, "is_met": result.is_met} for result in found],
+        "programs": rows,
+    }
+    text = json.dumps(json.loads(json_for_script(content)), indent=1)
+    (folder / "bench.json").write_text(text + "\n", encoding="ascii")
+    page = render(
+        "bench.html",
+        title="whet beside its peers",
+        styles=("bench.css",),
+        content=content,
+        found=found,
+        titles={name: title for name, (title, _) in PROGRAMS.items()},
+        shown=shown,
+        verdict=verdict,
+    )
+    (folder / "bench.html").write_text(page, encoding="utf-8", errors="backslashreplace")
+    print(escape_controls(f"\n{table(found)}\n\n{folder / 'bench.html'} shows everything"))
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+        raise SystemExit(1)
+
+
+def select(config: BenchConfig) -> tuple[dict[str, list[str]], list[str]]:
+    """Return which programs can be run, with what each is given besides, and notes on what is left out.
+
+    Raises:
+        UserError: If a peer that is asked for is missing, or nothing is left.
+    """
+    asked, programs = split(config.against), split(config.programs)
+    missing = [peer for peer in PEERS if not is_installed(peer)]
+    if lacking := [peer for peer in asked if peer in missing]:
+        raise UserError(f"--against {lacking[0]}: not installed; {PEERS[lacking[0]]}, or leave it out")
+    wanted = [peer for peer in asked or PEERS if peer not in missing]
+    notes = [f"{peer} is left out: not installed; {PEERS[peer]}" for peer in missing if not asked]
+    chosen: dict[str, list[str]] = {}
+    for program in programs:
+        beside = PROGRAMS[program][1]
+        present = [peer for peer in beside if peer in wanted]
+        if beside and not present:
+            continue
+        chosen[program] = ["--against", *present] if len(beside) > 1 else []
+    if not chosen:
+        raise UserError(
+            f"no program of {', '.join(programs)} has a peer here: {PEERS['trl']}, or choose other --programs"
+        )
+    return chosen, notes
+
+
+def is_installed(peer: str) -> bool:
+    """Say whether a peer is at hand."""
+    if peer == "vllm":
+        return bool(os.environ.get("VLLM_PYTHON"))
+    return importlib.util.find_spec({"trl": "trl", "hf": "transformers"}[peer]) is not None
+
+
+def run_program(path: Path, options: Sequence[str]) -> dict[str, Any] | None:
+    """Run a measuring program, which prints as it goes; return what it wrote, or None when it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        words = [sys.executable, str(path), *options, "--json", str(file)]
+        sys.stdout.flush()
+        code = subprocess.run(words, check=False).returncode
+        if code or not file.is_file():
+            print(f"{path.name} ended with status {code}", flush=True)
+            return None
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def shown(result: Result, value: float | None) -> str:
+    """Write a value, target or floor of a result."""
+    if value is None:
+        return ""
+    return f"{value:.0%}" if result.program == "mfu" else f"{value:.2f}x"
+
+
+def verdict(result: Result) -> str:
+    """Say whether the target is met."""
+    return {None: "", True: "met", False: "missed"}[result.is_met]
+
+
+def table(found: Sequence[Result]) -> str:
+    """Lay out the results as text."""
+    lines = [f"{'work':<48}{'beside':<32}{'whet':>8}{'target':>9}{'floor':>8}{'reached':>9}"]
+    for result in found:
+        share = "" if result.share is None else f"{result.share:.0%}"
+        target = shown(result, result.target)
+        target = f"{'<=' if result.is_lower_better else ''}{target}" if target else ""
+        lines.append(
+            f"{PROGRAMS[result.program][0] + ' ' + result.case:<48}{result.peer or 'matmul peak':<32}"
+            f"{shown(result, result.value):>8}{target:>9}{shown(result, result.floor):>8}{share:>9}  {verdict(result)}"
+        )
+    return "\n".join(lines)

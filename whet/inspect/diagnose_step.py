@@ -1,0 +1,336 @@
+"""The first training step of a recipe, to be done as often as wanted, its stages watched from outside."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from whet.algo.packing import TrainingSequence
+from whet.eval.evaluate import fitting_problems
+from whet.generate.policy import load_policy, resolve_device
+from whet.model.attention import AttentionKind
+from whet.rewards.base import build_rewards
+from whet.tasks.base import answer_type_of, load_task
+from whet.train.advantage import is_informative, training_sequences, with_advantages
+from whet.train.algorithm import AlgoConfig
+from whet.train.beforehand import check_fit
+from whet.train.fit import FIT_ATTENTION
+from whet.train.judging import open_judge
+from whet.train.objective import Objective
+from whet.train.order import data_order
+from whet.train.recorded import score_tokens
+from whet.train.rl_config import RLConfig
+from whet.train.rollout import Rollout, collect_groups
+from whet.train.safety import set_deterministic
+from whet.train.sft import SFTConfig, demonstration, fitting, is_empty, train_step
+from whet.train.step import (
+    OptimConfig,
+    Optimizer,
+    autocast_dtype,
+    learning_rate,
+    parameter_dtype,
+    prepare_model,
+)
+from whet.types import Group, UserError
+
+STAGES = ("batch", "forward", "backward", "optimizer")
+"""Packing, with the passes of a reference or critic; the model's forward passes and the loss; backward; the update."""
+BETWEEN = "other"
+Work = Callable[[], dict[str, float]]
+
+
+class Subject:
+    """A recipe, loaded, with the data of its first step.
+
+    Args:
+        run: The recipe.
+
+    Attributes:
+        policy: Its policy.
+        problems: The problems of the step.
+        rollout: What was sampled, of `rl`.
+        groups: Groups that the loss uses, with advantages, of `rl`.
+        num_informative: Groups whose rewards differ.
+        is_substituted: Whether no reward differed, and 1, 0, 1, ... were put in their place to have a gradient.
+        sequences: What is trained on.
+        optimizer: A fresh optimizer.
+        lr: Learning rate that the schedule gives the step.
+    """
+
+    def __init__(self, run: RLConfig | SFTConfig) -> None:
+        self.run = run
+        set_deterministic(run.safety.sameness(resolve_device(run.policy.device)), compiles=run.optim.compile)
+        self.policy = load_policy(run.policy, seed=run.seed, dtype=parameter_dtype(run.optim.precision))
+        prepare_model(self.policy.model, run.optim)
+        self.rollout: Rollout | None = None
+        self.groups: list[Group] = []
+        self.num_informative, self.is_substituted = 0, False
+        if isinstance(run, SFTConfig):
+            self.sequences = self._demonstrations(run)
+        else:
+            self._sample(run)
+            self.sequences = training_sequences(self.groups, run.algo)
+        self._start = {name: p.detach().clone() for name, p in self.policy.model.named_parameters()}
+        self.optimizer = Optimizer(self.policy.model, run.optim)
+        self.lr = learning_rate(run.optim, 0, run.num_steps)
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the distribution that tokens are scored under."""
+        return self.run.sampling.temperature if isinstance(self.run, RLConfig) else 1.0
+
+    @property
+    def attention(self) -> AttentionKind:
+        """Attention kernel of the training passes."""
+        return FIT_ATTENTION if isinstance(self.run, SFTConfig) else self.policy.attention
+
+    def _demonstrations(self, run: SFTConfig) -> list[TrainingSequence]:
+        task = load_task(run.task)
+        self.policy.expect(answer_type_of(task))
+        kept = fitting(self.policy, task.problems("train"))
+        if not kept:
+            raise UserError("no demonstration of the train split fits the context")
+        drawn = data_order(task, kept, run.seed).next(run.batch_size)
+        self.problems = [problem for _, problem in drawn]
+        return [demonstration(self.policy, p, empty=is_empty(run, epoch, p)) for epoch, p in drawn]
+
+    def _sample(self, run: RLConfig) -> None:
+        """Sample and score the first step's groups; a curriculum and refills are left out."""
+        policy, task = self.policy, load_task(run.task)
+        check_fit(run, policy, task)
+        kept = fitting_problems(policy, task.problems("train"), min_new_tokens=run.sampling.max_new_tokens)
+        if not kept:
+            raise UserError(f"task {task.name}: no problem of the train split fits the context")
+        drawn = data_order(task, kept, run.seed).next(run.num_prompts)
+        self.problems = [problem for _, problem in drawn]
+        built = build_rewards(run.rewards, policy.schema, task, run.reward)
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            open_judge(run.judge, built, Path(scratch), policy.schema, kept[0]) as (rewards, _),
+        ):
+            self.rollout = collect_groups(
+                policy,
+                policy.engine(autocast_dtype(run.optim.precision)),
+                task,
+                rewards,
+                self.problems,
+                seeds=[(run.seed, 0, epoch) for epoch, _ in drawn],
+                group_size=run.group_size,
+                sampling=run.sampling,
+                overlong=run.algo.overlong,
+                overlong_cache=run.algo.ramp(run.sampling.max_new_tokens),
+                random_reward=run.control == "random_reward",
+            )
+        groups, weights = self.rollout.groups, run.reward_weights
+        informative = is_informative(groups, run.algo, weights)
+        self.num_informative = sum(informative)
+        is_kept = run.algo.uninformative == "keep"
+        used = [group for group, teaches in zip(groups, informative, strict=True) if teaches or is_kept]
+        self.groups = with_advantages(used, run.algo, weights)
+        if not any(sample.advantage for group in self.groups for sample in group.samples):
+            self.is_substituted = True
+            self.groups = with_advantages(_substituted(groups, list(weights)), run.algo, weights)
+
+    def scores(
+        self, sequences: Sequence[TrainingSequence] | None = None, *, token_budget: int = 0
+    ) -> list[list[float]]:
+        """Return the trainer's log-probabilities of trained tokens, by sequence; with gradients, as in training.
+
+        Args:
+            sequences: Default those of the step.
+            token_budget: Tokens of a micro-batch; 0 takes the recipe's.
+        """
+        optim = replace(self.run.optim, token_budget=token_budget or self.run.optim.token_budget)
+        return score_tokens(
+            self.policy,
+            self.sequences if sequences is None else sequences,
+            optim,
+            attention=self.attention,
+            temperature=self.temperature,
+        )
+
+    def prepare(
+        self,
+        optim: OptimConfig | None = None,
+        *,
+        groups: Sequence[Group] | None = None,
+        algo: AlgoConfig | None = None,
+        repeat: int = 1,
+    ) -> Work:
+        """Return what does the step, as its program does it.
+
+        Args:
+            optim: Other settings of the step.
+            groups: Other groups, of `rl`.
+            algo: Another objective, of `rl`.
+            repeat: Times that the data is in the batch.
+        """
+        run, optim = self.run, optim or self.run.optim
+        if isinstance(run, SFTConfig):
+            rows = self.sequences * repeat
+
+            def fit() -> dict[str, float]:
+                loss, *_ = train_step(self.policy, rows, optim)
+                return {"loss": loss, "grad_norm": self.optimizer.step(self.lr, loss=loss)}
+
+            return fit
+        objective = Objective(
+            self.policy,
+            algo or run.algo,
+            optim=optim,
+            temperature=run.sampling.temperature,
+            max_length=run.sampling.max_new_tokens,
+            off_policy=run.off_policy if algo is None else None,
+            value=run.value if algo is None else None,
+            seed=run.seed,
+        )
+        chosen = list(self.groups if groups is None else groups) * repeat
+
+        def reinforce() -> dict[str, float]:
+            found = objective.update(chosen, self.optimizer, self.lr, step=run.value.warmup_steps)
+            return {name.removeprefix("rl/"): value for name, value in found.items()}
+
+        return reinforce
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return what the optimizer updates: the parameters, or their float32 masters."""
+        state = self.optimizer.tensors()
+        return {
+            name: state.get(f"{name}/master", parameter.detach())
+            for name, parameter in self.policy.model.named_parameters()
+        }
+
+    def changed(self) -> float:
+        """Return the share of the model's weights that are not those of the beginning."""
+        pairs = [(p, self._start[name]) for name, p in self.policy.model.named_parameters()]
+        return sum(float((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Put the weights of the beginning back, with a fresh optimizer."""
+        for name, parameter in self.policy.model.named_parameters():
+            parameter.copy_(self._start[name])
+            parameter.grad = None
+        self.optimizer = Optimizer(self.policy.model, self.run.optim)
+
+
+def _substituted(groups: Sequence[Group], names: Sequence[str]) -> list[Group]:
+    """Return groups whose rewards are 1, 0, 1, ... in turn."""
+    changed = []
+    for place, group in enumerate(groups):
+        values = [float((place + index + 1) % 2) for index in range(len(group.samples))]
+        samples = zip(group.samples, values, strict=True)
+        changed.append(
+            replace(
+                group,
+                samples=tuple(
+                    replace(sample, reward=value, rewards=dict.fromkeys(names, value))
+                    for sample, value in samples
+                ),
+            )
+        )
+    return changed
+
+
+@dataclass(slots=True)
+class Update:
+    """One call of the optimizer.
+
+    Attributes:
+        lr: Learning rate that it was given.
+        norm: Gradient norm that it returned.
+        gradients: Gradients before clipping, by parameter; those that are None left out.
+        before: Weights before it.
+        after: Weights after it.
+    """
+
+    lr: float
+    norm: float
+    gradients: dict[str, torch.Tensor]
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+
+
+@contextmanager
+def captured(subject: Subject, *, apply: bool) -> Iterator[list[Update]]:
+    """Note what the optimizer is given in its first call.
+
+    Args:
+        subject: The recipe.
+        apply: Whether it updates the weights; otherwise the gradients are only noted and cleared.
+    """
+    optimizer, model, found = subject.optimizer, subject.policy.model, list[Update]()
+    plain = optimizer.step
+
+    def step(lr: float, *, loss: float = 0.0) -> float:
+        named = dict(model.named_parameters())
+        update = None
+        if not found:
+            gradients = {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None}
+            before = {n: w.clone() for n, w in subject.weights().items()} if apply else {}
+            update = Update(lr, 0.0, gradients, before, {})
+            found.append(update)
+        norm = plain(lr, loss=loss) if apply else 0.0
+        if update is not None:
+            update.norm = norm
+            update.after = {n: w.clone() for n, w in subject.weights().items()} if apply else {}
+        for parameter in named.values():
+            parameter.grad = None
+        return norm
+
+    optimizer.step = step
+    try:
+        yield found
+    finally:
+        optimizer.step = plain
+
+
+@contextmanager
+def staged(subject: Subject, enter: Callable[[str], None]) -> Iterator[None]:
+    """Call `enter(stage)` whenever a step goes over to another of its stages; it begins with 'batch'."""
+    optimizer, backward, update = subject.optimizer, torch.autograd.backward, subject.optimizer.step
+
+    def backward_stage(*arguments: object, **options: object) -> None:
+        enter("backward")
+        backward(*arguments, **options)  # pyright: ignore[reportArgumentType]
+        enter(BETWEEN)
+
+    def optimizer_stage(lr: float, *, loss: float = 0.0) -> float:
+        enter("optimizer")
+        norm = update(lr, loss=loss)
+        enter(BETWEEN)
+        return norm
+
+    hook = subject.policy.model.register_forward_pre_hook(lambda *_: enter("forward"))
+    torch.autograd.backward, optimizer.step = backward_stage, optimizer_stage
+    try:
+        enter("batch")
+        yield
+        enter(BETWEEN)
+    finally:
+        torch.autograd.backward, optimizer.step = backward, update
+        hook.remove()
+
+
+def timed(subject: Subject, work: Work) -> dict[str, float]:
+    """Do a step; return the seconds of each stage, of what lies between them, and of all as 'step'."""
+    seconds: dict[str, float] = dict.fromkeys((*STAGES, BETWEEN), 0.0)
+    stage, since = BETWEEN, 0.0
+
+    def enter(name: str) -> None:
+        nonlocal stage, since
+        if subject.policy.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        seconds[stage] += now - since if since else 0.0
+        stage, since = name, now
+
+    with staged(subject, enter):
+        work()
+    return seconds | {"step": sum(seconds.values())}

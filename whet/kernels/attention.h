@@ -1,0 +1,219 @@
+// Causal attention of grouped queries in float32 arithmetic, one query row at a time as far as numbers go: scores add
+// up channel after channel, outputs key after key, so that decoding, prefill and training give the same bits.
+// Keys lie in tiles of 16, transposed: [tile][channel][16].
+#pragma once
+#include "vec.h"
+#include <algorithm>
+
+enum { TILE = 16 };
+static inline long tiles_of(long keys) { return (keys + TILE - 1) / TILE; }
+
+// s[r][16 tile + lane] = q[r] . key
+template <int R, int C, typename T> static void scores_rows(const float* q, const T* kt, long tiles, float* s, long ss) {
+  long t = 0;
+  for (; t + 4 <= tiles; t += 4) {
+    v16 acc[R][4] = {};
+    for (int c = 0; c < C; ++c) {
+      v16 k[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) k[i] = load(kt + ((t + i) * C + c) * TILE);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) acc[r][i] = acc[r][i] + same(q[r * C + c]) * k[i];
+    }
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < 4; ++i) store(s + r * ss + (t + i) * TILE, acc[r][i]);
+  }
+  for (; t < tiles; ++t) {
+    v16 acc[R] = {};
+    for (int c = 0; c < C; ++c) {
+      v16 k = load(kt + (t * C + c) * TILE);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) acc[r] = acc[r] + same(q[r * C + c]) * k;
+    }
+    for (int r = 0; r < R; ++r) store(s + r * ss + t * TILE, acc[r]);
+  }
+}
+
+// out[r] += sum over j of w[r rs + j cs] b[j]
+template <int R, int C, typename T>
+static void add_rows(float* out, const float* w, long rs, long cs, const T* b, long bs, long count) {
+  constexpr int V = C / 16, W = V <= 4 ? V : V % 4 == 0 ? 4 : V % 3 == 0 ? 3 : V % 2 == 0 ? 2 : 1;
+  for (int v = 0; v < V; v += W) {
+    v16 acc[R][W];
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < W; ++i) acc[r][i] = load(out + r * C + (v + i) * 16);
+    for (long j = 0; j < count; ++j) {
+      v16 x[W];
+#pragma GCC unroll 4
+      for (int i = 0; i < W; ++i) x[i] = load(b + j * bs + (v + i) * 16);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int i = 0; i < W; ++i) acc[r][i] = acc[r][i] + same(w[r * rs + j * cs]) * x[i];
+    }
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < W; ++i) store(out + r * C + (v + i) * 16, acc[r][i]);
+  }
+}
+
+template <int C, typename T> static void scores(int R, const float* q, const T* kt, long tiles, float* s, long ss) {
+  if (R == 4) scores_rows<4, C>(q, kt, tiles, s, ss);
+  else if (R == 3) scores_rows<3, C>(q, kt, tiles, s, ss);
+  else if (R == 2) scores_rows<2, C>(q, kt, tiles, s, ss);
+  else scores_rows<1, C>(q, kt, tiles, s, ss);
+}
+template <int C, typename T>
+static void add(int R, float* out, const float* w, long rs, long cs, const T* b, long bs, long count) {
+  if (R == 4) add_rows<4, C>(out, w, rs, cs, b, bs, count);
+  else if (R == 3) add_rows<3, C>(out, w, rs, cs, b, bs, count);
+  else if (R == 2) add_rows<2, C>(out, w, rs, cs, b, bs, count);
+  else add_rows<1, C>(out, w, rs, cs, b, bs, count);
+}
+
+// Turns scores of the first `limit` keys into weights that are not yet divided by their sum; the rest become 0.
+static inline void weigh(float* s, long tiles, long limit, float* total, float* top) {
+  for (long j = limit; j < tiles * TILE; ++j) s[j] = -INFINITY;
+  v16 best = load(s);
+  for (long t = 1; t < tiles; ++t) best = highest(best, load(s + t * TILE));
+  *top = highest(best);
+  v16 all = {};
+  for (long t = 0; t < tiles; ++t) {
+    v16 e = exponential(load(s + t * TILE) - *top);
+    store(s + t * TILE, e);
+    all = all + e;
+  }
+  *total = sum(all);
+}
+
+// Sequences in a flat batch. Queries q_start .. q_start + q_count; their keys are `shared` rows from `prefix` on, and
+// then their own rows. Segments of one group stand together; only they share keys.
+struct Segment { int64_t q_start, q_count, prefix, shared, group; };
+
+template <int C, typename T>
+static void gather(const T* x, long heads, long head, const Segment& g, float* rows, float* tiles) {
+  long keys = g.shared + g.q_count, whole = tiles_of(keys) * TILE;
+  for (long j = 0; j < whole; ++j) {
+    const T* from = x + ((j < g.shared ? g.prefix + j : g.q_start + j - g.shared) * heads + head) * C;
+    for (int c = 0; c < C; c += 16) {
+      v16 y = j < keys ? load(from + c) : v16{};
+      if (rows) store(rows + j * C + c, y);
+      if (tiles)
+        for (int i = 0; i < 16; ++i) tiles[(j / TILE * C + c + i) * TILE + j % TILE] = y[i];
+    }
+  }
+}
+
+template <int C, typename T>
+static void attend_segment(const T* q, const T* k, const T* v, T* out, float* lse, long H, long K, long head, const Segment& g) {
+  static thread_local Scratch memory;
+  long keys = g.shared + g.q_count, whole = tiles_of(keys) * TILE, rep = H / K;
+  float* kt = memory.need(2 * whole * C + 4 * whole + 8 * C);
+  float *vb = kt + whole * C, *s = vb + whole * C, *qb = s + 4 * whole, *ob = qb + 4 * C;
+  gather<C>(k, K, head, g, (float*)nullptr, kt);
+  gather<C>(v, K, head, g, vb, (float*)nullptr);
+  float scale = 1.0f / std::sqrt((float)C);
+  for (long h = head * rep; h < (head + 1) * rep; ++h)
+    for (long t = 0; t < g.q_count; t += 4) {
+      int R = (int)std::min(4L, g.q_count - t);
+      long last = g.shared + t + R, tiles = tiles_of(last);
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; c += 16) store(qb + r * C + c, load(q + ((g.q_start + t + r) * H + h) * C + c) * scale);
+      scores<C>(R, qb, kt, tiles, s, whole);
+      float total[4], top[4];
+      for (int r = 0; r < R; ++r) weigh(s + r * whole, tiles, last - R + r + 1, total + r, top + r);
+      memset(ob, 0, 4 * C * sizeof(float));
+      add<C>(R, ob, s, whole, 1, vb, C, last);
+      for (int r = 0; r < R; ++r) {
+        long row = g.q_start + t + r;
+        if (lse) lse[row * H + h] = top[r] + std::log(total[r]);
+        for (int c = 0; c < C; c += 16) store(out + (row * H + h) * C + c, load(ob + r * C + c) * (1.0f / total[r]));
+      }
+    }
+}
+
+// One query per row; `tiles` is the row's keys in tiles, `vb` its values [position][channel].
+template <int C, typename T>
+static void attend_row(const T* q, const T* kt, const T* vb, T* out, long rep, long limit) {
+  static thread_local Scratch memory;
+  long tiles = tiles_of(limit), whole = tiles * TILE;
+  float* s = memory.need(4 * whole + 8 * C);
+  float *qb = s + 4 * whole, *ob = qb + 4 * C;
+  float scale = 1.0f / std::sqrt((float)C);
+  for (long h = 0; h < rep; h += 4) {
+    int R = (int)std::min(4L, rep - h);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; c += 16) store(qb + r * C + c, load(q + (h + r) * C + c) * scale);
+    scores<C>(R, qb, kt, tiles, s, whole);
+    float total[4], top;
+    for (int r = 0; r < R; ++r) weigh(s + r * whole, tiles, limit, total + r, &top);
+    memset(ob, 0, 4 * C * sizeof(float));
+    add<C>(R, ob, s, whole, 1, vb, C, limit);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; c += 16) store(out + (h + r) * C + c, load(ob + r * C + c) * (1.0f / total[r]));
+  }
+}
+
+// Gradients of all segments of one group for one key/value head; dk and dv are float32 [N, K, C] and start at 0.
+template <int C, typename T>
+static void back_segment(const T* q, const T* k, const T* v, const T* out, const float* lse, const T* grad, T* dq, float* dk,
+                         float* dv, long H, long K, long head, const Segment& g) {
+  enum { BLOCK_ROWS = 32 };
+  static thread_local Scratch memory;
+  long keys = g.shared + g.q_count, whole = tiles_of(keys) * TILE, rep = H / K, B = BLOCK_ROWS;
+  float* kt = memory.need(5 * whole * C + 2 * B * whole + 3 * B * C);
+  float *vt = kt + whole * C, *kb = vt + whole * C, *dkb = kb + whole * C, *dvb = dkb + whole * C;
+  float *p = dvb + whole * C, *d = p + B * whole, *qb = d + B * whole, *gb = qb + B * C, *ob = gb + B * C;
+  gather<C>(k, K, head, g, kb, kt);
+  gather<C>(v, K, head, g, (float*)nullptr, vt);
+  memset(dkb, 0, 2 * whole * C * sizeof(float));
+  float scale = 1.0f / std::sqrt((float)C);
+  for (long h = head * rep; h < (head + 1) * rep; ++h)
+    for (long t = 0; t < g.q_count; t += B) {
+      long R = std::min(B, g.q_count - t), last = g.shared + t + R, tiles = tiles_of(last);
+      float delta[BLOCK_ROWS];
+      for (long r = 0; r < R; ++r) {
+        long at = ((g.q_start + t + r) * H + h) * C;
+        v16 dot = {};
+        for (int c = 0; c < C; c += 16) {
+          v16 y = load(grad + at + c);
+          store(qb + r * C + c, load(q + at + c) * scale);
+          store(gb + r * C + c, y);
+          dot = dot + y * load(out + at + c);
+        }
+        delta[r] = sum(dot);
+      }
+      memset(ob, 0, R * C * sizeof(float));
+      for (long r = 0; r < R; r += 4) {
+        int some = (int)std::min(4L, R - r);
+        scores<C>(some, qb + r * C, kt, tiles, p + r * whole, whole);
+        scores<C>(some, gb + r * C, vt, tiles, d + r * whole, whole);
+        for (int i = 0; i < some; ++i) {
+          float *pr = p + (r + i) * whole, *dr = d + (r + i) * whole;
+          for (long j = last - R + r + i + 1; j < tiles * TILE; ++j) pr[j] = -INFINITY;
+          float normaliser = lse[(g.q_start + t + r + i) * H + h];
+          for (long j = 0; j < tiles; ++j) {
+            v16 e = exponential(load(pr + j * TILE) - normaliser);
+            store(pr + j * TILE, e);
+            store(dr + j * TILE, e * (load(dr + j * TILE) - delta[r + i]));
+          }
+        }
+        add<C>(some, ob + r * C, d + r * whole, whole, 1, kb, C, last);
+      }
+      for (long r = 0; r < R; ++r)
+        for (int c = 0; c < C; c += 16) store(dq + ((g.q_start + t + r) * H + h) * C + c, load(ob + r * C + c) * scale);
+      for (long j = 0; j < last; j += 4) {
+        int some = (int)std::min(4L, last - j);
+        add<C>(some, dkb + j * C, d + j, 1, whole, qb, C, R);
+        add<C>(some, dvb + j * C, p + j, 1, whole, gb, C, R);
+      }
+    }
+  for (long j = 0; j < keys; ++j) {
+    long row = ((j < g.shared ? g.prefix + j : g.q_start + j - g.shared) * K + head) * C;
+    for (int c = 0; c < C; c += 16) {
+      store(dk + row + c, load(dk + row + c) + load(dkb + j * C + c));
+      store(dv + row + c, load(dv + row + c) + load(dvb + j * C + c));
+    }
+  }
+}

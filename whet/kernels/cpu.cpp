@@ -1,0 +1,326 @@
+// The entry points that whet/kernels/cpu.py calls: plain C, pointers and sizes, no dependency on PyTorch.
+// `wide` says whether the tensors are float32 (1) or bfloat16 (0).
+#include "attention.h"
+#include "gemm.h"
+#include "rows.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define PARALLEL _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")
+
+EXPORT int whet_channels(long C) { return C == 16 || C == 32 || C == 64 || C == 128; }
+
+#define BY_CHANNELS(C, CALL) \
+  switch (C) { \
+    case 16: { constexpr int W = 16; CALL; } break; \
+    case 32: { constexpr int W = 32; CALL; } break; \
+    case 64: { constexpr int W = 64; CALL; } break; \
+    case 128: { constexpr int W = 128; CALL; } break; \
+  }
+
+template <typename T, int W>
+static void attend(const T* q, const T* k, const T* v, T* out, float* lse, long H, long K, const Segment* segments, long count, int threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (long n = 0; n < count * K; ++n) attend_segment<W>(q, k, v, out, lse, H, K, n % K, segments[n / K]);
+}
+EXPORT void whet_attend(int wide, const void* q, const void* k, const void* v, void* out, float* lse, long H, long K, long C,
+                        const Segment* segments, long count, int threads) {
+  if (wide) { BY_CHANNELS(C, (attend<float, W>((const float*)q, (const float*)k, (const float*)v, (float*)out, lse, H, K, segments, count, threads))) }
+  else { BY_CHANNELS(C, (attend<bf16, W>((const bf16*)q, (const bf16*)k, (const bf16*)v, (bf16*)out, lse, H, K, segments, count, threads))) }
+}
+
+template <typename T, int W>
+static void attend_back(const T* q, const T* k, const T* v, const T* out, const float* lse, const T* grad, T* dq, float* dk, float* dv,
+                        long H, long K, const Segment* segments, long count, int threads) {
+  std::vector<long> first;
+  for (long n = 0; n < count; ++n)
+    if (n == 0 || segments[n].group != segments[n - 1].group) first.push_back(n);
+  first.push_back(count);
+  long groups = (long)first.size() - 1;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (long n = 0; n < groups * K; ++n)
+    for (long s = first[n / K]; s < first[n / K + 1]; ++s)
+      back_segment<W>(q, k, v, out, lse, grad, dq, dk, dv, H, K, n % K, segments[s]);
+}
+EXPORT void whet_attend_back(int wide, const void* q, const void* k, const void* v, const void* out, const float* lse, const void* grad,
+                             void* dq, float* dk, float* dv, long H, long K, long C, const Segment* segments, long count, int threads) {
+#define ARGS(T) (const T*)q, (const T*)k, (const T*)v, (const T*)out, lse, (const T*)grad, (T*)dq, dk, dv, H, K, segments, count, threads
+  if (wide) { BY_CHANNELS(C, (attend_back<float, W>(ARGS(float)))) }
+  else { BY_CHANNELS(C, (attend_back<bf16, W>(ARGS(bf16)))) }
+#undef ARGS
+}
+
+// A cache: keys [row][head][tile][channel][16], values [row][head][position][channel].
+template <typename T> static void remember(const T* k, const T* v, T* keys, T* values, long row, long position, long K, long C, long S) {
+  for (long h = 0; h < K; ++h) {
+    T* to = keys + (((row * K + h) * (S / TILE) + position / TILE) * C) * TILE + position % TILE;
+    for (long c = 0; c < C; ++c) to[c * TILE] = k[h * C + c];
+    memcpy(values + ((row * K + h) * S + position) * C, v + h * C, C * sizeof(T));
+  }
+}
+template <typename T>
+static void write_cache(const T* k, const T* v, T* keys, T* values, const int64_t* rows, const int64_t* positions, long N, long K, long C, long S, int threads) {
+PARALLEL
+  for (long n = 0; n < N; ++n) remember(k + n * K * C, v + n * K * C, keys, values, rows[n], positions[n], K, C, S);
+}
+EXPORT void whet_write_cache(int wide, const void* k, const void* v, void* keys, void* values, const int64_t* rows,
+                             const int64_t* positions, long N, long K, long C, long S, int threads) {
+  if (wide) write_cache((const float*)k, (const float*)v, (float*)keys, (float*)values, rows, positions, N, K, C, S, threads);
+  else write_cache((const bf16*)k, (const bf16*)v, (bf16*)keys, (bf16*)values, rows, positions, N, K, C, S, threads);
+}
+
+template <typename T, int W>
+static void decode(const T* q, const T* keys, const T* values, T* out, const int64_t* positions, long N, long H, long K, long S, int threads) {
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1)
+  for (long n = 0; n < N * K; ++n) {
+    long row = n / K, rep = H / K, at = (row * H + n % K * rep) * W;
+    attend_row<W>(q + at, keys + n * S * W, values + n * S * W, out + at, rep, positions[row] + 1);
+  }
+}
+EXPORT void whet_decode(int wide, const void* q, const void* keys, const void* values, void* out, const int64_t* positions, long N,
+                        long H, long K, long C, long S, int threads) {
+  if (wide) { BY_CHANNELS(C, (decode<float, W>((const float*)q, (const float*)keys, (const float*)values, (float*)out, positions, N, H, K, S, threads))) }
+  else { BY_CHANNELS(C, (decode<bf16, W>((const bf16*)q, (const bf16*)keys, (const bf16*)values, (bf16*)out, positions, N, H, K, S, threads))) }
+}
+
+EXPORT void whet_pack(int source_wide, int wide, const void* w, void* out, long N, long K, int threads) {
+  if (source_wide && wide) pack((const float*)w, (float*)out, N, K, threads);
+  else if (source_wide) pack((const float*)w, (bf16*)out, N, K, threads);
+  else if (wide) pack((const bf16*)w, (float*)out, N, K, threads);
+  else pack((const bf16*)w, (bf16*)out, N, K, threads);
+}
+EXPORT long whet_packed_size(int wide, long N, long K) {
+  return (N + PANEL - 1) / PANEL * (wide ? panel_size((const float*)0, K) : panel_size((const bf16*)0, K));
+}
+EXPORT void whet_linear(int wide, int out_wide, const void* a, long M, long K, const Weight* weights, int count, int threads) {
+  if (wide) gemm<float, float>((const float*)a, K, M, K, weights, count, threads);
+  else if (out_wide) gemm<bf16, float>((const bf16*)a, K, M, K, weights, count, threads);
+  else gemm<bf16, bf16>((const bf16*)a, K, M, K, weights, count, threads);
+}
+
+template <typename R> static void norm(const R* x, const R* weight, R* out, float* rstd, long rows, long width, float eps, int threads) {
+PARALLEL
+  for (long n = 0; n < rows; ++n) norm_row((R*)x + n * width, (const R*)nullptr, weight, out + n * width, rstd + n, width, eps);
+}
+EXPORT void whet_norm(int wide, const void* x, const void* weight, void* out, float* rstd, long rows, long width, float eps, int threads) {
+  if (wide) norm((const float*)x, (const float*)weight, (float*)out, rstd, rows, width, eps, threads);
+  else norm((const bf16*)x, (const bf16*)weight, (bf16*)out, rstd, rows, width, eps, threads);
+}
+EXPORT void whet_norm_back(int wide, const void* x, const void* weight, const float* rstd, const void* grad, void* dx, float* dw,
+                           long rows, long width, int threads) {
+  if (wide) norm_back((const float*)x, (const float*)weight, rstd, (const float*)grad, (float*)dx, dw, rows, width, threads);
+  else norm_back((const bf16*)x, (const bf16*)weight, rstd, (const bf16*)grad, (bf16*)dx, dw, rows, width, threads);
+}
+
+template <typename T>
+static void rotate_all(const T* x, T* out, const float* cos, const float* sin, long N, long heads, long C, float sign, int threads) {
+PARALLEL
+  for (long n = 0; n < N; ++n)
+    for (long h = 0; h < heads; ++h) rotate(x + (n * heads + h) * C, out + (n * heads + h) * C, cos + n * C, sin + n * C, C, sign);
+}
+EXPORT void whet_rotate(int wide, const void* x, void* out, const float* cos, const float* sin, long N, long heads, long C, float sign, int threads) {
+  if (wide) rotate_all((const float*)x, (float*)out, cos, sin, N, heads, C, sign, threads);
+  else rotate_all((const bf16*)x, (bf16*)out, cos, sin, N, heads, C, sign, threads);
+}
+
+EXPORT void whet_gate(int wide, const void* g, const void* u, void* out, long rows, long width, int threads) {
+PARALLEL
+  for (long n = 0; n < rows; ++n)
+    if (wide) gate((const float*)g + n * width, (const float*)u + n * width, (float*)out + n * width, width);
+    else gate((const bf16*)g + n * width, (const bf16*)u + n * width, (bf16*)out + n * width, width);
+}
+EXPORT void whet_gate_back(int wide, const void* g, const void* u, const void* grad, void* dg, void* du, long rows, long width, int threads) {
+PARALLEL
+  for (long n = 0; n < rows; ++n) {
+    long at = n * width;
+    if (wide) gate_back((const float*)g + at, (const float*)u + at, (const float*)grad + at, (float*)dg + at, (float*)du + at, width);
+    else gate_back((const bf16*)g + at, (const bf16*)u + at, (const bf16*)grad + at, (bf16*)dg + at, (bf16*)du + at, width);
+  }
+}
+
+// Logits are float32 [rows][whole], whole a multiple of 16 and at least the columns that the product wrote.
+EXPORT void whet_score(float* z, const int64_t* targets, float* logprobs, float* normalisers, float* entropies, long rows, long valid,
+                       long whole, float temperature, int threads) {
+PARALLEL
+  for (long n = 0; n < rows; ++n) {
+    float* row = z + n * whole;
+    finish_row(row, valid, whole, temperature);
+    float normaliser = normaliser_of(row, whole, entropies ? entropies + n : nullptr);
+    if (normalisers) normalisers[n] = normaliser;
+    if (logprobs) logprobs[n] = row[targets[n]] - normaliser;
+  }
+}
+EXPORT void whet_score_back(int wide, float* z, const int64_t* targets, const float* normalisers, const float* entropies, const float* g,
+                            const float* e, void* out, long rows, long valid, long whole, float temperature, int finished, int threads) {
+PARALLEL
+  for (long n = 0; n < rows; ++n) {
+    float* row = z + n * whole;
+    if (!finished) finish_row(row, valid, whole, temperature);
+    float weight = e ? e[n] : 0.0f;
+    if (wide) back_row(row, normalisers[n], g[n], weight, entropies[n], targets[n], whole, temperature, (float*)out + n * whole);
+    else back_row(row, normalisers[n], g[n], weight, entropies[n], targets[n], whole, temperature, (bf16*)out + n * whole);
+  }
+}
+
+static inline uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+  x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+  return x ^ (x >> 16);
+}
+static inline double uniform(int64_t seed, int64_t index) {
+  uint32_t key = mix(mix((uint32_t)seed) ^ ((uint32_t)(seed >> 32) * 0x9E3779B1u));
+  return ((mix(key + 0x9E3779B9u * (uint32_t)(index + 1)) >> 8) + 0.5) / 16777216.0;
+}
+
+// Live rows of an engine; the last column of tokens and logprobs is where ended rows write.
+struct Rows {
+  int64_t *seeds, *positions, *counts, *limits, *last, *tokens;
+  float* logprobs;
+  bool *done, *stopped;
+  int64_t width;
+  const int64_t* stops;
+  int64_t num_stops;
+};
+
+// Draws a token for every row (temperature 0: the likeliest), notes it, and ends rows.
+EXPORT void whet_draw(float* z, const Rows* state, long rows, long valid, long whole, float temperature, int threads) {
+  const Rows& s = *state;
+PARALLEL
+  for (long n = 0; n < rows; ++n) {
+    static thread_local std::vector<double> blocks;
+    float* row = z + n * whole;
+    finish_row(row, valid, whole, temperature == 0 ? 1.0f : temperature);
+    int64_t token = temperature == 0 ? std::max_element(row, row + valid) - row : draw_row(row, whole, uniform(s.seeds[n], s.counts[n]), blocks);
+    int64_t at = n * s.width + (s.done[n] ? s.width - 1 : s.counts[n]);
+    s.tokens[at] = s.last[n] = token;
+    s.logprobs[at] = row[token] - normaliser_of(row, whole, nullptr);
+    if (s.done[n]) continue;
+    ++s.counts[n], ++s.positions[n];
+    bool stops = std::find(s.stops, s.stops + s.num_stops, token) != s.stops + s.num_stops;
+    s.stopped[n] = s.stopped[n] || stops;
+    s.done[n] = stops || s.counts[n] >= s.limits[n];
+  }
+}
+
+// Sum of squares: lanes in float32 over blocks of 4096, blocks in float64, in order.
+template <typename T> static double squares(const T* x, long count, int threads) {
+  long blocks = (count + 4095) / 4096;
+  std::vector<double> parts(blocks);
+PARALLEL
+  for (long b = 0; b < blocks; ++b) {
+    long c = b * 4096, last = std::min(count, c + 4096);
+    v16 all = {};
+    for (; c + 16 <= last; c += 16) all = all + load(x + c) * load(x + c);
+    double total = sum(all);
+    for (; c < last; ++c) total += (double)get(x[c]) * get(x[c]);
+    parts[b] = total;
+  }
+  double total = 0;
+  for (double part : parts) total += part;
+  return total;
+}
+EXPORT double whet_squares(int wide, const void* x, long count, int threads) {
+  return wide ? squares((const float*)x, count, threads) : squares((const bf16*)x, count, threads);
+}
+
+// AdamW on float32 masters: clips by `factor`, reads gradients in their own type and writes a bfloat16 parameter.
+struct Adam { float factor, lr, beta1, beta2, eps, decay, correction1, correction2; };
+template <typename T>
+static void adamw(float* master, const T* grad, float* first, float* second, bf16* parameter, long count, const Adam& a, int threads) {
+  float root2 = std::sqrt(a.correction2), rate = a.lr / a.correction1, keep = 1 - a.lr * a.decay;
+  long blocks = (count + 4095) / 4096;
+PARALLEL
+  for (long b = 0; b < blocks; ++b) {
+    long c = b * 4096, last = std::min(count, c + 4096);
+    for (; c < last; c += 16) {
+      long n = std::min(16L, last - c);
+      v16 g = {}, m = {}, v = {}, x = {};
+      if (n == 16) g = load(grad + c), m = load(first + c), v = load(second + c), x = load(master + c);
+      else for (long i = 0; i < n; ++i) g[i] = get(grad[c + i]), m[i] = first[c + i], v[i] = second[c + i], x[i] = master[c + i];
+      g = g * a.factor;
+      m = m + (g - m) * (1 - a.beta1);
+      v = v * a.beta2 + g * g * (1 - a.beta2);
+      x = x * keep - m * rate / (root(v) / root2 + a.eps);
+      if (n == 16) {
+        store(first + c, m), store(second + c, v), store(master + c, x);
+        if (parameter) store(parameter + c, x);
+      } else
+        for (long i = 0; i < n; ++i) {
+          first[c + i] = m[i], second[c + i] = v[i], master[c + i] = x[i];
+          if (parameter) put(parameter + c + i, x[i]);
+        }
+    }
+  }
+}
+EXPORT void whet_adamw(int wide, float* master, const void* grad, float* first, float* second, bf16* parameter, long count,
+                       const Adam* a, int threads) {
+  if (wide) adamw(master, (const float*)grad, first, second, parameter, count, *a, threads);
+  else adamw(master, (const bf16*)grad, first, second, parameter, count, *a, threads);
+}
+
+// One token of every row through all layers of a Llama-like decoder.
+struct Layer {
+  const void *norm1, *norm2, *q, *k, *v, *o, *gate, *up, *down, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
+  void *keys, *values;
+};
+struct Shape { int64_t M, D, H, K, C, F, S; float eps; int32_t threads; };
+// The residual stream's memory [M, D], tables of embeddings and of rotary positions, and the last norm.
+struct Outside { void* x; const void *embeddings, *norm; const float *cos, *sin; void* memory; };
+
+template <typename R, typename T, int W>
+static void layers_of(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
+                      R* out) {
+  R* x = (R*)o.x;
+  long M = s.M, D = s.D, q = s.H * s.C, kv = s.K * s.C;
+  int all = s.threads, threads = M * D < 16384 ? 1 : all;
+  T* h = (T*)o.memory;  // [M, max(D, q)]
+  T *qs = h + M * std::max(D, q), *ks = qs + M * q, *vs = ks + M * kv, *g = vs + M * kv, *u = g + M * s.F, *delta = u + M * s.F;
+  for (long m = 0; m < M; ++m) memcpy(x + m * D, (const R*)o.embeddings + tokens[m] * D, D * sizeof(R));
+  for (long n = 0; n <= count; ++n) {
+    const Layer* l = layers + n;
+PARALLEL
+    for (long m = 0; m < M; ++m) {
+      const T* change = n ? delta + m * D : nullptr;
+      if (n < count) norm_row(x + m * D, change, (const R*)l->norm1, h + m * D, (float*)nullptr, D, s.eps);
+      else norm_row(x + m * D, change, (const R*)o.norm, out + m * D, (float*)nullptr, D, s.eps);
+    }
+    if (n == count) return;
+    Weight first[3] = {{l->q, l->q_bias, qs, q, q}, {l->k, l->k_bias, ks, kv, kv}, {l->v, l->v_bias, vs, kv, kv}};
+    gemm<T, T>(h, D, M, D, first, 3, all);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (long m = 0; m < M; ++m) {
+      for (long i = 0; i < s.H + s.K; ++i) {
+        T* head = i < s.H ? qs + m * q + i * W : ks + m * kv + (i - s.H) * W;
+        const R* scale = (const R*)(i < s.H ? l->q_norm : l->k_norm);
+        if (scale) norm_head<R, T, W>(head, scale, s.eps);
+        rotate(head, head, o.cos + positions[m] * W, o.sin + positions[m] * W, W, 1.0f);
+      }
+      remember(ks + m * kv, vs + m * kv, (T*)l->keys, (T*)l->values, m, positions[m], s.K, W, s.S);
+      for (long head = 0; head < s.K; ++head) {
+        long rep = s.H / s.K, at = (m * s.K + head) * s.S * W;
+        attend_row<W>(qs + m * q + head * rep * W, (T*)l->keys + at, (T*)l->values + at, h + m * q + head * rep * W, rep, positions[m] + 1);
+      }
+    }
+    Weight second = {l->o, l->o_bias, delta, D, D};
+    gemm<T, T>(h, q, M, q, &second, 1, all);
+PARALLEL
+    for (long m = 0; m < M; ++m) norm_row(x + m * D, (const T*)delta + m * D, (const R*)l->norm2, h + m * D, (float*)nullptr, D, s.eps);
+    Weight third[2] = {{l->gate, nullptr, g, s.F, s.F}, {l->up, nullptr, u, s.F, s.F}};
+    gemm<T, T>(h, D, M, D, third, 2, all);
+PARALLEL
+    for (long m = 0; m < M; ++m) gate(g + m * s.F, u + m * s.F, g + m * s.F, s.F);
+    Weight fourth = {l->down, nullptr, delta, D, D};
+    gemm<T, T>(g, s.F, M, s.F, &fourth, 1, all);
+  }
+}
+EXPORT void whet_layers(int residual_wide, int wide, const Layer* layers, long count, const Shape* s, const Outside* o, const int64_t* tokens,
+                        const int64_t* positions, void* out) {
+#define ARGS(R, T) layers, count, *s, *o, tokens, positions, (R*)out
+  if (wide) { BY_CHANNELS(s->C, (layers_of<float, float, W>(ARGS(float, float)))) }
+  else if (residual_wide) { BY_CHANNELS(s->C, (layers_of<float, bf16, W>(ARGS(float, bf16)))) }
+  else { BY_CHANNELS(s->C, (layers_of<bf16, bf16, W>(ARGS(bf16, bf16)))) }
+#undef ARGS
+}
+EXPORT long whet_layers_memory(const Shape* s) {
+  long q = s->H * s->C, kv = s->K * s->C;
+  return s->M * (std::max(s->D, q) + q + 2 * kv + 2 * s->F + s->D) * 4 + 1024;
+}

@@ -1,0 +1,113 @@
+"""One token of many sequences through all layers of a Llama-like decoder, in one call of the C++ kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+import torch
+
+from whet.kernels.cpu import _threads, _wide, call
+
+NAMES = (
+    "norm1",
+    "norm2",
+    "q",
+    "k",
+    "v",
+    "o",
+    "gate",
+    "up",
+    "down",
+    "q_bias",
+    "k_bias",
+    "v_bias",
+    "o_bias",
+    "q_norm",
+    "k_norm",
+    "keys",
+    "values",
+)
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p) for name in NAMES)
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "width", "heads", "kv_heads", "channels", "feed", "capacity")),
+        ("eps", c_float),
+        ("threads", c_int32),
+    )
+
+
+class _Outside(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("x", "embeddings", "norm", "cos", "sin", "memory"))
+
+
+class Layers:
+    """The layers' addresses, and memory for `num_rows` rows.
+
+    Args:
+        layers: For each layer its tensors by the names of `NAMES`: norms' weights, packed products, biases (None for
+            none), and its part of the cache. They are kept alive.
+        embeddings: Table [V, D]; its dtype is that of the residual stream.
+        norm: Weight of the last norm.
+        cos: Rotary table [positions, C], float32.
+        sin: Its other half.
+        num_rows: Rows at most.
+        heads: Query heads, key/value heads, channels of each, and feed-forward width.
+        capacity: Positions of a cache row.
+        eps: Of the norms.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Mapping[str, torch.Tensor | None]],
+        *,
+        embeddings: torch.Tensor,
+        norm: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        num_rows: int,
+        heads: tuple[int, int, int, int],
+        capacity: int,
+        eps: float,
+    ) -> None:
+        first = layers[0]["q"]
+        assert first is not None
+        self._dtype, self._embeddings = first.dtype, embeddings
+        self._width = embeddings.shape[1]
+        self._layers = (_Layer * len(layers))()
+        for entry, tensors in zip(self._layers, layers, strict=True):
+            for name in NAMES:
+                tensor = tensors[name]
+                setattr(entry, name, None if tensor is None else tensor.data_ptr())
+        self._shape = _Shape(num_rows, self._width, *heads, capacity, eps, 0)
+        memory = torch.empty(call("layers_memory", ctypes.byref(self._shape)), dtype=torch.uint8)
+        x = torch.empty(num_rows, self._width, dtype=embeddings.dtype)
+        parts = x, embeddings, norm, cos, sin, memory
+        self._outside = _Outside(*(part.data_ptr() for part in parts))
+        self._kept = [parts, layers]
+
+    def run(self, tokens_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
+        """Read a token of each of the cache's first B rows at its position; return hidden states [B, D]."""
+        rows = tokens_B.shape[0]
+        self._shape.rows, self._shape.threads = rows, _threads()
+        out = torch.empty(rows, self._width, dtype=self._embeddings.dtype)
+        wide = _wide(out), int(self._dtype == torch.float32)
+        shape, outside = ctypes.byref(self._shape), ctypes.byref(self._outside)
+        call(
+            "layers",
+            *wide,
+            ctypes.byref(self._layers),
+            len(self._layers),
+            shape,
+            outside,
+            tokens_B,
+            positions_B,
+            out,
+        )
+        return out

@@ -1,0 +1,76 @@
+"""One table: which implementation of which operation on which device.
+
+`WHET_KERNELS=eager` in the environment switches every operation to its eager twin; `auto`, the default, takes what the
+table says. Triton is not imported before an operation runs on a device that it serves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, ParamSpec, TypeVar, cast
+
+import torch
+
+from whet.kernels import eager
+from whet.types import UserError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+VARIABLE = "WHET_KERNELS"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def mode() -> Literal["auto", "eager"]:
+    """Read the switch.
+
+    Raises:
+        UserError: If it is neither.
+    """
+    value = os.environ.get(VARIABLE, "auto")
+    if value == "auto" or value == "eager":
+        return value
+    raise UserError(f"{VARIABLE} = {value!r}: expected 'auto' or 'eager'; unset it or set one of them")
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed and PyTorch is built for NVIDIA's GPUs, the only ones that the kernels are for."""
+    return torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _cuda_kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
+    if not has_triton():
+        return {}
+    from whet.kernels import triton_attention, triton_layer, triton_logprobs, triton_matmul, triton_nf4
+
+    return {
+        eager.decode_attention: triton_attention.decode_attention,
+        eager.logprob_entropy: triton_logprobs.logprob_entropy,
+        eager.logprob_entropy_backward_: triton_logprobs.logprob_entropy_backward_,
+        eager.rms_norm: triton_layer.rms_norm,
+        eager.rope_into_cache: triton_layer.rope_into_cache,
+        eager.swiglu: triton_layer.swiglu,
+        eager.nf4_dequantize: triton_nf4.nf4_dequantize,
+        eager.linear: triton_matmul.linear,
+    }
+
+
+# Device type -> a function that imports the device's kernels and says which twin each stands for.
+KERNELS = {"cuda": _cuda_kernels}
+
+
+def pick(twin: Callable[P, R], device: torch.device, dtype: torch.dtype = torch.float32) -> Callable[P, R]:
+    """Return what runs in place of an eager twin on a device: `pick(eager.swiglu, x.device, x.dtype)(gate, up)`.
+
+    Args:
+        twin: A function of `whet.kernels.eager`; it is its own answer where there is no kernel.
+        device: Where the tensors are.
+        dtype: Their dtype; kernels are for float16, bfloat16 and float32.
+    """
+    if device.type not in KERNELS or dtype not in DTYPES or mode() == "eager":
+        return twin
+    return cast("Callable[P, R]", KERNELS[device.type]().get(twin, twin))

@@ -1,0 +1,126 @@
+"""Activation checkpointing: what of a layer is kept for the backward pass, what is computed again, and where."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+CheckpointKind = Literal["layer", "mlp", "alternate"]
+PARTS = {"self_attn": ("input_layernorm", "post_attention_layernorm"), "attn": ("ln_1", "ln_2")}
+"""A layer's attention, with its norms before attention and before the feed-forward part."""
+
+
+class Recompute:
+    """How layers run when their activations are not kept.
+
+    Args:
+        kind: 'layer' keeps a layer's input alone; 'mlp' keeps what attention keeps and its output, and computes the
+            feed-forward part again; 'alternate' does as 'layer' with every second layer.
+        offload: Keep the inputs in pinned host memory: copied there beside the computation, and back one layer ahead.
+    """
+
+    def __init__(self, kind: CheckpointKind = "layer", *, offload: bool = False) -> None:
+        self._kind: CheckpointKind = kind
+        self._offload = offload
+        self._last: Callable[[], _Kept | None] = lambda: None
+
+    def run(self, layer: nn.Module, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Return what a layer returns.
+
+        Args:
+            layer: A decoder layer.
+            x_ND: Its input.
+            rest: Its other arguments; the last one is its place.
+        """
+        index: int = rest[-1]
+        if self._kind == "alternate" and index % 2 == 0:
+            return layer(x_ND, *rest)
+        if self._kind == "mlp":
+            name = "attn" if hasattr(layer, "attn") else "self_attn"
+            norm1, norm2 = (layer.get_submodule(norm) for norm in PARTS[name])
+            x_ND = x_ND + layer.get_submodule(name)(norm1(x_ND), *rest)
+            mlp = layer.get_submodule("mlp")
+            return x_ND + _checkpoint(lambda x_ND: mlp(norm2(x_ND)), x_ND)
+        if not self._offload:
+            return _checkpoint(layer, x_ND, *rest)
+        kept = _Kept(x_ND, self._last() if index else None)
+        self._last, first = weakref.ref(kept), [x_ND]
+        # The first call is the forward pass. The next one is its repetition, whose input must not be held until then.
+        return _checkpoint(lambda *rest: layer(first.pop() if first else kept.fetch(), *rest), *rest)
+
+
+def _checkpoint(function: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
+    # Nothing here draws random numbers: their state need not be kept.
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
+
+
+class _Kept:
+    """A layer's input in host memory.
+
+    It stays on the device, too, until the next layer's is kept: so the last one never comes back, and memory is used
+    again only when the copy is done.
+
+    Args:
+        x_ND: The input.
+        previous: That of the layer before.
+    """
+
+    def __init__(self, x_ND: torch.Tensor, previous: _Kept | None) -> None:
+        self._needs_grad = x_ND.requires_grad
+        self._device = x_ND.device
+        self._here: torch.Tensor | None = x_ND.detach()
+        self._host = torch.empty(x_ND.shape, dtype=x_ND.dtype, pin_memory=x_ND.is_cuda)
+        self._copied = _copy(self._host, self._here)
+        self._previous = (lambda: None) if previous is None else weakref.ref(previous)
+        if previous is not None:
+            _wait(previous._copied, previous._device)
+            previous._here = None
+
+    def __del__(self) -> None:
+        """Let the memory be used again only when the copy is done, also where a backward pass was given up."""
+        _wait(self._copied, self._device)
+
+    def fetch(self) -> torch.Tensor:
+        """Return the input on the device, and begin to bring the one before it."""
+        self._bring()
+        previous = self._previous()
+        if previous is not None:
+            previous._bring()
+        _wait(self._copied, self._device)
+        here, self._here = self._here, None
+        assert here is not None
+        return here.requires_grad_(self._needs_grad)
+
+    def _bring(self) -> None:
+        if self._here is None:
+            self._here = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
+            self._copied = _copy(self._here, self._host)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
+    """Copy beside the computation, after what is under way now; return what tells of its end."""
+    device = source.device if source.is_cuda else target.device
+    if device.type != "cuda":
+        target.copy_(source)
+        return None
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        target.copy_(source, non_blocking=True)
+        return side.record_event()
+
+
+def _wait(event: torch.Event | None, device: torch.device) -> None:
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
