@@ -112,8 +112,8 @@ MORE: dict[str, RLConfig | SFTConfig] = {
     ),
     "8 bits": rl(policy(**(WIDE | {"max_positions": 64})), optim={"adam_bits": 8, "token_budget": 64}),
     "8 bits, master": supervised(policy(MANY, **WIDE), adam_bits=8, precision="bfloat16_master"),
-    "in backward": supervised(
-        policy(**(WIDE | {"hidden_size": 256, "intermediate_size": 1024, "max_positions": 16})),
+    "in backward": supervised(  # so short that all gradients together would be most
+        policy(**(WIDE | {"hidden_size": 256, "intermediate_size": 1024, "max_positions": 4})),
         update_in_backward=True,
         max_grad_norm=math.inf,
         token_budget=256,

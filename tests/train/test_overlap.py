@@ -29,7 +29,7 @@ from whet.train import rl, source
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.train.objective import Objective
 from whet.train.order import EpochOrder
-from whet.train.overlap import Beside, OverlapConfig, draw_groups
+from whet.train.overlap import Beside, OverlapConfig, draw_groups, part_groups
 from whet.train.rl_config import RLConfig
 from whet.train.rollout import Rollout
 from whet.train.step import OptimConfig, Optimizer
@@ -193,7 +193,7 @@ def test_the_bits_of_stream_do_not_depend_on_time(
         optim=config.optim,
         temperature=1.0,
         max_length=14,
-        part_groups=STREAM.part_groups(config.num_prompts),
+        part_groups=part_groups(STREAM, config.num_prompts),
     )
     optimizer = Optimizer(policy.model, config.optim)
     for groups, row in zip(kept[:3], rows, strict=True):
@@ -509,6 +509,10 @@ CRITIC: dict[str, Any] = {"baseline": "value", "scale": "none", "uninformative":
             "off_policy.proximal = recomputed",
         ),
         ({"optim": OptimConfig(compile=True)}, "with optim.compile"),
+        (
+            {"optim": OptimConfig(update_in_backward=True, max_grad_norm=float("inf"))},
+            "optim.update_in_backward: groups would have to wait",
+        ),
         ({"overlap": ASYNC}, "async with off_policy.staleness = 0.*set off_policy.staleness to 1"),
         ({"overlap": ASYNC, "off_policy": OLD, "optim": OptimConfig(compile=True)}, "with optim.compile"),
     ],
@@ -525,5 +529,5 @@ def test_an_unread_or_impossible_number_of_parts_is_refused() -> None:
         OverlapConfig(mode="stream", num_parts=0)
     with pytest.raises(ValueError, match="read with overlap.mode = stream only"):
         OverlapConfig(mode="async", num_parts=3)
-    assert [OverlapConfig(mode="stream", num_parts=n).part_groups(10) for n in (1, 3, 4, 10)] == [10, 4, 3, 1]
-    assert ASYNC.part_groups(10) == OverlapConfig().part_groups(10) == 0
+    assert [part_groups(replace(STREAM, num_parts=n), 10) for n in (1, 3, 4, 10, 99)] == [10, 4, 3, 1, 1]
+    assert part_groups(ASYNC, 10) == part_groups(OverlapConfig(), 10) == 0

@@ -318,6 +318,13 @@ def test_inputs_in_host_memory_are_here_two_at_a_time(monkeypatch: pytest.Monkey
         assert here == [1, 1, 1, 1, 2, 2, 2, 1]
         here.clear()
         made.clear()
+    first = model.logits(torch.arange(24).view(2, 12)).sum()
+    here.clear()
+    second = model.logits(torch.arange(24).view(2, 12)).sum()
+    assert here == [2, 2, 2, 2]  # the last of each: two passes are not one
+    del first, second
+    here.clear()
+    made.clear()
     copied = copy.deepcopy(model)  # as a reference is made
     copied.logits(torch.arange(24).view(2, 12)).sum().backward()
     assert here == [1, 1, 1, 1, 2, 2, 2, 1]

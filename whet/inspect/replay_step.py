@@ -38,6 +38,7 @@ from whet.train.dpo import DPOConfig
 from whet.train.fit import FIT_ATTENTION
 from whet.train.judging import open_judge
 from whet.train.objective import Objective
+from whet.train.overlap import part_groups
 from whet.train.pairs import Pair
 from whet.train.recorded import Recorded, as_sequences, score_tokens
 from whet.train.rft import RFTConfig
@@ -128,7 +129,7 @@ def _objective(config: RLConfig, policy: Policy) -> Objective:
         off_policy=config.off_policy,
         value=config.value,
         seed=config.seed,
-        part_groups=config.overlap.part_groups(config.num_prompts),
+        part_groups=part_groups(config.overlap, config.num_prompts),
     )
 
 

@@ -194,9 +194,10 @@ class Fit(Generic[Item]):
         session.beat("train", self.step)
         drawn = order.next(config.batch_size)
         mine = [drawn[index] for index in shard(len(drawn))]
+        lr = learning_rate(config.optim, self.step, config.num_steps)
+        self._optimizer.begin(lr)
         result = self._train_batch(mine, self._budget)
         self._recorder.begin(lambda: self._described(mine, result))
-        lr = learning_rate(config.optim, self.step, config.num_steps)
         norm = self._optimizer.step(lr, loss=result.loss)
         self._tokens += result.num_trained_tokens
         values = {

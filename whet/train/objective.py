@@ -267,6 +267,7 @@ class Objective:
         self, counted: Sequence[TrainingSequence], optimizer: Optimizer, lr: float, tally: Tally | None
     ) -> dict[str, float]:
         """Do one update of the policy; return its metrics, or none where no token teaches and nothing is done."""
+        optimizer.begin(lr)
         trained = self._teaching(counted)
         num_tokens, num_sequences, num_prompts, num_scored_tokens, num_read = all_reduce_sum(
             sum(s.num_trained for s in counted),

@@ -30,9 +30,10 @@ from whet.generate.sampling import SamplingParams
 from whet.model.transformer import LanguageModel
 from whet.rewards.base import WeightedReward
 from whet.tasks.tools import environment_for
-from whet.telemetry.spans import span
+from whet.telemetry.spans import spanned
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig
 from whet.train.rollout import Rollout, sample_seeds, score_groups
+from whet.train.step import OptimConfig
 from whet.types import Group, Problem, Task
 
 Mode = Literal["off", "stream", "async"]
@@ -57,13 +58,14 @@ class OverlapConfig:
         if self.mode != "stream" and self.num_parts != NUM_PARTS:
             raise ValueError("overlap.num_parts is read with overlap.mode = stream only; leave it out")
 
-    def part_groups(self, num_prompts: int) -> int:
-        """Return the groups of a part on this rank, of so many over all ranks; 0 where nothing is cut into parts."""
-        return -(-num_prompts // (world_size() * self.num_parts)) if self.mode == "stream" else 0
+
+def part_groups(overlap: OverlapConfig, num_prompts: int) -> int:
+    """Return the groups of a part on this rank, of so many over all ranks; 0 where nothing is cut into parts."""
+    return -(-num_prompts // (world_size() * overlap.num_parts)) if overlap.mode == "stream" else 0
 
 
 def check_overlap(
-    overlap: OverlapConfig, algo: AlgoConfig, off_policy: OffPolicyConfig, *, compiles: bool
+    overlap: OverlapConfig, algo: AlgoConfig, off_policy: OffPolicyConfig, optim: OptimConfig
 ) -> None:
     """Refuse what would not compute the same beside other work.
 
@@ -71,13 +73,13 @@ def check_overlap(
         overlap: What runs at the same time.
         algo: The objective.
         off_policy: Age of the samples.
-        compiles: Whether layers are compiled.
+        optim: How the update is done.
 
     Raises:
         ValueError: One line: what, why, and what to change.
     """
     mode = overlap.mode
-    if mode != "off" and compiles:
+    if mode != "off" and optim.compile:
         raise ValueError(
             f"overlap.mode = {mode} with optim.compile: PyTorch's compiler is not made for two threads; leave one out"
         )
@@ -89,6 +91,7 @@ def check_overlap(
     if mode != "stream":
         return
     waits = {
+        "optim.update_in_backward": optim.update_in_backward,
         f"off_policy.staleness = {off_policy.staleness}": off_policy.staleness > 0,
         f"off_policy.proximal = {off_policy.proximal}": off_policy.proximal == "recomputed",
         f"algo.scale = {algo.scale}": algo.scale == "batch",
@@ -255,6 +258,29 @@ def draw_groups(
                     on_ended(place, [done for other in jobs[place] if (done := other.completion) is not None])
 
 
+@spanned("rollout_generation")
+def _draw(
+    beside: Beside,
+    task: Task,
+    problems: Sequence[Problem],
+    names: Sequence[Sequence[int]],
+    params: SamplingParams,
+    on_ended: Callable[[int, list[Completion]], None],
+) -> None:
+    """Draw groups of one turn as they end, those of several turns all together."""
+    policy, engine = beside.policy, beside.engine
+    environment = environment_for(policy.schema, task)
+    if environment is not None:
+        for place, row in enumerate(play(policy, engine, problems, names, params, environment)):
+            on_ended(place, row)
+        return
+    requests = [
+        Request(prompt_ids=policy.prompt_ids(problem), seeds=tuple(row))
+        for problem, row in zip(problems, names, strict=True)
+    ]
+    draw_groups(engine, requests, params, policy.max_rows, on_ended)
+
+
 def stream_groups(
     beside: Beside,
     train: Callable[[Group], None],
@@ -283,15 +309,13 @@ def stream_groups(
     Returns:
         Groups in the order in which they ended; episodes of several turns end together.
     """
-    policy, engine = beside.policy, beside.engine
     names = sample_seeds(problems, seeds, group_size)
     ended: SimpleQueue[Future[tuple[Group, list[Grade], float]] | None] = SimpleQueue()
-    environment = environment_for(policy.schema, task)
 
     def score(place: int, row: list[Completion]) -> tuple[Group, list[Grade], float]:
         began, chosen = time.perf_counter(), slice(place, place + 1)
         (group,), (grades,) = score_groups(
-            policy,
+            beside.policy,
             task,
             rewards,
             problems=problems[chosen],
@@ -302,23 +326,13 @@ def stream_groups(
         )
         return group, grades, time.perf_counter() - began
 
-    def on_ended(place: int, row: list[Completion]) -> None:
-        ended.put(beside.submit(score, place, row))
-
     def draw() -> None:
-        with span("rollout_generation"):
-            try:
-                if environment is None:
-                    prompts = map(policy.prompt_ids, problems)
-                    requests = [
-                        Request(prompt_ids=p, seeds=tuple(s)) for p, s in zip(prompts, names, strict=True)
-                    ]
-                    draw_groups(engine, requests, sampling, policy.max_rows, on_ended)
-                else:
-                    for place, row in enumerate(play(policy, engine, problems, names, sampling, environment)):
-                        on_ended(place, row)
-            finally:
-                ended.put(None)
+        try:
+            _draw(
+                beside, task, problems, names, sampling, lambda *done: ended.put(beside.submit(score, *done))
+            )
+        finally:
+            ended.put(None)
 
     began = time.perf_counter()
     scored: list[tuple[Group, list[Grade], float]] = []

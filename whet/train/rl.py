@@ -36,6 +36,7 @@ from whet.train.curriculum import select_problems
 from whet.train.judging import open_judge
 from whet.train.objective import Objective
 from whet.train.order import DataOrder, data_order
+from whet.train.overlap import part_groups
 from whet.train.recorded import Recorder, rl_batch
 from whet.train.rl_config import RLConfig
 from whet.train.rollout import Rollout, longest_sequence, rollout_metrics, sample_note
@@ -189,7 +190,7 @@ class _Run:
             off_policy=config.off_policy,
             value=config.value,
             seed=config.seed,
-            part_groups=config.overlap.part_groups(config.num_prompts),
+            part_groups=part_groups(config.overlap, config.num_prompts),
         )
         self.judge: Judge | None = None
         self.monitor = HardwareMonitor()

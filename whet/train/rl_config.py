@@ -128,7 +128,7 @@ class RLConfig:
             num_steps=self.num_steps,
             max_new_tokens=self.sampling.max_new_tokens,
         )
-        check_overlap(self.overlap, self.algo, self.off_policy, compiles=self.optim.compile)
+        check_overlap(self.overlap, self.algo, self.off_policy, self.optim)
 
     def _check_judge(self) -> None:
         """Refuse a judge that nobody asks, and one that nobody watches."""

@@ -187,10 +187,10 @@ class Optimizer:
             The norm before clipping. When it is not finite nothing is updated; with `update_in_backward`, nothing from
             the first gradient on that is not finite.
         """
-        if self._arrivals is not None:
-            assert lr == self._arrivals.lr
-            norm, self._arrivals = math.sqrt(self._arrivals.squares), None
-            return norm
+        arrivals, self._arrivals = self._arrivals, None
+        if arrivals is not None and arrivals.seen:
+            assert lr == arrivals.lr
+            return math.sqrt(arrivals.squares)
         used = [index for index, (_, parameter) in enumerate(self._named) if parameter.grad is not None]
         gradients = [grad for index in used if (grad := self._named[index][1].grad) is not None]
         norm = math.sqrt(sum(map(sum_of_squares, gradients)))
