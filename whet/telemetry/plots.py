@@ -147,6 +147,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
     ),
     "rl_speed": (
         Panel("time per step", ("rl/generate_seconds", "rl/reward_seconds", "rl/train_seconds")),
+        Panel("overlap", ("rl/overlap",)),
         Panel("speed of the step", ("rl/tokens_per_second",)),
         Panel("speed of its parts", ("rl/generate_tokens_per_second", "rl/train_tokens_per_second")),
         Panel("peak memory", ("rl/peak_memory_gib",), smooth=False),
