@@ -24,6 +24,8 @@ KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection: who closes first must not be a race."""
 SPARE_CONNECTIONS = 512
 """Above this uvicorn itself says 503, in plain text: below it the refusal is ours."""
+BACKLOG = 2048
+"""Connections that may wait for the server to pick them up; uvicorn's own default."""
 KEY_VARIABLE = "WHET_API_KEY"
 
 
@@ -89,6 +91,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)  # who reads the address below can connect: the server picks it up
     except OSError as error:
         if listener is not None:
             listener.close()
