@@ -87,11 +87,20 @@ class WordTask:
 class WhetSide:
     """What `whet rl` does in a step, without its logs and files."""
 
-    def __init__(self, home: Path, case: Case, texts: list[str], precision: Precision) -> None:
+    def __init__(
+        self, home: Path, case: Case, texts: list[str], precision: Precision, token_budget: int = 16384
+    ) -> None:
         self.policy: Policy = sides.load_whet(
             home, dtype=parameter_dtype(precision), max_rows=case.num_prompts * case.group_size
         )
-        optim = OptimConfig(lr=LR, schedule="constant", warmup_steps=0, beta2=0.999, precision=precision)
+        optim = OptimConfig(
+            lr=LR,
+            schedule="constant",
+            warmup_steps=0,
+            beta2=0.999,
+            precision=precision,
+            token_budget=token_budget,
+        )
         algo = AlgoConfig(uninformative="keep")
         self.algo, self.weights = algo, {"words": 1.0}
         task = WordTask(texts)
@@ -137,7 +146,14 @@ class WhetSide:
 
 
 def trl_trainer(
-    home: Path, case: Case, texts: list[str], *, kind: str, after: Callable[[], None], steps: int
+    home: Path,
+    case: Case,
+    texts: list[str],
+    *,
+    kind: str,
+    after: Callable[[], None],
+    steps: int,
+    parts: int = 1,
 ) -> Any:
     """Build TRL's trainer; `after` runs between its steps.
 
@@ -148,6 +164,7 @@ def trl_trainer(
         kind: float32, bfloat16 autocast or bfloat16 model.
         after: Called with the seconds of each step.
         steps: Steps that it will do.
+        parts: Micro-batches of a step.
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -180,7 +197,8 @@ def trl_trainer(
         report_to=[],
         disable_tqdm=True,
         gradient_checkpointing=False,
-        per_device_train_batch_size=rows,
+        per_device_train_batch_size=rows // parts,
+        gradient_accumulation_steps=parts,
         num_generations=case.group_size,
         max_completion_length=case.new_tokens,
         learning_rate=LR,
