@@ -25,6 +25,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
+from whet.__main__ import keep_freed_memory
 from whet.generate.policy import Policy
 from whet.model.config import ModelConfig
 from whet.model.template import PLAIN_TEMPLATE
@@ -48,6 +49,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 EOS = "<eos>"
+keep_freed_memory()  # as `whet` does: both sides run in this process
 
 
 @dataclass(frozen=True, slots=True)

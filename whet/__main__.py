@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 from whet import __version__, cli
 from whet.types import UserError
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed for the next step: given back, it comes again page by page (a tenth of a step)."""
+    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
+        allocator = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if allocator is not None:
+            allocator(-3, 1 << 30)  # M_MMAP_THRESHOLD in bytes
+            allocator(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,6 +386,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The words after `whet`; None takes them from the process.
     """
+    if argv is None:
+        keep_freed_memory()
     words = sys.argv[1:] if argv is None else argv
     if _is_rank():
         from whet.launch import run_rank

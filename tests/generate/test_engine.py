@@ -280,17 +280,23 @@ def test_rows_refill_as_soon_as_others_end(llama: LanguageModel) -> None:
     assert completions == generate(llama, requests, 16, stop_ids=stop_ids, temperature=1.0)
 
 
+@pytest.mark.usefixtures("either")
 def test_long_admissions_are_cut_into_chunks(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = make_requests((7, 11, 3, 25, 2, 8, 6), 3)
     whole = generate(llama, requests, 6)
     chunks: list[list[int]] = []
-    original = engine_module.Prefill
 
-    def spy(cache: Any, rows: Any, lengths: Sequence[int], *rest: Any, **named: Any) -> Any:
-        chunks.append(list(lengths))
-        return original(cache, rows, lengths, *rest, **named)
+    def spy(name: str, place: int) -> None:
+        original = getattr(engine_module, name)
 
-    monkeypatch.setattr(engine_module, "Prefill", spy)
+        def run(*arguments: Any) -> Any:
+            chunks.append(list(arguments[place]))
+            return original(*arguments)
+
+        monkeypatch.setattr(engine_module, name, run)
+
+    spy("Prefill", 2)  # without kernels, and of long prompts
+    spy("prefill", 4)
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 20)
     engine = Engine(llama, stop_ids=())
     assert engine.generate(requests, SamplingParams(temperature=0.6, max_new_tokens=6)) == whole

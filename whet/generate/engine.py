@@ -16,8 +16,9 @@ import torch
 
 from whet.algo.logprobs import head_logits
 from whet.generate.cache import Decode, KVCache, Prefill
-from whet.generate.fused import can_fuse, fuse, row_state
-from whet.generate.rows import Completion, Job, Request, Rows, Token, by_params, note, noted
+from whet.generate.drafts import NUM_GUESSES, read_ahead
+from whet.generate.fused import FUSED_PREFILL, can_fuse, fuse, prefill, row_state
+from whet.generate.rows import Completion, Job, Request, Rows, Token, are_plain, by_params, note, noted
 from whet.generate.sampling import SamplingParams, sample_tokens
 from whet.kernels import cpu, cpu_head
 from whet.kernels.cpu import CHANNELS
@@ -55,6 +56,10 @@ class Engine:
         max_rows: Sequences decoded together.
         attention: 'exact' (rows do not depend on the batch) or 'fast'.
         autocast: Compute dtype of products when it is not the parameters' own (bfloat16 for float32 parameters).
+
+    Attributes:
+        num_guesses: Tokens that a row may read ahead when few rows are live (`whet.generate.drafts`); 0 for none. What
+            is drawn does not depend on it.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class Engine:
         self._max_rows = max_rows
         self._attention: AttentionKind = attention
         self._autocast = autocast
+        self.num_guesses, self._reads_ahead = NUM_GUESSES, False
         self._cache: KVCache | None = None
         self._head: torch.Tensor | None = None
         self._layers: Layers | None = None
@@ -143,9 +149,10 @@ class Engine:
                 assert self._cache is not None
                 if can_fuse(self.model, self._cache, self._cache.values.dtype):
                     self._layers = fuse(self.model, self._cache, self._cache.values.dtype)
+                    self._reads_ahead = self.num_guesses > 0 and cpu_head.can_score(self._head, self._head)
                 yield Rows.empty(num_rows, max_new, self.device)
         finally:
-            self._head = self._layers = None
+            self._head, self._layers, self._reads_ahead = None, None, False
             self.model.train(was_training)
 
     def release(self, above: int = 0) -> None:
@@ -214,7 +221,7 @@ class Engine:
 
         Args:
             state: Live rows; at least one is free.
-            waiting: Jobs, the next one last; those admitted are taken out.
+            waiting: Jobs, the next one last; those admitted leave it.
         """
         assert self._cache is not None
         first = len(state.jobs)
@@ -230,12 +237,14 @@ class Engine:
             prompts[-1][1].append(len(state.jobs))
             state.jobs.append(waiting.pop())
         lengths = [len(request.prompt_ids) for request, _ in prompts]
-        flat = torch.tensor(
-            [token for request, _ in prompts for token in request.prompt_ids], device=self.device
-        )
+        ids = [token for request, _ in prompts for token in request.prompt_ids]
+        flat = torch.tensor(ids, device=self.device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-        context = Prefill(self._cache, [rows[0] for _, rows in prompts], lengths, self._attention)
-        hidden = self.model(flat, positions, context)
+        heads = [rows[0] for _, rows in prompts]
+        if self._layers is not None and max(lengths) <= FUSED_PREFILL:
+            hidden = prefill(self._layers, flat, positions, heads, lengths)
+        else:
+            hidden = self.model(flat, positions, Prefill(self._cache, heads, lengths, self._attention))
         for length, (_, rows) in zip(lengths, prompts, strict=True):
             self._cache.copy_rows([rows[0]] * (len(rows) - 1), rows[1:], length)
         ends = torch.tensor(lengths, device=self.device).cumsum(0) - 1
@@ -244,8 +253,7 @@ class Engine:
         new = slice(first, len(state.jobs))
         state.seeds[new] = torch.tensor([job.seed for job in state.jobs[new]], device=self.device)
         state.positions[new] = torch.tensor(lengths, device=self.device).repeat_interleave(repeats) - 1
-        limits = [self._limit(job) for job in state.jobs[new]]
-        state.limits[new] = torch.tensor(limits, device=self.device)
+        state.limits[new] = torch.tensor([self._limit(job) for job in state.jobs[new]], device=self.device)
         for flags in (state.counts, state.checked, state.done, state.stopped):
             flags[new] = 0
         self.stats.prompt_tokens += tokens
@@ -261,17 +269,20 @@ class Engine:
         return head_logits(hidden_BD, self._head, temperature=1.0, num_valid=self.model.num_valid_tokens)
 
     @spanned("sample")
-    def _append(self, logits_BV: torch.Tensor, state: Rows, rows: slice) -> None:
+    def _append(
+        self,
+        logits_BV: torch.Tensor,
+        state: Rows,
+        rows: slice,
+        read: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         """Draw one token for each row and note it; ended rows write into the spare column and do not move on."""
         jobs, done = state.jobs[rows], state.done[rows]
         params = jobs[0].params
-        if self._head is not None and self._head.device.type == "cpu" and cpu_head.can_select(logits_BV):
-            is_plain = not params.is_filtered and all(j.params is params and j.num_top is None for j in jobs)
-            if is_plain:
-                valid = self.model.num_valid_tokens
-                where = row_state(state, rows.start, self._stop_ids)
-                cpu_head.draw(logits_BV, where, num_valid=valid, temperature=params.temperature)
-                return
+        if are_plain(jobs) and cpu_head.can_select(logits_BV):
+            where, valid = row_state(state, rows.start, self._stop_ids), self.model.num_valid_tokens
+            cpu_head.draw(logits_BV, where, num_valid=valid, temperature=params.temperature, read=read)
+            return
         tokens = torch.empty_like(state.last[rows])
         logprobs = torch.empty_like(state.logprobs[rows, 0])
         for params, members in by_params(jobs):
@@ -300,11 +311,13 @@ class Engine:
     def decode(self, state: Rows) -> None:
         """Draw the next token of every live row."""
         assert self._cache is not None
+        self.stats.decode_steps += 1
         live = slice(0, len(state.jobs))
         if self._layers is not None:
-            hidden = self._layers.run(state.last[live], state.positions[live])
-            self._append(self._logits(hidden), state, live)
-            self.stats.decode_steps += 1
+            ahead = read_ahead(state, self.num_guesses) if self._reads_ahead else None
+            tokens, positions, rows, first = ahead or (state.last[live], state.positions[live], None, None)
+            logits = self._logits(self._layers.run(tokens, positions, rows))
+            self._append(logits, state, live, None if first is None else (tokens, first))
             return
         positions = state.positions[live].clone()
         deepest = int(positions.max()) + 1
@@ -312,7 +325,6 @@ class Engine:
         context = Decode(self._cache, positions, min(num_keys, self._cache.capacity), self._attention)
         hidden = self.model(state.last[live], positions, context)
         self._append(self._logits(hidden), state, live)
-        self.stats.decode_steps += 1
 
     def stop_on_text(self, state: Rows) -> None:
         """End rows whose text has a stop string, and cut them at the token that completed it.

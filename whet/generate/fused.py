@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from whet.generate.cache import KVCache
+from whet.generate.drafts import MAX_TOKENS
 from whet.generate.rows import Rows
 from whet.kernels import cpu
 from whet.kernels.cpu_head import RowState
 from whet.kernels.cpu_layers import Layers
 from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
+
+CHUNK = 192
+"""Prompt tokens of one call: their activations stay in a core's cache."""
+FUSED_PREFILL = 256
+"""Longest prompt read this way: beyond, attention over blocks of queries is faster."""
 
 
 def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
@@ -44,11 +52,24 @@ def fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> Layers:
         norm=model.model.norm.weight.detach(),
         cos=cos,
         sin=sin,
-        num_rows=cache.num_rows,
+        num_rows=max(cache.num_rows, CHUNK, MAX_TOKENS),
         heads=(config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size),
         capacity=cache.capacity,
         eps=config.norm_eps,
     )
+
+
+def prefill(
+    layers: Layers,
+    tokens_M: torch.Tensor,
+    positions_M: torch.Tensor,
+    rows: Sequence[int],
+    lengths: Sequence[int],
+) -> torch.Tensor:
+    """Read prompts of some lengths, one behind the other, into rows of the cache; return hidden states [M, D]."""
+    rows_M = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
+    parts = (tensor.split(CHUNK) for tensor in (tokens_M, positions_M, rows_M))
+    return torch.cat([layers.run(*part) for part in zip(*parts, strict=True)])
 
 
 def _tensors(layer: DecoderLayer, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from whet.algo.logprobs import select_logprobs
+from whet.generate.lookup import Lookup
 from whet.generate.sampling import SamplingParams
 from whet.types import FinishReason
 
@@ -64,6 +65,7 @@ class Job:
         notes: What was noted, a token each.
         cancelled: Nobody wants it any more; may be set by any thread.
         completion: The result, once it has ended.
+        lookup: Its tokens, once some of them are guessed.
         tail: Tokens in which the end of a stop string may hide: each spells a byte at least, a character takes a few.
     """
 
@@ -75,6 +77,7 @@ class Job:
     notes: list[Token] = field(default_factory=list)
     cancelled: bool = False
     completion: Completion | None = None
+    lookup: Lookup | None = None
     tail: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,6 +133,12 @@ class Rows:
                 tensor[target] = tensor[source]
         for old, new in zip(source, target, strict=True):
             self.jobs[new] = self.jobs[old]
+
+
+def are_plain(jobs: Sequence[Job]) -> bool:
+    """Say whether all draw alike, without a filter, and want no notes."""
+    params = jobs[0].params
+    return not params.is_filtered and all(job.params is params and job.num_top is None for job in jobs)
 
 
 def by_params(jobs: Sequence[Job]) -> Iterable[tuple[SamplingParams, list[int] | None]]:

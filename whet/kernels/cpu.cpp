@@ -181,24 +181,31 @@ struct Rows {
   int64_t num_stops;
 };
 
-// Draws a token for every row (temperature 0: the likeliest), notes it, and ends rows.
-EXPORT void whet_draw(float* z, const Rows* state, long rows, long valid, long whole, float temperature, int threads) {
-  const Rows& s = *state;
+// Draws a token for row n (temperature 0: the likeliest), notes it, and ends the row where it is done.
+static int64_t draw_token(float* row, const Rows& s, long n, long valid, long whole, float temperature) {
+  static thread_local std::vector<double> blocks;
+  finish_row(row, valid, whole, temperature == 0 ? 1.0f : temperature);
+  int64_t token = temperature == 0 ? std::max_element(row, row + valid) - row : draw_row(row, whole, uniform(s.seeds[n], s.counts[n]), blocks);
+  int64_t at = n * s.width + (s.done[n] ? s.width - 1 : s.counts[n]);
+  s.tokens[at] = s.last[n] = token;
+  s.logprobs[at] = row[token] - normaliser_of(row, whole, nullptr);
+  if (s.done[n]) return token;
+  ++s.counts[n], ++s.positions[n];
+  bool stops = std::find(s.stops, s.stops + s.num_stops, token) != s.stops + s.num_stops;
+  s.stopped[n] = s.stopped[n] || stops;
+  s.done[n] = stops || s.counts[n] >= s.limits[n];
+  return token;
+}
+// Row n has read the tokens first[n] .. first[n + 1]: its last one and guesses of what follows. It draws on as long as
+// what it draws is the next guess. `first` null: one token each.
+EXPORT void whet_draw(float* z, const Rows* state, const int64_t* tokens, const int64_t* first, long rows, long valid, long whole,
+                      float temperature, int threads) {
 PARALLEL
-  for (long n = 0; n < rows; ++n) {
-    static thread_local std::vector<double> blocks;
-    float* row = z + n * whole;
-    finish_row(row, valid, whole, temperature == 0 ? 1.0f : temperature);
-    int64_t token = temperature == 0 ? std::max_element(row, row + valid) - row : draw_row(row, whole, uniform(s.seeds[n], s.counts[n]), blocks);
-    int64_t at = n * s.width + (s.done[n] ? s.width - 1 : s.counts[n]);
-    s.tokens[at] = s.last[n] = token;
-    s.logprobs[at] = row[token] - normaliser_of(row, whole, nullptr);
-    if (s.done[n]) continue;
-    ++s.counts[n], ++s.positions[n];
-    bool stops = std::find(s.stops, s.stops + s.num_stops, token) != s.stops + s.num_stops;
-    s.stopped[n] = s.stopped[n] || stops;
-    s.done[n] = stops || s.counts[n] >= s.limits[n];
-  }
+  for (long n = 0; n < rows; ++n)
+    for (long m = first ? first[n] : n, last = first ? first[n + 1] : n + 1; m < last; ++m) {
+      int64_t token = draw_token(z + m * whole, *state, n, valid, whole, temperature);
+      if (state->done[n] || m + 1 == last || tokens[m + 1] != token) break;
+    }
 }
 
 // Sum of squares: lanes in float32 over blocks of 4096, blocks in float64, in order.
@@ -266,12 +273,29 @@ struct Shape { int64_t M, D, H, K, C, F, S; float eps; int32_t threads; };
 // The residual stream's memory [M, D], tables of embeddings and of rotary positions, and the last norm.
 struct Outside { void* x; const void *embeddings, *norm; const float *cos, *sin; void* memory; };
 
+// Asks for memory that is read next.
+static inline void fetch(const void* from, long bytes) {
+  for (long n = 0; n < bytes; n += 64) __builtin_prefetch((const char*)from + n, 0, 2);
+}
+// Token m of cache row `row`, which sees the positions up to its own.
+template <int W, typename T> static void attend_heads(const Layer& l, const Shape& s, const T* qs, T* out, long m, long row, long position) {
+  long q = s.H * W, rep = s.H / s.K, size = (position / TILE + 1) * TILE * W * sizeof(T);
+  for (long head = 0; head < s.K; ++head) {
+    long at = (row * s.K + head) * s.S * W, own = m * q + head * rep * W;
+    fetch((const T*)l.values + at, size);
+    if (head + 1 < s.K || row + 1 < s.M) fetch((const T*)l.keys + at + s.S * W, size);  // the next row's lie behind
+    attend_row<W>(qs + own, (const T*)l.keys + at, (const T*)l.values + at, out + own, rep, position + 1);
+  }
+}
+// `rows` null: token m is that of cache row m.
 template <typename R, typename T, int W>
 static void layers_of(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
-                      R* out) {
+                      const int64_t* rows, R* out) {
   R* x = (R*)o.x;
   long M = s.M, D = s.D, q = s.H * s.C, kv = s.K * s.C;
-  int all = s.threads, threads = M * D < 16384 ? 1 : all;
+  int all = s.threads;
+  auto worth = [&](double work) { return (int)std::max(1.0, std::min<double>(all, work / 8192)); };  // as _threads in cpu.py
+  int threads = worth(M * D), some = worth(M * s.F), most = worth(M * q * (64.0 + positions[0]) / 8);
   T* h = (T*)o.memory;  // [M, max(D, q)]
   T *qs = h + M * std::max(D, q), *ks = qs + M * q, *vs = ks + M * kv, *g = vs + M * kv, *u = g + M * s.F, *delta = u + M * s.F;
   for (long m = 0; m < M; ++m) memcpy(x + m * D, (const R*)o.embeddings + tokens[m] * D, D * sizeof(R));
@@ -286,7 +310,7 @@ PARALLEL
     if (n == count) return;
     Weight first[3] = {{l->q, l->q_bias, qs, q, q}, {l->k, l->k_bias, ks, kv, kv}, {l->v, l->v_bias, vs, kv, kv}};
     gemm<T, T>(h, D, M, D, first, 3, all);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+#pragma omp parallel for schedule(dynamic, 4) num_threads(most) if (most > 1)
     for (long m = 0; m < M; ++m) {
       for (long i = 0; i < s.H + s.K; ++i) {
         T* head = i < s.H ? qs + m * q + i * W : ks + m * kv + (i - s.H) * W;
@@ -294,11 +318,12 @@ PARALLEL
         if (scale) norm_head<R, T, W>(head, scale, s.eps);
         rotate(head, head, o.cos + positions[m] * W, o.sin + positions[m] * W, W, 1.0f);
       }
-      remember(ks + m * kv, vs + m * kv, (T*)l->keys, (T*)l->values, m, positions[m], s.K, W, s.S);
-      for (long head = 0; head < s.K; ++head) {
-        long rep = s.H / s.K, at = (m * s.K + head) * s.S * W;
-        attend_row<W>(qs + m * q + head * rep * W, (T*)l->keys + at, (T*)l->values + at, h + m * q + head * rep * W, rep, positions[m] + 1);
-      }
+      remember(ks + m * kv, vs + m * kv, (T*)l->keys, (T*)l->values, rows ? rows[m] : m, positions[m], s.K, W, s.S);
+      if (!rows) attend_heads<W>(*l, s, (const T*)qs, h, m, m, positions[m]);
+    }
+    if (rows) {  // tokens of one row read each other's keys
+#pragma omp parallel for schedule(dynamic, 1) num_threads(most) if (most > 1)
+      for (long m = 0; m < M; ++m) attend_heads<W>(*l, s, (const T*)qs, h, m, rows[m], positions[m]);
     }
     Weight second = {l->o, l->o_bias, delta, D, D};
     gemm<T, T>(h, q, M, q, &second, 1, all);
@@ -306,15 +331,15 @@ PARALLEL
     for (long m = 0; m < M; ++m) norm_row(x + m * D, (const T*)delta + m * D, (const R*)l->norm2, h + m * D, (float*)nullptr, D, s.eps);
     Weight third[2] = {{l->gate, nullptr, g, s.F, s.F}, {l->up, nullptr, u, s.F, s.F}};
     gemm<T, T>(h, D, M, D, third, 2, all);
-PARALLEL
+#pragma omp parallel for schedule(static) num_threads(some) if (some > 1)
     for (long m = 0; m < M; ++m) gate(g + m * s.F, u + m * s.F, g + m * s.F, s.F);
     Weight fourth = {l->down, nullptr, delta, D, D};
     gemm<T, T>(g, s.F, M, s.F, &fourth, 1, all);
   }
 }
 EXPORT void whet_layers(int residual_wide, int wide, const Layer* layers, long count, const Shape* s, const Outside* o, const int64_t* tokens,
-                        const int64_t* positions, void* out) {
-#define ARGS(R, T) layers, count, *s, *o, tokens, positions, (R*)out
+                        const int64_t* positions, const int64_t* rows, void* out) {
+#define ARGS(R, T) layers, count, *s, *o, tokens, positions, rows, (R*)out
   if (wide) { BY_CHANNELS(s->C, (layers_of<float, float, W>(ARGS(float, float)))) }
   else if (residual_wide) { BY_CHANNELS(s->C, (layers_of<float, bf16, W>(ARGS(float, bf16)))) }
   else { BY_CHANNELS(s->C, (layers_of<bf16, bf16, W>(ARGS(bf16, bf16)))) }

@@ -8,6 +8,7 @@ eager code of the caller. Weights are packed once into panels (`packed`), again 
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterable
 from ctypes import POINTER, c_double, c_float, c_int, c_long, c_void_p
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from whet.kernels.build import library
 
 QUANTUM = 16
-MUCH = 16_384
+ENOUGH = 8192
+"""Numbers that are worth a thread."""
 CHANNELS = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -49,10 +51,10 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gate_back": (c_int, *[c_void_p] * 5, c_long, c_long, c_int),
     "score": (*[c_void_p] * 5, *[c_long] * 3, c_float, c_int),
     "score_back": (c_int, *[c_void_p] * 7, *[c_long] * 3, c_float, c_int, c_int),
-    "draw": (c_void_p, c_void_p, *[c_long] * 3, c_float, c_int),
+    "draw": (*[c_void_p] * 4, *[c_long] * 3, c_float, c_int),
     "squares": (c_int, c_void_p, c_long, c_int),
     "adamw": (c_int, *[c_void_p] * 5, c_long, c_void_p, c_int),
-    "layers": (c_int, c_int, c_void_p, c_long, *[c_void_p] * 5),
+    "layers": (c_int, c_int, c_void_p, c_long, *[c_void_p] * 6),
     "layers_memory": (c_void_p,),
 }
 PANELS = "_whet_panels"
@@ -104,9 +106,9 @@ def _wide_dtype(dtype: torch.dtype) -> int:
     return int(dtype == torch.float32)
 
 
-def _threads(work: int = MUCH) -> int:
+def _threads(work: int = sys.maxsize) -> int:
     """Return how many threads to use for so many numbers: waking others costs more than a little work."""
-    return torch.get_num_threads() if work >= MUCH else 1
+    return max(1, min(torch.get_num_threads(), work // ENOUGH))
 
 
 def panels(weight_FD: torch.Tensor, dtype: torch.dtype, *, transposed: bool = False) -> torch.Tensor:

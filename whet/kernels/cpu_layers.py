@@ -48,7 +48,7 @@ class _Outside(ctypes.Structure):
 
 
 class Layers:
-    """The layers' addresses, and memory for `num_rows` rows.
+    """The layers' addresses, and memory for `num_rows` tokens.
 
     Args:
         layers: For each layer its tensors by the names of `NAMES`: norms' weights, packed products, biases (None for
@@ -57,7 +57,7 @@ class Layers:
         norm: Weight of the last norm.
         cos: Rotary table [positions, C], float32.
         sin: Its other half.
-        num_rows: Rows at most.
+        num_rows: Tokens of one call at most.
         heads: Query heads, key/value heads, channels of each, and feed-forward width.
         capacity: Positions of a cache row.
         eps: Of the norms.
@@ -92,11 +92,20 @@ class Layers:
         self._outside = _Outside(*(part.data_ptr() for part in parts))
         self._kept = [parts, layers]
 
-    def run(self, tokens_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-        """Read a token of each of the cache's first B rows at its position; return hidden states [B, D]."""
-        rows = tokens_B.shape[0]
-        self._shape.rows, self._shape.threads = rows, _threads()
-        out = torch.empty(rows, self._width, dtype=self._embeddings.dtype)
+    def run(
+        self, tokens_M: torch.Tensor, positions_M: torch.Tensor, rows_M: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Read tokens at their positions; return hidden states [M, D].
+
+        Args:
+            tokens_M: Token ids.
+            positions_M: Their positions.
+            rows_M: Their rows of the cache, where those are not 0..M-1; a row may read several tokens that follow each
+                other.
+        """
+        count = tokens_M.shape[0]
+        self._shape.rows, self._shape.threads = count, _threads()
+        out = torch.empty(count, self._width, dtype=self._embeddings.dtype)
         wide = _wide(out), int(self._dtype == torch.float32)
         shape, outside = ctypes.byref(self._shape), ctypes.byref(self._outside)
         call(
@@ -106,8 +115,9 @@ class Layers:
             len(self._layers),
             shape,
             outside,
-            tokens_B,
-            positions_B,
+            tokens_M,
+            positions_M,
+            rows_M,
             out,
         )
         return out

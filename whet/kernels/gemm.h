@@ -81,13 +81,14 @@ template <typename T, typename O>
 static void gemm(const T* a, long lda, long M, long K, const Weight* weights, int count, int threads) {
   double work = 0;
   for (int n = 0; n < count; ++n) work += (double)M * K * weights[n].N;
-  if (work < 1e6) threads = 1;
+  threads = (int)std::max(1L, std::min<long>(threads, work / 5e5));  // waking others costs more than a little work
   struct Task { int weight; long row, rows, panel, last; };
   std::vector<Task> tasks;
   long parts = (M + ROWS - 1) / ROWS, blocks = (parts + BLOCK - 1) / BLOCK;
   for (int n = 0; n < count; ++n) {
     long panels = (weights[n].N + PANEL - 1) / PANEL;
-    long group = blocks > 1 ? GROUP : std::max(GROUP * 1L, (panels + 4 * threads - 1) / (4 * threads) / 4 * 4);
+    long least = parts > 1 ? 1 : M <= 2 ? GROUP : M <= 6 ? 2 : 1;  // panels that one pass over the rows takes
+    long group = blocks > 1 ? GROUP : std::max(least, panels / (4 * threads) / least * least);
     for (long b = 0; b < blocks; ++b)
       for (long p = 0; p < panels; p += group)
         tasks.push_back({n, M * b / blocks, M * (b + 1) / blocks - M * b / blocks, p, std::min(p + group, panels)});
