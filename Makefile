@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make setup: each sets itself up on a machine with Python 3.11 or newer.
+# make demo | make test | make slow | make lint | make setup: each sets itself up on a machine with Python 3.11 or newer.
 #   make demo ARGS='--seed 1'       make test PYTEST_ARGS='tests/test_cli.py'       make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 # Install whet with the given extra; `-e '.'` or `-e '.[dev]'`.
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e
 
-.PHONY: demo test lint setup
+.PHONY: demo test slow lint setup
 .DEFAULT_GOAL := demo
 
 demo: $(RUN_STAMP)
@@ -23,6 +23,11 @@ demo: $(RUN_STAMP)
 
 test: lint
 	@$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+# CI's slow job: all tests, and the speed beside the peers against what is committed (docs/results/bench.json).
+slow: lint
+	@$(BIN)/python -m pytest -n $(JOBS) --slow $(PYTEST_ARGS)
+	@$(BIN)/python bench/guard.py
 
 lint: $(DEV_STAMP)
 	@$(BIN)/ruff check .

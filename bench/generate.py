@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -87,6 +88,7 @@ for _ in sys.stdin:
             stderr=subprocess.DEVNULL,
             text=True,
             env=environment,
+            start_new_session=True,
         )
         self.read("ready")
 
@@ -106,8 +108,8 @@ for _ in sys.stdin:
         return int(self.read("done").split()[1])
 
     def stop(self) -> None:
-        """End the process."""
-        self.process.kill()
+        """End the process and its workers."""
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 

@@ -118,3 +118,15 @@ def test_nf4(dtype: torch.dtype, shape: tuple[int, ...], double: bool) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(dtype: torch.dtype, with_bias: bool) -> None:
     cases.check_linear("cpu", dtype, with_bias)
+
+
+def test_models_head_and_sampling_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wiring_cases import check_wiring
+
+    from whet.kernels import dispatch
+
+    torch.set_num_threads(1)
+    monkeypatch.setattr("whet.kernels.cpu.library", lambda: None)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "KERNELS", {"cpu": dispatch._cuda_kernels})
+    check_wiring(monkeypatch)

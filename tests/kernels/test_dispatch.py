@@ -6,11 +6,15 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from wiring_cases import check_wiring
 
 from whet.kernels import dispatch, eager
+from whet.kernels import eager as twins
 from whet.types import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -49,7 +53,7 @@ def test_pick(nvidia: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.VARIABLE, "eager")
     assert dispatch.pick(eager.swiglu, CUDA) is eager.swiglu
     monkeypatch.setenv(dispatch.VARIABLE, "fast")
-    with pytest.raises(UserError, match="WHET_KERNELS = 'fast': expected 'auto' or 'eager'"):
+    with pytest.raises(UserError, match="WHET_KERNELS = 'fast': expected auto, eager or triton"):
         dispatch.pick(eager.swiglu, CUDA)
 
 
@@ -68,3 +72,34 @@ def test_a_cpu_never_imports_triton() -> None:
         "dispatch.pick(eager.swiglu, x.device)(x, x); dispatch.has_triton(); sys.exit('triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_asked_for_kernels_serve_models_head_and_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twins stand for the kernels here; tests/kernels/interpreted.py runs the kernels themselves."""
+    called: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            called.append(name)
+            return getattr(twins, name)(*arguments, **named)
+
+        return run
+
+    names = ("rms_norm", "swiglu", "decode_attention", "logprob_entropy", "logprob_entropy_backward_")
+    table = {getattr(twins, name): counted(name) for name in names}
+    monkeypatch.setattr(dispatch, "KERNELS", {"cpu": lambda: table})
+    check_wiring(monkeypatch)
+    assert set(called) == set(names)
+
+
+def test_kernels_that_are_asked_for_and_missing_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, 16)
+    monkeypatch.setattr(dispatch, "KERNELS", {"cpu": dict})
+    assert dispatch.asked_for(twins.swiglu, x) is None
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    with pytest.raises(UserError, match="WHET_KERNELS = triton: .*pip install triton"):
+        dispatch.asked_for(twins.swiglu, x)
+    assert dispatch.asked_for(twins.swiglu, x.double()) is None
+    monkeypatch.setattr(dispatch, "KERNELS", {})
+    assert dispatch.asked_for(twins.swiglu, x) is None, "a CPU goes on as always"

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import cpu_head
+from whet.kernels import cpu_head, eager
+from whet.kernels.dispatch import asked_for
 
 ROW_QUANTUM = 16
 COLUMN_QUANTUM = 16
@@ -69,6 +70,8 @@ def select_logprobs(logits_MV: torch.Tensor, targets_M: torch.Tensor) -> tuple[t
     """
     if cpu_head.can_select(logits_MV):
         return cpu_head.select(logits_MV, targets_M)
+    if (kernel := asked_for(eager.logprob_entropy, logits_MV)) is not None:
+        return kernel(logits_MV, targets_M)[:2]
     normaliser_M = torch.logsumexp(logits_MV, dim=-1)
     return logits_MV.gather(1, targets_M[:, None]).squeeze(1) - normaliser_M, normaliser_M
 
@@ -106,10 +109,14 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
-            logprob, normaliser = select_logprobs(logits, targets_M[rows])
+            if (kernel := asked_for(eager.logprob_entropy, logits)) is not None:
+                logprob, normaliser, entropy = kernel(logits, targets_M[rows])
+            else:
+                logprob, normaliser = select_logprobs(logits, targets_M[rows])
+                entropy = entropy_of(logits, normaliser)
             logprobs.append(logprob)
             normalisers.append(normaliser)
-            entropies.append(entropy_of(logits, normaliser))
+            entropies.append(entropy)
         ctx.save_for_backward(hidden_MD, weight_VD, targets_M, torch.cat(normalisers), torch.cat(entropies))
         ctx.options = (temperature, num_valid, chunk)
         return torch.cat(logprobs), torch.cat(entropies)
@@ -119,7 +126,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_MD, weight_VD, targets_M, normaliser_M, entropy_M = ctx.saved_tensors
         temperature, num_valid, chunk = ctx.options
         grad_logprob_M, grad_entropy_M = upstream
-        use_entropy = bool((grad_entropy_M != 0).any())
+        use_entropy = hidden_MD.is_cuda or bool((grad_entropy_M != 0).any())  # a GPU is not waited for
         exact = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
         weight = weight_VD.to(exact)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
@@ -127,20 +134,19 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
-            logprobs = logits - normaliser_M[rows, None]
-            dz = logprobs.exp()
-            if use_entropy:
-                finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
-                scale = -grad_logprob_M[rows, None] - grad_entropy_M[rows, None] * (
-                    finite + entropy_M[rows, None]
-                )
-                dz = dz * scale
+            columns = (
+                targets_M[rows],
+                normaliser_M[rows],
+                entropy_M[rows],
+                grad_logprob_M[rows],
+                grad_entropy_M[rows],
+            )
+            if (kernel := asked_for(eager.logprob_entropy_backward_, logits)) is not None:
+                dz = kernel(logits, *columns, temperature)
             else:
-                dz *= -grad_logprob_M[rows, None]
-            dz.scatter_add_(1, targets_M[rows, None], grad_logprob_M[rows, None].to(dz.dtype))
+                dz = _logit_gradient(logits, *columns, use_entropy=use_entropy)
+                dz = dz / temperature if temperature != 1.0 else dz
             dz = dz[:, : weight.shape[0]]
-            if temperature != 1.0:
-                dz = dz / temperature
             if grad_hidden is not None:
                 grad_hidden[rows] = (dz @ weight).to(grad_hidden.dtype)
             if grad_weight is not None:
@@ -153,6 +159,27 @@ class _TokenLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _logit_gradient(
+    logits_MV: torch.Tensor,
+    targets_M: torch.Tensor,
+    normaliser_M: torch.Tensor,
+    entropy_M: torch.Tensor,
+    grad_logprob_M: torch.Tensor,
+    grad_entropy_M: torch.Tensor,
+    *,
+    use_entropy: bool,
+) -> torch.Tensor:
+    """Return the gradient of logits that are divided by the temperature already."""
+    logprobs = logits_MV - normaliser_M[:, None]
+    dz = logprobs.exp()
+    if use_entropy:
+        finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
+        dz = dz * (-grad_logprob_M[:, None] - grad_entropy_M[:, None] * (finite + entropy_M[:, None]))
+    else:
+        dz *= -grad_logprob_M[:, None]
+    return dz.scatter_add_(1, targets_M[:, None], grad_logprob_M[:, None].to(dz.dtype))
 
 
 def token_logprobs(

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import cpu_attention
+from whet.kernels import cpu_attention, eager
 from whet.kernels.cpu_attention import TILE
+from whet.kernels.dispatch import asked_for
 from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
@@ -141,6 +142,10 @@ class Decode:
             return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
         keys[self._rows, :, self._positions] = k_NKC[:rows].to(keys.dtype)
         values[self._rows, :, self._positions] = v_NKC[:rows].to(values.dtype)
+        surplus = q_NHC.shape[0] - rows
+        if (kernel := asked_for(eager.decode_attention, q_NHC)) is not None:
+            out = kernel(q_NHC[:rows], keys, values, self._positions + 1)
+            return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
         k, v = keys[:rows, :, : self._num_keys], values[:rows, :, : self._num_keys]
         kv_heads = k.shape[1]
         q = q_NHC[:rows].view(rows, kv_heads, -1, q_NHC.shape[2])
@@ -151,5 +156,4 @@ class Decode:
             padded = F.pad(q, (0, 0, 0, MIN_QUERY_ROWS - rep)) if rep < MIN_QUERY_ROWS else q
             out = exact_attention(padded, k, v, self._bias)[:, :, :rep]
         out = out.reshape(rows, q_NHC.shape[1], q_NHC.shape[2])
-        surplus = q_NHC.shape[0] - rows
         return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out

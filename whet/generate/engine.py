@@ -18,7 +18,20 @@ from whet.algo.logprobs import head_logits
 from whet.generate.cache import Decode, KVCache, Prefill
 from whet.generate.drafts import NUM_GUESSES, read_ahead
 from whet.generate.fused import FUSED_PREFILL, can_fuse, fuse, prefill, row_state
-from whet.generate.rows import Completion, Job, Request, Rows, Token, are_plain, by_params, note, noted
+from whet.generate.graphs import StaticSteps, static_steps
+from whet.generate.rows import (
+    Completion,
+    Job,
+    Request,
+    Rows,
+    Token,
+    are_plain,
+    by_params,
+    has_stop,
+    note,
+    noted,
+    share_params,
+)
 from whet.generate.sampling import SamplingParams, sample_tokens
 from whet.kernels import cpu, cpu_head
 from whet.kernels.cpu import CHANNELS
@@ -32,7 +45,6 @@ PREFILL_TOKENS = 8192
 CHECK_EVERY_GPU = 8
 CHECK_EVERY_TEXT = 4
 SCORE_ROWS = 1024
-CHARACTER_TOKENS = 4
 
 
 @dataclass(slots=True)
@@ -90,6 +102,7 @@ class Engine:
         self._cache: KVCache | None = None
         self._head: torch.Tensor | None = None
         self._layers: Layers | None = None
+        self._static: StaticSteps | None = None
 
     def generate(
         self,
@@ -150,7 +163,9 @@ class Engine:
                 if can_fuse(self.model, self._cache, self._cache.values.dtype):
                     self._layers = fuse(self.model, self._cache, self._cache.values.dtype)
                     self._reads_ahead = self.num_guesses > 0 and cpu_head.can_score(self._head, self._head)
-                yield Rows.empty(num_rows, max_new, self.device)
+                state = Rows.empty(num_rows, max_new, self.device)
+                self._static = static_steps(self._static, self.model, self._cache, state, self._stop_ids)
+                yield self._static.state if self._static else state
         finally:
             self._head, self._layers, self._reads_ahead = None, None, False
             self.model.train(was_training)
@@ -277,7 +292,7 @@ class Engine:
         read: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Draw one token for each row and note it; ended rows write into the spare column and do not move on."""
-        jobs, done = state.jobs[rows], state.done[rows]
+        jobs = state.jobs[rows]
         params = jobs[0].params
         if are_plain(jobs) and cpu_head.can_select(logits_BV):
             where, valid = row_state(state, rows.start, self._stop_ids), self.model.num_valid_tokens
@@ -296,16 +311,7 @@ class Engine:
             logprobs[index] = scores.float()
         if any(job.num_top is not None for job in jobs):
             note(logits_BV, tokens, jobs)
-        column = torch.where(done, state.tokens.shape[1] - 1, state.counts[rows])[:, None]
-        state.tokens[rows].scatter_(1, column, tokens[:, None])
-        state.logprobs[rows].scatter_(1, column, logprobs[:, None])
-        live = ~done
-        state.last[rows] = tokens
-        state.counts[rows] += live
-        state.positions[rows] += live
-        stopped = torch.isin(tokens, self._stop_ids) & live
-        state.stopped[rows] |= stopped
-        state.done[rows] |= stopped | (state.counts[rows] >= state.limits[rows])
+        state.take(rows, tokens, logprobs, self._stop_ids)
 
     @spanned("decode")
     def decode(self, state: Rows) -> None:
@@ -318,6 +324,9 @@ class Engine:
             tokens, positions, rows, first = ahead or (state.last[live], state.positions[live], None, None)
             logits = self._logits(self._layers.run(tokens, positions, rows))
             self._append(logits, state, live, None if first is None else (tokens, first))
+            return
+        if self._static is not None and share_params(state.jobs):
+            self._static.run(len(state.jobs), state.jobs[0].params)
             return
         positions = state.positions[live].clone()
         deepest = int(positions.max()) + 1
@@ -341,24 +350,14 @@ class Engine:
             first = max(0, checked[row] - job.tail)
             window = state.tokens[row, first : counts[row]].tolist()
             state.checked[row] = counts[row]
-            if not self._has_stop(window, job):
+            if not has_stop(window, job.stop_strings, self._decode):
                 continue
             fresh = range(checked[row] - first + 1, len(window) + 1)
-            length = next((n for n in fresh if self._has_stop(window[:n], job)), None)
+            length = next((n for n in fresh if has_stop(window[:n], job.stop_strings, self._decode)), None)
             if length is not None:
                 state.counts[row] = state.checked[row] = first + length
                 state.done[row] = True
                 state.stopped[row] = True
-
-    def _has_stop(self, ids: Sequence[int], job: Job) -> bool:
-        assert self._decode is not None
-        for skipped in range(CHARACTER_TOKENS):  # SentencePiece garbles all bytes behind a cut character
-            text = self._decode(ids[skipped:])
-            if any(stop in text for stop in job.stop_strings):
-                return True
-            if "\ufffd" not in text:
-                break
-        return False
 
     def harvest(self, state: Rows) -> list[Job]:
         """Complete the jobs that ended, return them, and close the holes with rows from the end."""

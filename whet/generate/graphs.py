@@ -7,8 +7,12 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 import torch.nn.functional as F
 
+from whet.algo.logprobs import head_logits
 from whet.generate.cache import KVCache
+from whet.generate.rows import Rows
+from whet.generate.sampling import SamplingParams, sample_tokens
 from whet.kernels import dispatch, eager
+from whet.model.transformer import LanguageModel
 
 BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
 
@@ -118,3 +122,77 @@ class DecodeGraphs:
         finally:
             torch.set_autocast_cache_enabled(cached)
         return graph
+
+
+def can_graph(model: LanguageModel, cache: KVCache) -> bool:
+    """Say whether steps are to be graphs: on a GPU with `WHET_KERNELS=triton`, unless a module has hooks.
+
+    Args:
+        model: The model.
+        cache: Its cache.
+    """
+    is_plain = all(not module._forward_hooks for module in model.modules())
+    return is_plain and cache.keys.device.type in dispatch.KERNELS and dispatch.mode() == "triton"
+
+
+class StaticSteps:
+    """Decode steps on rows that stay where they are, so that a step can be a graph.
+
+    Args:
+        model: The model.
+        cache: Its cache.
+        state: The rows; those behind the live ones are drawn along as ended ones.
+        stop_ids: Ids that end a row.
+    """
+
+    def __init__(self, model: LanguageModel, cache: KVCache, state: Rows, stop_ids: torch.Tensor) -> None:
+        self.state = state
+        self._model, self._cache, self._stop_ids = model, cache, stop_ids
+        self._params = SamplingParams()
+        self._graphs = DecodeGraphs(self._step, self._tensors, state.num_rows, cache.keys.device)
+
+    def fits(self, cache: KVCache, state: Rows) -> bool:
+        """Say whether these rows do for a session that wants others."""
+        return self._cache is cache and self.state.tokens.shape == state.tokens.shape
+
+    def run(self, num_live: int, params: SamplingParams) -> None:
+        """Draw the next token of the first rows."""
+        self.state.done[num_live:] = True
+        self._params = params
+        self._graphs.run(num_live, params)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        state = self.state
+        own = [
+            state.seeds,
+            state.positions,
+            state.counts,
+            state.limits,
+            state.last,
+            state.done,
+            state.stopped,
+        ]
+        kept = [state.tokens, state.logprobs, self._cache.keys, self._cache.values, self._stop_ids]
+        return [*own, *kept, *self._model.parameters()]
+
+    def _step(self, count: int) -> None:
+        state, rows, params = self.state, slice(0, count), self._params
+        context = StaticDecode(self._cache, state.positions[rows].clone())
+        hidden = self._model(state.last[rows], state.positions[rows], context)
+        temperature = params.temperature or 1.0
+        valid = self._model.num_valid_tokens
+        logits = head_logits(hidden, self._model.head_weight, temperature=temperature, num_valid=valid)
+        tokens, logprobs = sample_tokens(logits, state.seeds[rows], state.counts[rows], params)
+        state.take(rows, tokens, logprobs.float(), self._stop_ids)
+
+
+def static_steps(
+    before: StaticSteps | None, model: LanguageModel, cache: KVCache, state: Rows, stop_ids: torch.Tensor
+) -> StaticSteps | None:
+    """Return the steps of a session: those of the session before, emptied, where they fit; None without graphs."""
+    if not can_graph(model, cache):
+        return None
+    if before is None or not before.fits(cache, state):
+        return StaticSteps(model, cache, state, stop_ids)
+    before.state.clear()
+    return before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -11,6 +11,9 @@ from whet.algo.logprobs import select_logprobs
 from whet.generate.lookup import Lookup
 from whet.generate.sampling import SamplingParams
 from whet.types import FinishReason
+
+CHARACTER_TOKENS = 4
+"""Tokens that spell one character at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +128,28 @@ class Rows:
         """Rows that fit."""
         return self.seeds.shape[0]
 
+    def take(
+        self, rows: slice, tokens_B: torch.Tensor, logprobs_B: torch.Tensor, stop_ids: torch.Tensor
+    ) -> None:
+        """Note a drawn token of each row; ended rows write into the spare column and do not move on."""
+        live = ~self.done[rows]
+        column = torch.where(live, self.counts[rows], self.tokens.shape[1] - 1)[:, None]
+        self.tokens[rows].scatter_(1, column, tokens_B[:, None])
+        self.logprobs[rows].scatter_(1, column, logprobs_B[:, None])
+        self.last[rows] = tokens_B
+        self.counts[rows] += live
+        self.positions[rows] += live
+        stopped = torch.isin(tokens_B, stop_ids) & live
+        self.stopped[rows] |= stopped
+        self.done[rows] |= stopped | (self.counts[rows] >= self.limits[rows])
+
+    def clear(self) -> None:
+        """Make all rows free and zero, where they are."""
+        self.jobs.clear()
+        for item in fields(self):
+            if item.name != "jobs":
+                getattr(self, item.name).zero_()
+
     def move(self, source: list[int], target: list[int]) -> None:
         """Overwrite rows `target` by rows `source`."""
         for item in fields(self):
@@ -135,10 +160,29 @@ class Rows:
             self.jobs[new] = self.jobs[old]
 
 
+def has_stop(
+    ids: Sequence[int], stop_strings: Sequence[str], decode: Callable[[Sequence[int]], str] | None
+) -> bool:
+    """Say whether the text of tokens has a stop string; the first may begin within a character."""
+    assert decode is not None
+    for skipped in range(CHARACTER_TOKENS):  # SentencePiece garbles all bytes behind a cut character
+        text = decode(ids[skipped:])
+        if any(stop in text for stop in stop_strings):
+            return True
+        if "\ufffd" not in text:
+            break
+    return False
+
+
+def share_params(jobs: Sequence[Job]) -> bool:
+    """Say whether all draw alike and want no notes."""
+    params = jobs[0].params
+    return all(job.params is params and job.num_top is None for job in jobs)
+
+
 def are_plain(jobs: Sequence[Job]) -> bool:
     """Say whether all draw alike, without a filter, and want no notes."""
-    params = jobs[0].params
-    return not params.is_filtered and all(job.params is params and job.num_top is None for job in jobs)
+    return not jobs[0].params.is_filtered and share_params(jobs)
 
 
 def by_params(jobs: Sequence[Job]) -> Iterable[tuple[SamplingParams, list[int] | None]]:

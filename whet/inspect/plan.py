@@ -31,6 +31,7 @@ from whet.model.weights import model_folder
 from whet.schema import SCHEMAS
 from whet.telemetry.display import escape_controls
 from whet.train.fit import FIT_ATTENTION
+from whet.train.precision import settle_precision
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
 from whet.train.step import parameter_dtype
@@ -169,7 +170,8 @@ def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig |
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(result.stdout.partition("\nbatch of one step\n")[0] + "\n", encoding="utf-8")
-        return load_yaml(path, RLConfig) if config.of == "rl" else load_yaml(path, SFTConfig)
+        run = load_yaml(path, RLConfig) if config.of == "rl" else load_yaml(path, SFTConfig)
+    return settle_precision(run)
 
 
 def find_shape(source: str) -> ModelConfig:

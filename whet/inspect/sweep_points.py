@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from whet.train.precision import CANDIDATES
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
 from whet.train.step import Precision
@@ -25,7 +26,7 @@ FLAGS = {
 }
 """Setting -> the option of the program that sets it."""
 
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+PRECISIONS = CANDIDATES
 HEADROOM = 0.9
 """A setting is recommended when its longest step takes at most this share of the memory: allocators need the rest."""
 TIE = 0.03

@@ -1,7 +1,8 @@
 """One table: which implementation of which operation on which device.
 
 `WHET_KERNELS=eager` in the environment switches every operation to its eager twin; `auto`, the default, takes what the
-table says. Triton is not imported before an operation runs on a device that it serves.
+table says; `triton` takes its GPU kernels and CUDA graphs in models, head and sampling, too. Triton is not imported
+before an operation runs on a device that it serves.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ VARIABLE = "WHET_KERNELS"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def mode() -> Literal["auto", "eager"]:
+def mode() -> Literal["auto", "eager", "triton"]:
     """Read the switch.
 
     Raises:
-        UserError: If it is neither.
+        UserError: If it is none of them.
     """
     value = os.environ.get(VARIABLE, "auto")
-    if value == "auto" or value == "eager":
+    if value == "auto" or value == "eager" or value == "triton":
         return value
-    raise UserError(f"{VARIABLE} = {value!r}: expected 'auto' or 'eager'; unset it or set one of them")
+    raise UserError(f"{VARIABLE} = {value!r}: expected auto, eager or triton; unset it or set one of them")
 
 
 def has_triton() -> bool:
@@ -74,3 +75,24 @@ def pick(twin: Callable[P, R], device: torch.device, dtype: torch.dtype = torch.
     if device.type not in KERNELS or dtype not in DTYPES or mode() == "eager":
         return twin
     return cast("Callable[P, R]", KERNELS[device.type]().get(twin, twin))
+
+
+def asked_for(twin: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R] | None:
+    """Return the kernel that stands for an eager twin where `WHET_KERNELS=triton` asks for it; None: go on as always.
+
+    Args:
+        twin: A function of `whet.kernels.eager`.
+        tensor: What it works on.
+
+    Raises:
+        UserError: If it is asked for on a GPU that has none.
+    """
+    serves = tensor.device.type in KERNELS and tensor.dtype in DTYPES and not torch.compiler.is_compiling()
+    if not serves or mode() != "triton":
+        return None
+    found = KERNELS[tensor.device.type]()
+    if not found:
+        raise UserError(
+            f"{VARIABLE} = triton: PyTorch is not built for NVIDIA's GPUs, or Triton is missing: pip install triton"
+        )
+    return cast("Callable[P, R] | None", found.get(twin))

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.kernels import cpu
+from whet.kernels import cpu, eager
+from whet.kernels.dispatch import asked_for
 from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, round_up
 from whet.model.checkpointing import Recompute
 from whet.model.config import ModelConfig, RopeScaling
@@ -48,6 +49,8 @@ class RMSNorm(nn.Module):
         out = cpu.norm(x, self.weight, self.eps)
         if out is not None:
             return out
+        if (kernel := asked_for(eager.rms_norm, x)) is not None:
+            return kernel(x, self.weight, self.eps)[0]
         x32 = x.float()
         scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
@@ -136,7 +139,9 @@ class MLP(nn.Module):
         """Return down(silu(gate(x)) * up(x))."""
         gate_NF, up_NF = self.gate_proj(x_ND), self.up_proj(x_ND)
         gated_NF = cpu.swiglu(gate_NF, up_NF)
-        return self.down_proj(F.silu(gate_NF) * up_NF if gated_NF is None else gated_NF)
+        if gated_NF is None:
+            gated_NF = (asked_for(eager.swiglu, gate_NF) or eager.swiglu)(gate_NF, up_NF)
+        return self.down_proj(gated_NF)
 
 
 class DecoderLayer(nn.Module):

@@ -26,6 +26,7 @@ from whet.train.harvest import check_sampling, gather_rows, load_rows, sample_ju
 from whet.train.order import EpochOrder
 from whet.train.pair_scores import pair_logprobs, pair_micro_batches
 from whet.train.pairs import Pair, Pairing, is_held_out, read_pairs
+from whet.train.precision import settle_precision
 from whet.train.safety import SafetyConfig, TokenBudget
 from whet.train.session import begin, finish, open_folder, write_origin
 from whet.train.step import OptimConfig, autocast_dtype, forward_backward, parameter_dtype, prepare_model
@@ -325,6 +326,7 @@ def train(config: DPOConfig, *, resume: Resume = False) -> Policy:
         UserError: If inputs do not fit together, there are no pairs, or the run cannot go on.
     """
     tracking = begin(config)
+    config = settle_precision(config)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     prepare_model(policy.model, config.optim)
     if policy.schema.tools:

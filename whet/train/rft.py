@@ -28,6 +28,7 @@ from whet.train.harvest import (
     write_rows,
 )
 from whet.train.order import EpochOrder
+from whet.train.precision import settle_precision
 from whet.train.rollout import collect_groups, longest_sequence
 from whet.train.safety import SafetyConfig, TokenBudget
 from whet.train.session import begin, finish, open_folder, write_origin
@@ -127,6 +128,7 @@ def train(config: RFTConfig, *, resume: Resume = False) -> Policy:
         UserError: If inputs do not fit together, nothing can be kept, or the run cannot go on.
     """
     tracking = begin(config)
+    config = settle_precision(config)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     policy.expect(answer_type_of(task))

@@ -37,6 +37,7 @@ from whet.train.judging import open_judge
 from whet.train.objective import Objective
 from whet.train.order import DataOrder, data_order
 from whet.train.overlap import part_groups
+from whet.train.precision import settle_precision
 from whet.train.recorded import Recorder, rl_batch
 from whet.train.rl_config import RLConfig
 from whet.train.rollout import Rollout, longest_sequence, rollout_metrics, sample_note
@@ -70,6 +71,7 @@ def train(config: RLConfig, *, resume: Resume = False) -> Policy:
     """
     is_main = rank() == 0
     tracking = begin(config)
+    config = settle_precision(config)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     check_fit(config, policy, task)

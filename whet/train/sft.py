@@ -22,6 +22,7 @@ from whet.telemetry.spans import span
 from whet.telemetry.trackers import TrackConfig
 from whet.train.fit import FIT_ATTENTION, Fit, StepResult
 from whet.train.order import data_order
+from whet.train.precision import settle_precision
 from whet.train.safety import SafetyConfig, TokenBudget
 from whet.train.session import begin, finish, open_folder, write_origin
 from whet.train.step import OptimConfig, autocast_dtype, forward_backward, parameter_dtype, prepare_model
@@ -175,6 +176,7 @@ def train(config: SFTConfig, *, resume: Resume = False) -> Policy:
         UserError: If inputs do not fit together, or the run cannot go on.
     """
     tracking = begin(config)
+    config = settle_precision(config)
     task = load_task(config.task)
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     policy.expect(answer_type_of(task))

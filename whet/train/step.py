@@ -20,7 +20,7 @@ from whet.train.adam8bit import MIN_NUMBERS, Moments
 from whet.train.optimizer import adamw, master_of, suits_kernel, sum_of_squares
 from whet.types import MicroBatch, UserError
 
-Precision = Literal["float32", "bfloat16_autocast", "bfloat16_master"]
+Precision = Literal["auto", "float32", "bfloat16_autocast", "bfloat16_master"]
 Schedule = Literal["cosine", "linear", "constant"]
 
 
@@ -49,8 +49,8 @@ class OptimConfig:
     token_budget: int = 16384
     """Tokens of one micro-batch; the mathematics does not depend on it."""
     precision: Precision = "float32"
-    """float32; bfloat16_autocast (float32 parameters, bfloat16 products); or bfloat16_master (bfloat16 model,
-    float32 master weights)."""
+    """float32; bfloat16_autocast (float32 parameters, bfloat16 products); bfloat16_master (bfloat16 model,
+    float32 master weights); or auto, the fastest for the model's widths on the run's device, measured at the start."""
     checkpoint_layers: bool = False
     """Recompute each layer's activations in the backward pass (less memory, more time)."""
     checkpoint_kind: CheckpointKind = "layer"
@@ -339,6 +339,7 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
     """Return the dtype of the model's parameters."""
+    assert precision != "auto", "settle_precision comes first"
     return torch.bfloat16 if precision == "bfloat16_master" else torch.float32
 
 
