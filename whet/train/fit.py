@@ -110,7 +110,8 @@ class Fit(Generic[Item]):
         self._skipped = Skipped(config.safety.max_skipped)
         self._budget = TokenBudget(config.optim.token_budget, policy.model.parameters())
         self._optimizer = Optimizer(policy.model, config.optim)
-        self._recorder = Recorder(self._folder, stage, policy)
+        moves_early = config.optim.update_in_backward
+        self._recorder = Recorder(self._folder, stage, policy, enabled=not moves_early)
         self._tokens = 0
         self._best: float | None = None
         self._last: dict[str, float] = {}

@@ -182,13 +182,14 @@ class Recorder:
         run: Run folder.
         kind: The program.
         policy: The policy that is trained.
+        enabled: Whether to record; not where the weights have moved before a batch can be described.
 
     Attributes:
         is_due: Whether the next step is to be recorded: at first, and after each checkpoint.
     """
 
-    def __init__(self, run: Path, kind: Kind, policy: Policy) -> None:
-        self._run, self._kind, self._policy = run, kind, policy
+    def __init__(self, run: Path, kind: Kind, policy: Policy, *, enabled: bool = True) -> None:
+        self._run, self._kind, self._policy, self._enabled = run, kind, policy, enabled
         self._describe: Callable[[], Data] = dict
         self._batch: Data | None = None
         self.is_due = True
@@ -200,7 +201,7 @@ class Recorder:
             describe: Calls `rl_batch` or `fit_batch`: now, if the step is due, or when its update was left out.
         """
         self._describe = describe
-        self._batch = describe() if self.is_due else None
+        self._batch = describe() if self.is_due and self._enabled else None
 
     def end(
         self, step: int, metrics: Mapping[str, float], training: Callable[[], Training], *, is_skipped: bool
@@ -216,7 +217,7 @@ class Recorder:
             is_skipped: Whether its update was left out, because loss or gradient is not finite.
         """
         old: list[Path] = []
-        if is_skipped:
+        if is_skipped and self._enabled:
             content = self._content(step, self._batch or self._describe(), metrics)
             self._commit(self._run / FAULTS, step, content, training())
             old = list(_folders(self._run / FAULTS).values())[:-KEPT_FAULTS]
