@@ -171,7 +171,7 @@ static void back_segment(const T* q, const T* k, const T* v, const T* out, const
   float scale = 1.0f / std::sqrt((float)C);
   for (long h = head * rep; h < (head + 1) * rep; ++h)
     for (long t = 0; t < g.q_count; t += B) {
-      long R = std::min(B, g.q_count - t), last = g.shared + t + R, tiles = tiles_of(last);
+      long R = std::min(B, g.q_count - t), last = g.shared + t + R;
       float delta[BLOCK_ROWS];
       for (long r = 0; r < R; ++r) {
         long at = ((g.q_start + t + r) * H + h) * C;
@@ -187,11 +187,12 @@ static void back_segment(const T* q, const T* k, const T* v, const T* out, const
       memset(ob, 0, R * C * sizeof(float));
       for (long r = 0; r < R; r += 4) {
         int some = (int)std::min(4L, R - r);
+        long limit = last - R + r + some, tiles = tiles_of(limit);
         scores<C>(some, qb + r * C, kt, tiles, p + r * whole, whole);
         scores<C>(some, gb + r * C, vt, tiles, d + r * whole, whole);
         for (int i = 0; i < some; ++i) {
           float *pr = p + (r + i) * whole, *dr = d + (r + i) * whole;
-          for (long j = last - R + r + i + 1; j < tiles * TILE; ++j) pr[j] = -INFINITY;
+          for (long j = limit - some + i + 1; j < tiles * TILE; ++j) pr[j] = -INFINITY;
           float normaliser = lse[(g.q_start + t + r + i) * H + h];
           for (long j = 0; j < tiles; ++j) {
             v16 e = exponential(load(pr + j * TILE) - normaliser);
@@ -199,14 +200,15 @@ static void back_segment(const T* q, const T* k, const T* v, const T* out, const
             store(dr + j * TILE, e * (load(dr + j * TILE) - delta[r + i]));
           }
         }
-        add<C>(some, ob + r * C, d + r * whole, whole, 1, kb, C, last);
+        add<C>(some, ob + r * C, d + r * whole, whole, 1, kb, C, limit);
       }
       for (long r = 0; r < R; ++r)
         for (int c = 0; c < C; c += 16) store(dq + ((g.q_start + t + r) * H + h) * C + c, load(ob + r * C + c) * scale);
       for (long j = 0; j < last; j += 4) {
         int some = (int)std::min(4L, last - j);
-        add<C>(some, dkb + j * C, d + j, 1, whole, qb, C, R);
-        add<C>(some, dvb + j * C, p + j, 1, whole, gb, C, R);
+        long r = std::max(0L, j - g.shared - t) / 4 * 4;  // rows before see none of these keys
+        add<C>(some, dkb + j * C, d + r * whole + j, 1, whole, qb + r * C, C, R - r);
+        add<C>(some, dvb + j * C, p + r * whole + j, 1, whole, gb + r * C, C, R - r);
       }
     }
   for (long j = 0; j < keys; ++j) {

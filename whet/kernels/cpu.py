@@ -20,6 +20,8 @@ from whet.kernels.build import library
 QUANTUM = 16
 ENOUGH = 8192
 """Numbers that are worth a thread."""
+SMALL, MANY_ROWS = 1024, 256
+"""Up to this width, and for so many rows, packing a weight for its input's gradient pays (float32)."""
 CHANNELS = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -126,12 +128,17 @@ def panels(weight_FD: torch.Tensor, dtype: torch.dtype, *, transposed: bool = Fa
     if found is not None and found[0] == key:
         return found[1]
     source = weight_FD.detach()
-    source = (source.t() if transposed else source).contiguous()
-    rows, width = source.shape
-    size = call("packed_size", _wide_dtype(dtype), rows, width)
-    packed = found[1] if found is not None else torch.empty(size, dtype=dtype)
-    call("pack", _wide(source), _wide_dtype(dtype), source, packed, rows, width, _threads())
+    packed = _pack(source.t() if transposed else source, dtype, found[1] if found is not None else None)
     kept[dtype] = key, packed
+    return packed
+
+
+def _pack(weight_FD: torch.Tensor, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
+    source = weight_FD.contiguous()
+    rows, width = source.shape
+    if packed is None:
+        packed = torch.empty(call("packed_size", _wide_dtype(dtype), rows, width), dtype=dtype)
+    call("pack", _wide(source), _wide_dtype(dtype), source, packed, rows, width, _threads())
     return packed
 
 
@@ -194,9 +201,14 @@ class _Linear(torch.autograd.Function):
         grad = upstream[0]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
+        is_small = max(weight.shape) <= SMALL and x.shape[0] >= MANY_ROWS
+        is_small = is_small and grad.dtype == x.dtype == weight.dtype == torch.float32
         if needs_x:
-            cast = weight.to(grad.dtype)
-            grad_x = (grad @ (cast.t() if transposed else cast)).to(dtype)
+            cast = weight.to(grad.dtype).t() if transposed else weight.to(grad.dtype)
+            if is_small:
+                grad_x = product(grad.contiguous(), _pack(cast.detach().t(), dtype), cast.shape[1])
+            else:
+                grad_x = (grad @ cast).to(dtype)
         if needs_weight:
             grad_weight = (x.t() @ grad if transposed else grad.t() @ x).to(weight.dtype)
         if has_bias and needs_bias:

@@ -45,6 +45,8 @@ template <typename T, typename O, int R, int P>
 static void rows_panels(const T* a, long lda, const T* w, long size, long K, O* out, long ldc, const O* bias, long column, long N) {
   v16 acc[R][2 * P] = {};
   long steps = pairs(a, K), width = stride(a);
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < 2 * P; ++p) __builtin_prefetch(out + r * ldc + column + 16 * p, 1);  // written at the end
   for (long k = 0; k < steps; ++k) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
