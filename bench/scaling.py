@@ -37,6 +37,7 @@ BASE = ModelConfig(
     num_kv_heads=4, head_dim=64, max_positions=4096, tie_embeddings=True,
 )  # fmt: skip
 LENGTH, TOKENS, PROMPT, NEW = 128, 1024, 256, 64
+COLUMNS = 3
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """What changes, in what, and what stays."""
+    """What changes, in what, and what stays; whether the work grows with it."""
 
     name: str
     label: str
     constant: str
     values: tuple[int, ...]
     make: Callable[[int], Point]
+    grows: bool = True
 
 
 def make_model(**changes: Any) -> LanguageModel:
@@ -115,7 +117,7 @@ def curves(*, quick: bool) -> list[Curve]:
         Curve("tokens", "tokens of a micro-batch", f"sequences of {LENGTH}",
               (256, 512, 1024, 2048, 4096, 8192), lambda x: whole_step(x, tokens=x)),
         Curve("length", "length of a sequence", "4,096 tokens",
-              (64, 128, 256, 512, 1024, 2048, 4096), lambda x: whole_step(x, tokens=4096, length=x)),
+              (64, 128, 256, 512, 1024, 2048, 4096), lambda x: whole_step(x, tokens=4096, length=x), False),
         Curve("group (training)", "completions of a prompt", f"prompt {PROMPT}, {NEW} new tokens",
               (1, 2, 4, 8, 16, 32, 64), group_step),
         Curve("group (sampling)", "completions of a prompt", f"prompt {PROMPT}, {NEW} new tokens",
@@ -152,37 +154,56 @@ def measure(curve: Curve, repeats: int) -> list[dict[str, float]]:
     ]
 
 
+def expected(curve: Curve, rows: list[dict[str, float]], key: str) -> list[float]:
+    """Return what each point would be if cost grew as the work does: from the last point back, or as the first one."""
+    if not curve.grows:
+        return [rows[0][key]] * len(rows)
+    return [rows[-1][key] * row["x"] / rows[-1]["x"] for row in rows]
+
+
 def plot(results: list[tuple[Curve, list[dict[str, float]]]], path: Path) -> None:
-    """Draw seconds above, memory below, on logarithmic axes; dashed is in proportion, from the last point back."""
+    """Draw seconds, and below them memory, on logarithmic axes; dashed is as the work grows."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
+    plain = FuncFormatter(lambda value, _: f"{value:,.0f}")
+    lines = -(-len(results) // COLUMNS)
     with matplotlib.rc_context(STYLE):  # pyright: ignore[reportArgumentType]
-        figure = Figure(figsize=(3.1 * len(results), 5.6), layout="constrained", facecolor="white")
-        axes = figure.subplots(2, len(results), squeeze=False)
-        for column, (curve, rows) in enumerate(results):
+        figure = Figure(figsize=(3.6 * COLUMNS, 4.6 * lines), layout="constrained", facecolor="white")
+        axes = figure.subplots(2 * lines, COLUMNS, squeeze=False)
+        for place, (curve, rows) in enumerate(results):
             xs = [row["x"] for row in rows]
             for line, (key, unit, scale) in enumerate((("seconds", "ms", 1e3), ("bytes", "MiB", 2**-20))):
                 values = [row[key] * scale for row in rows]
-                panel = axes[line][column]
+                panel = axes[2 * (place // COLUMNS) + line][place % COLUMNS]
                 panel.plot(xs, values, "o-", color=COLOURS[line], linewidth=1.8, markersize=4)
-                panel.plot(xs, [values[-1] * x / xs[-1] for x in xs], "--", color=MUTED, linewidth=1)
+                dashed = [value * scale for value in expected(curve, rows, key)]
+                panel.plot(xs, dashed, "--", color=MUTED, linewidth=1)
                 panel.set_xscale("log", base=2)
                 panel.set_yscale("log", base=10)
+                panel.set_ylim(0.8 * min(values), 1.25 * max(values))
+                panel.xaxis.set_major_locator(FixedLocator(xs[:: -(-len(xs) // 5)]))
+                panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                for axis in (panel.xaxis, panel.yaxis):
+                    axis.set_major_formatter(plain)
+                    axis.set_minor_formatter(NullFormatter())
                 panel.set_xlabel(curve.label)
-                panel.set_title(f"{curve.name}, {unit}" if line == 0 else unit)
+                panel.set_title(f"{curve.name}: {unit}")
+        for place in range(len(results), lines * COLUMNS):
+            for line in range(2):
+                axes[2 * (place // COLUMNS) + line][place % COLUMNS].axis("off")
         figure.savefig(path, dpi=110)
 
 
 def table(curve: Curve, rows: list[dict[str, float]]) -> str:
-    """Return a curve as text: seconds and bytes, and each over what it would be in proportion to the last point."""
-    last = rows[-1]
-    lines = [f"{curve.label} ({curve.constant})"]
-    for row in rows:
-        share = last["x"] / row["x"]
+    """Return a curve as text: seconds and bytes, and each over what it would be if cost grew as the work does."""
+    lines = [f"{curve.name}: {curve.label} ({curve.constant})"]
+    seconds, size = expected(curve, rows, "seconds"), expected(curve, rows, "bytes")
+    for row, plain_seconds, plain_size in zip(rows, seconds, size, strict=True):
         lines.append(
-            f"  {row['x']:>6,.0f}  {row['seconds'] * 1e3:>9.1f} ms ({row['seconds'] * share / last['seconds']:.2f})"
-            f"  {row['bytes'] / 2**20:>8.1f} MiB ({row['bytes'] * share / last['bytes']:.2f})"
+            f"  {row['x']:>6,.0f}  {row['seconds'] * 1e3:>9.1f} ms ({row['seconds'] / plain_seconds:.2f})"
+            f"  {row['bytes'] / 2**20:>8.1f} MiB ({row['bytes'] / plain_size:.2f})"
         )
     return "\n".join(lines)
 
