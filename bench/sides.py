@@ -7,6 +7,7 @@ A word of a prompt is a token; nothing ends a completion before its limit, so bo
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import logging
@@ -62,6 +63,14 @@ class Timing:
     def median(self) -> float:
         """Median in seconds."""
         return statistics.median(self.seconds)
+
+
+def default_allocator() -> None:
+    """Set glibc's thresholds to the largest that it would choose by itself: what a peer's own process has."""
+    allocator = getattr(ctypes.CDLL(None), "mallopt", None)
+    if allocator is not None:
+        allocator(-3, 32 << 20)  # M_MMAP_THRESHOLD
+        allocator(-1, 64 << 20)  # M_TRIM_THRESHOLD
 
 
 def words(vocab: int) -> dict[str, int]:
