@@ -171,7 +171,7 @@ def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig |
         path = Path(folder) / "config.yaml"
         path.write_text(result.stdout.partition("\nbatch of one step\n")[0] + "\n", encoding="utf-8")
         run = load_yaml(path, RLConfig) if config.of == "rl" else load_yaml(path, SFTConfig)
-    return settle_precision(run)
+    return settle_precision(run, policy_shape)
 
 
 def find_shape(source: str) -> ModelConfig:

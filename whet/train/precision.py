@@ -13,7 +13,7 @@ import torch
 from whet.algo.packing import TrainingSequence, pack
 from whet.config import load_yaml
 from whet.distributed import on_main, rank
-from whet.generate.policy import resolve_device
+from whet.generate.policy import PolicyConfig, resolve_device
 from whet.generate.scoring import score_micro_batch
 from whet.model.adapter_files import find_model
 from whet.model.config import ModelConfig, from_hf
@@ -30,10 +30,21 @@ ADVANTAGE = 1.25
 NUM_SEQUENCES, LENGTH, VOCABULARY, REPEATS = 4, 128, 4096, 3
 
 
-def settle_precision(config: C) -> C:
+def _shape(policy: PolicyConfig) -> ModelConfig:
+    if not policy.init:
+        return policy.model
+    path = find_model(policy.init, policy.adapter)[0] / "config.json"
+    return from_hf(read_json(path), where=str(path))
+
+
+def settle_precision(config: C, find_shape: Callable[[PolicyConfig], ModelConfig] = _shape) -> C:
     """Return the config with a precision in place of auto: that of its run folder, or the fastest one here.
 
     A precision that the rest of the config refuses is not taken.
+
+    Args:
+        config: Settings of a run.
+        find_shape: Finds the shape of its model.
 
     Raises:
         UserError: If the model's config.json cannot be had.
@@ -45,7 +56,7 @@ def settle_precision(config: C) -> C:
         stored = Path(config.out) / "config.yaml"
         if stored.is_file():
             return cast(C, load_yaml(stored, type(config))).optim.precision
-        return _fastest(config)
+        return _fastest(config, find_shape(config.policy))
 
     return _with(config, cast(Precision, on_main(choose)))
 
@@ -54,9 +65,9 @@ def _with(config: C, precision: Precision) -> C:
     return cast(C, replace(cast(Any, config), optim=replace(config.optim, precision=precision)))
 
 
-def _fastest(config: RunConfig) -> Precision:
+def _fastest(config: RunConfig, shape: ModelConfig) -> Precision:
     device = resolve_device(config.policy.device)
-    seconds = measure(_shape(config), device)
+    seconds = measure(shape, device)
     plain = seconds["float32"]
     for precision in sorted(seconds, key=lambda name: seconds[name]):
         try:
@@ -75,14 +86,6 @@ def _fastest(config: RunConfig) -> Precision:
             f"whet: optim.precision = {precision} (a layer's step on {device}, over float32's time: {times})"
         )
     return precision
-
-
-def _shape(config: RunConfig) -> ModelConfig:
-    policy = config.policy
-    if not policy.init:
-        return policy.model
-    path = find_model(policy.init, policy.adapter)[0] / "config.json"
-    return from_hf(read_json(path), where=str(path))
 
 
 def measure(shape: ModelConfig, device: torch.device) -> dict[Precision, float]:
