@@ -133,11 +133,8 @@ def train(config: RFTConfig, *, resume: Resume = False) -> Policy:
     policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
     policy.expect(answer_type_of(task))
     prepare_model(policy.model, config.optim)
-    problems = fitting_problems(
-        policy,
-        take_problems(task, "train", config.num_problems),
-        min_new_tokens=config.sampling.max_new_tokens,
-    )
+    wanted = take_problems(task, "train", config.num_problems)
+    problems = fitting_problems(policy, wanted, min_new_tokens=config.sampling.max_new_tokens)
     held_out: list[Problem] = []
     if config.validation_problems:
         wanted = take_problems(task, "dev", config.validation_problems)
