@@ -312,9 +312,6 @@ PARALLEL
     gemm<T, T>(h, D, M, D, first, 3, all);
 #pragma omp parallel for schedule(dynamic, 4) num_threads(most) if (most > 1)
     for (long m = 0; m < M; ++m) {
-      if (long next = m + 1; next < M)  // each channel of a new key has a line of its own
-        for (long head = 0; head < s.K; ++head)
-          fetch((T*)l->keys + (((rows ? rows[next] : next) * s.K + head) * (s.S / TILE) + positions[next] / TILE) * W * TILE, W * TILE * sizeof(T));
       for (long i = 0; i < s.H + s.K; ++i) {
         T* head = i < s.H ? qs + m * q + i * W : ks + m * kv + (i - s.H) * W;
         const R* scale = (const R*)(i < s.H ? l->q_norm : l->k_norm);
