@@ -87,7 +87,7 @@ def test_guesses_change_no_bit(
     model = make_model(family, dtype)
     options = {"temperature": temperature, "autocast": autocast}
     plain, steps = draw(model, 0, **options)
-    ahead, fewer = draw(model, drafts.NUM_GUESSES, **options)
+    ahead, fewer = draw(model, 7, **options)
     assert plain == ahead
     assert [len(done.ids) for done in plain] == [100] * 3
     assert steps == 99
@@ -105,7 +105,7 @@ def test_rows_end_at_the_same_token_with_guesses() -> None:
     text = "".join(chr(48 + token) for token in whole[1].ids)
     for options in ({"stop_ids": (seldom,)}, {"stop_strings": (text[60:64],)}, {"max_new_tokens": 41}):
         plain, _ = draw(model, 0, temperature=0.0, **options)
-        ahead, _ = draw(model, drafts.NUM_GUESSES, temperature=0.0, **options)
+        ahead, _ = draw(model, 7, temperature=0.0, **options)
         assert plain == ahead
         assert plain != whole
     assert {len(done.ids) for done in plain} == {41}
@@ -125,6 +125,7 @@ def test_many_rows_guess_when_few_are_left(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("whet.generate.engine.read_ahead", spy)
     engine = Engine(model, stop_ids=())
+    engine.num_guesses = 7
     limits = (10, 20, 90, 30, 90, 40, 50)
     requests = [
         Request(prompt_ids=ids, seeds=(place,), max_new_tokens=limit)
@@ -142,6 +143,7 @@ def test_many_rows_guess_when_few_are_left(monkeypatch: pytest.MonkeyPatch) -> N
 def test_filters_and_notes_go_without_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whet.kernels.cpu_head.draw", None)  # would fail
     engine = Engine(make_model(), stop_ids=())
+    engine.num_guesses = 7
     request = Request(prompt_ids=PROMPTS[0], seeds=(1,))
     (row,) = engine.generate([request], SamplingParams(temperature=0.5, top_p=0.9, max_new_tokens=20))
     assert len(row[0].ids) == 20

@@ -14,8 +14,7 @@ from whet.generate.lookup import Lookup
 from whet.generate.rows import Rows, are_plain
 
 MAX_TOKENS = 12
-"""Tokens of a step with guesses: as many rows as a product computes in about the time of one."""
-NUM_GUESSES = 7
+"""Tokens of a step with guesses: the rows that a product takes at once."""
 MAX_ROWS = 4
 """More live rows than these leave too little room for guesses."""
 

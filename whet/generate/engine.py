@@ -16,7 +16,7 @@ import torch
 
 from whet.algo.logprobs import head_logits
 from whet.generate.cache import Decode, KVCache, Prefill
-from whet.generate.drafts import NUM_GUESSES, read_ahead
+from whet.generate.drafts import read_ahead
 from whet.generate.fused import FUSED_PREFILL, can_fuse, fuse, prefill, row_state
 from whet.generate.graphs import StaticSteps, static_steps
 from whet.generate.rows import (
@@ -70,8 +70,8 @@ class Engine:
         autocast: Compute dtype of products when it is not the parameters' own (bfloat16 for float32 parameters).
 
     Attributes:
-        num_guesses: Tokens that a row may read ahead when few rows are live (`whet.generate.drafts`); 0 for none. What
-            is drawn does not depend on it.
+        num_guesses: Tokens that a row may read ahead when few rows are live (`whet.generate.drafts`); 0, as at first,
+            for none. What is drawn does not depend on it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Engine:
         self._max_rows = max_rows
         self._attention: AttentionKind = attention
         self._autocast = autocast
-        self.num_guesses, self._reads_ahead = NUM_GUESSES, False
+        self.num_guesses, self._reads_ahead = 0, False
         self._cache: KVCache | None = None
         self._head: torch.Tensor | None = None
         self._layers: Layers | None = None

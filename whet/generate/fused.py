@@ -17,7 +17,7 @@ from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
 CHUNK = 192
 """Prompt tokens of one call: their activations stay in a core's cache."""
 FUSED_PREFILL = 256
-"""Longest prompt read this way: beyond, attention over blocks of queries is faster."""
+"""Longest prompt read this way: beyond, attention goes over blocks of queries."""
 
 
 def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
