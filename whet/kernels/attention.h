@@ -8,54 +8,71 @@
 enum { TILE = 16 };
 static inline long tiles_of(long keys) { return (keys + TILE - 1) / TILE; }
 
-// s[r][16 tile + lane] = q[r] . key
+// Registers that hold sums for R rows: what is left takes a key's and a query's numbers.
+constexpr int across(int rows) {
+  int vecs = 1;
+  while (2 * vecs * rows <= (REGISTERS == 32 ? 16 : 12) && 2 * vecs <= 8) vecs *= 2;
+  return vecs;
+}
+
+// s[r][16 tile + lane] = q[r] . key, for V registers of keys from `first` (in registers) on.
+template <int R, int C, int V, typename T> static inline void scores_part(const float* q, const T* kt, long first, float* s, long ss) {
+  constexpr int PART = TILE / LANES;  // registers of a tile
+  const T* at[V];
+  vec sums[R][V] = {};
+UNROLL
+  for (int v = 0; v < V; ++v) at[v] = kt + (first + v) / PART * C * TILE + (first + v) % PART * LANES;
+  for (int c = 0; c < C; ++c) {
+    vec k[V];
+UNROLL
+    for (int v = 0; v < V; ++v) k[v] = load_vec(at[v] + c * TILE);
+UNROLL
+    for (int r = 0; r < R; ++r) {
+      vec x = all(q[r * C + c]);
+UNROLL
+      for (int v = 0; v < V; ++v) sums[r][v] = madd(x, k[v], sums[r][v]);
+    }
+  }
+UNROLL
+  for (int r = 0; r < R; ++r)
+UNROLL
+    for (int v = 0; v < V; ++v) store_vec(s + r * ss + (first + v) * LANES, sums[r][v]);
+}
 template <int R, int C, typename T> static void scores_rows(const float* q, const T* kt, long tiles, float* s, long ss) {
-  long t = 0;
-  for (; t + 4 <= tiles; t += 4) {
-    v16 acc[R][4] = {};
-    for (int c = 0; c < C; ++c) {
-      v16 k[4];
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) k[i] = load(kt + ((t + i) * C + c) * TILE);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) acc[r][i] = acc[r][i] + same(q[r * C + c]) * k[i];
-    }
-    for (int r = 0; r < R; ++r)
-      for (int i = 0; i < 4; ++i) store(s + r * ss + (t + i) * TILE, acc[r][i]);
-  }
-  for (; t < tiles; ++t) {
-    v16 acc[R] = {};
-    for (int c = 0; c < C; ++c) {
-      v16 k = load(kt + (t * C + c) * TILE);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) acc[r] = acc[r] + same(q[r * C + c]) * k;
-    }
-    for (int r = 0; r < R; ++r) store(s + r * ss + t * TILE, acc[r]);
-  }
+  constexpr int V = across(R), PART = TILE / LANES, LEAST = PART < V ? PART : V;
+  long first = 0, last = tiles * PART;
+  for (; first + V <= last; first += V) scores_part<R, C, V>(q, kt, first, s, ss);
+  for (; first < last; first += LEAST) scores_part<R, C, LEAST>(q, kt, first, s, ss);
 }
 
 // out[r] += sum over j of w[r rs + j cs] b[j]
+template <int R, int C, int V, typename T>
+static inline void add_part(float* out, const float* w, long rs, long cs, const T* b, long bs, long count) {
+  vec sums[R][V];
+UNROLL
+  for (int r = 0; r < R; ++r)
+UNROLL
+    for (int v = 0; v < V; ++v) sums[r][v] = load_vec(out + r * C + v * LANES);
+  for (long j = 0; j < count; ++j) {
+    vec x[V];
+UNROLL
+    for (int v = 0; v < V; ++v) x[v] = load_vec(b + j * bs + v * LANES);
+UNROLL
+    for (int r = 0; r < R; ++r) {
+      vec weight = all(w[r * rs + j * cs]);
+UNROLL
+      for (int v = 0; v < V; ++v) sums[r][v] = madd(weight, x[v], sums[r][v]);
+    }
+  }
+UNROLL
+  for (int r = 0; r < R; ++r)
+UNROLL
+    for (int v = 0; v < V; ++v) store_vec(out + r * C + v * LANES, sums[r][v]);
+}
 template <int R, int C, typename T>
 static void add_rows(float* out, const float* w, long rs, long cs, const T* b, long bs, long count) {
-  constexpr int V = C / 16, W = V <= 4 ? V : V % 4 == 0 ? 4 : V % 3 == 0 ? 3 : V % 2 == 0 ? 2 : 1;
-  for (int v = 0; v < V; v += W) {
-    v16 acc[R][W];
-    for (int r = 0; r < R; ++r)
-      for (int i = 0; i < W; ++i) acc[r][i] = load(out + r * C + (v + i) * 16);
-    for (long j = 0; j < count; ++j) {
-      v16 x[W];
-#pragma GCC unroll 4
-      for (int i = 0; i < W; ++i) x[i] = load(b + j * bs + (v + i) * 16);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int i = 0; i < W; ++i) acc[r][i] = acc[r][i] + same(w[r * rs + j * cs]) * x[i];
-    }
-    for (int r = 0; r < R; ++r)
-      for (int i = 0; i < W; ++i) store(out + r * C + (v + i) * 16, acc[r][i]);
-  }
+  constexpr int ALL = C / LANES, V = across(R) < ALL ? across(R) : ALL;  // C is 16, 32, 64 or 128
+  for (int v = 0; v < ALL; v += V) add_part<R, C, V>(out + v * LANES, w, rs, cs, b + v * LANES, bs, count);
 }
 
 template <int C, typename T> static void scores(int R, const float* q, const T* kt, long tiles, float* s, long ss) {
@@ -99,8 +116,10 @@ static void gather(const T* x, long heads, long head, const Segment& g, float* r
     for (int c = 0; c < C; c += 16) {
       v16 y = j < keys ? load(from + c) : v16{};
       if (rows) store(rows + j * C + c, y);
-      if (tiles)
-        for (int i = 0; i < 16; ++i) tiles[(j / TILE * C + c + i) * TILE + j % TILE] = y[i];
+      if (tiles) {
+        float one[16]; store(one, y);
+        for (int i = 0; i < 16; ++i) tiles[(j / TILE * C + c + i) * TILE + j % TILE] = one[i];
+      }
     }
   }
 }
@@ -180,7 +199,7 @@ static void back_segment(const T* q, const T* k, const T* v, const T* out, const
           v16 y = load(grad + at + c);
           store(qb + r * C + c, load(q + at + c) * scale);
           store(gb + r * C + c, y);
-          dot = dot + y * load(out + at + c);
+          dot = madd(y, load(out + at + c), dot);
         }
         delta[r] = sum(dot);
       }

@@ -21,7 +21,7 @@ import torch
 from whet.kernels.dispatch import mode
 
 SOURCES = ("vec.h", "gemm.h", "attention.h", "rows.h", "cpu.cpp")
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-fopenmp", "-fvisibility=hidden", "-fPIC", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fopenmp", "-fvisibility=hidden", "-fPIC", "-Wno-psabi")
 BUILD_SECONDS = 300
 
 

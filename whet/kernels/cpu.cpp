@@ -89,7 +89,7 @@ EXPORT void whet_pack(int source_wide, int wide, const void* w, void* out, long 
   else pack((const bf16*)w, (bf16*)out, N, K, threads);
 }
 EXPORT long whet_packed_size(int wide, long N, long K) {
-  return (N + PANEL - 1) / PANEL * (wide ? panel_size((const float*)0, K) : panel_size((const bf16*)0, K));
+  return (N + PANEL - 1) / PANEL * (wide ? panel_size<float>(K) : panel_size<bf16>(K));
 }
 EXPORT void whet_linear(int wide, int out_wide, const void* a, long M, long K, const Weight* weights, int count, int threads) {
   if (wide) gemm<float, float>((const float*)a, K, M, K, weights, count, threads);
@@ -216,7 +216,7 @@ PARALLEL
   for (long b = 0; b < blocks; ++b) {
     long c = b * 4096, last = std::min(count, c + 4096);
     v16 all = {};
-    for (; c + 16 <= last; c += 16) all = all + load(x + c) * load(x + c);
+    for (; c + 16 <= last; c += 16) { v16 y = load(x + c); all = madd(y, y, all); }
     double total = sum(all);
     for (; c < last; ++c) total += (double)get(x[c]) * get(x[c]);
     parts[b] = total;
@@ -232,6 +232,15 @@ EXPORT double whet_squares(int wide, const void* x, long count, int threads) {
 // AdamW on float32 masters: clips by `factor`, reads gradients in their own type and writes a bfloat16 parameter.
 struct Adam { float factor, lr, beta1, beta2, eps, decay, correction1, correction2; };
 template <typename T>
+static inline void adam16(float* master, const T* grad, float* first, float* second, bf16* parameter, const Adam& a, float root2, float rate, float keep) {
+  v16 g = load(grad) * a.factor, m = load(first), v = load(second), x = load(master);
+  m = madd(g - m, 1 - a.beta1, m);
+  v = madd(g * g, 1 - a.beta2, v * a.beta2);
+  x = x * keep - m * rate / (root(v) / root2 + a.eps);
+  store(first, m), store(second, v), store(master, x);
+  if (parameter) store(parameter, x);
+}
+template <typename T>
 static void adamw(float* master, const T* grad, float* first, float* second, bf16* parameter, long count, const Adam& a, int threads) {
   float root2 = std::sqrt(a.correction2), rate = a.lr / a.correction1, keep = 1 - a.lr * a.decay;
   long blocks = (count + 4095) / 4096;
@@ -240,21 +249,18 @@ PARALLEL
     long c = b * 4096, last = std::min(count, c + 4096);
     for (; c < last; c += 16) {
       long n = std::min(16L, last - c);
-      v16 g = {}, m = {}, v = {}, x = {};
-      if (n == 16) g = load(grad + c), m = load(first + c), v = load(second + c), x = load(master + c);
-      else for (long i = 0; i < n; ++i) g[i] = get(grad[c + i]), m[i] = first[c + i], v[i] = second[c + i], x[i] = master[c + i];
-      g = g * a.factor;
-      m = m + (g - m) * (1 - a.beta1);
-      v = v * a.beta2 + g * g * (1 - a.beta2);
-      x = x * keep - m * rate / (root(v) / root2 + a.eps);
       if (n == 16) {
-        store(first + c, m), store(second + c, v), store(master + c, x);
-        if (parameter) store(parameter + c, x);
-      } else
-        for (long i = 0; i < n; ++i) {
-          first[c + i] = m[i], second[c + i] = v[i], master[c + i] = x[i];
-          if (parameter) put(parameter + c + i, x[i]);
-        }
+        adam16(master + c, grad + c, first + c, second + c, parameter ? parameter + c : nullptr, a, root2, rate, keep);
+        continue;
+      }
+      float x[16] = {}, g[16] = {}, m[16] = {}, v[16] = {};  // the last few, beside zeros
+      bf16 p[16];
+      for (long i = 0; i < n; ++i) x[i] = master[c + i], g[i] = get(grad[c + i]), m[i] = first[c + i], v[i] = second[c + i];
+      adam16(x, g, m, v, p, a, root2, rate, keep);
+      for (long i = 0; i < n; ++i) {
+        master[c + i] = x[i], first[c + i] = m[i], second[c + i] = v[i];
+        if (parameter) parameter[c + i] = p[i];
+      }
     }
   }
 }

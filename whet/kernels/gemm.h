@@ -1,80 +1,150 @@
-// out[M, N] = a[M, K] w[N, K]^T + bias, with weights packed once into panels of 32 columns.
+// out[M, N] = a[M, K] w[N, K]^T + bias, with weights packed once into panels of columns.
 // Each output is one chain of multiply-adds over k: the same number whatever M is, and whichever rows stand beside it.
 #pragma once
 #include "vec.h"
 #include <algorithm>
 #include <type_traits>
 
-enum { PANEL = 32, ROWS = 12, GROUP = 4, BLOCK = 16 };
+// What fits into the registers: ROWS rows times one panel, or fewer rows times several panels. All of it is chosen here;
+// a tile that is too large by one register is several times slower (measured by bench/isa.py).
+enum {
+  PANEL_VECS = REGISTERS == 32 && LANES == 4 ? 4 : 2,
+  PANEL = PANEL_VECS * LANES,              // columns of a packed panel
+  ROWS = LANES == 16 ? 12 : 6,             // rows of the largest tile
+  SUMS = REGISTERS == 32 ? 24 : 12,        // registers that hold sums; the rest is for weights and a row's number
+  GROUP = 128 / PANEL,                     // panels that a task takes
+  BLOCK = 192 / ROWS,                      // tiles of rows that a task takes
+};
+constexpr int vecs_of(int rows) {  // registers across, for so many rows: as many panels as fit, in powers of two
+  int vecs = PANEL_VECS;
+  while (2 * vecs * rows <= SUMS && 2 * vecs <= 8) vecs *= 2;
+  return vecs;
+}
 
-static inline long pairs(const float*, long K) { return K; }
-static inline long pairs(const bf16*, long K) { return (K + 1) / 2; }
-static inline long panel_size(const float*, long K) { return K * PANEL; }
-static inline long panel_size(const bf16*, long K) { return (K + 1) / 2 * 2 * PANEL; }
-
-static inline v16 step(v16 acc, const float* a, const float* w) { return acc + same(*a) * load(w); }
+// How a weight's numbers are kept and multiplied. `Row` is the type that rows are read in, STEP the numbers of a row
+// that one multiplication takes.
+template <typename W> struct Product;
+template <> struct Product<float> {
+  typedef float Row;
+  typedef vec Taken;
+  enum { STEP = 1 };
+  static inline vec take(const float* w) { return load_vec(w); }
+  static inline vec step(vec sum, vec row, vec w) { return madd(row, w, sum); }
+  static inline vec spread(const float* a) { return all(*a); }
+};
 #ifdef __AVX512BF16__
-static inline v16 step(v16 acc, const bf16* a, const bf16* w) {
-  int32_t pair; memcpy(&pair, a, 4);
-  __m512i both; memcpy(&both, w, 64);
-  return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)both);
-}
+template <> struct Product<bf16> {  // pairs: one instruction multiplies and adds two numbers a lane
+  typedef bf16 Row;
+  typedef __m512i Taken;
+  enum { STEP = 2 };
+  static inline __m512i take(const bf16* w) { __m512i both; memcpy(&both, w, 64); return both; }
+  static inline vec step(vec sum, __m512i row, __m512i w) { return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)row, (__m512bh)w); }
+  static inline __m512i spread(const bf16* a) { int32_t pair; memcpy(&pair, a, 4); return _mm512_set1_epi32(pair); }
+};
 #else
-static inline v16 step(v16 acc, const bf16* a, const bf16* w) {
-  h16 low, high;
-  for (int i = 0; i < 16; ++i) { low[i] = w[2 * i].bits; high[i] = w[2 * i + 1].bits; }
-  v16 first = (v16)(__builtin_convertvector(low, w16) << 16), second = (v16)(__builtin_convertvector(high, w16) << 16);
-  return (acc + same(get(a[0])) * first) + same(get(a[1])) * second;
-}
+template <> struct Product<bf16> {  // widened in registers: half of float32's memory, and nearly its speed
+  typedef float Row;
+  typedef vec Taken;
+  enum { STEP = 1 };
+  static inline vec take(const bf16* w) { return load_vec(w); }
+  static inline vec step(vec sum, vec row, vec w) { return madd(row, w, sum); }
+  static inline vec spread(const float* a) { return all(*a); }
+};
 #endif
-static inline long stride(const float*) { return 1; }
-static inline long stride(const bf16*) { return 2; }
+template <typename W> static inline long steps_of(long K) { return (K + Product<W>::STEP - 1) / Product<W>::STEP; }
+template <typename W> static inline long panel_size(long K) { return steps_of<W>(K) * Product<W>::STEP * PANEL; }
 
 struct Weight { const void* packed; const void* bias; void* out; long N; long ldc; };
 
-template <typename T> static inline void write(T* out, v16 x, const T* bias, long column, long N) {
-  if (bias) {
-    if (column + 16 <= N) x = x + load(bias + column);
-    else for (long i = column; i < N; ++i) x[i - column] += get(bias[i]);
+template <typename O> INLINE void write(O* out, vec x, const O* bias, long column, long N) {
+  if (column + LANES <= N) {
+    if (bias) x = x + load_vec(bias + column);
+    store_vec(out, x);
+    return;
   }
-  if (column + 16 <= N) store(out, x);
-  else for (long i = column; i < N; ++i) put(out + i - column, x[i - column]);
+  float one[LANES]; store_vec(one, x);
+  for (long i = column; i < N; ++i) put(out + i - column, bias ? one[i - column] + get(bias[i]) : one[i - column]);
 }
 
-template <typename T, typename O, int R, int P>
-static void rows_panels(const T* a, long lda, const T* w, long size, long K, O* out, long ldc, const O* bias, long column, long N) {
-  v16 acc[R][2 * P] = {};
-  long steps = pairs(a, K), width = stride(a);
+// A tile of R rows and V registers across, that is V / PANEL_VECS panels.
+template <typename W, typename O, int R, int V>
+static void tile(const typename Product<W>::Row* a, long lda, const W* w, long size, long K, O* out, long ldc, const O* bias, long column, long N) {
+  typedef Product<W> P;
+  vec sums[R][V] = {};
+  long steps = steps_of<W>(K);
   for (int r = 0; r < R; ++r)
-    for (int p = 0; p < 2 * P; ++p) __builtin_prefetch(out + r * ldc + column + 16 * p, 1);  // written at the end
+    for (int v = 0; v < V; v += 64 / (4 * LANES)) __builtin_prefetch(out + r * ldc + column + v * LANES, 1);  // written at the end
   for (long k = 0; k < steps; ++k) {
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-      for (int p = 0; p < 2 * P; ++p)
-        acc[r][p] = step(acc[r][p], a + r * lda + k * width, w + (p / 2) * size + (k * PANEL + (p % 2) * 16) * width);
+    const W* at = w + k * PANEL * P::STEP;
+    // Hold the weights and take the rows' numbers one by one, or the other way round where that takes fewer registers;
+    // float32 weights may stay in memory, as operands.
+    if (R >= V || sizeof(W) == 4) {
+      typename P::Taken ws[V];
+UNROLL
+      for (int v = 0; v < V; ++v) ws[v] = P::take(at + v / PANEL_VECS * size + v % PANEL_VECS * LANES * P::STEP);
+UNROLL
+      for (int r = 0; r < R; ++r) {
+        typename P::Taken row = P::spread(a + r * lda + k * P::STEP);
+UNROLL
+        for (int v = 0; v < V; ++v) sums[r][v] = P::step(sums[r][v], row, ws[v]);
+      }
+    } else {
+      typename P::Taken row[R];
+UNROLL
+      for (int r = 0; r < R; ++r) row[r] = P::spread(a + r * lda + k * P::STEP);
+UNROLL
+      for (int v = 0; v < V; ++v) {
+        typename P::Taken one = P::take(at + v / PANEL_VECS * size + v % PANEL_VECS * LANES * P::STEP);
+UNROLL
+        for (int r = 0; r < R; ++r) sums[r][v] = P::step(sums[r][v], row[r], one);
+      }
+    }
   }
+  // Unrolled as well: an index that is not a constant anywhere would keep all sums in memory, stored at every step.
+UNROLL
   for (int r = 0; r < R; ++r)
-    for (int p = 0; p < 2 * P; ++p)
-      if (column + 16 * p < N) write(out + r * ldc + column + 16 * p, acc[r][p], bias, column + 16 * p, N);
+UNROLL
+    for (int v = 0; v < V; ++v)
+      if (column + v * LANES < N) write(out + r * ldc + column + v * LANES, sums[r][v], bias, column + v * LANES, N);
 }
 
-template <typename T, typename O, int R>
-static void rows_group(const T* a, long lda, const T* w, long K, O* out, long ldc, const O* bias, long panel, long last, long N) {
-  constexpr int P = R <= 2 ? 4 : R <= 6 ? 2 : 1;
-  long size = panel_size(a, K);
+template <typename W, typename O, int R>
+static void rows_panels(const typename Product<W>::Row* a, long lda, const W* w, long K, O* out, long ldc, const O* bias, long panel, long last, long N) {
+  constexpr int V = vecs_of(R), P = V / PANEL_VECS;
+  long size = panel_size<W>(K);
   for (; panel + P <= last; panel += P)
-    rows_panels<T, O, R, P>(a, lda, w + panel * size, size, K, out, ldc, bias, panel * PANEL, N);
+    tile<W, O, R, V>(a, lda, w + panel * size, size, K, out, ldc, bias, panel * PANEL, N);
   for (; panel < last; ++panel)
-    rows_panels<T, O, R, 1>(a, lda, w + panel * size, size, K, out, ldc, bias, panel * PANEL, N);
+    tile<W, O, R, PANEL_VECS>(a, lda, w + panel * size, size, K, out, ldc, bias, panel * PANEL, N);
 }
 
-template <typename T, typename O>
-static void rows_any(int R, const T* a, long lda, const T* w, long K, O* out, long ldc, const O* bias, long panel, long last, long N) {
+template <typename W, typename O>
+static void rows_any(int R, const typename Product<W>::Row* a, long lda, const W* w, long K, O* out, long ldc, const O* bias, long panel, long last, long N) {
   switch (R) {
-#define CASE(n) case n: return rows_group<T, O, n>(a, lda, w, K, out, ldc, bias, panel, last, N);
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#define CASE(n) case n: return rows_panels<W, O, n>(a, lda, w, K, out, ldc, bias, panel, last, N);
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if defined(__AVX512F__)
+    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
 #undef CASE
+  }
+}
+
+// Rows in the type that products read them in: as they are, or widened once for a task.
+template <typename R, typename T> static const R* as_rows(const T* a, long lda, long rows, long K, long* stride) {
+  if constexpr (std::is_same<R, T>::value) {
+    *stride = lda;
+    return a;
+  } else {
+    static thread_local Scratch memory;
+    float* wide = memory.need(rows * (K + 16));
+    *stride = K;
+    for (long r = 0; r < rows; ++r) {
+      long k = 0;
+      for (; k + 16 <= K; k += 16) store(wide + r * K + k, load(a + r * lda + k));
+      for (; k < K; ++k) wide[r * K + k] = get(a[r * lda + k]);
+    }
+    return wide;
   }
 }
 
@@ -89,8 +159,8 @@ static void gemm(const T* a, long lda, long M, long K, const Weight* weights, in
   long parts = (M + ROWS - 1) / ROWS, blocks = (parts + BLOCK - 1) / BLOCK;
   for (int n = 0; n < count; ++n) {
     long panels = (weights[n].N + PANEL - 1) / PANEL;
-    long least = parts > 1 ? 1 : M <= 2 ? GROUP : M <= 6 ? 2 : 1;  // panels that one pass over the rows takes
-    long group = blocks > 1 ? GROUP : std::max(least, panels / (4 * threads) / least * least);
+    long least = parts > 1 ? 1 : vecs_of((int)M) / PANEL_VECS;  // panels that one pass over the rows takes
+    long group = blocks > 1 ? (long)GROUP : std::max(least, panels / (4 * threads) / least * least);
     for (long b = 0; b < blocks; ++b)
       for (long p = 0; p < panels; p += group)
         tasks.push_back({n, M * b / blocks, M * (b + 1) / blocks - M * b / blocks, p, std::min(p + group, panels)});
@@ -99,20 +169,22 @@ static void gemm(const T* a, long lda, long M, long K, const Weight* weights, in
   for (size_t n = 0; n < tasks.size(); ++n) {
     const Task& task = tasks[n];
     const Weight& weight = weights[task.weight];
-    long parts = (task.rows + ROWS - 1) / ROWS, few = parts > 1 ? 1 : task.last - task.panel;
+    long parts = (task.rows + ROWS - 1) / ROWS, few = parts > 1 ? 1 : task.last - task.panel, stride;
+    const auto* rows = as_rows<typename Product<T>::Row>(a + task.row * lda, lda, task.rows, K, &stride);
     for (long panel = task.panel; panel < task.last; panel += few)
       for (long part = 0; part < parts; ++part) {
         long first = task.rows * part / parts, next = task.rows * (part + 1) / parts;
-        long row = task.row + first;
-        rows_any<T, O>(next - first, a + row * lda, lda, (const T*)weight.packed, K, (O*)weight.out + row * weight.ldc,
-                       weight.ldc, (const O*)weight.bias, panel, std::min(panel + few, task.last), weight.N);
+        rows_any<T, O>(next - first, rows + first * stride, stride, (const T*)weight.packed, K,
+                       (O*)weight.out + (task.row + first) * weight.ldc, weight.ldc, (const O*)weight.bias, panel,
+                       std::min(panel + few, task.last), weight.N);
       }
   }
 }
 
-// Panels of 32 columns: [panel][k][column], for bfloat16 [panel][k / 2][column][k % 2]; what lies outside is 0.
+// Panels: [panel][k / STEP][column][k % STEP]; what lies outside is 0.
 template <typename S, typename T> static void pack(const S* w, T* out, long N, long K, int threads) {
-  long panels = (N + PANEL - 1) / PANEL, width = stride(out), size = panel_size(out, K), some = 16 * width;
+  constexpr long width = Product<T>::STEP, some = 16 * width;
+  long panels = (N + PANEL - 1) / PANEL, size = panel_size<T>(K);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (long p = 0; p < panels; ++p) {
     T* to = out + p * size;

@@ -12,7 +12,7 @@ static void norm_row(R* x, const D* delta, const R* weight, T* out, float* rstd,
   for (long c = 0; c < width; c += 16) {
     v16 y = load(x + c);
     if (delta) { y = as<R>(y + load(delta + c)); store(x + c, y); }
-    squares = squares + y * y;
+    squares = madd(y, y, squares);
   }
   float scale = 1.0f / std::sqrt(sum(squares) / width + eps);
   if (rstd) *rstd = scale;
@@ -22,7 +22,7 @@ static void norm_row(R* x, const D* delta, const R* weight, T* out, float* rstd,
 // A head's own norm, in place: arithmetic in float32, weight of type R, numbers of type T.
 template <typename R, typename T, int C> static void norm_head(T* x, const R* weight, float eps) {
   v16 squares = {};
-  for (int c = 0; c < C; c += 16) squares = squares + load(x + c) * load(x + c);
+  for (int c = 0; c < C; c += 16) { v16 y = load(x + c); squares = madd(y, y, squares); }
   float scale = 1.0f / std::sqrt(sum(squares) / C + eps);
   for (int c = 0; c < C; c += 16) store(x + c, load(weight + c) * as<T>(load(x + c) * scale));
 }
@@ -40,8 +40,8 @@ static void norm_back(const R* x, const R* weight, const float* rstd, const R* g
       v16 dots = {};
       for (long c = 0; c < width; c += 16) {
         v16 g = load(gr + c), y = load(xr + c) * scale;
-        dots = dots + g * load(weight + c) * y;
-        store(part + c, load(part + c) + g * y);
+        dots = madd(g * load(weight + c), y, dots);
+        store(part + c, madd(g, y, load(part + c)));
       }
       float mean = sum(dots) / width;
       for (long c = 0; c < width; c += 16)
@@ -106,7 +106,7 @@ static inline float normaliser_of(const float* z, long whole, float* entropy) {
     for (long c = 0; c < whole; c += 16) {
       v16 y = load(z + c) - top, e = exponential(y);
       all = all + e;
-      mean = mean + (e > 0.0f ? e * y : v16{});
+      mean = mean + where_positive(e, e * y);
     }
   else
     for (long c = 0; c < whole; c += 16) all = all + exponential(load(z + c) - top);
@@ -121,7 +121,7 @@ static void back_row(const float* z, float normaliser, float g, float e, float e
   float factor = 1.0f / temperature, at = z[target] - normaliser, chosen = std::exp(at);  // out may be z
   for (long c = 0; c < whole; c += 16) {
     v16 y = load(z + c) - normaliser, p = exponential(y), d = p * -g;
-    if (e != 0.0f) d = d - (p > 0.0f ? p * (y + entropy) * e : v16{});
+    if (e != 0.0f) d = d - where_positive(p, p * (y + entropy) * e);
     store(out + c, d * factor);
   }
   put(out + target, (g - chosen * g - e * chosen * (at + entropy)) * factor);
@@ -149,7 +149,7 @@ static inline long draw_row(const float* z, long whole, double uniform, std::vec
   long chosen = -1;
   double seen = 0, inside = wanted - before;
   for (long c = b * WIDTH; c < std::min(whole, (b + 1) * WIDTH); c += 16) {
-    v16 e = exponential(load(z + c) - top);
+    float e[16]; store(e, exponential(load(z + c) - top));
     for (int i = 0; i < 16; ++i)
       if (e[i] > 0) {
         chosen = c + i;

@@ -1,84 +1,174 @@
-// Sixteen floats at a time, in the compiler's own vector types: AVX-512 where there is one, halves or quarters elsewhere.
-// Every reduction has one fixed order, so that a row's result never depends on its neighbours or on the threads.
+// Sixteen floats at a time (`v16`), as one, two or four registers of the instruction set that this is compiled for.
+// Every reduction has one fixed order and every multiply-add is written as one, so that a row's result never depends on
+// its neighbours, on the threads, or on what a compiler likes to fuse (build with -ffp-contract=off).
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
-#ifdef __AVX512F__
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
-typedef float v16 __attribute__((vector_size(64)));
-typedef int32_t i16 __attribute__((vector_size(64)));
-typedef uint32_t w16 __attribute__((vector_size(64)));
-typedef uint16_t h16 __attribute__((vector_size(32)));
+// The one place where width and registers of an instruction set are chosen. A vector type wider than the machine's
+// registers is legal C++ and 30 times slower: the compiler keeps every part of it in memory.
+#if defined(__AVX512F__)
+enum { LANES = 16, REGISTERS = 32 };
+#elif defined(__AVX2__) && defined(__FMA__)
+enum { LANES = 8, REGISTERS = 16 };
+#elif defined(__aarch64__)
+enum { LANES = 4, REGISTERS = 32 };
+#else  // SSE4.2: no multiply-add
+enum { LANES = 4, REGISTERS = 16 };
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 struct bf16 { uint16_t bits; };
 
-static inline v16 load(const float* p) { v16 x; memcpy(&x, p, 64); return x; }
-static inline v16 load(const bf16* p) {
-  h16 h; memcpy(&h, p, 32);
-  return (v16)(__builtin_convertvector(h, w16) << 16);
+// One register.
+INLINE vec all(float x) { return x - vec{}; }  // not vec{} + x: that is an addition, since it changes -0
+INLINE vec load_vec(const float* p) { vec x; memcpy(&x, p, sizeof x); return x; }
+INLINE vec load_vec(const bf16* p) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#elif defined(__SSE4_1__)
+  return (vec)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16);
+#else
+  halves h; memcpy(&h, p, sizeof h);
+  return (vec)(__builtin_convertvector(h, words) << 16);
+#endif
 }
-static inline void store(float* p, v16 x) { memcpy(p, &x, 64); }
-static inline w16 rounded(v16 x) {  // to nearest, ties to even; a nan stays one
-  w16 u = (w16)x;
-  w16 r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  return (x != x) ? (w16{} + 0x7fc0) : r;
+INLINE words rounded(vec x) {  // to bfloat16's nearest, ties to even, in the low half; a nan stays one
+  words u = (words)x;
+  words r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return (x != x) ? (words{} + 0x7fc0) : r;
 }
-static inline void store(bf16* p, v16 x) { h16 h = __builtin_convertvector(rounded(x), h16); memcpy(p, &h, 32); }
-static inline v16 same(float x) { return v16{} + x; }
+INLINE void store_vec(float* p, vec x) { memcpy(p, &x, sizeof x); }
+INLINE void store_vec(bf16* p, vec x) { halves h = __builtin_convertvector(rounded(x), halves); memcpy(p, &h, sizeof h); }
+INLINE vec madd(vec x, vec y, vec sum) {  // x * y + sum
+#if defined(__AVX512F__)
+  return (vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (vec)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#elif defined(__aarch64__)
+  return (vec)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
+#else
+  return x * y + sum;
+#endif
+}
+INLINE vec root(vec x) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (vec)_mm256_sqrt_ps((__m256)x);
+#elif defined(__aarch64__)
+  return (vec)vsqrtq_f32((float32x4_t)x);
+#elif defined(__x86_64__)
+  return (vec)_mm_sqrt_ps((__m128)x);
+#else
+  for (int i = 0; i < LANES; ++i) x[i] = std::sqrt(x[i]);
+  return x;
+#endif
+}
+INLINE vec highest(vec a, vec b) { return a > b ? a : b; }
+INLINE vec where_positive(vec x, vec y) { return x > 0.0f ? y : vec{}; }  // y where x > 0, else 0
+
+// exp, within 2 units in the last place; below -87 it is 0.
+INLINE vec exponential(vec x) {
+  ints gone = x < -87.0f;
+  x = x > 88.0f ? all(88.0f) : x;
+  x = gone ? all(-87.0f) : x;
+  vec n = madd(x, all(1.44269504f), all(12582912.0f)) - 12582912.0f;
+  vec f = madd(n, all(-0.693359375f), x);
+  f = madd(n, all(2.12194440e-4f), f);
+  vec p = all(1.9875691500e-4f);
+  p = madd(p, f, all(1.3981999507e-3f));
+  p = madd(p, f, all(8.3334519073e-3f));
+  p = madd(p, f, all(4.1665795894e-2f));
+  p = madd(p, f, all(1.6666665459e-1f));
+  p = madd(p, f, all(5.0000001201e-1f));
+  vec y = madd(p, f * f, f) + 1.0f;
+  ints e = (__builtin_convertvector(n, ints) + 127) << 23;
+  y = y * (vec)e;
+  return gone ? vec{} : y;
+}
+
+// Sixteen numbers: registers side by side, in halves of halves, so that no loop and no array keeps them from registers.
+template <int N> struct Wide { Wide<N / 2> low, high; };
+template <> struct Wide<1> { vec one; };
+typedef Wide<16 / LANES> v16;
+
+template <typename F> INLINE Wide<1> each(F f, Wide<1> a) { return {f(a.one)}; }
+template <typename F> INLINE Wide<1> each(F f, Wide<1> a, Wide<1> b) { return {f(a.one, b.one)}; }
+template <typename F> INLINE Wide<1> each(F f, Wide<1> a, Wide<1> b, Wide<1> c) { return {f(a.one, b.one, c.one)}; }
+template <typename F, int N> INLINE Wide<N> each(F f, Wide<N> a) { return {each(f, a.low), each(f, a.high)}; }
+template <typename F, int N> INLINE Wide<N> each(F f, Wide<N> a, Wide<N> b) {
+  return {each(f, a.low, b.low), each(f, a.high, b.high)};
+}
+template <typename F, int N> INLINE Wide<N> each(F f, Wide<N> a, Wide<N> b, Wide<N> c) {
+  return {each(f, a.low, b.low, c.low), each(f, a.high, b.high, c.high)};
+}
+template <typename T> INLINE void fill(Wide<1>& x, const T* p) { x.one = load_vec(p); }
+template <typename T, int N> INLINE void fill(Wide<N>& x, const T* p) { fill(x.low, p), fill(x.high, p + N / 2 * LANES); }
+template <typename T> INLINE void spill(T* p, Wide<1> x) { store_vec(p, x.one); }
+template <typename T, int N> INLINE void spill(T* p, Wide<N> x) { spill(p, x.low), spill(p + N / 2 * LANES, x.high); }
+
+template <typename T> INLINE v16 load(const T* p) { v16 x; fill(x, p); return x; }
+template <typename T> INLINE void store(T* p, v16 x) { spill(p, x); }
+INLINE v16 same(float x) { return each([x](vec) { return all(x); }, v16{}); }
+#define ELEMENTWISE(op) \
+  INLINE v16 operator op(v16 a, v16 b) { return each([](vec x, vec y) { return x op y; }, a, b); } \
+  INLINE v16 operator op(v16 a, float b) { return each([b](vec x) { return x op b; }, a); } \
+  INLINE v16 operator op(float a, v16 b) { return each([a](vec x) { return a op x; }, b); }
+ELEMENTWISE(+) ELEMENTWISE(-) ELEMENTWISE(*) ELEMENTWISE(/)
+#undef ELEMENTWISE
+INLINE v16 operator-(v16 a) { return each([](vec x) { return -x; }, a); }
+INLINE v16 madd(v16 x, v16 y, v16 sum) { return each([](vec a, vec b, vec c) { return madd(a, b, c); }, x, y, sum); }
+INLINE v16 madd(v16 x, float y, v16 sum) { return madd(x, same(y), sum); }
+INLINE v16 root(v16 a) { return each([](vec x) { return root(x); }, a); }
+INLINE v16 exponential(v16 a) { return each([](vec x) { return exponential(x); }, a); }
+INLINE v16 highest(v16 a, v16 b) { return each([](vec x, vec y) { return highest(x, y); }, a, b); }
+INLINE v16 where_positive(v16 a, v16 b) { return each([](vec x, vec y) { return where_positive(x, y); }, a, b); }
+template <typename T> inline v16 as(v16 x);  // what storing and loading would leave of it
+template <> inline v16 as<float>(v16 x) { return x; }
+template <> inline v16 as<bf16>(v16 x) { return each([](vec y) { return (vec)(rounded(y) << 16); }, x); }
+
+// Reductions: 16 numbers to 8, 4, 2, 1, in this order on every instruction set.
+INLINE float sum(v16 x) {
+  float a[16]; store(a, x);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; ++i) a[i] += a[i + width];
+  return a[0];
+}
+INLINE float highest(v16 x) {
+  float a[16]; store(a, x);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; ++i) a[i] = a[i] > a[i + width] ? a[i] : a[i + width];
+  return a[0];
+}
+
+// One number.
 static inline float get(float x) { return x; }
 static inline float get(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float f; memcpy(&f, &u, 4); return f; }
 static inline void put(float* p, float x) { *p = x; }
 static inline void put(bf16* p, float x) {
   uint32_t u; memcpy(&u, &x, 4);
   p->bits = x != x ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-template <typename T> static inline v16 as(v16 x);  // what storing and loading would leave of it
-template <> inline v16 as<float>(v16 x) { return x; }
-template <> inline v16 as<bf16>(v16 x) { return (v16)(rounded(x) << 16); }
-
-static inline v16 highest(v16 a, v16 b) { return a > b ? a : b; }
-static inline float sum(v16 x) {
-  float a[16]; memcpy(a, &x, 64);
-  for (int width = 8; width; width /= 2)
-    for (int i = 0; i < width; ++i) a[i] += a[i + width];
-  return a[0];
-}
-static inline v16 root(v16 x) {
-#ifdef __AVX512F__
-  return (v16)_mm512_sqrt_ps((__m512)x);
-#else
-  for (int i = 0; i < 16; ++i) x[i] = std::sqrt(x[i]);
-  return x;
-#endif
-}
-static inline float highest(v16 x) {
-  float best = x[0];
-  for (int i = 1; i < 16; ++i) best = x[i] > best ? x[i] : best;
-  return best;
-}
-
-// exp of 16 numbers, within 2 units in the last place; below -87 it is 0.
-static inline v16 exponential(v16 x) {
-  i16 gone = x < -87.0f;
-  x = x > 88.0f ? same(88.0f) : x;
-  x = gone ? same(-87.0f) : x;
-  v16 n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-  v16 f = x - n * 0.693359375f;
-  f = f - n * -2.12194440e-4f;
-  v16 p = same(1.9875691500e-4f);
-  p = p * f + 1.3981999507e-3f;
-  p = p * f + 8.3334519073e-3f;
-  p = p * f + 4.1665795894e-2f;
-  p = p * f + 1.6666665459e-1f;
-  p = p * f + 5.0000001201e-1f;
-  v16 y = p * (f * f) + f + 1.0f;
-  i16 e = (__builtin_convertvector(n, i16) + 127) << 23;
-  y = y * (v16)e;
-  return gone ? v16{} : y;
 }
 
 // Memory that a thread keeps from call to call.
