@@ -155,10 +155,11 @@ def is_gone(pid: int, patience_s: float = 10.0) -> bool:
 
 
 def with_server(make: Callable[..., GraderPool], name: str, **options: Any) -> tuple[GraderPool, int]:
-    """Make a pool, and find its server among this process's children."""
+    """Make a pool, and find its server: the child of the keeper, which is this process's."""
     before = children(os.getpid())
     graders = make(name, **options)
-    (server,) = set(children(os.getpid())) - set(before)
+    (keeper,) = set(children(os.getpid())) - set(before)
+    (server,) = children(keeper)
     return graders, server
 
 
@@ -356,13 +357,16 @@ time.sleep(60)
     assert trainer.stdout is not None
     trainer.stdout.readline()
     below = children(trainer.pid)
-    servers = [pid for pid in below if "grader_worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+    keepers = [pid for pid in below if "grader_worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(keepers) == 1
+    servers = children(keepers[0])
     assert len(servers) == 1
     workers = children(servers[0])
     assert len(workers) == 1
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
+    assert is_gone(keepers[0], 6.0)
     assert is_gone(servers[0], 6.0)
     assert is_gone(workers[0], 6.0)
 

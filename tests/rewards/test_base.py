@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -68,3 +69,25 @@ def test_mistakes_of_the_user() -> None:
         build_rewards({"correct": math.nan}, SCHEMA, TASK)
     with pytest.raises(UserError, match="empty"):
         build_rewards({}, SCHEMA, TASK)
+
+
+BONUS = 0.25
+
+
+def longer(problem: Problem, completion: str, unit: int = 10) -> float | None:
+    return len(completion) / unit + BONUS if problem.answer == "132" else None
+
+
+def test_a_function_is_a_reward_as_its_file_and_name_are() -> None:
+    own = [longer, functools.partial(longer, unit=5), f"{__file__}:longer=3"]
+    for reward, score, weight in zip(own, (0.55, 0.85, 0.55), (1.0, 1.0, 3.0), strict=True):
+        rewards = build_rewards({"format": 1.0}, SCHEMA, TASK, [reward])
+        assert [made.name for made in rewards] == ["format", "longer"]
+        scores, total = score_completion(rewards, PROBLEM, "abc")
+        assert scores == {"format": 0.0, "longer": pytest.approx(score)}
+        assert total == pytest.approx(weight * score)
+    with pytest.raises(UserError, match="reward 'longer' comes twice"):
+        build_rewards({}, SCHEMA, TASK, own)
+    for nameless in (lambda problem, completion: 1.0, 3.0):
+        with pytest.raises(UserError, match="expected a function that def gives a name, or 'path"):
+            build_rewards({}, SCHEMA, TASK, [nameless])  # type: ignore[list-item]

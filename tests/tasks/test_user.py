@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,31 @@ def test_a_good_task(tmp_path: Path) -> None:
     assert answer_type_of(both) == "choice"
     problem = both.problems("test")[1]
     assert both.judge_many([(problem, "?"), (problem, "A")]) == [None, True]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_task_of_the_main_script_is_not_run_again(tmp_path: Path) -> None:
+    """Without a guard, its import would run the script, and with it the same call, once more."""
+    (tmp_path / "helper.py").write_text("TEXT = '!'")
+    call = f"""
+from whet.tasks.base import TaskConfig, load_task
+print("top level")
+print(load_task(TaskConfig(name="mine.py:Mine")).problems("test")[0].prompt)
+load_task(TaskConfig(name="{tmp_path}/mine.py:Below"))
+class Below: pass
+"""
+    write(tmp_path, GOOD + call)
+    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "top level\nnone!\n"
+    assert "no class Below in" in done.stderr
+    assert "mine.py above the call that starts this" in done.stderr
+
+
+def test_a_file_that_trains_when_imported_is_refused(tmp_path: Path) -> None:
+    spec = write(tmp_path, "from whet.train.session import begin\nbegin(None)\n" + GOOD)
+    with pytest.raises(UserError, match=r"a training was started inside the import of .*mine.py, and would"):
+        load_task(TaskConfig(name=spec))
+    mine = [module for name, module in sys.modules.items() if name.startswith("whet_user_")]
+    assert not [module for module in mine if hasattr(module, "begin")]
 
 
 @pytest.mark.parametrize(

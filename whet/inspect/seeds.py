@@ -20,6 +20,7 @@ from typing import IO, Literal
 from whet.config import closest, dump_yaml
 from whet.inspect.outcome import Board, Measure, Outcome, Status, write_outcomes
 from whet.inspect.spread import FLAT_BELOW, Curve, KillRules, kill_reason
+from whet.isolation.reentry import refuse_reentry
 from whet.run_folder import open_run
 from whet.telemetry.display import escape_controls
 from whet.telemetry.log import parse_row
@@ -169,6 +170,7 @@ def launch(config: SeedsConfig, *, resume: bool = False, command: Sequence[str] 
             finished.
         KeyboardInterrupt: After Ctrl-C or SIGTERM, when all seeds are stopped and the report is written.
     """
+    refuse_reentry("a launch of seeds")
     num_steps = _rehearse(config, command)
     folder = Path(config.out)
     open_run(folder, dump_yaml(config), resume=resume)

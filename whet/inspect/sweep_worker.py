@@ -23,6 +23,7 @@ import torch
 from whet.config import from_dict
 from whet.generate.policy import resolve_device
 from whet.inspect.sweep_steps import Reinforcement, Steps, load, memory_errors
+from whet.isolation.reentry import end_with_parent, refuse_reentry
 from whet.telemetry.environment import describe_environment
 from whet.train.rl_config import RLConfig
 from whet.train.safety import is_out_of_memory
@@ -44,6 +45,7 @@ class Worker:
     """
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        refuse_reentry("a sweep")
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
@@ -197,6 +199,7 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
 
 def main() -> None:
     """Answer on the standard output; whatever else is printed goes to the standard error."""
+    end_with_parent()  # the end of the requests is seen only between two steps, which may take minutes
     with os.fdopen(os.dup(1), "w", encoding="ascii") as answers:
         os.dup2(2, 1)
         serve(sys.stdin, answers)

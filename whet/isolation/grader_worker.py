@@ -1,399 +1,114 @@
-"""The process behind a grader pool: it imports the grader once, forks workers from itself, and keeps their time.
+"""The keeper of a grader's processes: it starts the server, and ends everything below when that, or the pool, ends.
 
-Started as a script by `whet.isolation.graders`, with one socket and a JSON object of settings as arguments; it
-never imports whet itself unless a call carries a `Problem`. A trainer's thread sends the end of a socket pair
-over the control socket; on it travel lines `INDEX JSON` both ways: a call's arguments there, its outcome back.
-This process runs no grader: a worker does, which is killed at its deadline and forked anew in milliseconds.
-It ends, and everything below it, when the control socket closes or its parent is gone.
+Started as a script by `whet.isolation.graders`, with the descriptor of a socket as argument and JSON settings as the
+first line of standard input. That pipe then stays open until the pool is closed or its process is gone, killed
+included; the keeper runs nothing of the user's, so it notices at once, even while a grader's import hangs. On Linux
+it is the subreaper of all that is below it: whoever was started there, and left his parent, is found and killed too.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-import gc
-import importlib.util
-import inspect
 import json
 import os
-import pkgutil
-import resource
 import select
 import signal
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-CHUNK = 1 << 18
-TICK_S = 1.0
-"""How often an idle server looks whether its parent still lives."""
-REAP_S = 0.02
-"""How often killed workers are looked after until they are gone."""
-PATIENCE = 0.05
-"""A call that has run for this share of the deadline no longer counts as one of the running ones: another starts."""
-LONGEST_VALUE = 1 << 20
-LONGEST_MESSAGE = 500
-_PR_SET_PDEATHSIG = 1
+TICK_S = 0.5
+"""How often the keeper looks whether its parent still lives: a fork of that may hold the pipe open."""
+NO_PIDFD_TICK_S = 0.05
+GRACE_S = 1.0
+"""Where nobody can be found by his ancestors (macOS), the server gets this time to kill its workers itself."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_IS_LINUX = sys.platform == "linux"
 
 
-def load_function(spec: str) -> Callable[..., Any]:
-    """Import a function by 'path/to/file.py:name' or 'package.module:name'.
-
-    Raises:
-        ValueError: If the import fails or there is no such function: one line.
-    """
-    target, _, name = spec.rpartition(":")
-    try:
-        if target.endswith(".py"):
-            module = import_file(Path(target))
-        else:
-            module = pkgutil.resolve_name(f"{target}:")
-    except BaseException as error:
-        raise ValueError(f"grader '{spec}': importing {target} failed: {describe(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
-        found = ", ".join(own[:10]) or "no functions"
-        raise ValueError(f"grader '{spec}': {target} has no function '{name}'; it has {found}")
-    return function
-
-
-def import_file(path: Path) -> ModuleType:
-    """Import a file once, with its folder first on the search path."""
-    name = f"whet_grader_{path.stem}"
-    module = sys.modules.get(name)
-    if module is None or module.__file__ != str(path):
-        sys.path.insert(0, str(path.parent))
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None  # noqa: PT018
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
-
-
-def describe(error: BaseException) -> str:
-    """Say in one line what was raised and where."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:
-        text = "(its message cannot be printed)"
-    place = ""
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith("<") and code.co_filename != __file__:
-            place = f" ({os.path.basename(code.co_filename)}:{trace.tb_lineno})"
-        trace = trace.tb_next
-    return f"{type(error).__name__}: {text}"[:LONGEST_MESSAGE] + place
-
-
-def address_space() -> int:
-    """Return the bytes of address space that this process has (0 where /proc does not say)."""
-    with suppress(OSError), open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
-    return 0
-
-
-def grade(function: Callable[..., Any], line: bytes, runner: asyncio.Runner) -> dict[str, Any]:
-    """Run one call; whatever it raises becomes its outcome."""
-    started = time.perf_counter()
-    kind, value, message = "ok", None, ""
-    try:
-        call = json.loads(line)
-        args = call["args"]
-        for position in call.get("problems", ()):
-            from whet.types import Problem  # only where one is needed: keeps the server's start short
-
-            args[position] = Problem(**args[position])
-        value = function(*args)
-        if inspect.iscoroutine(value):
-            value = runner.run(value)
-        check_value(value)
-    except MemoryError:
-        kind, value, message = "memory", None, "MemoryError: the call needed more than the pool's memory_mib"
-    except BaseException as error:
-        kind, value, message = "error", None, describe(error)
-    return {"kind": kind, "value": value, "message": message, "seconds": time.perf_counter() - started}
-
-
-def check_value(value: Any) -> None:
-    """Raise TypeError or ValueError where a grader's result cannot travel."""
-    try:
-        num_characters = len(json.dumps(value))
-    except (TypeError, ValueError, RecursionError):
-        expected = "expected float, int, bool, None, str, or lists and dicts of these; convert with float()"
-        raise TypeError(f"the grader returned a {type(value).__name__}: {expected}") from None
-    if num_characters > LONGEST_VALUE:
-        raise ValueError(f"the grader returned {num_characters} characters: expected at most {LONGEST_VALUE}")
-
-
-def serve_calls(connection: socket.socket, function: Callable[..., Any], memory_bytes: int) -> None:
-    """Be a worker: answer calls until the server closes the connection, within the memory limit.
-
-    One that holds half of its memory asks to be replaced, so that growing caches never fail an innocent call.
-    """
-    base, pid = address_space(), os.getpid()
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (base + memory_bytes, base + memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with asyncio.Runner() as runner:
-        for line in connection.makefile("rb"):
-            index, _, payload = line.partition(b" ")
-            outcome = grade(function, payload, runner)
-            if os.getpid() != pid:  # a child that the grader forked
-                return
-            retire = outcome["kind"] == "memory" or address_space() - base > memory_bytes // 2
-            text = json.dumps({**outcome, "retire": retire})
-            connection.sendall(index + b" " + text.encode() + b"\n")
-
-
-class Channel:
-    """A socket that carries lines both ways and never blocks."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.socket = connection
-        self.is_open = True
-        self.incoming, self.outgoing = bytearray(), bytearray()
-
-    def read_lines(self) -> list[bytes]:
-        """Return the lines that one read completes; clears `is_open` at the end of the stream."""
-        try:
-            chunk = self.socket.recv(CHUNK)
-        except BlockingIOError:
-            return []
-        except OSError:
-            chunk = b""
-        self.is_open = bool(chunk)
-        self.incoming += chunk
-        if b"\n" not in chunk:
-            return []
-        *lines, rest = self.incoming.split(b"\n")
-        self.incoming = bytearray(rest)
-        return [bytes(line) for line in lines]
-
-    def write(self, data: bytes = b"") -> None:
-        """Send what the other side takes now, and keep the rest."""
-        self.outgoing += data
-        try:
-            while self.outgoing:
-                del self.outgoing[: self.socket.send(self.outgoing[:CHUNK])]
-        except OSError as error:
-            if not isinstance(error, BlockingIOError):
-                self.outgoing.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One queued call: who asked, under which index, with which arguments."""
-
-    client: Channel
-    index: bytes
-    payload: bytes
-
-
-@dataclass(eq=False, slots=True)
-class Worker:
-    """One forked process and the call that it runs since `started` (monotonic seconds)."""
-
-    pid: int
-    channel: Channel
-    call: Call | None = None
-    started: float = 0.0
-
-
-@dataclass(eq=False)
-class Server:
-    """Hands calls to workers and keeps their time.
-
-    At most `num_workers` calls run that are younger than PATIENCE of the deadline; older ones are presumed to
-    hang, and while they wait for their deadline further workers are started, up to `max_workers`.
-    """
-
-    control: socket.socket
-    function: Callable[..., Any]
-    deadline_s: float
-    memory_mib: int
-    num_workers: int
-    max_workers: int
-    queue: deque[Call] = field(default_factory=deque)
-    clients: list[Channel] = field(default_factory=list)
-    workers: list[Worker] = field(default_factory=list)
-    dying: set[int] = field(default_factory=set)
-
-    def run(self) -> None:
-        """Serve until the control socket closes or the parent is gone; then kill every worker."""
-        parent = os.getppid()
-        is_running = True
-        while is_running and os.getppid() == parent:
-            ready = self._wait()
-            for client in [client for client in self.clients if client.socket.fileno() in ready]:
-                self._serve(client)
-            for worker in [worker for worker in self.workers if worker.channel.socket.fileno() in ready]:
-                self._listen(worker)
-            if self.control.fileno() in ready:
-                is_running = self._accept()
-            self._end_late_calls()
-            self._dispatch()
-            self._reap(os.WNOHANG)
-        for worker in list(self.workers):
-            self._kill(worker)
-        self._reap(0)
-
-    def _wait(self) -> set[int]:
-        poll = select.poll()
-        poll.register(self.control, select.POLLIN)
-        for channel in (*self.clients, *(worker.channel for worker in self.workers)):
-            poll.register(channel.socket, select.POLLIN | (select.POLLOUT if channel.outgoing else 0))
-        now = time.monotonic()
-        waits = [REAP_S if self.dying else TICK_S]
-        for worker in self.workers:
-            if worker.call is not None:
-                age = now - worker.started
-                patience = PATIENCE * self.deadline_s
-                waits.append((patience if self.queue and age < patience else self.deadline_s) - age)
-        return {fd for fd, _ in poll.poll(max(0.0, min(waits)) * 1000 + 0.5)}
-
-    def _accept(self) -> bool:
-        try:
-            mark, descriptors, _, _ = socket.recv_fds(self.control, 1, 1)
-        except OSError:
-            return False
-        self.clients += [Channel(socket.socket(fileno=fd)) for fd in descriptors]
-        return bool(mark)
-
-    def _serve(self, client: Channel) -> None:
-        for line in client.read_lines():
-            index, _, payload = line.partition(b" ")
-            self.queue.append(Call(client, index, payload))
-        client.write()
-        if not client.is_open:
-            self.clients.remove(client)
-            client.socket.close()
-            self.queue = deque(call for call in self.queue if call.client is not client)
-            for worker in [w for w in self.workers if w.call is not None and w.call.client is client]:
-                self._kill(worker)
-
-    def _listen(self, worker: Worker) -> None:
-        worker.channel.write()
-        call = worker.call
-        for line in worker.channel.read_lines():
-            index, _, payload = line.partition(b" ")
-            if call is None or index != call.index:
-                self._answer(worker, "error", "the grader wrote into its own result channel")
-                self._kill(worker)
-                return
-            call.client.write(line + b"\n")
-            call = worker.call = None
-            is_spare = sum(other.call is None for other in self.workers) > self.num_workers
-            if is_spare or payload.endswith(b'"retire": true}'):
-                self._kill(worker)
-                return
-        if not worker.channel.is_open:
-            self._kill(worker)
-            self.dying.discard(worker.pid)
-            code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
-            how = f"exit status {code}" if code >= 0 else f"signal {-code}: {signal.strsignal(-code)}"
-            self._answer(worker, "error", f"the grader's process ended before it answered ({how})")
-
-    def _end_late_calls(self) -> None:
-        now = time.monotonic()
-        for worker in list(self.workers):
-            if worker.call is not None and now - worker.started >= self.deadline_s:
-                self._kill(worker)
-                self._answer(worker, "timeout", f"not done after {self.deadline_s:g} s")
-
-    def _answer(self, worker: Worker, kind: str, message: str) -> None:
-        if worker.call is not None:
-            seconds = time.monotonic() - worker.started
-            outcome = {"kind": kind, "value": None, "message": message, "seconds": seconds}
-            worker.call.client.write(worker.call.index + b" " + json.dumps(outcome).encode() + b"\n")
-            worker.call = None
-
-    def _dispatch(self) -> None:
-        old = time.monotonic() - PATIENCE * self.deadline_s
-        num_young = sum(worker.call is not None and worker.started > old for worker in self.workers)
-        while self.queue and num_young < self.num_workers:
-            worker = next((worker for worker in self.workers if worker.call is None), None)
-            if worker is None:
-                if len(self.workers) >= self.max_workers:
-                    return
-                worker = self._start_worker()
-            call = worker.call = self.queue.popleft()
-            worker.started = time.monotonic()
-            worker.channel.write(call.index + b" " + call.payload + b"\n")
-            num_young += 1
-
-    def _start_worker(self) -> Worker:
-        ours, theirs = socket.socketpair()
-        server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                os.setpgid(0, 0)
-                if sys.platform == "linux":  # the kernel kills this process when the server ends
-                    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                if os.getppid() != server:  # it ended before that was asked for
-                    os._exit(1)
-                channels = (*self.clients, *(worker.channel for worker in self.workers))
-                for connection in (self.control, ours, *(channel.socket for channel in channels)):
-                    connection.close()
-                serve_calls(theirs, self.function, self.memory_mib << 20)
-                status = 0
-            finally:
-                os._exit(status)
-        theirs.close()
-        worker = Worker(pid, Channel(ours))
-        self.workers.append(worker)
-        return worker
-
-    def _kill(self, worker: Worker) -> None:
-        """Kill a worker with its process group, which a grader's own subprocesses belong to."""
-        for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError):  # not yet a group of its own, or gone
-                kill(worker.pid, signal.SIGKILL)
-        self.workers.remove(worker)
-        worker.channel.socket.close()
-        self.dying.add(worker.pid)
-
-    def _reap(self, options: int) -> None:
-        self.dying = {pid for pid in self.dying if os.waitpid(pid, options)[0] == 0}
-
-
-def main() -> None:
-    """Import the grader, report on the control socket, and serve."""
+def main() -> NoReturn:
+    """Start the server, wait for its end or the pool's, and leave nothing behind."""
+    parent = os.getppid()
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):  # the trainer ended while it wrote
+        os._exit(1)
     control = socket.socket(fileno=int(sys.argv[1]))
-    settings = json.loads(sys.argv[2])
-    sys.path[:] = settings["sys_path"]
-    os.dup2(2, 1)  # what a grader prints belongs to nobody's standard output
-    signal.alarm(
-        settings["start_timeout_s"]
-    )  # an import that hangs shall not outlive a client that was killed
+    settings = json.loads(line)
+    if _IS_LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    keeper = os.getpid()
+    server = os.fork()
+    if server == 0:
+        serve(control, settings, keeper)
+    control.close()
     try:
-        function = load_function(settings["function"])
-        if settings["prepare"]:
-            load_function(settings["prepare"])()
+        watch(parent, server)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_all(server)
+        os._exit(0)
+
+
+def serve(control: socket.socket, settings: dict[str, Any], keeper: int) -> NoReturn:
+    """Be the server."""
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setpgid(0, 0)
+        if _IS_LINUX:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        if os.getppid() == keeper:
+            sys.path.insert(0, str(Path(__file__).parents[2]))
+            from whet.isolation import grader_server
+
+            grader_server.main(control, settings)
     except BaseException as error:
-        told = str(error)
-        told = told if told.startswith("grader '") else f"{settings['prepare']} failed: {describe(error)}"
-        control.sendall(json.dumps(told).encode() + b"\n")
-        return
-    signal.alarm(0)
-    control.sendall(b'""\n')
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    gc.collect()
-    gc.freeze()  # the forks share these pages: the collector shall not write to them
-    Server(control, function, **settings["limits"]).run()
-    os._exit(0)  # no waiting for threads that an import may have left
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        os._exit(0)  # no waiting for threads that an import may have left
+
+
+def watch(parent: int, server: int) -> None:
+    """Return when the server has ended, the pool was closed, or the parent is gone."""
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    tick_s = NO_PIDFD_TICK_S
+    if hasattr(os, "pidfd_open"):
+        with suppress(OSError):
+            poll.register(os.pidfd_open(server), select.POLLIN)
+            tick_s = TICK_S
+    while os.getppid() == parent and not poll.poll(1000 * tick_s):
+        with suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                if pid == server:
+                    return
+
+
+def end_all(server: int) -> None:
+    """Kill every process below this one, orphans that are handed up included, and wait until they are gone."""
+    deadline = time.monotonic() + (0 if _IS_LINUX else GRACE_S)
+    with suppress(ChildProcessError):
+        while True:
+            if time.monotonic() >= deadline:
+                for pid in {*children(), server}:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.005)
+
+
+def children() -> list[int]:
+    """Return the processes that have this one as parent (none where /proc does not say)."""
+    with suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
+        return [int(word) for word in file.read().split()]
+    return []
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """Graders that may hang, crash or eat memory, in worker processes that can be killed.
 
-A pool starts one process (`whet.isolation.grader_worker`, a fresh interpreter, not a fork of the trainer); this
-imports the grader once and forks workers from itself, so that replacing a killed one takes milliseconds. Calls
+A pool starts one process (`whet.isolation.grader_worker`, a fresh interpreter, not a fork of the trainer); below it
+a server gets the grader once and forks workers from itself, so that replacing a killed one takes milliseconds. Calls
 and outcomes travel as JSON lines on sockets of their own; nothing is pickled, and what a grader prints goes to
-standard error.
+standard error. When the pool is closed, or its process ends in whatever way, all of them are killed.
+
+A grader is named ('path/to/file.py:name', 'package.module:name') and imported there, or given as a function. One of
+the main script or of a notebook is sent as source, with what it needs (`whet.isolation.shipping`): importing the
+script would run its training once more. Inside a worker no pool is started (`whet.isolation.reentry`).
 
 Arguments are JSON values (tuples arrive as lists) or `whet.types.Problem`s, which arrive as such: the positions
 of the latter are sent beside the arguments. A grader may be a coroutine function.
@@ -11,6 +15,7 @@ of the latter are sent beside the arguments. A grader may be a coroutine functio
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -19,11 +24,16 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from whet.isolation.grader_server import grade
+from whet.isolation.loading import load_function
+from whet.isolation.reentry import VARIABLE, is_worker, refuse_in_worker
+from whet.isolation.shipping import ship_function, ship_name
 from whet.types import Problem, UserError
 
 START_TIMEOUT_S = 120.0
@@ -31,6 +41,8 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 NUM_ATTEMPTS = 2
 """Times a call is tried when the server process itself dies."""
+OWN_FUNCTIONS = "whet."
+"""Graders that import no file of the user's: inside a worker, which has a deadline already, they run in place."""
 _CLOSED = "this grader pool is closed"
 _WORKER = Path(__file__).with_name("grader_worker.py")
 _THREADS = {"OMP_NUM_THREADS": "1"}
@@ -61,7 +73,7 @@ class GraderPool:
     """Persistent killable workers that run one function; usable from several threads, and as a context manager.
 
     Args:
-        function: 'path/to/file.py:name' or 'package.module:name'.
+        function: 'path/to/file.py:name' or 'package.module:name', or the function itself.
         deadline_s: Seconds of wall time that a call may take before its worker is killed.
         memory_mib: MiB of address space that a worker may take above what importing the grader took (Linux).
         num_workers: Calls that run at once; 0: as many as this process may use cores.
@@ -71,12 +83,13 @@ class GraderPool:
             for imports and tables that every worker shall have.
 
     Raises:
-        UserError: If a number is out of range, or the function cannot be had: malformed, missing, import failed.
+        UserError: If a number is out of range, or the function cannot be had: malformed, missing, import failed; or
+            if this is a worker process itself, and the function is not one of whet's own.
     """
 
     def __init__(
         self,
-        function: str,
+        function: str | Callable[..., Any],
         *,
         deadline_s: float = 2.0,
         memory_mib: int = 1024,
@@ -91,11 +104,20 @@ class GraderPool:
             raise UserError(f"memory_mib = {memory_mib}: expected 1 MiB or more")
         if not 0 < num_workers <= max_workers:
             raise UserError(f"num_workers = {num_workers}: expected 0 (cores) to max_workers = {max_workers}")
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._in_place: Callable[..., Any] | None = None
+        if is_worker() and str(function).startswith(OWN_FUNCTIONS):
+            self._in_place = load_function(str(function))
+            return
+        refuse_in_worker("a pool of graders")
+        spec, parcel = _target(function)
         self._settings = {
-            "function": _check_spec(function),
+            "spec": spec,
+            "parcel": parcel,
             "prepare": _check_spec(prepare) if prepare else "",
             "sys_path": [*map(str, sys.path)],
-            "start_timeout_s": int(START_TIMEOUT_S) + 1,
+            "argv": [*map(str, sys.argv)],
             "limits": {
                 "deadline_s": deadline_s,
                 "memory_mib": memory_mib,
@@ -103,8 +125,6 @@ class GraderPool:
                 "max_workers": max_workers,
             },
         }
-        self._lock = threading.Lock()
-        self._is_closed = False
         self._start()
 
     def __enter__(self) -> GraderPool:
@@ -127,6 +147,10 @@ class GraderPool:
             RuntimeError: If the pool is closed.
         """
         lines = {index: _encode(index, args) for index, args in enumerate(calls)}
+        if self._in_place is not None:
+            with asyncio.Runner() as runner:
+                payloads = [line.partition(b" ")[2] for line in lines.values()]
+                return [Outcome(**grade(self._in_place, payload, runner)) for payload in payloads]
         outcomes: dict[int, Outcome] = {}
         for _ in range(NUM_ATTEMPTS):
             if len(outcomes) < len(lines):
@@ -140,7 +164,8 @@ class GraderPool:
         """Kill all workers and end the server; calls in progress raise RuntimeError."""
         with self._lock:
             self._is_closed = True
-            self._finalizer()
+            if self._in_place is None:
+                self._finalizer()
 
     def _run(self, lines: dict[int, bytes], outcomes: dict[int, Outcome]) -> None:
         """Send calls and collect their outcomes; returns early where the server dies."""
@@ -172,29 +197,53 @@ class GraderPool:
         return ours
 
     def _start(self) -> None:
-        """Start the server, and wait until it has imported the grader."""
+        """Start the server, and wait until it has the grader."""
+        answer = self._launch()
+        if answer.get("is_reentry") and (spec := self._settings["spec"]):
+            # The file starts a training when it is imported. Its function is sent without the rest of it.
+            file = _file_of(spec)
+            live = next((vars(m) for m in list(sys.modules.values()) if _path_of(m) == file), {})
+            if file is not None:
+                self._settings |= {"spec": "", "parcel": ship_name(file, spec.rpartition(":")[2], live)}
+                answer = self._launch()
+        if error := answer["error"]:
+            self._finalizer()
+            prefix = "" if error.startswith("grader '") else f"grader '{self._name}': "
+            raise UserError(prefix + error)
+        self._control.settimeout(None)
+
+    @property
+    def _name(self) -> str:
+        parcel = self._settings["parcel"]
+        return f"{parcel['file']}:{parcel['told']}" if parcel else self._settings["spec"]
+
+    def _launch(self) -> dict[str, Any]:
+        """Start the processes; return what the server reports."""
         self._control, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", str(_WORKER), str(theirs.fileno()), json.dumps(self._settings)],
+                [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=_THREADS | dict(os.environ),
+                stdin=subprocess.PIPE,  # its end tells the keeper that this process is gone
+                env=_THREADS | dict(os.environ) | {VARIABLE: self._name},
                 start_new_session=True,  # Ctrl-C is the trainer's to handle
             )
-        self._finalizer = weakref.finalize(self, _stop, self._control, process)
+        self._finalizer = weakref.finalize(self, _stop, self._control, process, os.getpid())
         self._control.settimeout(START_TIMEOUT_S)
         try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(self._settings).encode() + b"\n")
+            process.stdin.flush()
             with self._control.makefile("rb") as reader:
                 answer = reader.readline()
-            error = json.loads(answer) if answer else "its process died while importing it"
+            return json.loads(answer) if answer else {"error": "its process died while importing it"}
         except TimeoutError:
-            error = f"importing it took more than {START_TIMEOUT_S:g} s"
-        if error:
+            return {"error": f"importing it took more than {START_TIMEOUT_S:g} s"}
+        except BrokenPipeError:
+            return {"error": "its process died at its start"}
+        except BaseException:  # Ctrl-C
             self._finalizer()
-            prefix = "" if error.startswith("grader '") else f"grader '{self._settings['function']}': "
-            raise UserError(prefix + error)
-        self._control.settimeout(None)
+            raise
 
 
 def num_cores() -> int:
@@ -202,13 +251,63 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _stop(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+def _stop(control: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
+    """End the keeper, and with it all that is below it."""
     control.close()
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    if os.getpid() != owner:  # a fork of the process that started it
+        return
+    process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _target(function: str | Callable[..., Any]) -> tuple[str, dict[str, Any] | None]:
+    """Return the spec by which a worker imports a function, or '' and what it is made from there."""
+    spec = _check_spec(function) if isinstance(function, str) else _spec_of(function)
+    if not isinstance(function, str):
+        return (spec, None) if spec else ("", ship_function(function))
+    main = sys.modules["__main__"]
+    script = _path_of(main)
+    if script is not None and script == _file_of(spec):
+        return "", ship_name(script, spec.rpartition(":")[2], vars(main))
+    return spec, None
+
+
+def _spec_of(function: Callable[..., Any]) -> str:
+    """Return the spec by which another process gets the same function; '' where none does."""
+    name = getattr(function, "__qualname__", "")
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__" or getattr(module, name, None) is not function:
+        return ""
+    if getattr(module.__spec__, "_initializing", False):  # it is this import that starts the training
+        return ""
+    package = sys.modules.get(module.__name__.rpartition(".")[0])
+    # Not by `importlib.util.find_spec`: that tells what is loaded here, under whatever name.
+    for finder in sys.meta_path:
+        found = finder.find_spec(module.__name__, getattr(package, "__path__", None))
+        if found is not None:
+            if module.__spec__ is not None and found.origin == module.__spec__.origin:
+                return f"{module.__name__}:{name}"
+            break
+    file = _path_of(module)
+    return f"{file}:{name}" if file is not None and file.suffix == ".py" else ""
+
+
+def _path_of(module: Any) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if isinstance(file, str) else None
+
+
+def _file_of(spec: str) -> Path | None:
+    """Return the file that a spec names; None for a module that this process has not loaded."""
+    target = spec.rpartition(":")[0]
+    return Path(target) if target.endswith(".py") else _path_of(sys.modules.get(target))
 
 
 def _check_spec(spec: str) -> str:

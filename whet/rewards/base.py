@@ -1,10 +1,11 @@
-"""Rewards of a run: built-in ones by name, the user's own by `path.py:function`, and how they become one number."""
+"""Rewards of a run: built-in ones by name, the user's own as functions or `path.py:function`; how they add up."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from whet.isolation.graders import GraderPool
@@ -25,6 +26,8 @@ FAILURE_LIMIT, MIN_BATCH = 0.5, 8
 """A larger share of errors in a batch of at least so many stops the run: the function is wrong, not a completion."""
 
 Item = tuple[Problem, str]
+OwnReward = str | Callable[..., float | None]
+"""A reward of the user's: 'path.py:function', with '=weight' behind it if that is not 1, or the function itself."""
 ManyScores = Callable[[Sequence[Item]], "list[float | None]"]
 
 
@@ -110,22 +113,41 @@ def parse_own(text: str) -> tuple[str, str, float]:
     return spec, name, weight
 
 
-def own_reward(text: str) -> WeightedReward:
+def own_name(reward: OwnReward) -> str:
+    """Return the name of a reward of the user's.
+
+    Raises:
+        UserError: If it has none, or is malformed.
+    """
+    if isinstance(reward, str):
+        return parse_own(reward)[1]
+    while isinstance(reward, partial):
+        reward = reward.func
+    name = getattr(reward, "__name__", "")
+    if not callable(reward) or not name.isidentifier():
+        expected = "expected a function that def gives a name, or 'path.py:function'"
+        raise UserError(f"reward {reward!r:.60}: {expected}")
+    return name
+
+
+def own_reward(reward: OwnReward) -> WeightedReward:
     """Make a reward of the user's own function, which runs in killable worker processes with a deadline.
 
     A call that fails, hangs or returns no number gives None: unscorable, and counted.
 
     Args:
-        text: `path.py:function`, with `=weight` behind it if it is not 1.
+        reward: A function, also one of the main script or of a notebook; or where to find it.
 
     Raises:
-        UserError: If it is malformed, or there is no such function.
+        UserError: If it is malformed, there is no such function, or a worker process cannot have it.
     """
-    spec, name, weight = parse_own(text)
-    path = Path(spec.rpartition(":")[0])
-    if not path.is_file():
-        raise UserError(f"reward {text!r}: no file {str(path)!r}; check --reward")
-    pool = GraderPool(spec, deadline_s=DEADLINE_S, memory_mib=MEMORY_MIB)
+    name, weight, function, place = own_name(reward), 1.0, reward, "the function"
+    if isinstance(reward, str):
+        function, _, weight = parse_own(reward)
+        place = function.rpartition(":")[0]
+        if not Path(place).is_file():
+            raise UserError(f"reward {reward!r}: no file {place!r}; check --reward")
+    pool = GraderPool(function, deadline_s=DEADLINE_S, memory_mib=MEMORY_MIB)
     failures = Failures()
 
     def score(items: Sequence[Item]) -> list[float | None]:
@@ -147,7 +169,7 @@ def own_reward(text: str) -> WeightedReward:
         num_failed = sum(outcome.kind == "error" for outcome in outcomes)
         if len(items) >= MIN_BATCH and num_failed > FAILURE_LIMIT * len(items):
             raise UserError(
-                f"reward '{name}' fails for {num_failed} of {len(items)} completions: {failures.latest}; mend {path}"
+                f"reward '{name}' fails for {num_failed} of {len(items)} completions: {failures.latest}; fix {place}"
             )
         return scores
 
@@ -155,7 +177,7 @@ def own_reward(text: str) -> WeightedReward:
 
 
 def build_rewards(
-    weights: Mapping[str, float], schema: ResponseSchema, task: Task, own: Sequence[str] = ()
+    weights: Mapping[str, float], schema: ResponseSchema, task: Task, own: Sequence[OwnReward] = ()
 ) -> list[WeightedReward]:
     """Make the rewards of a run.
 
@@ -178,7 +200,7 @@ def build_rewards(
             raise UserError(f"rewards.{name}: no such reward; expected one of {everything}")
         if not math.isfinite(weight):
             raise UserError(f"rewards.{name} = {weight}: expected a finite weight")
-    names = [*weights, *(parse_own(text)[1] for text in own)]
+    names = [*weights, *map(own_name, own)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"reward '{twice}' comes twice; give the function another name")

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import os
 import re
 import sys
 import traceback
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from whet.isolation.reentry import importing
 from whet.schema import ANSWER_TYPE_WORDS
 from whet.types import Problem, Turn, UserError
 
@@ -49,9 +51,11 @@ class UserTask:
         match = _NAME.fullmatch(spec)
         assert match is not None
         self._file = Path(match[1])
-        maker = getattr(self._imported(), match[2], None)
+        module = self._imported()
+        maker = getattr(module, match[2], None)
         if not isinstance(maker, type):
-            raise UserError(f"task '{spec}': no class {match[2]} in {self._file}")
+            yet = " above the call that starts this" if module is sys.modules["__main__"] else ""
+            raise UserError(f"task '{spec}': no class {match[2]} in {self._file}{yet}")
         missing = [name for name in ("problems", "is_correct") if not callable(getattr(maker, name, None))]
         if missing:
             raise UserError(
@@ -119,8 +123,14 @@ class UserTask:
         return verdict
 
     def _imported(self) -> ModuleType:
-        """Import the file once per process, under a name of its own; it may import from its folder, as a script may."""
+        """Import the file once per process, under a name of its own; it may import from its folder, as a script may.
+
+        The main script is not run again: its class is there already.
+        """
         path = self._file.expanduser().resolve()
+        main = sys.modules["__main__"]
+        if path == Path(getattr(main, "__file__", None) or os.devnull).resolve():
+            return main
         name = f"whet_user_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
         if name in sys.modules:
             return sys.modules[name]
@@ -131,7 +141,8 @@ class UserTask:
         sys.modules[name] = module
         sys.path.append(str(path.parent))
         try:
-            self._call("the import", spec.loader.exec_module, module)
+            with importing(str(self._file)):
+                self._call("the import", spec.loader.exec_module, module)
         except UserError:
             del sys.modules[name]
             raise

@@ -22,11 +22,12 @@ from whet.commit import DiskFullError, commit_folder
 from whet.config import dump_yaml
 from whet.distributed import all_reduce_max, is_distributed, on_main, rank
 from whet.generate.policy import Policy, PolicyConfig, resolve_device
+from whet.isolation.reentry import refuse_reentry
 from whet.model.weights import load_model
 from whet.run_folder import open_run
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry.environment import write_environment
-from whet.telemetry.heartbeat import Heartbeat
+from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
 from whet.telemetry.provenance import write_provenance
 from whet.telemetry.report import write_report
 from whet.telemetry.trackers import TrackConfig
@@ -80,11 +81,11 @@ class RunConfig(Protocol):
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 DOUBLE_S = {False: 0.5, True: 3.0}
 """Seconds in which a second signal is the same one: torchrun sends on what its process group has got already."""
-SHOW_CURSOR = "\x1b[?25h"
 
 
 def begin(config: RunConfig) -> Tracking:
     """Fix the order of sums, and load the trackers before anything else: a missing package is said at once."""
+    refuse_reentry("a training")  # in a worker that imports the script which trains, it would start itself
     sameness = config.safety.sameness(resolve_device(config.policy.device))
     set_deterministic(sameness, compiles=config.optim.compile)
     return Tracking(config.track, Path(config.out), enabled=rank() == 0)
@@ -383,9 +384,8 @@ class Skipped:
 
     def count_step(self, values: Mapping[str, float]) -> int:
         """Count a step, given by what has to be finite in it; return the steps in a row that were left out."""
-        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
-        self.count = self.count + 1 if bad else 0
-        self._found = ", ".join(f"{name} {value}" for name, value in bad.items())
+        bad = [f"{name} {value}" for name, value in values.items() if not math.isfinite(value)]
+        self.count, self._found = (self.count + 1 if bad else 0), ", ".join(bad)
         return self.count
 
     def tell(self, step: int, remedy: str) -> str:
