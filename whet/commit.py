@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from whet.distributed import world_size
-from whet.kernels import build
+from whet.kernels import choice
 from whet.types import UserError
 
 MANIFEST = "manifest.json"
@@ -118,7 +118,7 @@ def machine() -> dict[str, Any]:
     """Return what the last bits of a result depend on besides program and data."""
     return {
         "threads": torch.get_num_threads(),
-        "kernels": build.reason(),
+        "kernels": choice.identity(),
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "ranks": world_size(),

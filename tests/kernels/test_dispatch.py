@@ -53,7 +53,7 @@ def test_pick(nvidia: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.VARIABLE, "eager")
     assert dispatch.pick(eager.swiglu, CUDA) is eager.swiglu
     monkeypatch.setenv(dispatch.VARIABLE, "fast")
-    with pytest.raises(UserError, match="WHET_KERNELS = 'fast': expected auto, eager or triton"):
+    with pytest.raises(UserError, match="WHET_KERNELS = 'fast': expected auto, cpp, eager or triton"):
         dispatch.pick(eager.swiglu, CUDA)
 
 

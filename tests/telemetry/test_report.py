@@ -171,9 +171,11 @@ def test_hostile_reward_names_are_drawn_and_escaped(tmp_path):
 def test_environment_says_what_a_number_depends_on(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("HF_TOKEN", "secret")
-    path = write_environment(tmp_path / "run")
+    written = write_environment(tmp_path / "run")
+    path = tmp_path / "run" / "environment.json"
     environment = json.loads(path.read_text())
-    assert path.name == "environment.json"
+    assert environment == written
+    assert environment["kernels"]
     assert environment["whet"] == __version__
     assert environment["argv"] == sys.argv
     assert environment["environment"] == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": None}

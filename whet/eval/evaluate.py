@@ -23,6 +23,7 @@ from whet.eval.show import describe, intervals, print_result
 from whet.eval.work import total_work
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.kernels import choice
 from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
 from whet.run_folder import open_run
 from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, load_task
@@ -209,6 +210,7 @@ def main(config: EvalConfig, *, resume: bool = False) -> None:
     model = describe_weights(config.policy, policy)
     open_run(folder, dump_yaml(config), resume=resume)
     _write_origin(config, [problem for job in jobs for problem in job.problems])
+    print(f"whet: kernels: {choice.describe()}", flush=True)
     summaries = {job.name: _run(policy, job, model) for job in jobs}
     shown = {
         f"{name} x {summary['num_problems']}"

@@ -206,7 +206,9 @@ class Engine:
         cache = self._cache
         if cache is None or cache.num_rows < rows or cache.capacity < capacity or cache.keys.dtype != dtype:
             self._cache = None
-            is_tiled = self.model.config.head_dim in CHANNELS and cpu.usable(self.model.head_weight)
+            is_tiled = self.model.config.head_dim in CHANNELS and cpu.usable(
+                self.model.head_weight, operation="attention"
+            )
             config = self.model.config
             self._cache = KVCache(config, rows, capacity, dtype, self.device, is_tiled=is_tiled)
 

@@ -10,6 +10,7 @@ from whet.generate.cache import KVCache
 from whet.generate.drafts import MAX_TOKENS
 from whet.generate.rows import Rows
 from whet.kernels import cpu
+from whet.kernels.choice import uses
 from whet.kernels.cpu_head import RowState
 from whet.kernels.cpu_layers import Layers
 from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
@@ -28,7 +29,7 @@ def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
         cache: Its cache.
         dtype: Dtype of products.
     """
-    if not (isinstance(model, LlamaLike) and cache.is_tiled) or model.config.mlp_bias:
+    if not (isinstance(model, LlamaLike) and cache.is_tiled) or model.config.mlp_bias or not uses("decode"):
         return False
     is_plain = all(not m._forward_hooks and m._compiled_call_impl is None for m in model.modules())  # pyright: ignore[reportPrivateUsage]
     # A head's norm under autocast gives float32 queries; the fused step keeps them in the products' dtype.

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from whet.generate.engine import Engine
+from whet.generate.kernel_speed import choose_kernels
 from whet.model.adapter import Adapter
 from whet.model.adapter_files import find_model
 from whet.model.attention import AttentionKind
@@ -336,6 +337,7 @@ def load_policy(
         if adapter is not None and not merge:
             adapter.fit(model)  # the vocabulary may have grown
             adapter.apply(model)
+    choose_kernels(model.config, model.head_weight.dtype, device)
     has_system = system_prompt and tokenizer.chat_template != PLAIN_TEMPLATE
     return Policy(
         model,

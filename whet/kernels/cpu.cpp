@@ -3,11 +3,13 @@
 #include "attention.h"
 #include "gemm.h"
 #include "rows.h"
+#include "selftest.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define PARALLEL _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")
 
-EXPORT int whet_channels(long C) { return C == 16 || C == 32 || C == 64 || C == 128; }
+EXPORT const char* whet_instruction_set() { return INSTRUCTION_SET; }
+EXPORT double whet_selftest(int threads) { return selftest::run(threads); }
 
 #define BY_CHANNELS(C, CALL) \
   switch (C) { \

@@ -11,11 +11,13 @@ import ctypes
 import sys
 from collections.abc import Iterable
 from ctypes import POINTER, c_double, c_float, c_int, c_long, c_void_p
+from functools import cache
 from typing import Any
 
 import torch
 
 from whet.kernels.build import library
+from whet.kernels.choice import Operation, uses
 
 QUANTUM = 16
 ENOUGH = 8192
@@ -90,9 +92,9 @@ def call(name: str, *arguments: Any) -> Any:
     return _table[name](*plain)
 
 
-def usable(*tensors: torch.Tensor) -> bool:
-    """Say whether the kernels can run on tensors: on the CPU, float32 or bfloat16, rows of a multiple of 16."""
-    if torch.compiler.is_compiling():
+def usable(*tensors: torch.Tensor, operation: Operation = "product") -> bool:
+    """Say whether the kernels are to run on tensors: on the CPU, float32 or bfloat16, rows of a multiple of 16."""
+    if torch.compiler.is_compiling() or not uses(operation):
         return False
     for tensor in tensors:
         if tensor.device.type != "cpu" or tensor.dtype not in DTYPES or tensor.shape[-1] % QUANTUM:
@@ -106,6 +108,19 @@ def _wide(tensor: torch.Tensor) -> int:
 
 def _wide_dtype(dtype: torch.dtype) -> int:
     return int(dtype == torch.float32)
+
+
+@cache
+def _has_bfloat16_products() -> bool:
+    """Whether PyTorch multiplies bfloat16 matrices with more than plain loops (200 times slower, measured on AVX2)."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return left @ right by PyTorch; bfloat16 goes through float32 where the CPU has no products for it."""
+    if left.dtype == torch.bfloat16 and not _has_bfloat16_products():
+        return (left.float() @ right.float()).bfloat16()
+    return left @ right
 
 
 def _threads(work: int = sys.maxsize) -> int:
@@ -208,9 +223,9 @@ class _Linear(torch.autograd.Function):
             if is_small:
                 grad_x = product(grad.contiguous(), _pack(cast.detach().t(), dtype), cast.shape[1])
             else:
-                grad_x = (grad @ cast).to(dtype)
+                grad_x = matmul(grad, cast).to(dtype)
         if needs_weight:
-            grad_weight = (x.t() @ grad if transposed else grad.t() @ x).to(weight.dtype)
+            grad_weight = (matmul(x.t(), grad) if transposed else matmul(grad.t(), x)).to(weight.dtype)
         if has_bias and needs_bias:
             grad_bias = grad.sum(0).to(weight.dtype)
         return grad_x, grad_weight, grad_bias, None, None
@@ -225,7 +240,14 @@ def linear(
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x_ND.dtype
     if dtype not in DTYPES or (dtype != weight.dtype and not torch.is_autocast_enabled("cpu")):
         return None
-    return _Linear.apply(x_ND, weight, bias, dtype, transposed)  # pyright: ignore[reportReturnType]
+    needs_grad = x_ND.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if needs_grad and torch.is_grad_enabled():
+        return _Linear.apply(x_ND, weight, bias, dtype, transposed)  # pyright: ignore[reportReturnType]
+    # Autograd's bookkeeping takes as long as a small product.
+    x = x_ND.to(dtype).contiguous()
+    packed = panels(weight, dtype, transposed=transposed)
+    columns = weight.shape[1] if transposed else weight.shape[0]
+    return product(x, packed, columns, bias=None if bias is None else bias.to(dtype))
 
 
 class _Norm(torch.autograd.Function):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from whet.kernels.cpu import QUANTUM, _threads, _wide, call, panels, product, usable
+from whet.kernels.cpu import QUANTUM, _threads, _wide, call, matmul, panels, product, usable
 
 KEEP_BYTES = 256 * 2**20
 """Logits that the backward pass finds still there; more are computed again."""
@@ -94,9 +94,9 @@ class _Score(torch.autograd.Function):
             call("score_back", _wide(dz), z, *columns, dz, *sizes)
             dz = dz[:, :vocab]
             if grad_hidden is not None:
-                grad_hidden[part] = (dz @ weight).to(hidden.dtype)
+                grad_hidden[part] = matmul(dz, weight).to(hidden.dtype)
             if ctx.needs_input_grad[1]:
-                share = dz.t() @ hidden[part].to(dtype)
+                share = matmul(dz.t(), hidden[part].to(dtype))
                 if step >= hidden.shape[0]:
                     grad_weight = share
                 else:

@@ -1,8 +1,9 @@
 """One table: which implementation of which operation on which device.
 
 `WHET_KERNELS=eager` in the environment switches every operation to its eager twin; `auto`, the default, takes what the
-table says; `triton` takes its GPU kernels and CUDA graphs in models, head and sampling, too. Triton is not imported
-before an operation runs on a device that it serves.
+table says, and on a CPU those C++ kernels that are measured to be faster than PyTorch; `cpp` takes these unmeasured;
+`triton` takes the GPU kernels and CUDA graphs in models, head and sampling, too. Triton is not imported before an
+operation runs on a device that it serves.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ VARIABLE = "WHET_KERNELS"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def mode() -> Literal["auto", "eager", "triton"]:
+def mode() -> Literal["auto", "cpp", "eager", "triton"]:
     """Read the switch.
 
     Raises:
         UserError: If it is none of them.
     """
     value = os.environ.get(VARIABLE, "auto")
-    if value == "auto" or value == "eager" or value == "triton":
+    if value == "auto" or value == "cpp" or value == "eager" or value == "triton":
         return value
-    raise UserError(f"{VARIABLE} = {value!r}: expected auto, eager or triton; unset it or set one of them")
+    raise UserError(
+        f"{VARIABLE} = {value!r}: expected auto, cpp, eager or triton; unset it or set one of them"
+    )
 
 
 def has_triton() -> bool:

@@ -17,19 +17,29 @@
 // registers is legal C++ and 30 times slower: the compiler keeps every part of it in memory.
 #if defined(__AVX512F__)
 enum { LANES = 16, REGISTERS = 32 };
+#if defined(__AVX512BF16__)
+#define INSTRUCTION_SET "avx512-bf16"
+#else
+#define INSTRUCTION_SET "avx512"
+#endif
 #elif defined(__AVX2__) && defined(__FMA__)
 enum { LANES = 8, REGISTERS = 16 };
+#define INSTRUCTION_SET "avx2"
 #elif defined(__aarch64__)
 enum { LANES = 4, REGISTERS = 32 };
-#else  // SSE4.2: no multiply-add
+#define INSTRUCTION_SET "neon"
+#else  // no multiply-add
 enum { LANES = 4, REGISTERS = 16 };
+#define INSTRUCTION_SET "sse4.2"
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL_SOME _Pragma("clang loop unroll_count(4)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL_SOME _Pragma("GCC unroll 4")
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES)));

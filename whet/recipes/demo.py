@@ -67,7 +67,6 @@ def main(config: DemoConfig) -> None:
     console = Console()
     folder = Path(config.out or time.strftime("runs/demo-%Y%m%d-%H%M%S"))
     open_run(folder, dump_yaml(config), resumable=False)
-    write_environment(folder)
     torch.set_num_threads(config.num_threads)
     console.print(_introduction())
     began = time.perf_counter()
@@ -76,7 +75,9 @@ def main(config: DemoConfig) -> None:
     policy_from_sft = replace(rl_config.policy, init=str(folder / "sft"))
     rl_config = replace(rl_config, out=str(folder / "rl"), policy=policy_from_sft, seed=config.seed)
     results: dict[str, EvalResult] = {}
-    results["base"] = _measure(load_policy(sft_config.policy, seed=config.seed), config, folder, "base")
+    base = load_policy(sft_config.policy, seed=config.seed)
+    console.print(f"kernels: {write_environment(folder)['kernels']}")
+    results["base"] = _measure(base, config, folder, "base")
     results["sft"] = _measure(sft.train(sft_config), config, folder, "sft")
     results["rl"] = _measure(rl.train(rl_config), config, folder, "rl")
     seconds = time.perf_counter() - began

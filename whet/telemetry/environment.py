@@ -17,25 +17,27 @@ ENVIRONMENT_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """The only variables that are recorded: others may hold secrets."""
 
 
-def write_environment(run_dir: Path) -> Path:
+def write_environment(run_dir: Path) -> dict[str, Any]:
     """Write environment.json into a run folder, once per start of a run.
 
     Args:
         run_dir: Run folder, made if missing.
 
     Returns:
-        Path of the file.
+        What was written.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / "environment.json"
-    path.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="ascii")
-    return path
+    facts = describe_environment()
+    (run_dir / "environment.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="ascii")
+    return facts
 
 
 def describe_environment() -> dict[str, Any]:
     """Collect versions, processor, devices, threads, command line and time; None where a fact is missing."""
     import numpy
     import torch
+
+    from whet.kernels import build, choice
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
@@ -45,6 +47,12 @@ def describe_environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "platform": platform.platform(),
+        "kernels": _kernels(cuda),
+        "kernels_used": {
+            "library": build.reason(),
+            "operations": [name for name in choice.OPERATIONS if build.library() and choice.uses(name)],
+            "ratios": dict(chosen.ratios) if (chosen := choice.current()) else {},
+        },
         "cpu": _cpu_model(),
         "num_cpus": os.cpu_count(),
         "num_torch_threads": torch.get_num_threads(),
@@ -54,6 +62,15 @@ def describe_environment() -> dict[str, Any]:
         "argv": sys.argv,
         "start_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _kernels(cuda: str | None) -> str:
+    """Say what computes: on a GPU where there is one and no CPU model was loaded."""
+    from whet.kernels import choice, dispatch
+
+    if cuda is not None and choice.current() is None:
+        return f"{'Triton' if dispatch.mode() == 'triton' else 'PyTorch'} on {cuda}"
+    return choice.describe()
 
 
 def _git_commit(root: Path) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from whet.algo.packing import TrainingSequence, pack
 from whet.config import load_yaml
 from whet.distributed import on_main, rank
+from whet.generate.kernel_speed import choose_kernels
 from whet.generate.policy import PolicyConfig, resolve_device
 from whet.generate.scoring import score_micro_batch
 from whet.model.adapter_files import find_model
@@ -98,6 +99,7 @@ def measure(shape: ModelConfig, device: torch.device) -> dict[Precision, float]:
     Returns:
         Median seconds by precision.
     """
+    choose_kernels(shape, torch.float32, device)
     shape = replace(shape, num_layers=1, vocab_size=min(shape.vocab_size, VOCABULARY))
     generator = torch.Generator().manual_seed(0)
     length = min(LENGTH, shape.max_positions)

@@ -21,6 +21,7 @@ from whet.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, sa
 from whet.commit import DiskFullError, commit_folder
 from whet.config import dump_yaml
 from whet.distributed import all_reduce_max, is_distributed, on_main, rank
+from whet.generate.kernel_speed import keep_kernels
 from whet.generate.policy import Policy, PolicyConfig, resolve_device
 from whet.isolation.reentry import refuse_reentry
 from whet.model.weights import load_model
@@ -84,8 +85,9 @@ DOUBLE_S = {False: 0.5, True: 3.0}
 
 
 def begin(config: RunConfig) -> Tracking:
-    """Fix the order of sums, and load the trackers before anything else: a missing package is said at once."""
+    """Fix kernels and the order of sums, and load the trackers: a missing package ends the run before it starts."""
     refuse_reentry("a training")  # in a worker that imports the script which trains, it would start itself
+    keep_kernels(Path(config.out))
     sameness = config.safety.sameness(resolve_device(config.policy.device))
     set_deterministic(sameness, compiles=config.optim.compile)
     return Tracking(config.track, Path(config.out), enabled=rank() == 0)
@@ -97,7 +99,8 @@ def open_folder(config: RunConfig, *, resume: Resume) -> Path:
 
     def prepare() -> None:
         open_run(folder, dump_yaml(config), resume=resume is not False)
-        write_environment(folder)
+        facts = write_environment(folder)
+        print(f"whet: kernels: {facts['kernels']}", flush=True)
 
     on_main(prepare)
     return folder

@@ -1,0 +1,144 @@
+"""Which kernels are used: never what was measured to be slower, the same again on resume, and said in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.generate import kernel_speed
+from whet.generate.engine import Engine
+from whet.generate.rows import Request
+from whet.generate.sampling import SamplingParams
+from whet.kernels import build, choice, cpu
+from whet.kernels.choice import Choice
+from whet.model.config import ModelConfig
+from whet.model.transformer import init_weights
+from whet.model.weights import build_model
+from whet.telemetry.environment import write_environment
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason=build.reason())
+
+SHAPE = ModelConfig(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=64,
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_chosen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WHET_KERNELS", "auto")
+    before = choice.current()
+    choice.take(None)
+    yield
+    choice.take(before)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "used"),
+    [
+        ({"product": 1.2, "attention": 2.0, "decode": 3.0}, {"product", "attention", "decode"}),
+        ({"product": 0.03, "attention": 0.04, "decode": 0.1}, set()),
+        # A decoding step in one call consists of the other two: without them it would give other bits than training.
+        ({"product": 0.5, "attention": 2.0, "decode": 3.0}, {"attention"}),
+        ({"product": 2.0, "attention": 0.5, "decode": 3.0}, {"product"}),
+        ({"product": 0.94, "attention": 1.0, "decode": 0.2}, {"attention"}),
+        ({"product": 1.0}, {"product"}),
+    ],
+)
+def test_what_is_slower_is_not_used(ratios: dict, used: set) -> None:
+    assert Choice.of(ratios).used == used
+
+
+def test_it_is_said_in_words() -> None:
+    name = f"C++ {build.instruction_set()}"
+    assert (
+        choice.describe(Choice.of({"product": 2.0, "attention": 4.5, "decode": 3.0}))
+        == f"{name}, 3.0x PyTorch"
+    )
+    assert choice.describe(Choice.of({"product": 0.8, "attention": 0.8})) == f"PyTorch ({name} was 0.8x)"
+    partly = choice.describe(Choice.of({"product": 2.0, "attention": 0.5, "decode": 3.0}))
+    assert (
+        partly == f"{name}, 2.0x PyTorch; attention: PyTorch (C++ was 0.5x); decode: PyTorch (C++ was 3.0x)"
+    )
+
+
+def test_measured_once_kept_beside_the_library_and_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[ModelConfig] = []
+
+    def measure(shape: ModelConfig, dtype: torch.dtype) -> dict:
+        calls.append(shape)
+        return {"product": 0.5, "attention": 2.0, "decode": 3.0}
+
+    monkeypatch.setattr(kernel_speed, "measure", measure)
+    monkeypatch.setattr(build, "folder", lambda: tmp_path)
+    for _ in range(2):
+        choice.take(None)
+        kernel_speed.choose_kernels(SHAPE, torch.float32, CPU)
+        assert not choice.uses("product")
+        assert choice.uses("attention")
+    assert len(calls) == 1, "the second process reads what the first one measured"
+    kernel_speed.choose_kernels(SHAPE, torch.bfloat16, CPU)
+    assert len(calls) == 1, "the first model of a process decides for all of them"
+    choice.take(None)
+    (tmp_path / kernel_speed.FILE).write_text('{"broken": 1')
+    kernel_speed.choose_kernels(SHAPE, torch.float32, CPU)
+    assert len(calls) == 2, "what cannot be read is measured again"
+
+
+def test_a_real_measurement_is_short_and_positive() -> None:
+    ratios = kernel_speed.measure(kernel_speed.small(SHAPE), torch.float32, budget_s=0.1)
+    assert set(ratios) == {"product", "attention", "decode"}
+    assert all(0.001 < ratio < 1000 for ratio in ratios.values())
+
+
+def test_a_resumed_run_keeps_its_kernels(tmp_path: Path) -> None:
+    choice.take(Choice.of({"product": 2.0, "attention": 0.5, "decode": 3.0}))
+    facts = write_environment(tmp_path)
+    identity = choice.identity()
+    assert identity.endswith("without attention, decode")
+    assert facts["kernels"] == choice.describe()
+    choice.take(None)
+    kernel_speed.keep_kernels(tmp_path)
+    assert choice.identity() == identity
+    kernel_speed.choose_kernels(SHAPE, torch.float32, CPU)
+    assert choice.identity() == identity, "nothing is measured where a run has its kernels"
+    choice.take(None)
+    facts["kernels_used"]["library"] = "C++, of another machine"
+    (tmp_path / "environment.json").write_text(json.dumps(facts))
+    kernel_speed.keep_kernels(tmp_path)
+    assert choice.current() is None
+
+
+@pytest.mark.parametrize("used", [set(), {"product"}, {"attention"}, {"product", "attention"}])
+def test_any_part_of_the_kernels_samples_what_it_scores(used: set) -> None:
+    """Every choice keeps the promise: the sampler's log-probabilities are the trainer's, bit for bit."""
+    from whet.algo.packing import TrainingSequence, pack
+    from whet.generate.scoring import score_micro_batch
+
+    model = build_model(SHAPE)
+    init_weights(model, 0)
+    with choice.taken(Choice(frozenset(used))):
+        assert cpu.usable(model.head_weight) == ("product" in used)
+        requests = [Request(prompt_ids=tuple(range(1, n)), seeds=(n, n + 50)) for n in (3, 9, 20)]
+        drawn = Engine(model, stop_ids=()).generate(requests, SamplingParams(max_new_tokens=17))
+        sequences = [
+            TrainingSequence(prompt_ids=r.prompt_ids, completion_ids=c.ids, sampler_logprobs=c.logprobs)
+            for r, row in zip(requests, drawn, strict=True)
+            for c in row
+        ]
+        (micro,) = pack(sequences, token_budget=2**20, device=CPU).micro_batches
+        with torch.no_grad():
+            scored, _ = score_micro_batch(model, micro)
+    assert torch.equal(scored, micro.sampler_logprobs_M)

@@ -1,0 +1,175 @@
+"""Instruction sets: what may be asked for, what a bad build ends in, and the kernels' own test on each of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from whet.kernels import build
+from whet.types import UserError
+
+HOME = Path(build.__file__).parent
+MAIN = """
+#include "selftest.h"
+#include <cstdio>
+int main() { printf("%s %.3e", INSTRUCTION_SET, selftest::run(2)); return 0; }
+"""
+NAMES = {
+    "x86-64-v2": "sse4.2",
+    "x86-64-v3": "avx2",
+    "x86-64-v4": "avx512",
+    "x86-64-v4-bf16": "avx512-bf16",
+    "armv8-a": "neon",
+}
+
+
+def run(environment: dict[str, str], code: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def test_every_target_has_a_name() -> None:
+    assert NAMES.keys() == build.TARGETS.keys()
+
+
+def test_an_unknown_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.VARIABLE, "x86-64-v9")
+    with pytest.raises(
+        UserError, match="WHET_KERNELS_ARCH = 'x86-64-v9': expected native or one of x86-64-v2"
+    ):
+        build.arch()
+
+
+def test_a_target_that_this_cpu_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_features", lambda: frozenset({*build.TARGETS["x86-64-v2"].needs}))
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    assert build.runnable() == ["x86-64-v2"]
+    monkeypatch.setenv(build.VARIABLE, "x86-64-v3")
+    lacks = "abm avx avx2 bmi1 bmi2 f16c fma movbe"
+    with pytest.raises(UserError, match=f"cannot run it .it lacks {lacks}.: use one of native, x86-64-v2$"):
+        build.arch()
+    monkeypatch.setenv(build.VARIABLE, "armv8-a")
+    with pytest.raises(UserError, match="it lacks an aarch64 machine"):
+        build.arch()
+
+
+def test_the_refusal_is_one_line_and_status_2(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "whet", "sft", "demo", "--num-steps", "1", "--out", str(tmp_path / "run")]
+    environment = os.environ | {build.VARIABLE: "vax", "WHET_KERNELS": "auto"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("whet: error: WHET_KERNELS_ARCH = 'vax'")
+    assert done.stderr.count("\n") == 1
+
+
+# A compiler that makes a library which kills its process, or which computes wrong numbers.
+FAKE = """#!/bin/sh
+[ "$1" = --version ] && echo "fake {body}" && exit 0
+while [ $# -gt 1 ]; do [ "$1" = -o ] && out="$2"; shift; done
+echo '{body}' > "$out.c"
+exec {real} -shared -fPIC -x c "$out.c" -o "$out"
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("#include <stdlib.h>\ndouble whet_selftest(int n) { abort(); }", "died of signal 6"),
+        ("double whet_selftest(int n) { return 0.5; }", "its own test is off by 5.0e-01"),
+        ("int something_else;", "whet_selftest"),
+    ],
+)
+def test_a_bad_library_never_reaches_a_run(body: str, said: str, tmp_path: Path) -> None:
+    real = shutil.which("cc") or shutil.which("gcc")
+    if real is None:
+        pytest.skip("no C compiler")
+    fake = tmp_path / "fake++"
+    fake.write_text(FAKE.format(body=body.replace("\n", "\\n"), real=real))
+    fake.chmod(0o755)
+    environment = {"CXX": str(fake), "XDG_CACHE_HOME": str(tmp_path), "WHET_KERNELS": "auto"}
+    done = run(environment, "from whet.kernels import build; print(build.library(), build.reason())")
+    assert done.stdout.startswith("None eager: the kernels could not be built"), done.stdout + done.stderr
+    assert said in done.stdout
+
+
+@pytest.mark.parametrize("target", list(build.TARGETS))
+def test_the_kernels_own_test(target: str, tmp_path: Path) -> None:
+    """Compiled for each target; run where this CPU can, under qemu for ARM, and otherwise left at compiling."""
+    is_arm = target == "armv8-a"
+    here = target in build.runnable()
+    cross = "aarch64-linux-gnu-g++" if is_arm and not here else build.compiler()
+    if cross is None or shutil.which(cross) is None:
+        pytest.skip(
+            f"no compiler for {target}: apt install g++-aarch64-linux-gnu" if is_arm else build.reason()
+        )
+    source, program = tmp_path / "main.cpp", tmp_path / "program"
+    source.write_text(MAIN)
+    emulated = is_arm and not here
+    words = [cross, *build.flags(target), "-fopenmp", f"-I{HOME}", str(source), "-o", str(program)]
+    compiled = subprocess.run([*words, *(["-static"] if emulated else [])], capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
+    emulator = [shutil.which("qemu-aarch64") or ""] if emulated else []
+    if emulator == [""]:
+        pytest.skip("compiled for ARM; to run it: apt install qemu-user")
+    if not (here or emulated):
+        pytest.skip(f"compiled; this CPU cannot run {target}")
+    done = subprocess.run([*emulator, str(program)], capture_output=True, text=True, check=False)
+    name, error = done.stdout.split()
+    assert name == NAMES[target]
+    assert float(error) <= build.TRIAL_ERROR
+
+
+def test_no_inner_loop_of_a_product_touches_its_sums_in_memory(tmp_path: Path) -> None:
+    """The fault that made AVX2 30 times slower, seen in the machine code: sums stored at every step of the loop."""
+    cxx = build.compiler()
+    if cxx is None or build.platform.machine() not in build.X86:
+        pytest.skip("no C++ compiler for x86-64")
+    source = tmp_path / "gemm.cpp"
+    source.write_text(
+        '#include "gemm.h"\n'
+        "void f(const float* a, long M, long K, const Weight* w, int threads) {\n"
+        "  gemm<float, float>(a, K, M, K, w, 1, threads); }\n"
+    )
+    # SSE without multiply-adds has one register too few: a weight goes to memory there, which costs little.
+    for target, register in (("x86-64-v3", "%ymm"), ("x86-64-v4", "%zmm")):
+        out = tmp_path / f"{target}.s"
+        subprocess.run(
+            [cxx, *build.flags(target), f"-I{HOME}", "-S", str(source), "-o", str(out)], check=True
+        )
+        loops = [
+            loop for loop in inner_loops(out.read_text()) if sum(is_multiply(line) for line in loop) >= 4
+        ]
+        assert len(loops) >= 6, f"{target}: {len(loops)} loops of multiplications found"
+        for loop in loops:
+            stores = [line for line in loop if is_store(line) and register in line]
+            places = {line.split(",", 1)[1] for line in stores}
+            assert len(places) <= 2, f"{target}: {sorted(places)}"  # a weight may go to memory, sums may not
+
+
+def is_store(line: str) -> bool:
+    return line.split()[0].startswith(("vmov", "mov")) and line.endswith(")")
+
+
+def is_multiply(line: str) -> bool:
+    return line.split()[0].startswith(("vfmadd", "mulps", "vmulps"))
+
+
+def inner_loops(text: str) -> list[list[str]]:
+    """Return the instructions of each loop that has no other loop inside."""
+    lines = [line.strip() for line in text.splitlines()]
+    places = {
+        line[:-1]: number for number, line in enumerate(lines) if line.startswith(".L") and line.endswith(":")
+    }
+    found = []
+    for number, line in enumerate(lines):
+        words = line.split()
+        if len(words) == 2 and words[0].startswith("j") and places.get(words[1], number) < number:
+            body = lines[places[words[1]] + 1 : number]
+            if not any(other.endswith(":") for other in body):
+                found.append([row for row in body if row and not row.startswith(".")])
+    return found

@@ -1,0 +1,197 @@
+"""Measure the C++ kernels against PyTorch on this machine and a model's widths, and use what is at least as fast.
+
+A compiler, an instruction set or a virtual machine may make them slow: on one where they were 30 times slower nobody
+was told. Timing takes half a second at most; results are kept beside the built library, for each width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from whet.distributed import on_main
+from whet.generate.engine import Engine
+from whet.generate.rows import Request
+from whet.generate.sampling import SamplingParams
+from whet.kernels import build, choice, cpu, dispatch
+from whet.kernels.choice import OPERATIONS, Choice, Operation
+from whet.model.attention import Packed
+from whet.model.config import ModelConfig
+from whet.model.transformer import LanguageModel
+from whet.model.weights import build_model
+
+WIDEST, MOST_HEADS = 1024, 16
+"""Wider models are measured as if they had these: what is faster does not change there, and time is short."""
+ROWS = (128, 1024)
+"""Rows of training; few rows are those of a decoding step, which is timed whole."""
+SEQUENCES, LENGTH = 4, 96
+PROMPT, NEW_TOKENS, SAMPLES = 16, 12, 8
+BUDGET_S = 0.5
+FILE = "speed.json"
+NONE = Choice(frozenset())
+
+
+def choose_kernels(shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Set which kernels this process uses, unless that is done already.
+
+    Args:
+        shape: The first model of the process; others follow what was chosen for it.
+        dtype: Its parameters' dtype.
+        device: Where it lives; only a CPU has something to choose.
+    """
+    if choice.current() is not None or device.type != "cpu" or dtype not in cpu.DTYPES:
+        return
+    if dispatch.mode() not in ("auto", "triton") or build.library() is None:
+        return
+    ratios = on_main(lambda: dict(_known(small(shape), dtype)))
+    choice.take(Choice.of(ratios))
+
+
+def keep_kernels(folder: Path) -> None:
+    """Use the kernels that a run used when it was started, so that it resumes bit for bit.
+
+    Args:
+        folder: Run folder; nothing is done where it has no environment.json, or another library has been built since
+            (the checkpoint's own record then says so).
+    """
+    if build.library() is None:
+        return
+    try:
+        stored = json.loads((folder / "environment.json").read_text())["kernels_used"]
+        names, library = stored["operations"], stored["library"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if library == build.reason() and set(names) <= set(OPERATIONS):
+        choice.take(Choice(frozenset(names), stored.get("ratios") or {}))
+
+
+def small(shape: ModelConfig) -> ModelConfig:
+    """Return a model of one layer with a shape's widths, as far as there is time to measure them."""
+    heads = min(shape.num_heads, MOST_HEADS)
+    kv_heads = max(1, min(shape.num_kv_heads, heads * shape.num_kv_heads // shape.num_heads))
+    return replace(
+        shape,
+        num_layers=1,
+        vocab_size=1024,
+        hidden_size=min(shape.hidden_size, WIDEST),
+        intermediate_size=min(shape.intermediate_size, 2 * WIDEST),
+        num_heads=heads // kv_heads * kv_heads,
+        num_kv_heads=kv_heads,
+        max_positions=min(shape.max_positions, 1024),
+        tie_embeddings=True,
+    )
+
+
+def _known(shape: ModelConfig, dtype: torch.dtype) -> Mapping[Operation, float]:
+    """Return the ratios for a shape: those that were kept, or measured ones."""
+    folder = build.folder()
+    assert folder is not None
+    sizes = shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim
+    name = f"{shape.family} {'x'.join(map(str, sizes))} {dtype} {torch.get_num_threads()} threads"
+    name += f" torch {torch.__version__}"
+    kept = _read(folder / FILE)
+    if name not in kept:
+        kept[name] = measure(shape, dtype)
+        _write(folder / FILE, kept)
+    return kept[name]
+
+
+def _read(file: Path) -> dict[str, dict[Operation, float]]:
+    try:
+        rows = json.loads(file.read_text())
+        return {
+            str(name): {o: float(row[o]) for o in OPERATIONS if o in row and math.isfinite(row[o])}
+            for name, row in rows.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write(file: Path, rows: Mapping[str, Mapping[Operation, float]]) -> None:
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+            json.dump(rows, temporary, indent=1)
+        os.replace(temporary.name, file)
+    except OSError:
+        pass  # measured again next time
+
+
+def measure(shape: ModelConfig, dtype: torch.dtype, *, budget_s: float = BUDGET_S) -> dict[Operation, float]:
+    """Time the kernels and PyTorch in turn.
+
+    Args:
+        shape: A small model; its widths count.
+        dtype: Dtype of parameters and products.
+        budget_s: Seconds that it takes, about.
+
+    Returns:
+        How many times as fast as PyTorch each operation is that the kernels can do for this shape, by the best time
+        of each side: a neighbour on the machine can only add to a time.
+    """
+    ratios: dict[Operation, float] = {}
+    for operation, work in _work(shape, dtype).items():
+        sides: dict[bool, list[float]] = {True: [math.inf] * len(work), False: [math.inf] * len(work)}
+        end = time.perf_counter() + budget_s / 3
+        rounds = 0
+        while rounds < 2 or (time.perf_counter() < end and rounds < 20):
+            for is_ours, best in sides.items():
+                with choice.taken(Choice() if is_ours else NONE):
+                    for place, run in enumerate(work):
+                        best[place] = min(best[place], _seconds(run))
+            rounds += 1
+        logs = [math.log(theirs / ours) for ours, theirs in zip(sides[True], sides[False], strict=True)]
+        ratios[operation] = round(math.exp(sum(logs) / len(logs)), 3)
+    return ratios
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _work(shape: ModelConfig, dtype: torch.dtype) -> dict[Operation, Sequence[Callable[[], object]]]:
+    """Return what is timed for each operation; with the choice as it stands they run on either side."""
+    width, feed = shape.hidden_size, shape.intermediate_size
+    if width % cpu.QUANTUM or feed % cpu.QUANTUM:
+        return {}
+    weight = torch.full((feed, width), 0.01, dtype=dtype)
+    inputs = [torch.full((rows, width), 0.5, dtype=dtype) for rows in ROWS]
+    work: dict[Operation, Sequence[Callable[[], object]]] = {
+        "product": [lambda x=x: _product(x, weight) for x in inputs]
+    }
+    if shape.head_dim not in cpu.CHANNELS:
+        return work
+    rows = SEQUENCES * LENGTH
+    q = torch.full((rows, shape.num_heads, shape.head_dim), 0.1, dtype=dtype).requires_grad_()
+    k = torch.full((rows, shape.num_kv_heads, shape.head_dim), 0.1, dtype=dtype).requires_grad_()
+    packed = Packed([LENGTH] * SEQUENCES, torch.device("cpu"), "exact")
+
+    def attend() -> None:
+        packed.attend(0, q, k, k).sum().backward()
+
+    model = build_model(shape).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)
+    work["attention"], work["decode"] = [attend], [lambda: _decode(model)]
+    return work
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = cpu.linear(x, weight, None)
+    return torch.nn.functional.linear(x, weight) if out is None else out
+
+
+def _decode(model: LanguageModel) -> None:
+    params = SamplingParams(max_new_tokens=NEW_TOKENS)
+    request = Request(prompt_ids=(1,) * PROMPT, seeds=tuple(range(SAMPLES)))
+    Engine(model, stop_ids=()).generate([request], params)
