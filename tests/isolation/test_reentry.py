@@ -67,6 +67,7 @@ def start(file: Path, code: str, mark: str, *arguments: str) -> subprocess.Popen
         [sys.executable, str(file), *arguments],
         env=os.environ | {MARK: mark, "WHET_KERNELS": "eager", "OMP_NUM_THREADS": "1"},
         cwd=file.parent,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -152,9 +153,9 @@ threading.Thread(target=pool.map, args=([("",)],), daemon=True).start()
 while not os.path.exists("hanging"):
     time.sleep(0.01)
 print(fork, flush=True)
+sys.stdin.read()
 if how == "exception":
     raise ValueError("an end")
-time.sleep(0 if how == "normal" else 100)
 """
 
 
@@ -164,6 +165,7 @@ def test_nothing_is_left_after_any_end(how: str, tmp_path: Path) -> None:
     slow = SESSION.partition("def import_hangs")[2].partition("how =")[0]
     (tmp_path / "slow.py").write_text(f"import os, subprocess\ndef import_hangs{slow}")
     session = start(tmp_path / "session.py", SESSION, str(tmp_path), how)
+    assert session.stdin is not None
     assert session.stdout is not None
     fork = 0
     if how == "import":
@@ -174,8 +176,9 @@ def test_nothing_is_left_after_any_end(how: str, tmp_path: Path) -> None:
         fork = int(session.stdout.readline())
     seen = descendants(session.pid) - {session.pid, fork}
     assert len(seen & marked(str(tmp_path)).keys()) >= 3
-    if how in ("SIGINT", "SIGTERM", "SIGKILL", "import"):
+    if how not in ("normal", "exception"):
         session.send_signal(getattr(signal, how, signal.SIGKILL))
+    session.stdin.close()  # what it waits for
     session.wait(30)
     left = left_after(str(tmp_path), seen, but=fork)
     if fork:
@@ -279,6 +282,5 @@ def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
     assert session.stdout.readline() == "ready\n"
     assert len(marked(str(tmp_path))) == 2
     session.kill()
-    session.wait()
+    session.communicate()
     assert left_after(str(tmp_path), set()) == []
-    session.stdout.close()
