@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -267,16 +268,35 @@ def test_kept_sets_are_those_of_transformers(
     generator = torch.Generator().manual_seed(vocab)
     # Distinct values in random order, so that there are no ties; flat rows and steep rows.
     steps = torch.stack([torch.randperm(vocab, generator=generator) for _ in range(40)]).float() / vocab
-    logits = steps * torch.linspace(0.5, 30, 40)[:, None]
-    expected = theirs(logits, params)
-    kept = filter_logits(logits / temperature, params)
-    assert torch.equal(kept == CUT, expected == CUT)
-    sizes = (kept != CUT).sum(-1)
+    logits = steps * torch.linspace(0.5, 30, 40)[:, None] / temperature
+    kept = filter_logits(logits, params)
+    surviving = kept != CUT
+    # Theirs in float64: in float32 the two agree only where both happen to sum alike.
+    expected = theirs(logits.double(), replace(params, temperature=1.0)) != CUT
+    undecided = on_the_edge(logits, params)
+    assert undecided.sum() <= 20  # of 40 rows: what is left open proves nothing
+    assert torch.equal(surviving | undecided, expected | undecided)
+    sizes = surviving.sum(-1)
     assert sizes.min() >= 1
     if options not in ({"top_k": 10**6},):
         assert sizes.min() < vocab
-    surviving = kept != CUT
-    assert torch.equal(kept[surviving], (logits / temperature)[surviving])
+    assert torch.equal(kept[surviving], logits[surviving])
+
+
+def on_the_edge(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Mark the tokens at which a sum of float32 probabilities may fall on either side of top_p.
+
+    A probability has a relative error of about 1e-7 from its `exp`, and all of a row share that of the normaliser: a
+    sum of 3,008 terms in 8 to 16 lanes, thus 200 to 400 roundings of 3e-8 that add up like a random walk: 6e-7.
+    """
+    before_top_p = theirs(logits.double(), replace(params, temperature=1.0, top_p=1.0))
+    sorted_probs, order = before_top_p.softmax(-1).sort(descending=True)
+    before = sorted_probs.cumsum(-1) - sorted_probs
+    is_near = ((before - params.top_p).abs() < 1e-6) & (params.top_p < 1) & (sorted_probs > 0)
+    if params.min_p:  # a comparison of logits of size 50, which float32 holds to 4e-6: no token is that near
+        distance = logits.double() - logits.double().amax(-1, keepdim=True) - math.log(params.min_p)
+        assert distance.abs().min() > 1e-5
+    return torch.zeros_like(is_near).scatter(1, order, is_near)
 
 
 def test_filters_leave_their_argument_alone() -> None:
