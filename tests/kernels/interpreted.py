@@ -26,12 +26,14 @@ def floats_of(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 @pytest.fixture(autouse=True)
 def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mend three faults of Triton's interpreter, which a GPU has not.
+    """Mend four faults of Triton's interpreter, which a GPU has not.
 
     It cuts floats to bfloat16 instead of rounding them and multiplies the bits of bfloat16 matrices as integers (3.6
-    and 3.7); with numpy 2.4 it cannot loop to a bound that was read from memory (3.6).
+    and 3.7); with numpy 2.4 it cannot loop to a bound that was read from memory (3.6). It multiplies by the BLAS,
+    in which a row's sum depends on where the row stands in the tile (OpenBLAS with AVX2; not with AVX-512): here the
+    inner axis is summed from its first element to its last, for every row alike.
     """
-    cast, dot = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_dot
+    cast = interpreter.InterpreterBuilder.cast_impl
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
@@ -44,12 +46,15 @@ def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
             return interpreter.TensorHandle(bits_of(data).reshape(source.data.shape), tl.bfloat16)
         return cast(self, source, to)
 
-    def multiplied(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        a, b = (
-            interpreter.TensorHandle(floats_of(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+    def multiplied(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
+        left, right = (
+            floats_of(x.data) if x.dtype.scalar == tl.bfloat16 else x.data.astype(total.data.dtype)
             for x in (a, b)
         )
-        return dot(self, a, b, *rest)
+        product = np.zeros_like(total.data)
+        for inner in range(left.shape[-1]):
+            product += left[..., inner, None] * right[..., inner, None, :]
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
 
     for name in ("cast_impl", "create_fp_trunc"):
         monkeypatch.setattr(interpreter.InterpreterBuilder, name, rounded)

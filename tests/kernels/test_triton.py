@@ -7,6 +7,7 @@ same checks for real.
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed: pip install 'triton>=3.6' (Linux)")
 
 HERE = Path(__file__).parent
+CPU_LIMIT_S = 200
+"""The interpreter takes 35 s. Of processor time, since a busy machine may take any time on the clock."""
+pytestmark = pytest.mark.timeout(1500)
 
 
 def run(*command: str, **variables: str) -> str:
@@ -24,7 +28,12 @@ def run(*command: str, **variables: str) -> str:
     paths = os.pathsep.join((str(HERE.parents[1]), str(HERE.parent)))
     environment = kept | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S)),
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     return done.stdout
