@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import decimal
 import functools
 import inspect
 import json
@@ -30,14 +31,17 @@ TOP = "with open({mark!r}, 'a') as _mark: print('top level', file=_mark)\n"
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[[str], tuple[Path, dict[str, Any]]]]:
     """Run a text as a script, as far as it comes; it ends where it says `stop()`, as at a call that trains."""
-    before = set(sys.modules)
+    before, context = set(sys.modules), decimal.getcontext().copy()
 
     def stop() -> None:
         raise KeyboardInterrupt
 
     top = TOP.format(mark=str(tmp_path / "mark"))
 
+    runs: list[str] = []
+
     def work(text: str) -> tuple[Path, dict[str, Any]]:
+        runs.append(text)
         file = tmp_path / "script.py"
         future, _, rest = text.rpartition("annotations\n")  # which has to come first
         file.write_text(f"{future}{'annotations' if future else ''}\n{top}{rest}")
@@ -49,10 +53,12 @@ def run(tmp_path: Path) -> Iterator[Callable[[str], tuple[Path, dict[str, Any]]]
         return file, names
 
     yield work
+    decimal.setcontext(context)
     for name in set(sys.modules) - before:
         if name.startswith(("whet_grader_", "script_under_test")):
             del sys.modules[name]
-    assert (tmp_path / "mark").read_text() == "top level\n"
+    assert set((tmp_path / "mark").read_text().splitlines()) == {"top level"}
+    assert len((tmp_path / "mark").read_text().splitlines()) == len(runs)
 
 
 def travel(parcel: Mapping[str, Any]) -> Callable[..., Any]:
@@ -222,6 +228,20 @@ def test_what_is_not_needed_does_not_travel(run: Callable[[str], tuple[Path, dic
     file, names = run("import shutil\nfolder = iter([])\nprint(end='')\ndef f(x): return x\nA = f(1)\n")
     parcel = ship_name(file, "f", names)
     assert [piece[0] for piece in parcel["pieces"]] == ["def f(x): return x\n"]
+
+
+def test_settings_of_what_is_imported(run: Callable[[str], tuple[Path, dict[str, Any]]]) -> None:
+    text = "import decimal, json\nfrom decimal import getcontext\ngetcontext().prec = json.loads('5')\n"
+    file, names = run(
+        f"{text}decimal.whet = 1\njson.whet = 1\ndef f(x): return str(decimal.Decimal(1) / x)\n"
+    )
+    parcel = ship_name(file, "f", names)
+    assert "decimal.whet = 1\n" in [piece[0] for piece in parcel["pieces"]]
+    assert "json.whet = 1\n" not in [piece[0] for piece in parcel["pieces"]]
+    del sys.modules["decimal"].whet, sys.modules["json"].whet  # type: ignore[attr-defined]
+    file, names = run(f"{text}def f(x): return str(decimal.Decimal(1) / x), getcontext\n")
+    decimal.getcontext().prec = 28
+    assert travel(ship_name(file, "f", names))(3)[0] == "0.33333"
 
 
 def test_functions_below_the_call_and_files_that_were_never_run(

@@ -30,6 +30,7 @@ from whet.isolation.statements import (
     first_line,
     is_star_import,
     read_names,
+    set_names,
 )
 from whet.types import UserError
 
@@ -129,15 +130,20 @@ class _Packer:
         if name in self._names or name in _OF_EVERY_MODULE:
             return
         self._names.add(name)
-        if name in self.live and (text := _as_source(name, self.live[name], self.live)) is not None:
+        text = _as_source(name, self.live[name], self.live) if name in self.live else None
+        if text is None:
+            found = self.statements_for(name)
+        elif _is_plain(self.live[name], frozenset()):
+            found = []
+        else:  # imported: with what the script sets of it
+            found = self._every(lambda node: name in set_names(node))
+        if text is not None:
             self.pieces.append((text, "<whet>", 1, 0))
-            return
-        found = self.statements_for(name)
-        if not found and name in self.live:
+        elif not found and name in self.live:
             self._refuse(f"`{name}` ({_kind(self.live[name])})", f"cannot be sent there; {_REMEDY}")
-        if not found and not hasattr(builtins, name):
+        elif not found and not hasattr(builtins, name):
             # Or nobody defines it: then it fails as it would here, and not before it is reached.
-            found = self._star_imports()
+            found = self._every(is_star_import)
         for unit, node in found:
             if id(node) not in self._statements:
                 self._statements.add(id(node))
@@ -184,9 +190,8 @@ class _Packer:
             return [(unit, node) for node in later if name in bound_names(node) | changed_names(node)]
         return []
 
-    def _star_imports(self) -> list[tuple[Unit, ast.stmt]]:
-        every = ((unit, node) for unit in self.units for node in unit.statements)
-        return [(unit, node) for unit, node in every if is_star_import(node)]
+    def _every(self, condition: Callable[[ast.stmt], bool]) -> list[tuple[Unit, ast.stmt]]:
+        return [(unit, node) for unit in self.units for node in unit.statements if condition(node)]
 
     def _add_text(self, text: str, unit: Unit, line: int) -> None:
         """Add a piece: behind what it needs when it runs, before what its functions need when they are called."""

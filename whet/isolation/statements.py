@@ -98,6 +98,11 @@ def changed_names(node: ast.stmt) -> set[str]:
     return names
 
 
+def set_names(node: ast.stmt) -> set[str]:
+    """Return the names whose objects an assignment sets something of: `module.field = 1`, `context().field = 1`."""
+    return changed_names(node) if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else set()
+
+
 def read_names(text: str) -> tuple[set[str], set[str]]:
     """Return the global names that a text reads when it runs, and those that its functions read when called."""
     at_once: set[str] = set()
