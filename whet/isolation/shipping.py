@@ -252,14 +252,15 @@ def _read_unit(file: str) -> Unit:
 def _units_of(function: FunctionType) -> list[Unit]:
     """Return the file of a function; for a cell of a notebook all cells."""
     file = function.__code__.co_filename
-    if Path(file).is_file():
-        return [_read_unit(file)]
-    # Typed text has no time of change: that is how `linecache` keeps it from being looked for on the disk.
+    # Typed text has no time of change: that is how `linecache` keeps it from being looked for on the disk. A debugger
+    # may have written the cell there nonetheless.
     entries = linecache.cache.items()
     cells = {name: entry[2] for name, entry in entries if len(entry) == 4 and entry[1] is None}
-    if file not in cells:
+    if file in cells:
+        return [Unit.parse(name, cells[name]) for name in cells]
+    if not Path(file).is_file():
         raise UserError(f"grader {function.__name__}: its source cannot be found ({file}); {_OWN_FILE}")
-    return [Unit.parse(name, cells[name]) for name in cells]
+    return [_read_unit(file)]
 
 
 def _name_in(names: Mapping[str, Any], value: Any) -> str:
