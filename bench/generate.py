@@ -3,8 +3,9 @@
 python bench/generate.py [--quick] [--models abc] [--repeats 5] [--against hf vllm] [--json FILE]
 
 Same weights, prompts of 32 tokens, 64 new tokens each, nothing ends early, sampled at temperature 1 without filters.
-transformers runs with its best of float32 and bfloat16 (sdpa, dynamic cache); whet in float32 for model a, in bfloat16
-for b and c. The floor is what must be computed, at the matmul peak, or read, at the copy speed of the same run.
+Both transformers (sdpa, dynamic cache) and whet run with their best of float32 and bfloat16, model a in float32 alone;
+transformers in bfloat16 only where the CPU has products for it. The floor is what must be computed, at the matmul peak,
+or read, at the copy speed of the same run.
 """
 
 from __future__ import annotations
@@ -137,11 +138,12 @@ def floor_seconds(model: str, batch: int, dtype: torch.dtype, peak: float, speed
 def run_point(model: str, batch: int, folder: Path, repeats: int, against: list[str]) -> dict[str, Any]:
     """Time all sides at one batch size."""
     home = sides.save_shape(model, folder)
-    dtype = torch.float32 if model == "a" else torch.bfloat16
+    names = ["float32"] if model == "a" else ["float32", "bfloat16"]
     prompts = sides.draw_prompts(batch, PROMPT, PROMPT, sides.SHAPES[model].vocab_size)
-    runs = {"whet": whet_side(home, dtype, prompts)}
+    runs = {f"whet {d}": whet_side(home, getattr(torch, d), prompts) for d in names}
     if "hf" in against:
-        runs |= {f"hf {d}": hf_side(home, getattr(torch, d), prompts) for d in ("float32", "bfloat16")}
+        theirs = names if sides.has_bfloat16() else ["float32"]
+        runs |= {f"hf {d}": hf_side(home, getattr(torch, d), prompts) for d in theirs}
     vllm = VLLM(home, prompts) if "vllm" in against and model == "c" and VLLM_PYTHON else None
     if vllm is not None:
         runs["vllm"] = vllm
@@ -150,15 +152,21 @@ def run_point(model: str, batch: int, folder: Path, repeats: int, against: list[
     times = sides.alternate(runs, repeats, warmup=0)
     if vllm is not None:
         vllm.stop()
-    mine = times.pop("whet").median
-    hf = min((t.median for name, t in times.items() if name.startswith("hf")), default=None)
+
+    def best(side: str) -> str:
+        return min((n for n in times if n.startswith(side)), key=lambda n: times[n].median)
+
+    mine = times[best("whet")]
+    dtype = getattr(torch, best("whet").removeprefix("whet "))
     row: dict[str, Any] = {"model": model, "batch": batch, "precision": str(dtype).removeprefix("torch.")}
-    row["whet_tokens_per_second"] = batch * NEW / mine
-    if hf is not None:
-        best = min((name for name in times if name.startswith("hf")), key=lambda name: times[name].median)
-        row |= {"hf_ratio": hf / mine, "hf_best": best.removeprefix("hf ")}
-    if "vllm" in times:
-        row["vllm_ratio"] = times["vllm"].median / mine
+    row["whet_tokens_per_second"] = batch * NEW / mine.median
+    for name in ("hf", "vllm"):
+        if any(other.startswith(name) for other in times):
+            pair = sides.paired(times[best(name)].seconds, mine.seconds)
+            row |= {f"{name}_{key}": value for key, value in pair.items()}
+    if "hf_ratio" in row:
+        row["hf_best"] = best("hf").removeprefix("hf ")
+    mine = mine.median
     row["share_of_floor"] = floor_seconds(model, batch, dtype, sides.matmul_peak(dtype), copy_speed()) / mine
     return row
 
@@ -185,9 +193,15 @@ def main() -> None:
                 rows.append(row)
                 parts = [f"generate {model} batch {batch:>3}, {row['precision']}:"]
                 parts += (
-                    [f"HF ({row['hf_best']}) {row['hf_ratio']:.1f}x (target 3x)"] if "hf_ratio" in row else []
+                    [f"HF ({row['hf_best']}) {sides.times(row, 'hf_ratio', 'hf_range')} (target 3x)"]
+                    if "hf_ratio" in row
+                    else []
                 )
-                parts += [f"vLLM {row['vllm_ratio']:.2f}x (target 1.1x)"] if "vllm_ratio" in row else []
+                parts += (
+                    [f"vLLM {sides.times(row, 'vllm_ratio', 'vllm_range')} (target 1.1x)"]
+                    if "vllm_ratio" in row
+                    else []
+                )
                 parts += [f"{row['share_of_floor']:.0%} of the floor, medians of {repeats} alternating runs"]
                 print(" ".join(parts), flush=True)
     sides.finish(arguments, rows)

@@ -3,7 +3,8 @@
 python bench/guard.py [--programs grpo_step generate ...] [--file docs/results/bench.json] [--update]
 
 A program whose ratio fell is run once more, and the better of both runs counts: a noisy neighbour is no regression.
---update writes what was measured instead of comparing. Ratios alone are kept: they carry over between machines.
+--update writes what was measured instead of comparing. Ratios are kept for each instruction set (avx2, avx512-bf16):
+they carry over between machines of one, not from one to another. Where none are committed yet nothing is compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from whet.inspect.bench import PROGRAMS, results
+from whet.kernels import build
 from whet.telemetry.environment import describe_environment
 
 FOLDER = Path(__file__).resolve().parent
@@ -56,15 +60,24 @@ def of_programs(rows: Mapping[str, float], programs: Iterable[str]) -> dict[str,
     return {name: value for name, value in rows.items() if name.split()[0] in chosen}
 
 
-def read(file: Path) -> dict[str, float]:
-    """Read committed ratios."""
+def instruction_set() -> str:
+    """Name what this machine computes with, as the programs do."""
+    return build.instruction_set() or f"eager {torch.backends.cpu.get_cpu_capability().lower()}"
+
+
+def read(file: Path) -> dict[str, dict[str, Any]]:
+    """Read what is committed: for each instruction set a date, the machine's facts, and ratios."""
     if not file.is_file():
         raise SystemExit(f"guard: {file} does not exist; write it with --update")
     try:
-        rows = json.loads(file.read_text())["rows"]
-        return {str(name): float(value) for name, value in rows.items()}
+        sets = json.loads(file.read_text())["sets"]
+        return {
+            str(name): {**one, "rows": {str(row): float(value) for row, value in one["rows"].items()}}
+            for name, one in sets.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SystemExit(f'guard: {file}: expected {{"rows": {{name: ratio}}}}: {error}') from None
+        shape = '{"sets": {instruction set: {"rows": {name: ratio}}}}'
+        raise SystemExit(f"guard: {file}: expected {shape}: {error}") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,17 +90,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--update", action="store_true", help="write the ratios instead of comparing them")
     arguments = parser.parse_args(argv)
     options = ["--threads", arguments.threads] if arguments.threads else []
-    before = read(arguments.file) if not arguments.update or arguments.file.is_file() else {}
+    isa = instruction_set()
+    sets = read(arguments.file) if not arguments.update or arguments.file.is_file() else {}
+    before: dict[str, float] = sets.get(isa, {}).get("rows", {})
+    if isa not in sets and not arguments.update:
+        known = ", ".join(sorted(sets)) or "none"
+        print(f"guard: no ratios are committed for {isa} (there are: {known}): add them with --update")
+        return 0
     fresh: dict[str, float] = {}
     for program in arguments.programs:
         fresh |= measure(program, arguments.folder, options)
     if arguments.update:
         facts = {name: value for name, value in describe_environment().items() if name in FACTS}
         kept = {name: value for name, value in before.items() if name.split()[0] not in arguments.programs}
-        content = {"date": time.strftime("%Y-%m-%d"), "machine": facts, "rows": kept | fresh}
+        sets[isa] = {"date": time.strftime("%Y-%m-%d"), "machine": facts, "rows": kept | fresh}
         arguments.file.parent.mkdir(parents=True, exist_ok=True)
-        arguments.file.write_text(json.dumps(content, indent=1) + "\n")
-        print(f"guard: {len(fresh)} ratios written to {arguments.file}")
+        arguments.file.write_text(json.dumps({"sets": sets}, indent=1) + "\n")
+        print(f"guard: {len(fresh)} ratios of {isa} written to {arguments.file}")
         return 0
     committed = of_programs(before, arguments.programs)
     for program in sorted({name.split()[0] for name in fallen(committed, fresh)}):
@@ -98,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"guard: fell: {name}: {text}")
     for name in fresh.keys() - committed.keys():
         print(f"guard: new, not committed yet: {name}: {fresh[name]:.2f}")
-    print(f"guard: {len(committed) - len(lost)} of {len(committed)} ratios within {LIMIT:.0%}")
+    print(f"guard: {len(committed) - len(lost)} of {len(committed)} ratios of {isa} within {LIMIT:.0%}")
     return 1 if lost else 0
 
 

@@ -6,8 +6,8 @@ Each target is built and measured in a process of its own (WHET_KERNELS_ARCH), b
 each, in float32, geometric means over the models: product (rows of training), attention (forward and backward), decode
 (8 rows, the whole step) and train (a supervised step with its update, on the kernels that would be used). `used` says
 whether whet would run on the target's kernels here at all: it takes no operation that is slower than PyTorch's. Exit
-status 1 where one is below 1 and would be used; what is below 1 is measured a second time first, as a neighbour on the
-machine can only slow down.
+status 1 where one is below 1 and would be used; such a target is measured up to three times, and the best counts: a
+neighbour on the machine can only slow down.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from whet.train.sft import train_step
 from whet.train.step import OptimConfig, Optimizer
 
 NAMES = ("product", "attention", "decode", "train")
+TRIES = 3
 BUDGET_S = {True: 0.6, False: 3.0}
 ROWS, SHORTEST, LONGEST = 16, 32, 192
 
@@ -117,10 +118,10 @@ def main() -> int:
     targets: dict[str, dict] = {}
     for target in arguments.targets:
         row = run_target(target, arguments)
-        if slow(row):
-            again = run_target(target, arguments)
-            best = {name: max(row[name], again[name]) for name in NAMES}
-            row = again | best
+        for _ in range(TRIES - 1):
+            if slow(row):
+                again = run_target(target, arguments)
+                row = again | {name: max(row[name], again[name]) for name in NAMES}
         targets[target] = row
         numbers = ", ".join(f"{name} {row[name]:.2f}" for name in NAMES)
         used = ", ".join(row["operations"]) if row["used"] else "nothing: PyTorch is faster"

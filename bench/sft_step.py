@@ -122,9 +122,9 @@ def run_case(model: str, folder: Path, repeats: int) -> dict[str, Any]:
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).tolist()
     rows = [rows[place] for place in order]
     kinds, layouts = ["float32"], ["padded", "by length", "packed"]
-    if model != "a":
+    if model != "a" and sides.has_bfloat16():
         kinds += ["bfloat16 autocast", "bfloat16 model"]
-    if model == "c":  # minutes a step in those that are never the best
+    if model == "c" and len(kinds) > 1:  # minutes a step in those that are never the best
         kinds, layouts = kinds[1:], layouts[1:]
     tried = {
         (kind, layout): statistics.median(
@@ -134,11 +134,13 @@ def run_case(model: str, folder: Path, repeats: int) -> dict[str, Any]:
         for layout in layouts
     }
     best = max(tried, key=lambda key: tried[key])
-    side = WhetSide(home, "float32" if model == "a" else "bfloat16_master", rows)
+    precision = sides.auto_precision(model)
+    side = WhetSide(home, precision, rows)
     side.step()
     side.speeds.clear()
-    theirs = statistics.median(trl_speeds(home, *best, rows, repeats + 1, side.step)[1:])
-    mine = statistics.median(side.speeds[1:])
+    speeds = trl_speeds(home, *best, rows, repeats + 1, side.step)[1:]
+    theirs, mine = statistics.median(speeds), statistics.median(side.speeds[1:])
+    pair = sides.paired([1 / speed for speed in speeds], [1 / speed for speed in side.speeds[1:]])
     side.speeds.clear()
 
     def step() -> None:
@@ -152,7 +154,8 @@ def run_case(model: str, folder: Path, repeats: int) -> dict[str, Any]:
         "peer": f"TRL, {best[0]}, {best[1]}",
         "peer_tokens_per_second": theirs,
         "whet_tokens_per_second": mine,
-        "ratio": mine / theirs,
+        "precision": precision,
+        **pair,
         "ratio_shipped": statistics.median(side.speeds[1:]) / statistics.median(shipped[1:]),
         "target": TARGET,
         "tried": {" ".join(key): mine / speed for key, speed in tried.items()},
@@ -170,7 +173,8 @@ def main() -> None:
             row = run_case(model, Path(folder), repeats)
             rows.append(row)
             print(
-                f"SFT step {model}: {row['ratio']:.1f}x the tokens per second of {row['peer']} (target {TARGET}x), "
+                f"SFT step {model}, {row['precision']}: {sides.times(row)} the tokens per second of {row['peer']} "
+                f"(target {TARGET}x), "
                 f"{row['ratio_shipped']:.1f}x beside TRL with the allocator's defaults, "
                 f"medians of {repeats} alternating steps",
                 flush=True,

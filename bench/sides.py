@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,15 @@ import torch
 
 from whet.__main__ import keep_freed_memory
 from whet.generate.policy import Policy
+from whet.kernels import build, choice
 from whet.model.config import ModelConfig
 from whet.model.template import PLAIN_TEMPLATE
 from whet.model.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model, save_model
 from whet.schema import ResponseSchema
+from whet.train.precision import ADVANTAGE, measure
+from whet.train.step import Precision
 
 SHAPES = {
     "a": ModelConfig(
@@ -146,6 +149,41 @@ def alternate(sides: dict[str, Callable[[], Any]], repeats: int, warmup: int = 1
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
+def has_bfloat16() -> bool:
+    """Whether PyTorch multiplies bfloat16 matrices with more than plain loops here.
+
+    Without AVX-512 a bfloat16 product takes up to 200 times as long as a float32 one, so no peer would be run so.
+    """
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def auto_precision(name: str) -> Precision:
+    """Return what `optim.precision = auto` chooses for a shape on this machine."""
+    seconds = measure(SHAPES[name], torch.device("cpu"))
+    best = min(seconds, key=lambda precision: seconds[precision])
+    return best if seconds["float32"] >= ADVANTAGE * seconds[best] else "float32"
+
+
+def paired(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
+    """Return the ratio of two sides' medians, and the range of the ratios of their runs side by side.
+
+    Args:
+        theirs: Seconds of each of the peer's runs.
+        ours: Seconds of ours, in the same order, each beside one of theirs.
+    """
+    pairs = [a / b for a, b in zip(theirs, ours, strict=True)]
+    return {
+        "ratio": statistics.median(theirs) / statistics.median(ours),
+        "range": [round(min(pairs), 2), round(max(pairs), 2)],
+    }
+
+
+def times(row: dict[str, Any], name: str = "ratio", spread: str = "range") -> str:
+    """Say a ratio with its range: `4.5x (4.1 to 4.9)`."""
+    low, high = row[spread]
+    return f"{row[name]:.1f}x ({low:.1f} to {high:.1f})"
+
+
 def matmul_peak(dtype: torch.dtype, size: int = 2048, seconds: float = 1.0) -> float:
     """Return the best FLOP/s of square products here and now."""
     left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
@@ -190,12 +228,19 @@ def start(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
 
 
+def isa() -> str:
+    """Name the instruction set that ratios were measured with: they do not carry over to another."""
+    return build.instruction_set() or f"eager {torch.backends.cpu.get_cpu_capability().lower()}"
+
+
 def finish(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Write the rows where that is asked."""
     if arguments.json:
         facts = {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "kernels": choice.describe(),
+            "isa": isa(),
             "date": time.strftime("%Y-%m-%d"),
             "command": " ".join(["python", *sys.argv]),
         }

@@ -51,12 +51,13 @@ class Case:
         (self.folder / "ratios.json").write_text(json.dumps(ratios))
         if committed is not None:
             self.file.parent.mkdir(exist_ok=True)
-            self.file.write_text(json.dumps({"rows": committed}))
+            self.file.write_text(json.dumps({"sets": {self.guard.instruction_set(): {"rows": committed}}}))
         options = ["--folder", str(self.folder), "--file", str(self.file), "--programs", *ratios]
         return self.guard.main([*options, *words])
 
     def runs(self, name: str) -> int:
-        return int((self.folder / f"{name}.count").read_text())
+        file = self.folder / f"{name}.count"
+        return int(file.read_text()) if file.exists() else 0
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_what_fell_is_printed_and_fails(case: Case, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "fell: grpo_step a vs TRL: 4.00 before, 3.10 now (-22%)" in printed
     assert "sft_step" not in printed
-    assert "1 of 2 ratios within 20%" in printed
+    assert f"1 of 2 ratios of {case.guard.instruction_set()} within 20%" in printed
     assert (case.runs("grpo_step"), case.runs("sft_step")) == (2, 1)  # what fell was measured again
 
 
@@ -103,14 +104,30 @@ def test_what_is_not_measured_any_more_fails(case: Case, capsys: pytest.CaptureF
     assert "new, not committed yet: grpo_step a vs TRL: 4.00" in capsys.readouterr().out
 
 
+def test_another_instruction_set_is_another_machine(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    other = {"sets": {"vax": {"rows": {"grpo_step a vs TRL": 99.0}}}}
+    case.file.parent.mkdir()
+    case.file.write_text(json.dumps(other))
+    assert case.run(None, grpo_step=[4.0]) == 0
+    assert "no ratios are committed for" in capsys.readouterr().out
+    assert case.runs("grpo_step") == 0
+    assert case.run(None, "--update", grpo_step=[4.0]) == 0
+    assert json.loads(case.file.read_text())["sets"]["vax"] == other["sets"]["vax"]
+    assert rows_of(case)["rows"] == {"grpo_step a vs TRL": 4.0}
+
+
+def rows_of(case: Case) -> dict:
+    return json.loads(case.file.read_text())["sets"][case.guard.instruction_set()]
+
+
 def test_update_writes_the_file(case: Case) -> None:
     assert case.run(None, "--update", grpo_step=[4.0], memory=[0.25]) == 0
-    content = json.loads(case.file.read_text())
+    content = rows_of(case)
     assert content["rows"] == {"grpo_step a vs TRL": 4.0, "memory a vs TRL": 4.0}
     assert content["machine"]["torch"]
     assert case.run(None, grpo_step=[4.0], memory=[0.25]) == 0
     assert case.run(None, "--update", grpo_step=[1.0]) == 0  # a fall is accepted; what was not measured stays
-    assert json.loads(case.file.read_text())["rows"] == {"grpo_step a vs TRL": 1.0, "memory a vs TRL": 4.0}
+    assert rows_of(case)["rows"] == {"grpo_step a vs TRL": 1.0, "memory a vs TRL": 4.0}
 
 
 def test_errors_are_one_line(case: Case) -> None:
@@ -118,6 +135,6 @@ def test_errors_are_one_line(case: Case) -> None:
         case.run(None, grpo_step=[4.0])
     with pytest.raises(SystemExit, match=r"grpo_step\.py ended with status 2"):
         case.run({}, grpo_step="fails")
-    case.file.write_text('{"rows": [1]}')
-    with pytest.raises(SystemExit, match=r'expected \{"rows": \{name: ratio\}\}'):
+    case.file.write_text('{"sets": [1]}')
+    with pytest.raises(SystemExit, match=r'expected \{"sets": \{instruction set: \{"rows"'):
         case.run(None, grpo_step=[4.0])

@@ -142,3 +142,19 @@ def test_any_part_of_the_kernels_samples_what_it_scores(used: set) -> None:
         with torch.no_grad():
             scored, _ = score_micro_batch(model, micro)
     assert torch.equal(scored, micro.sampler_logprobs_M)
+
+
+def test_the_doctor_shows_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from whet.inspect import doctor
+
+    ratios = {"product": 0.5, "attention": 2.0, "decode": 3.0}
+    monkeypatch.setattr(doctor, "measure", lambda shape, dtype: ratios)
+    doctor.main(doctor.DoctorConfig(check=("kernels",)))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1024 bfloat16 0.5x 2.0x 3.0x" in said
+    assert "what is slower is not used" in said
+    monkeypatch.setattr(build, "library", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(doctor.DoctorConfig(check=("kernels",)))
+    assert ended.value.code == 1
+    assert "kernels: PyTorch (" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`whet doctor`: attack the sandbox of this machine, run training twice and compare, or look at a run that hangs."""
+"""`whet doctor`: time the kernels, attack the sandbox, run training twice and compare, or look at a run that hangs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -14,29 +15,40 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.config import show
+from whet.generate.kernel_speed import measure, small
 from whet.inspect.doctor_determinism import check_determinism
 from whet.inspect.doctor_hang import check_hang
 from whet.isolation.attacks import all_attacks
 from whet.isolation.battery import Finding, run_battery
+from whet.kernels import build, choice
+from whet.model.config import ModelConfig
 from whet.sandbox import Sandbox
 from whet.telemetry.display import escape_controls
 from whet.types import UserError
 
 SHOWN_HOW = 60
-READ = {"sandbox": ("backend", "only", "num_workers"), "determinism": ("program", "recipe"), "hang": ()}
+WIDTHS = (128, 512, 1024)
+"""Widths of the models that the kernels are timed for."""
+READ = {
+    "kernels": (),
+    "sandbox": ("backend", "only", "num_workers"),
+    "determinism": ("program", "recipe"),
+    "hang": (),
+}
 """The fields that each check reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Checks: 'sandbox' attacks this machine's sandbox, 'determinism' trains twice, 'hang RUN' looks at a run.
+    """Checks: 'kernels', 'sandbox' (attacks this machine's), 'determinism' (trains twice), 'hang RUN' (looks at a run).
 
     Exit status 1 when the check found something, 2 when it could not be made.
     """
 
     check: tuple[str, ...] = ()
-    """sandbox: programs that try to get out, take too much, or cheat their tests. determinism: three steps of training,
-    twice, compared bit by bit. hang RUN [RUN ...]: what the ranks of a run do, and where a hung one stood."""
+    """kernels: the C++ kernels beside PyTorch on this machine. sandbox: programs that try to get out, take too much, or
+    cheat their tests. determinism: three steps of training, twice, compared bit by bit. hang RUN [RUN ...]: what the
+    ranks of a run do, and where a hung one stood."""
     backend: Literal["auto", "bwrap", "landlock"] = "auto"
     """sandbox: the wall to attack; auto for the one that training would use here."""
     only: str = ""
@@ -51,7 +63,7 @@ class DoctorConfig:
     def __post_init__(self) -> None:
         name = self.check[0] if self.check else ""
         if name not in READ:
-            raise ValueError(f"check = {show(name)}: expected sandbox, determinism, or hang RUN")
+            raise ValueError(f"check = {show(name)}: expected kernels, sandbox, determinism, or hang RUN")
         if name == "hang" and len(self.check) == 1:
             raise ValueError(
                 "check = hang: expected the folder of a run, as in 'whet doctor hang runs/demo-rl'"
@@ -73,7 +85,9 @@ def main(config: DoctorConfig) -> None:
         SystemExit: With status 1 when it found something.
     """
     name, *runs = config.check
-    if name == "sandbox":
+    if name == "kernels":
+        is_well = check_kernels()
+    elif name == "sandbox":
         is_well = check_sandbox(config.backend, config.only, config.num_workers)
     elif name == "determinism":
         is_well = check_determinism(config.program, config.recipe)
@@ -81,6 +95,38 @@ def main(config: DoctorConfig) -> None:
         is_well = check_hang(runs)
     if not is_well:
         raise SystemExit(1)
+
+
+def check_kernels() -> bool:
+    """Print how fast the C++ kernels are beside PyTorch for some widths, and which of them runs would use here.
+
+    Returns:
+        Whether there are C++ kernels that can be used.
+    """
+    console = Console()
+    console.print(f"CPU targets: {', '.join(build.runnable())} (choose one with {build.VARIABLE})")
+    if build.library() is None:
+        console.print(f"kernels: {choice.describe()}", soft_wrap=True)
+        return False
+    table = Table("width", "numbers", *choice.OPERATIONS, "kernels", box=SIMPLE_HEAD)
+    for width in WIDTHS:
+        shape = small(
+            ModelConfig(
+                hidden_size=width,
+                intermediate_size=3 * width,
+                num_heads=width // 64,
+                num_kv_heads=width // 64,
+                head_dim=64,
+            )
+        )
+        for dtype in (torch.float32, torch.bfloat16):
+            ratios = measure(shape, dtype)
+            cells = [f"{ratios[name]:.1f}x" for name in choice.OPERATIONS]
+            name = str(dtype).removeprefix("torch.")
+            table.add_row(str(width), name, *cells, choice.describe(choice.Choice.of(ratios)))
+    console.print(table)
+    console.print("speed of the C++ kernels over PyTorch's own; what is slower is not used", soft_wrap=True)
+    return True
 
 
 def check_sandbox(backend: Literal["auto", "bwrap", "landlock"], only: str, num_workers: int) -> bool:

@@ -281,6 +281,8 @@ struct Shape { int64_t M, D, H, K, C, F, S; float eps; int32_t threads; };
 // The residual stream's memory [M, D], tables of embeddings and of rotary positions, and the last norm.
 struct Outside { void* x; const void *embeddings, *norm; const float *cos, *sin; void* memory; };
 
+enum { OWN_BYTES = 8 << 20 };  // weights that each thread may read for itself: they stay in a shared cache
+
 // Asks for memory that is read next.
 static inline void fetch(const void* from, long bytes) {
   for (long n = 0; n < bytes; n += 64) __builtin_prefetch((const char*)from + n, 0, 2);
@@ -295,17 +297,19 @@ template <int W, typename T> static void attend_heads(const Layer& l, const Shap
     attend_row<W>(qs + own, (const T*)l.keys + at, (const T*)l.values + at, out + own, rep, position + 1);
   }
 }
-// `rows` null: token m is that of cache row m.
+// Tokens first .. first + M through all layers, each part of them by up to `all` threads. `rows` null: token m is that of
+// cache row m.
 template <typename R, typename T, int W>
-static void layers_of(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
-                      const int64_t* rows, R* out) {
-  R* x = (R*)o.x;
-  long M = s.M, D = s.D, q = s.H * s.C, kv = s.K * s.C;
-  int all = s.threads;
+static void layers_part(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
+                        const int64_t* rows, R* out, long first, long M, int all) {
+  long D = s.D, q = s.H * s.C, kv = s.K * s.C;
   auto worth = [&](double work) { return (int)std::max(1.0, std::min<double>(all, work / 8192)); };  // as _threads in cpu.py
-  int threads = worth(M * D), some = worth(M * s.F), most = worth(M * q * (64.0 + positions[0]) / 8);
-  T* h = (T*)o.memory;  // [M, max(D, q)]
-  T *qs = h + M * std::max(D, q), *ks = qs + M * q, *vs = ks + M * kv, *g = vs + M * kv, *u = g + M * s.F, *delta = u + M * s.F;
+  int threads = worth(M * D), some = worth(M * s.F), most = worth(M * q * (64.0 + positions[first]) / 8);
+  R* x = (R*)o.x + first * D;
+  T* memory = (T*)o.memory;  // [s.M, ...] arrays one behind the other, of which this part has its own rows
+  auto own = [&](long width) { T* mine = memory + first * width; memory += s.M * width; return mine; };
+  T *h = own(std::max(D, q)), *qs = own(q), *ks = own(kv), *vs = own(kv), *g = own(s.F), *u = own(s.F), *delta = own(D);
+  tokens += first, positions += first, out += first * D;
   for (long m = 0; m < M; ++m) memcpy(x + m * D, (const R*)o.embeddings + tokens[m] * D, D * sizeof(R));
   for (long n = 0; n <= count; ++n) {
     const Layer* l = layers + n;
@@ -316,8 +320,8 @@ PARALLEL
       else norm_row(x + m * D, change, (const R*)o.norm, out + m * D, (float*)nullptr, D, s.eps);
     }
     if (n == count) return;
-    Weight first[3] = {{l->q, l->q_bias, qs, q, q}, {l->k, l->k_bias, ks, kv, kv}, {l->v, l->v_bias, vs, kv, kv}};
-    gemm<T, T>(h, D, M, D, first, 3, all);
+    Weight qkv[3] = {{l->q, l->q_bias, qs, q, q}, {l->k, l->k_bias, ks, kv, kv}, {l->v, l->v_bias, vs, kv, kv}};
+    gemm<T, T>(h, D, M, D, qkv, 3, all);
 #pragma omp parallel for schedule(dynamic, 4) num_threads(most) if (most > 1)
     for (long m = 0; m < M; ++m) {
       for (long i = 0; i < s.H + s.K; ++i) {
@@ -326,8 +330,9 @@ PARALLEL
         if (scale) norm_head<R, T, W>(head, scale, s.eps);
         rotate(head, head, o.cos + positions[m] * W, o.sin + positions[m] * W, W, 1.0f);
       }
-      remember(ks + m * kv, vs + m * kv, (T*)l->keys, (T*)l->values, rows ? rows[m] : m, positions[m], s.K, W, s.S);
-      if (!rows) attend_heads<W>(*l, s, (const T*)qs, h, m, m, positions[m]);
+      long row = rows ? rows[m] : first + m;
+      remember(ks + m * kv, vs + m * kv, (T*)l->keys, (T*)l->values, row, positions[m], s.K, W, s.S);
+      if (!rows) attend_heads<W>(*l, s, (const T*)qs, h, m, row, positions[m]);
     }
     if (rows) {  // tokens of one row read each other's keys
 #pragma omp parallel for schedule(dynamic, 1) num_threads(most) if (most > 1)
@@ -343,6 +348,23 @@ PARALLEL
     for (long m = 0; m < M; ++m) gate(g + m * s.F, u + m * s.F, g + m * s.F, s.F);
     Weight fourth = {l->down, nullptr, delta, D, D};
     gemm<T, T>(g, s.F, M, s.F, &fourth, 1, all);
+  }
+}
+// Rows do not meet in a decoding step. Where there are enough, or the weights are small enough to be read by every
+// thread, each thread takes its rows through all layers: one barrier a step instead of eight a layer, which a busy
+// neighbour makes long. Otherwise the threads share each weight's columns, so that it is read from memory once.
+template <typename R, typename T, int W>
+static void layers_of(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
+                      const int64_t* rows, R* out) {
+  double weights = (double)count * s.D * (2.0 * s.H * s.C + 2.0 * s.K * s.C + 3.0 * s.F);
+  long each = s.M / s.threads;
+  bool is_worth = s.M * weights >= 5e5 * s.threads && (each >= 24 || (each >= 2 && weights * sizeof(T) <= OWN_BYTES));
+  if (rows || s.threads == 1 || !is_worth) return layers_part<R, T, W>(layers, count, s, o, tokens, positions, rows, out, 0, s.M, s.threads);
+  long parts = s.threads;
+#pragma omp parallel for schedule(static, 1) num_threads(s.threads)
+  for (long p = 0; p < parts; ++p) {
+    long first = s.M * p / parts;
+    layers_part<R, T, W>(layers, count, s, o, tokens, positions, nullptr, out, first, s.M * (p + 1) / parts - first, 1);
   }
 }
 EXPORT void whet_layers(int residual_wide, int wide, const Layer* layers, long count, const Shape* s, const Outside* o, const int64_t* tokens,
