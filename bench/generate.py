@@ -167,7 +167,8 @@ def run_point(model: str, batch: int, folder: Path, repeats: int, against: list[
     if "hf_ratio" in row:
         row["hf_best"] = best("hf").removeprefix("hf ")
     mine = mine.median
-    row["share_of_floor"] = floor_seconds(model, batch, dtype, sides.matmul_peak(dtype), copy_speed()) / mine
+    peak = dtype if sides.has_bfloat16() else torch.float32  # the kernels multiply bfloat16 at float32's speed
+    row["share_of_floor"] = floor_seconds(model, batch, dtype, sides.matmul_peak(peak), copy_speed()) / mine
     return row
 
 

@@ -43,10 +43,7 @@ ORDER = (
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-# Lines of code: blank lines, comments and docstrings (100 % of public names have one) are not what makes a package big.
-MAX_PACKAGE_LINES = 38_000
 MAX_CONFIG_FIELDS = 40
 
 RECIPE_MODULES = (
@@ -287,13 +284,6 @@ def test_rewards_and_cli_know_no_torch() -> None:
 def test_importing_the_command_line_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-def test_files_are_short() -> None:
-    paths = PACKAGE.rglob("*.py")
-    sizes = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in paths}
-    assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
-    assert sum(package_lines(path) for path in PACKAGE.rglob("*.py")) <= MAX_PACKAGE_LINES
 
 
 def test_functions_are_short() -> None:
