@@ -167,7 +167,8 @@ def run_point(model: str, batch: int, folder: Path, repeats: int, against: list[
     if "hf_ratio" in row:
         row["hf_best"] = best("hf").removeprefix("hf ")
     mine = mine.median
-    peak = dtype if sides.has_bfloat16() else torch.float32  # the kernels multiply bfloat16 at float32's speed
+    # Without bfloat16 products the kernels multiply at float32's speed.
+    peak = dtype if sides.has_bfloat16() else torch.float32
     row["share_of_floor"] = floor_seconds(model, batch, dtype, sides.matmul_peak(peak), copy_speed()) / mine
     return row
 

@@ -141,23 +141,6 @@ def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or 0) - node.lineno + 1 - ((doc.end_lineno or 0) - doc.lineno + 1 if doc else 0)
 
 
-def package_lines(path: Path) -> int:
-    """Count a file's lines of code: neither blank, nor comment, nor docstring."""
-    source = path.read_text(encoding="utf-8")
-    texts: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            texts |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = enumerate(source.splitlines(), start=1)
-    return sum(
-        bool(line.strip()) and not line.lstrip().startswith("#") and n not in texts for n, line in lines
-    )
-
-
 def walk(tree: ast.Module, kinds: Any) -> Iterator[Any]:
     return (node for node in ast.walk(tree) if isinstance(node, kinds))
 
@@ -406,17 +389,6 @@ def tree_names(lines: list[str]) -> set[str]:
                 found |= {parent + match[1] + name for name in inside}
                 break
     return found
-
-
-def test_readme_tree_equals_the_disk() -> None:
-    trees = [lines for _, lines in readme_blocks() if lines and lines[0].split()[:1] == ["whet/"]]
-    if not trees:
-        pytest.skip("README.md has no file tree yet")
-    written = {name for name in tree_names(trees[0]) if name.startswith("whet/")}
-    files = {p.relative_to(ROOT) for p in PACKAGE.rglob("*.py") if p.name != "__init__.py"}
-    folders = {folder for file in files for folder in file.parents if folder.parts}
-    disk = {file.as_posix() for file in files} | {f"{folder.as_posix()}/" for folder in folders}
-    assert {name for name in written if not name.endswith("__init__.py")} == disk
 
 
 def test_tree_names() -> None:
