@@ -27,6 +27,13 @@ _context.set_forkserver_preload(
 )
 
 
+def start_server() -> None:
+    """Wait until the server has loaded torch, so that no test counts that time as its ranks'."""
+    process = _context.Process(target=int)
+    process.start()
+    process.join()
+
+
 def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Return what each rank's call returned; an error is returned as (name of its class, text)."""
     with tempfile.TemporaryDirectory() as folder:
