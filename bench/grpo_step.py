@@ -3,8 +3,9 @@
 python bench/grpo_step.py [--quick] [--models abc] [--repeats 7] [--json FILE]
 
 Same weights, prompts (32 to 96 tokens), number of samples and of new tokens, rewards, updates and learning rate; TRL
-with its best settings for this machine (sdpa, no recomputation, dynamic cache, one micro-batch; bfloat16 from 11M
-parameters up, as autocast and as a bfloat16 model, whichever is faster). Before anything is timed the gradients of
+with its best settings for this machine (sdpa, no recomputation, dynamic cache, one micro-batch; from 11M parameters up
+also in bfloat16, as autocast and as a bfloat16 model, where the CPU has products for it). whet runs in the precision
+that `optim.precision = auto` chooses. Before anything is timed the gradients of
 one step on the same samples are compared. The floor is the arithmetic of the step, prompts once per group in sampling
 and in training, at the matmul peak of the same run.
 """
@@ -32,7 +33,7 @@ from whet.train.algorithm import AlgoConfig
 from whet.train.objective import Objective
 from whet.train.order import data_order
 from whet.train.source import RolloutSource
-from whet.train.step import OptimConfig, Optimizer, Precision, parameter_dtype
+from whet.train.step import OptimConfig, Optimizer, Precision, parameter_dtype, prepare_model
 from whet.types import Group, Problem
 
 LR = 1e-5
@@ -88,7 +89,7 @@ class WhetSide:
     """What `whet rl` does in a step, without its logs and files."""
 
     def __init__(
-        self, home: Path, case: Case, texts: list[str], precision: Precision, token_budget: int = 16384
+        self, home: Path, case: Case, texts: list[str], precision: Precision, **optim_fields: Any
     ) -> None:
         self.policy: Policy = sides.load_whet(
             home, dtype=parameter_dtype(precision), max_rows=case.num_prompts * case.group_size
@@ -99,8 +100,9 @@ class WhetSide:
             warmup_steps=0,
             beta2=0.999,
             precision=precision,
-            token_budget=token_budget,
+            **optim_fields,
         )
+        prepare_model(self.policy.model, optim)
         algo = AlgoConfig(uninformative="keep")
         self.algo, self.weights = algo, {"words": 1.0}
         task = WordTask(texts)
@@ -154,6 +156,7 @@ def trl_trainer(
     after: Callable[[], None],
     steps: int,
     parts: int = 1,
+    recomputes: bool = False,
 ) -> Any:
     """Build TRL's trainer; `after` runs between its steps.
 
@@ -165,6 +168,7 @@ def trl_trainer(
         after: Called with the seconds of each step.
         steps: Steps that it will do.
         parts: Micro-batches of a step.
+        recomputes: Whether the backward pass recomputes layers.
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -196,7 +200,7 @@ def trl_trainer(
         bf16=kind == "bfloat16 autocast",
         report_to=[],
         disable_tqdm=True,
-        gradient_checkpointing=False,
+        gradient_checkpointing=recomputes,
         per_device_train_batch_size=rows // parts,
         gradient_accumulation_steps=parts,
         num_generations=case.group_size,
@@ -279,8 +283,10 @@ def run_case(case: Case, folder: Path, repeats: int) -> dict[str, Any]:
     prompts = sides.draw_prompts(case.num_prompts, 32, 96, shape.vocab_size)
     texts = [" ".join(map(str, ids[:-1])) for ids in prompts]
     gap = gradient_gap(home, Case(case.model, case.num_prompts, case.group_size, 16, 0.0), texts)
-    kinds = ["float32"] if case.model == "a" else ["float32", "bfloat16 autocast", "bfloat16 model"]
-    precision: Precision = "float32" if case.model == "a" else "bfloat16_master"
+    kinds = ["float32"]
+    if case.model != "a" and sides.has_bfloat16():
+        kinds += ["bfloat16 autocast", "bfloat16 model"]
+    precision = sides.auto_precision(case.model)
     side = WhetSide(home, case, texts, precision)
     rows = {}
     for kind in kinds:
@@ -289,9 +295,9 @@ def run_case(case: Case, folder: Path, repeats: int) -> dict[str, Any]:
             home, case, texts, kind=kind, after=lambda ours=ours: ours.append(side.step()), steps=repeats + 1
         )
         trainer.train()
-        rows[kind] = (statistics.median(trainer.clock.seconds[1:]), statistics.median(ours[1:]))
-    best = min(rows, key=lambda kind: rows[kind][0])
-    theirs, mine = rows[best]
+        rows[kind] = (trainer.clock.seconds[1:], ours[1:])
+    best = min(rows, key=lambda kind: statistics.median(rows[kind][0]))
+    theirs, mine = map(statistics.median, rows[best])
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     flops = floor_flops(case, shape, sum(map(len, prompts)))
     floor = flops / sides.matmul_peak(dtype)
@@ -303,14 +309,14 @@ def run_case(case: Case, folder: Path, repeats: int) -> dict[str, Any]:
         "peer": f"TRL, {best}",
         "peer_seconds": theirs,
         "whet_seconds": mine,
-        "ratio": theirs / mine,
+        **sides.paired(*rows[best]),
         "target": case.target,
         "floor_seconds": floor,
         "floor_ratio": theirs / floor,
         "share_of_floor": floor / mine,
         "sample_seconds": sampled,
         "train_seconds": trained,
-        "all": {kind: row[0] / row[1] for kind, row in rows.items()},
+        "all": {kind: sides.paired(*row)["ratio"] for kind, row in rows.items()},
     }
 
 
@@ -331,7 +337,7 @@ def main() -> None:
             print(
                 f"GRPO step {row['case']:>10}, {row['precision']}: {row['peer']} {row['peer_seconds']:.2f} s, whet "
                 f"{row['whet_seconds']:.2f} s ({row['sample_seconds']:.2f} sample + {row['train_seconds']:.2f} train)"
-                f", {row['ratio']:.1f}x (target {row['target']:g}x, floor {row['floor_ratio']:.1f}x, "
+                f", {sides.times(row)} (target {row['target']:g}x, floor {row['floor_ratio']:.1f}x, "
                 f"{row['share_of_floor']:.0%} of it), medians of {repeats} alternating steps; "
                 f"gradients differ by {row['gradient gap']:.0e}",
                 flush=True,

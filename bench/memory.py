@@ -1,32 +1,54 @@
 """Peak memory of a GRPO step of whet and of TRL, each in a process of its own.
 
-python bench/memory.py [--quick] [--models c] [--json FILE]
+python bench/memory.py [--quick] [--models c] [--repeats 3] [--json FILE]
 
 One prompt of 64 tokens, 8 completions of 512 (--quick: 64), two steps; the optimizer has its state. Counted is the
-peak resident memory without what the process held after its imports. TRL trains on the whole batch at once, which is
-its fastest setting here, and again in its lean one: a micro-batch of one completion. whet trains on micro-batches of
-1,024 tokens: its gradient does not depend on them, and the seconds of the second step show what they cost.
+peak resident memory without what the process held after its imports. Two comparisons:
+
+- fastest: each side as `grpo_step.py` times it. TRL trains on the whole batch at once, nothing is recomputed.
+- leanest: whet with `--optim lean`; TRL with a bfloat16 model (so the optimizer's state is bfloat16, too) and
+  micro-batches of one completion, with layers recomputed or not, whichever takes less.
+
+The same samples, losses and number of updates; but an update of 1e-5 that is added to a bfloat16 weight is mostly
+rounded away, so the share of weights that two steps have changed stands beside (whet: of its float32 weights, which the
+optimizer holds as the bfloat16 weight and 16 bits more), and so does TRL with float32 weights, the leanest that learns.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import grpo_step
 import sides
+import torch
+import torch.nn.functional as F
 
-TARGET = 0.4
+from whet.train.step import Precision, lean
+
+TARGETS = {"fastest": 0.4, "leanest": 0.6}
 STEPS = 2
 GROUP = 8
-TOKEN_BUDGET = 1024
-LEAN = ", micro-batches of 1"
+WHET: dict[str, dict[str, Any]] = {"whet": {}, "whet, lean": lean()}
+TRL: dict[str, dict[str, Any]] = {
+    "TRL, float32": {"kind": "float32"},
+    "TRL, bfloat16": {"kind": "bfloat16 model"},
+    "TRL, bfloat16, 1 at a time": {"kind": "bfloat16 model", "parts": GROUP},
+    "TRL, bfloat16, 1 at a time, recomputed": {"kind": "bfloat16 model", "parts": GROUP, "recomputes": True},
+    "TRL, float32, 1 at a time, recomputed": {"kind": "float32", "parts": GROUP, "recomputes": True},
+}
+COMPARISONS = {
+    "fastest": ("whet", ("TRL, float32", "TRL, bfloat16")),
+    "leanest": ("whet, lean", tuple(name for name in TRL if "bfloat16, 1" in name)),
+}
+
+peaks: list[float] = []
 
 
 def resident() -> float:
@@ -35,102 +57,159 @@ def resident() -> float:
     return pages * resource.getpagesize() / 2**30
 
 
-def run_side(side: str, model: str, new_tokens: int, folder: Path) -> dict[str, float]:
+def note_peak() -> None:
+    """Note the most memory that this process has had, in GiB."""
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b whose gradient of x reads W transposed, piece by piece; what it allocates is what PyTorch's does.
+
+    Without bfloat16 instructions (AVX2) PyTorch's grad @ weight does 1 GFLOP/s, grad @ transposed^T 19: the peer's
+    bfloat16 model would take an hour a step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = upstream[0].flatten(0, -2)
+        grad_x = torch.empty(grad.shape[0], weight.shape[1], dtype=x.dtype)
+        for start in range(0, weight.shape[1], 128):
+            part = slice(start, start + 128)
+            grad_x[:, part] = F.linear(grad, weight[:, part].t().contiguous())
+        grad_weight = grad.t() @ x.flatten(0, -2)
+        return grad_x.view_as(x), grad_weight, grad.sum(0) if ctx.has_bias else None
+
+
+def changed(home: Path, weights: dict[str, torch.Tensor]) -> float:
+    """Return the share of weights that are not those of a model's file, rounded to their dtype."""
+    from safetensors import safe_open
+
+    different = total = 0
+    with safe_open(home / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            before = file.get_tensor(name).to(weights[name].dtype)
+            different += int((before != weights[name]).sum())
+            total += before.numel()
+    return different / total
+
+
+def run_whet(
+    home: Path, case: grpo_step.Case, texts: list[str], fields: dict[str, Any]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Do the steps of whet; return the seconds of the last, and the weights that the optimizer updates."""
+    ours = grpo_step.WhetSide(home, case, texts, **fields)
+    seconds = [ours.step() for _ in range(STEPS)]
+    note_peak()
+    masters = ours.optimizer.tensors()
+    named = ours.policy.model.named_parameters()
+    return seconds[-1], {name: masters.get(f"{name}/master", weight.detach()) for name, weight in named}
+
+
+def run_trl(
+    home: Path, case: grpo_step.Case, texts: list[str], fields: dict[str, Any]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Do the steps of TRL; return the seconds of the last, and the weights."""
+    sides.default_allocator()  # it takes less then
+    if fields["kind"] == "bfloat16 model" and not sides.has_bfloat16():
+        torch.nn.Linear.forward = lambda self, x: _Product.apply(x, self.weight, self.bias)  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = grpo_step.trl_trainer(home, case, texts, after=lambda: None, steps=STEPS, **fields)
+    trainer.train()
+    note_peak()
+    named = trainer.model.named_parameters()
+    return trainer.clock.seconds[-1], {name: weight.detach() for name, weight in named}
+
+
+def run_side(side: str, model: str, precision: Precision, new_tokens: int, folder: Path) -> dict[str, float]:
     """Do the steps of one side in this process; return its memory after the imports and at its peak, in GiB."""
-    import torch
     import transformers
     import trl
 
-    del torch, transformers, trl  # imported for their memory
+    del transformers, trl  # imported for their memory
     home = sides.save_shape(model, folder)
     case = grpo_step.Case(model, 1, GROUP, new_tokens, 0.0)
     (prompt,) = sides.draw_prompts(1, 64, 64, sides.SHAPES[model].vocab_size)
     texts = [" ".join(map(str, prompt[:-1]))]
     base = resident()
-    if side == "whet":
-        precision = "float32" if model == "a" else "bfloat16_master"
-        ours = grpo_step.WhetSide(home, case, texts, precision, TOKEN_BUDGET)
-        seconds = [ours.step() for _ in range(STEPS)][-1]
-    else:
-        ends: list[float] = []
-        kind, parts = side.removesuffix(LEAN), GROUP if side.endswith(LEAN) else 1
-        trainer = grpo_step.trl_trainer(
-            home,
-            case,
-            texts,
-            kind=kind,
-            after=lambda: ends.append(time.perf_counter()),
-            steps=STEPS,
-            parts=parts,
-        )
-        trainer.train()
-        seconds = ends[-1] - ends[-2]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"base": base, "peak": peak, "seconds": seconds}
+    run, fields = (run_whet, {"precision": precision} | WHET[side]) if side in WHET else (run_trl, TRL[side])
+    seconds, weights = run(home, case, texts, fields)
+    return {"base": base, "peak": peaks[0], "seconds": seconds, "changed": changed(home, weights)}
 
 
-def run_model(model: str, new_tokens: int, extra: list[str]) -> dict[str, Any]:
-    """Run every side in a process of its own."""
-    kinds = ["float32"] if model == "a" else ["bfloat16 model", "bfloat16 autocast"]
-    results: dict[str, dict[str, float]] = {}
+def run_model(model: str, new_tokens: int, repeats: int, extra: list[str]) -> dict[str, Any]:
+    """Run every side in processes of its own."""
+    results: dict[str, list[dict[str, float]]] = {side: [] for side in (*WHET, *TRL)}
+    precision = sides.auto_precision(model)
     with tempfile.TemporaryDirectory() as folder:
         sides.save_shape(model, Path(folder))
-        for side in ("whet", *kinds, kinds[0] + LEAN):
-            command = [
-                sys.executable,
-                __file__,
-                "--side",
-                side,
-                "--models",
-                model,
-                "--folder",
-                folder,
-                *extra,
-            ]
-            output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        for side in list(results) * repeats:
+            words = [sys.executable, __file__, "--side", side, "--precision", precision]
+            words += ["--models", model, "--folder", folder, *extra]
+            output = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
             line = next(line for line in output.splitlines() if line.startswith("RESULT "))
-            results[side] = json.loads(line[7:])
-    best = min(kinds, key=lambda kind: results[kind]["peak"])
+            results[side].append(json.loads(line[7:]))
+            print(side, results[side][-1], file=sys.stderr, flush=True)
 
-    def above(side: str) -> float:
-        return results[side]["peak"] - results[side]["base"]
+    def median(side: str, name: str) -> float:
+        return statistics.median(run[name] for run in results[side])
 
-    return {
+    above = {
+        side: statistics.median(run["peak"] - run["base"] for run in runs) for side, runs in results.items()
+    }
+    row: dict[str, Any] = {
         "model": model,
         "new_tokens": new_tokens,
-        "peer": f"TRL, {best}",
-        "ratio": above("whet") / above(best),
-        "ratio_lean": above("whet") / above(kinds[0] + LEAN),
-        "ratio_with_imports": results["whet"]["peak"] / results[best]["peak"],
-        "target": TARGET,
-        "gib": {side: round(above(side), 2) for side in results},
-        "speed": {side: round(r["seconds"] / results["whet"]["seconds"], 2) for side, r in results.items()},
+        "repeats": repeats,
+        "precision": precision,
     }
+    for name, (ours, peers) in COMPARISONS.items():
+        best = min(peers, key=lambda side: above[side])
+        row[name] = {"peer": best, "ratio": above[ours] / above[best], "target": TARGETS[name]}
+        row[name]["ratio_with_imports"] = median(ours, "peak") / median(best, "peak")
+    row["sides"] = {
+        side: {"gib": above[side], "seconds": median(side, "seconds"), "changed": median(side, "changed")}
+        for side in results
+    }
+    return row
 
 
 def main() -> None:
-    """Print a line per model."""
+    """Print a table per model."""
     parser = sides.parser(__doc__)
     parser.add_argument("--side", help="run one side in this process and print its memory")
+    parser.add_argument("--precision", default="float32", help="that of whet's fastest setting")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     sides.start(arguments)
     new_tokens = 64 if arguments.quick else 512
     if arguments.side:
-        print("RESULT", json.dumps(run_side(arguments.side, arguments.models, new_tokens, arguments.folder)))
+        where = new_tokens, arguments.folder
+        found = run_side(arguments.side, arguments.models, arguments.precision, *where)
+        print("RESULT", json.dumps(found))
         return
     extra = ["--quick"] if arguments.quick else []
     extra += ["--threads", str(arguments.threads)] if arguments.threads else []
+    repeats = arguments.repeats or (1 if arguments.quick else 3)
     rows = []
     for model in arguments.models or ("a" if arguments.quick else "c"):
-        row = run_model(model, new_tokens, extra)
+        row = run_model(model, new_tokens, repeats, extra)
         rows.append(row)
-        print(
-            f"memory {model}, {GROUP}x{new_tokens}: {row['ratio']:.2f} of {row['peer']} (target {TARGET}), "
-            f"{row['ratio_lean']:.2f} of it with micro-batches of 1, with the imports "
-            f"{row['ratio_with_imports']:.2f}; GiB {row['gib']}; seconds of a step over whet's {row['speed']}",
-            flush=True,
-        )
+        for name in COMPARISONS:
+            found = row[name]
+            print(
+                f"memory {model}, {GROUP}x{new_tokens}, {name}: {found['ratio']:.2f} of {found['peer']} "
+                f"(target {found['target']}; with the imports {found['ratio_with_imports']:.2f})"
+            )
+        print(f"  {'':<40}{'GiB':>6}{'s a step':>10}{'weights changed':>17}")
+        for side, values in row["sides"].items():
+            share = f"{values['changed']:.1%}"
+            print(f"  {side:<40}{values['gib']:>6.2f}{values['seconds']:>10.1f}{share:>17}", flush=True)
     sides.finish(arguments, rows)
 
 

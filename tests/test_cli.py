@@ -326,6 +326,26 @@ def test_a_preset_replaces_its_whole_group(argv: str, optim: Optim) -> None:
     assert parse("toy-small", *argv.split(), presets=PRESETS).config == replace(SMALL, optim=optim)
 
 
+def test_a_preset_of_some_fields_leaves_the_others() -> None:
+    presets = {"optim": {"still": lambda: {"lr": 2.0, "fused": True}}}
+    got = parse("toy-small", "--optim", "still", "--optim.kind", "sgd", "--optim.lr", "3", presets=presets)
+    assert got.config.optim == replace(SMALL.optim, lr=3.0, fused=True, kind="sgd")
+    assert parse("toy-small", "--optim", "still", presets=presets).config == replace(
+        SMALL, optim=replace(SMALL.optim, lr=2.0, fused=True)
+    )
+
+
+@pytest.mark.parametrize("command", ["rl", "sft", "rft", "dpo"])
+def test_every_training_program_knows_the_least_memory(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = "demo" if command in ("rl", "sft") else next(iter(__main__.COMMANDS[command].load().recipes))
+    assert __main__.main([command, recipe, "--optim", "lean", "--optim.token-budget", "64", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for line in ("adam_bits: 8", "precision: bfloat16_master", "checkpoint_layers: true", "token_budget: 64"):
+        assert f"  {line}\n" in out
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -35,7 +35,7 @@ class Program:
         main: Runs it; `main(config, resume=...)` when resumable, else `main(config)`.
         recipes: Name -> function returning a full config; empty when the command takes no RECIPE.
         plan: Text that --dry-run prints below the config.
-        presets: Named values of a group of fields, as `--algo gspo`.
+        presets: Named values of a group of fields, or of some of them, as `--algo gspo` and `--optim lean`.
         resumable: Whether it knows --resume.
         shared: Whether it trains: several ranks (torchrun) can share its work, and it knows --resume STEP.
         positional: Field that its one word sets (all its words, where it is a tuple), for a program without recipes.
@@ -86,6 +86,7 @@ def _profile() -> Program:
 def _sft() -> Program:
     from whet.recipes.sft import RECIPES
     from whet.train.sft import SFTConfig, main, plan
+    from whet.train.step import PRESETS
 
     return Program(
         config_class=SFTConfig,
@@ -94,12 +95,14 @@ def _sft() -> Program:
         plan=plan,
         resumable=True,
         shared=True,
+        presets={"optim": PRESETS},
     )
 
 
 def _dpo() -> Program:
     from whet.recipes.dpo import RECIPES
     from whet.train.dpo import DPOConfig, main, plan
+    from whet.train.step import PRESETS
 
     return Program(
         config_class=DPOConfig,
@@ -108,12 +111,14 @@ def _dpo() -> Program:
         plan=plan,
         resumable=True,
         shared=True,
+        presets={"optim": PRESETS},
     )
 
 
 def _rft() -> Program:
     from whet.recipes.rft import RECIPES
     from whet.train.rft import RFTConfig, main, plan
+    from whet.train.step import PRESETS
 
     return Program(
         config_class=RFTConfig,
@@ -122,6 +127,7 @@ def _rft() -> Program:
         plan=plan,
         resumable=True,
         shared=True,
+        presets={"optim": PRESETS},
     )
 
 
@@ -129,8 +135,9 @@ def _rl() -> Program:
     from whet.recipes.rl import ALGORITHMS, RECIPES
     from whet.train.rl import main
     from whet.train.rl_config import RLConfig, plan
+    from whet.train.step import PRESETS
 
-    presets = {"algo": ALGORITHMS}
+    presets = {"algo": ALGORITHMS, "optim": PRESETS}
     return Program(
         config_class=RLConfig,
         main=main,

@@ -85,7 +85,8 @@ def parse(
         argv: The words after the program.
         resumable: Whether the program knows `--resume`; otherwise that is an unknown field.
         has_steps: Whether it knows `--resume STEP`, too.
-        presets: For a group of fields, named values of it: `--algo gspo`; fields given beside it change it further.
+        presets: For a group of fields, named values of all of them (`--algo gspo`) or of some (`--optim lean`); fields
+            given beside it change it further.
         positional: Field that a program without recipes takes as its one word, `whet audit gsm8k`, or, where it is a
             tuple, as all its words: `whet compare A B`.
 
@@ -255,7 +256,7 @@ def _preset(
     group: str,
     table: Mapping[str, Callable[[], Any]],
 ) -> list[tuple[str, list[str]]]:
-    """Replace a top-level group by a named value where `--group NAME` asks for it; return the other overrides."""
+    """Set a top-level group, or some of its fields, by name where `--group NAME` asks; return the other overrides."""
     chosen = [texts for option, texts in overrides if option == _flag(group)]
     if len(chosen) > 1:
         raise UserError(f"{_flag(group)} is given twice")
@@ -264,7 +265,9 @@ def _preset(
         if name not in table:
             hint = f"; did you mean {match!r}?" if (match := closest(name, list(table))) else ""
             raise UserError(f"{_flag(group)}: got {name!r}, expected one of {', '.join(table)}{hint}")
-        data[group] = to_dict(table[name]())
+        value = table[name]()
+        is_partial = isinstance(value, Mapping)
+        data[group] = {**data[group], **value} if is_partial else to_dict(value)
     return [pair for pair in overrides if pair[0] != _flag(group)]
 
 

@@ -146,6 +146,30 @@ def test_warm_up_steps_train_the_critic_alone() -> None:
         assert row["rl/updates"] == (0 if step < 2 else 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_critic_goes_on_from_a_checkpoint(dtype: torch.dtype) -> None:
+    # bfloat16: its master weights are no tensors of the optimizer, but made of two.
+    policy = new_policy()
+    policy.model.to(dtype)
+    value = ValueConfig(lr=1e-2)
+    optim = replace(OPTIM, precision="bfloat16_master" if dtype == torch.bfloat16 else "float32")
+
+    def make() -> Objective:
+        return Objective(policy, PPO, optim=optim, temperature=1.0, max_length=10, value=value)
+
+    objective, optimizer = make(), Optimizer(policy.model, optim)
+    groups = with_advantages(random_groups(policy), PPO, WEIGHTS)
+    for step in range(2):
+        objective.update(groups, optimizer, 1e-2, step=step)
+    stored = {name: tensor.clone() for name, tensor in objective.tensors().items()}
+    again = make()
+    again.load(stored, objective.state())
+    assert again.tensors().keys() == stored.keys()
+    for name, tensor in again.tensors().items():
+        assert torch.equal(tensor, stored[name]), name
+    assert any(name.endswith("/master") for name in stored) == (dtype == torch.bfloat16)
+
+
 def reference_of(objective: Objective) -> torch.Tensor:
     assert objective._reference is not None
     return torch.cat([p.flatten().clone() for p in objective._reference.model.parameters()])

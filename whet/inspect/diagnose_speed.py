@@ -52,7 +52,7 @@ def peaks(subject: Subject, prepare: Callable[[], Work]) -> tuple[dict[str, int]
 
     with meter or nullcontext():
         if meter is not None:
-            for tensor in (*subject.policy.model.parameters(), *subject.optimizer.tensors().values()):
+            for tensor in (*subject.policy.model.parameters(), *subject.optimizer.held()):
                 meter.add(tensor)
         work = prepare()
         work()
@@ -69,7 +69,7 @@ def memory(subject: Subject) -> Component:
     subject.reset()
     count = sum(p.numel() for p in subject.policy.model.parameters())
     size = sum(p.nbytes for p in subject.policy.model.parameters())
-    state = sum(tensor.nbytes for tensor in subject.optimizer.tensors().values())
+    state = sum(tensor.nbytes for tensor in subject.optimizer.held())
     top = max(STAGES, key=lambda stage: found[stage])
     part.headline = ", ".join(f"{stage} {found[stage] / GIB:.3f}" for stage in STAGES) + " GiB"
     part.facts = {f"{stage}, peak bytes": found[stage] for stage in STAGES}

@@ -30,7 +30,10 @@ from whet.kernels.cpu_head import KEEP_BYTES
 from whet.model.attention import KEY_BLOCK, KEY_QUANTUM, MIN_QUERY_ROWS, round_up
 from whet.model.config import ModelConfig
 from whet.model.weights import build_model
-from whet.train.adam8bit import BLOCK, CHUNK, MIN_NUMBERS
+from whet.train import adam8bit
+from whet.train.adam8bit import BLOCK, MIN_NUMBERS
+from whet.train.optimizer import CHUNK
+from whet.train.source import KEPT_CACHE
 
 GIB = 2**30
 COLUMN_BYTES = 3 * 8 + 7 * 4
@@ -87,15 +90,20 @@ def phases(work: Workload) -> list[Phase]:
     """Predict the fullest moment of each phase of a step, in the order in which they come."""
     sizes = parameter_sizes(work.shape)
     kept = _kept(work, sizes)
+    packed = {"packed weights": packed_bytes(work)} if work.is_native else {}
     found = []
     if work.rows:
-        kept = kept | {"kv cache": cache_bytes(work)}  # the run's engine keeps it while it trains
-        found.append(Phase("rollout", kept | _rollout(work)))
+        cache = {"kv cache": cache_bytes(work)}
+        found.append(Phase("rollout", kept | packed | cache | _rollout(work)))
+        if work.overlap != "off" or cache_bytes(work) <= KEPT_CACHE:
+            kept = kept | cache  # the run's engine keeps it while it trains
     if work.has_measuring:
-        found.append(Phase("scoring", kept | _scoring(work, sum(sizes))))
+        found.append(Phase("scoring", kept | packed | _scoring(work, sum(sizes))))
     beside = {} if work.overlap == "off" else {"rollout beside": _rollout(work)["activations"]}
     found.append(Phase("backward", kept | _backward(work, sizes) | beside))
-    found.append(Phase("optimizer step", kept | _update(work, sizes)))
+    if work.is_native:
+        packed = {"packed weights": packed_bytes(work, in_training=True)}
+    found.append(Phase("optimizer step", kept | packed | _update(work, sizes)))
     return found
 
 
@@ -144,8 +152,6 @@ def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     state = 0 if work.offload_state else state_bytes(work, sizes)
     tables = table_bytes(work) * shape.max_positions
     parts = {"weights": model + tables, "optimizer": state}
-    if work.is_native:
-        parts["packed weights"] = packed_bytes(work)
     if work.overlap != "off":
         parts["sampler"] = packed_bytes(work) + (model + tables if work.overlap == "async" else 0)
     if work.has_reference:
@@ -156,29 +162,51 @@ def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
 
 
 def state_bytes(work: Workload, sizes: Sequence[int]) -> int:
-    """Return the bytes of moments and master weights, wherever they are."""
-    masters = 4 * sum(sizes) if work.precision == "bfloat16_master" else 0
+    """Return the bytes of moments and of what master weights have beyond the parameters."""
+    masters = 2 * sum(sizes) if work.precision == "bfloat16_master" else 0
     packed = [n for n in sizes if work.adam_bits == 8 and n >= MIN_NUMBERS]
     return masters + 8 * (sum(sizes) - sum(packed)) + sum(2 * (n + 4 * -(-n // BLOCK)) for n in packed)
 
 
-def packed_bytes(work: Workload, *, has_head: bool = True) -> int:
+def packed_bytes(work: Workload, *, has_head: bool = True, in_training: bool = False) -> int:
     """Return the bytes of the weights' copies that the C++ kernels read; 0 without them.
 
     Args:
         work: Says the shape and the precision.
         has_head: Whether the head is used, too.
+        in_training: Without those that are given back after each use, of parts that are recomputed.
     """
     if not work.is_native:
         return 0
-    total, shape = 0, work.shape
+    shape = work.shape
+    total = sum(
+        size
+        for layer, sizes in enumerate(_packed_layers(work))
+        for part, size in sizes.items()
+        if not (in_training and _is_recomputed(work, layer, part))
+    )
+    head = round_up(shape.vocab_size, PANEL) * shape.hidden_size * work.parameter_bytes
+    return total + (head if has_head else 0)
+
+
+def _packed_layers(work: Workload) -> list[dict[str, int]]:
+    """Return for each layer the bytes of packed weights of its feed-forward part, and of the rest."""
+    shape = work.shape
+    layers = [{"mlp": 0, "attention": 0} for _ in range(shape.num_layers)]
     for name, size in parameter_shapes(shape):
         is_table = "embed" in name or "wte" in name or "wpe" in name or "lm_head" in name
         if len(size) == 2 and not is_table:
+            layer = next(int(word) for word in name.split(".") if word.isdigit())
             rows, width = reversed(size) if shape.family == "gpt2" else size
-            total += 0 if width % QUANTUM else round_up(rows, PANEL) * width * work.product_bytes
-    head = round_up(shape.vocab_size, PANEL) * shape.hidden_size * work.parameter_bytes
-    return total + (head if has_head else 0)
+            held = 0 if width % QUANTUM else round_up(rows, PANEL) * width * work.product_bytes
+            layers[layer]["mlp" if ".mlp." in name else "attention"] += held
+    return layers
+
+
+def _is_recomputed(work: Workload, layer: int, part: str) -> bool:
+    if work.checkpoint == "mlp":
+        return part == "mlp"
+    return work.checkpoint == "layer" or (work.checkpoint == "alternate" and layer % 2 == 1)
 
 
 def _rollout(work: Workload) -> dict[str, int]:
@@ -231,21 +259,34 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     whole = max(sizes) if work.update_in_backward else max(count, earlier)
     # The fullest moment is in the head (all activations, logits), in the last layer, or at the end (all gradients).
     inside = again + backward_bytes(work, tokens, micro.sequences)
+    packed = packed_bytes(work, in_training=True)
+    one = max(
+        sum(size for part, size in sizes.items() if _is_recomputed(work, layer, part))
+        for layer, sizes in enumerate(_packed_layers(work))
+    )
     moments = [
         {
             "activations": stored + frame + ends,
             "head": _head(work, trained),
             "gradients": earlier * work.parameter_bytes,
+            "packed weights": packed,
         },
         {
             "activations": stored + frame + inside,
             "gradients": (earlier + table) * work.parameter_bytes,
+            "packed weights": packed + (one if work.is_native else 0),
         },
         {
             "activations": _batch_bytes(work) + residual * tokens,
             "gradients": (whole + table) * work.parameter_bytes,
+            "packed weights": packed,
         },
     ]
+    if work.rows:  # before the first layer: what the rollout has packed is there
+        moments.append({"activations": frame, "packed weights": packed_bytes(work)})
+    if not work.is_native:
+        for parts in moments:
+            del parts["packed weights"]
     fullest = max(moments, key=lambda parts: sum(parts.values()))
     return fullest | _copies(work, count)
 
@@ -290,12 +331,17 @@ def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     if work.update_in_backward:
         return parts
     count = sum(sizes)
-    copies = 4 * count if work.parameter_bytes == 2 else 0  # in float32
-    copies += 4 * count  # scaled by clipping
-    if work.offload_state or (work.device == "cpu" and work.has_kernels):
+    has_kernels = work.device == "cpu" and work.has_kernels
+    if work.offload_state:
         copies = 0
-    if work.adam_bits == 8 and not work.offload_state:
-        copies = 4 * CHUNK_COPIES * min(max(sizes), CHUNK)
+    elif work.adam_bits == 8:
+        copies = 4 * CHUNK_COPIES * min(max(sizes), adam8bit.CHUNK)
+    elif (
+        work.precision == "bfloat16_master"
+    ):  # weights, and where PyTorch updates them the gradient, as is and scaled
+        copies = (4 if has_kernels else 12) * min(max(sizes), CHUNK[work.device])
+    else:
+        copies = 0 if has_kernels else 4 * count  # scaled by clipping
     return parts | {"gradients": count * work.parameter_bytes + copies}
 
 

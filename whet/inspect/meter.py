@@ -21,6 +21,7 @@ from whet.inspect.workload import Workload
 from whet.train.objective import Objective
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig, train_step
+from whet.train.source import KEPT_CACHE
 from whet.train.step import Optimizer, autocast_dtype, prepare_model
 from whet.types import Group, Problem, Sample
 
@@ -132,6 +133,7 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
             autocast=autocast_dtype(run.optim.precision),
         )
         groups = _longest_groups(run, engine, work)
+        engine.release(above=KEPT_CACHE)
         found["rollout"] = meter.restart()
         objective.update(groups, optimizer, run.optim.lr)
         meter.restart()

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from whet.kernels import cpu
+
 CheckpointKind = Literal["layer", "mlp", "alternate"]
 PARTS = {"self_attn": ("input_layernorm", "post_attention_layernorm"), "attn": ("ln_1", "ln_2")}
 """A layer's attention, with its norms before attention and before the feed-forward part."""
 
 
 class Recompute:
-    """How layers run when their activations are not kept.
+    """How layers run when neither their activations nor, on a CPU, their packed weights are kept.
 
     Args:
         kind: 'layer' keeps a layer's input alone; 'mlp' keeps what attention keeps and its output, and computes the
@@ -46,13 +48,25 @@ class Recompute:
             norm1, norm2 = (layer.get_submodule(norm) for norm in PARTS[name])
             x_ND = x_ND + layer.get_submodule(name)(norm1(x_ND), *rest)
             mlp = layer.get_submodule("mlp")
-            return x_ND + _checkpoint(lambda x_ND: mlp(norm2(x_ND)), x_ND)
+            return x_ND + _checkpoint(_unpacked(mlp, lambda x_ND: mlp(norm2(x_ND))), x_ND)
         if not self._offload:
-            return _checkpoint(layer, x_ND, *rest)
+            return _checkpoint(_unpacked(layer, layer), x_ND, *rest)
         kept = _Kept(x_ND, self._last() if index else None)
         self._last, first = weakref.ref(kept), [x_ND]
         # The first call is the forward pass. The next one is its repetition, whose input must not be held until then.
         return _checkpoint(lambda *rest: layer(first.pop() if first else kept.fetch(), *rest), *rest)
+
+
+def _unpacked(part: nn.Module, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Give back the packed copies of a part's weights after its forward pass: to pack them takes less than to read."""
+
+    def run(*arguments: object) -> torch.Tensor:
+        try:
+            return function(*arguments)
+        finally:  # the repetition ends early, by an exception, when the last activation is there
+            cpu.forget(part.parameters())
+
+    return run
 
 
 def _checkpoint(function: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:

@@ -7,14 +7,16 @@ decay of 0.001 a step is less than half a code and would be rounded away for eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 
 BLOCK = 256
-CHUNK = 2**20
+CHUNK = 2**18
 """Numbers that are float32 at once; a multiple of `BLOCK`."""
 MIN_NUMBERS = 4096
 """Tensors with fewer numbers (norms, biases) keep float32 moments, as in the paper's code."""
@@ -38,14 +40,43 @@ def dynamic_code(*, is_signed: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor(sorted(values), device=device)
 
 
-def encode(
-    x_N: torch.Tensor, code: torch.Tensor, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class Code:
+    """The values of a byte, and what finds a number's place among them without a search.
+
+    Attributes:
+        values: Ascending, 256 of them.
+        above: What is above each; infinity for the last.
+        density: Codes per unit from each to the next; 0 for the last, which nothing is above.
+        start: For the upper 16 bits of a float32 number: the code below all numbers that begin with them. These
+            numbers are 2^-7 of themselves apart at the most, less than codes are: the right code is this or the next.
+    """
+
+    values: torch.Tensor
+    above: torch.Tensor
+    density: torch.Tensor
+    start: torch.Tensor
+
+
+@cache
+def code_of(*, is_signed: bool, device: torch.device) -> Code:
+    """Return `dynamic_code` with its tables; made once."""
+    values = dynamic_code(is_signed=is_signed, device=device)
+    upper = torch.arange(2**16, dtype=torch.int32, device=device)
+    # The least of the numbers that begin with these bits: below 0 it is the one of the largest magnitude.
+    least = (torch.where(upper < 2**15, upper, upper + 1) << 16).view(torch.float32)
+    least[-1] = -math.inf  # the last bits but one are no number's; one more would be those of +0
+    start = (torch.bucketize(least, values, right=True, out_int32=True) - 1).clamp_(0, 255)
+    above = torch.cat((values[1:], values.new_tensor([math.inf])))
+    return Code(values, above, 1 / (above - values), start)
+
+
+def encode(x_N: torch.Tensor, code: Code, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Round numbers to codes, up or down by chance so that the mean is right; what is above 0 stays above 0.
 
     Args:
         x_N: Float32 numbers.
-        code: Values of a byte, ascending.
+        code: Values of a byte.
         generator: Decides which way.
 
     Returns:
@@ -53,19 +84,27 @@ def encode(
     """
     blocks = F.pad(x_N, (0, -x_N.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1)
-    y = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    low = torch.bucketize(y, code, right=True, out_int32=True).sub_(1).clamp_(0, len(code) - 2)
-    floor, ceiling = (code.index_select(0, index.flatten()).view_as(y) for index in (low, low + 1))
-    chance = torch.rand(y.shape, generator=generator, device=y.device)
-    low += chance < (y - floor) / (ceiling - floor)
+    y = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)
+    upper = y.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
+    low = code.start.index_select(0, upper)
+    low += y >= code.above.index_select(0, low)
+    share = (y - code.values.index_select(0, low)).mul_(code.density.index_select(0, low))
+    low += _chances(y.numel(), generator) < share
     codes = torch.maximum(low, (y > 0).int())
-    return codes.to(torch.uint8).flatten()[: x_N.numel()], scales
+    return codes.to(torch.uint8)[: x_N.numel()], scales
 
 
-def decode(codes_N: torch.Tensor, scales: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+def _chances(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw numbers between 0 and 1 in steps of 2^-16, four of one draw."""
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device=generator.device)
+    words.random_(-(2**63), None, generator=generator)
+    return words.view(torch.int16)[:count].float().add_(2**15 + 0.5).mul_(2.0**-16)
+
+
+def decode(codes_N: torch.Tensor, scales: torch.Tensor, code: Code) -> torch.Tensor:
     """Return the float32 numbers [N] that `encode` rounded to."""
     count = codes_N.numel()
-    values = F.pad(code.index_select(0, codes_N.int()), (0, -count % BLOCK))
+    values = F.pad(code.values.index_select(0, codes_N.int()), (0, -count % BLOCK))
     return (values.view(-1, BLOCK) * scales[:, None]).flatten()[:count]
 
 
@@ -73,14 +112,15 @@ class Moments:
     """Both moments of one tensor: 2.03 bytes a number.
 
     Args:
-        like: The tensor; the moments begin as zeros.
+        count: Numbers of the tensor; the moments begin as zeros.
+        device: Where they go.
     """
 
-    def __init__(self, like: torch.Tensor) -> None:
-        blocks = -(-like.numel() // BLOCK)
-        self._codes = [torch.zeros(like.numel(), dtype=torch.uint8, device=like.device) for _ in range(2)]
-        self._scales = [torch.zeros(blocks, device=like.device) for _ in range(2)]
-        self._values = [dynamic_code(is_signed=signed, device=like.device) for signed in (True, False)]
+    def __init__(self, count: int, device: torch.device) -> None:
+        blocks = -(-count // BLOCK)
+        self._codes = [torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._scales = [torch.zeros(blocks, device=device) for _ in range(2)]
+        self._values = [code_of(is_signed=signed, device=device) for signed in (True, False)]
 
     def parts(self, seed: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield the moments in float32, part by part; what the caller leaves in them is rounded and kept.

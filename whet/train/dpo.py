@@ -205,7 +205,9 @@ def train_step(
     score = scorer(policy, pairs, num_pairs, config)
     budget = budget or TokenBudget(config.optim.token_budget, policy.model.parameters())
     totals = budget.run(
-        lambda tokens: forward_backward(pair_micro_batches(pairs, tokens, policy.device), score),
+        lambda tokens: forward_backward(
+            pair_micro_batches(pairs, tokens, policy.device), score, policy.model
+        ),
         longest=max((pair.num_tokens for pair in pairs), default=0),
     )
     sum_gradients(policy.model.parameters())

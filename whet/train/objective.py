@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -321,7 +322,9 @@ class Objective:
         sums = Tally()
         micro_batches = self._pack(self._teaching(counted), tokens, aggregation=self._algo.aggregation)
         own = sums if measures else None
-        return forward_backward(micro_batches, lambda m: self._micro_loss(m, denominator, own)), sums
+        model = self._policy.model
+        score = partial(self._micro_loss, denominator=denominator, tally=own)
+        return forward_backward(micro_batches, score, model), sums
 
     def _micro_loss(
         self, micro: MicroBatch, denominator: float, tally: Tally | None
@@ -389,7 +392,7 @@ class Objective:
 
         def backpropagate(tokens: int) -> None:
             sums.clear()
-            forward_backward(self._pack(counted, tokens), score)
+            forward_backward(self._pack(counted, tokens), score, critic.trunk)
 
         with span("value_loss_backward"):
             self._budget.run(backpropagate, longest(counted))

@@ -6,6 +6,10 @@ import torch
 
 from whet.kernels import cpu
 
+EVERYTHING = slice(None)
+CHUNK = {"cpu": 2**18, "cuda": 2**24}
+"""Weights that are float32 at once: in a CPU's cache they cost little to put together and to split."""
+
 
 def suits_kernel(gradient: torch.Tensor) -> bool:
     """Say whether the C++ kernels can read a gradient."""
@@ -23,12 +27,80 @@ def sum_of_squares(gradient: torch.Tensor) -> float:
     return float(rows.double().square().sum())
 
 
-def master_of(parameter: torch.Tensor, is_offloaded: bool) -> torch.Tensor:
-    """Return what is updated in a parameter's place: itself, or a copy in float32 or in host memory."""
-    dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
-    if not is_offloaded:
-        return parameter.detach().to(dtype)
-    return parameter.detach().to("cpu", dtype, copy=True)
+class Master:
+    """What is updated in a parameter's place: itself, or float32 weights that round to it.
+
+    The float32 weights of a bfloat16 parameter are the parameter and 16 bits more, together 4 bytes a weight instead
+    of 6, and exact: a float32 number is its nearest bfloat16 number plus the lower half of its own bits, read as a
+    signed integer, in steps of its last place. A number half way between two bfloat16 numbers rounds away from zero
+    (to even, the distance would be +2^15 as often as -2^15, one number too many for 16 bits).
+
+    Args:
+        parameter: The parameter; its number is what the weights begin with.
+        is_offloaded: Whether the weights are in host memory, then a whole copy.
+    """
+
+    def __init__(self, parameter: torch.Tensor, *, is_offloaded: bool) -> None:
+        self._parameter = parameter.detach()
+        self._low: torch.Tensor | None = None
+        self._whole = self._parameter
+        if is_offloaded:
+            dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+            self._whole = self._parameter.to("cpu", dtype, copy=True)
+        elif parameter.dtype == torch.bfloat16:
+            self._low = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._whole.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self._whole.dtype if self._low is None else torch.float32
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the weights are the parameter and 16 bits more."""
+        return self._low is not None
+
+    def held(self) -> list[torch.Tensor]:
+        """Return the tensors that are there besides the parameter."""
+        if self._low is not None:
+            return [self._low]
+        return [] if self._whole is self._parameter else [self._whole]
+
+    def read(self, part: slice = EVERYTHING) -> torch.Tensor:
+        """Return a part of the flat weights: a view, or a copy that only `write` puts back."""
+        whole = self._whole.view(-1)[part]
+        if self._low is None:
+            return whole
+        bits = whole.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        return bits.add_(self._low.view(-1)[part]).view(torch.float32)
+
+    def write(self, weights: torch.Tensor, part: slice = EVERYTHING) -> None:
+        """Set a part of the flat weights, and of the parameter; a copy that `read` returned is used up."""
+        target, whole = self._parameter.view(-1)[part], self._whole.view(-1)[part]
+        if self._low is not None:
+            bits = weights.view(torch.int32)
+            self._low.view(-1)[part].copy_(bits)  # the lower half: what is above is cut off
+            _round(bits, target)
+            return
+        if weights.data_ptr() != whole.data_ptr():
+            whole.copy_(weights)
+        if self._whole is self._parameter:
+            return
+        if target.dtype == torch.bfloat16:
+            _round(whole.view(torch.int32).clone(), target)
+        else:
+            target.copy_(whole)
+
+
+def _round(bits: torch.Tensor, target: torch.Tensor) -> None:
+    """Write the bfloat16 numbers nearest to float32 ones, which are given by their bits and lost."""
+    upper = bits.add_(2**15).bitwise_right_shift_(16)
+    target.view(torch.int16).copy_(upper)
 
 
 def adamw(
@@ -36,7 +108,6 @@ def adamw(
     gradient: torch.Tensor,
     first: torch.Tensor,
     second: torch.Tensor,
-    copy: torch.Tensor | None,
     *,
     step: torch.Tensor,
     factor: float,
@@ -52,7 +123,6 @@ def adamw(
         gradient: Gradient, in its own dtype.
         first: First moment, in the dtype of the weights.
         second: Second moment.
-        copy: Bfloat16 parameter that takes the rounded weights; None for none.
         step: Updates with this one, a scalar tensor where the weights are.
         factor: What the gradient is multiplied by (clipping).
         lr: Learning rate.
@@ -62,8 +132,8 @@ def adamw(
     """
     beta1, beta2 = betas
     if suits_kernel(gradient) and master.dtype == torch.float32:
-        tensors, rates = (master, gradient, first, second, copy), {"lr": lr, "beta1": beta1, "beta2": beta2}
-        cpu.adamw(*tensors, step=float(step), factor=factor, eps=eps, decay=decay, **rates)
+        tensors, rates = (master, gradient, first, second), {"lr": lr, "beta1": beta1, "beta2": beta2}
+        cpu.adamw(*tensors, None, step=float(step), factor=factor, eps=eps, decay=decay, **rates)
         return
     wide = gradient.to(master.dtype)
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
@@ -81,5 +151,3 @@ def adamw(
         amsgrad=False,
         maximize=False,
     )
-    if copy is not None:
-        copy.copy_(master)

@@ -100,8 +100,11 @@ class Critic(torch.nn.Module):
     @torch.no_grad()
     def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
         """Put back what `tensors` returned."""
-        for name, tensor in self.tensors().items():
-            tensor.copy_(state[name])
+        for name, parameter in self.named_parameters():
+            parameter.detach().copy_(state[f"critic/{name}"])
+        prefix = "critic/optimizer/"
+        own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+        self.optimizer.load_tensors(own)
 
 
 class Coefficients:

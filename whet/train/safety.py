@@ -153,7 +153,7 @@ def rehearse(policy: Policy, budget: TokenBudget, length: int, *, autocast: torc
         # Each prompt another, as far as tokens go: sequences of one prompt would take less memory.
         rows = [TrainingSequence(prompt_ids=(n % vocab,), completion_ids=rest) for n in range(count)]
         batch = pack(rows, token_budget=count * length, device=policy.device)
-        forward_backward(batch.micro_batches, score)
+        forward_backward(batch.micro_batches, score, policy.model)
 
     budget.run(work, length)
     for parameter in policy.model.parameters():

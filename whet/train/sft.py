@@ -125,7 +125,7 @@ def train_step(
     def backpropagate(tokens: int) -> dict[str, float]:
         with span("pack"):
             batch = pack(sequences, token_budget=tokens, device=policy.device)
-        return forward_backward(batch.micro_batches, score)
+        return forward_backward(batch.micro_batches, score, policy.model)
 
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
     totals = budget.run(backpropagate, longest)

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakMethod
 
 import torch
 
 from whet.distributed import world_size
 from whet.kernels.build import library
+from whet.kernels.cpu import forget
 from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.transformer import LanguageModel
 from whet.telemetry.spans import span, spanned
 from whet.train.adam8bit import MIN_NUMBERS, Moments
-from whet.train.optimizer import adamw, master_of, suits_kernel, sum_of_squares
+from whet.train.optimizer import CHUNK, Master, adamw, suits_kernel, sum_of_squares
 from whet.types import MicroBatch, UserError
 
+M_MMAP_THRESHOLD = -3
+LARGE_BYTES = 32 * 2**20
+"""Glibc's own limit of its threshold, which adapts; each tensor beyond it has pages of its own."""
 Precision = Literal["auto", "float32", "bfloat16_autocast", "bfloat16_master"]
 Schedule = Literal["cosine", "linear", "constant"]
 
@@ -97,6 +104,21 @@ class OptimConfig:
             )
 
 
+def lean() -> dict[str, Any]:
+    """Return the fields of `OptimConfig` for the least memory; what is updated is float32 all the same."""
+    return {
+        "precision": "bfloat16_master",
+        "adam_bits": 8,
+        "checkpoint_layers": True,
+        "checkpoint_kind": "layer",
+        "token_budget": 512,
+    }
+
+
+PRESETS: dict[str, Callable[[], dict[str, Any]]] = {"lean": lean}
+"""Some fields by one name: `--optim lean`."""
+
+
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     """Return the learning rate of a 0-based step: linear warm-up, then the schedule over what remains."""
     if step < config.warmup_steps:
@@ -118,7 +140,7 @@ class _Arrivals:
 
 
 class Optimizer:
-    """AdamW over a model's parameters, with float32 master weights when the model is bfloat16.
+    """AdamW over a model's parameters, with float32 master weights when the model is bfloat16 (`Master`).
 
     The update is PyTorch's fused kernel, called directly: `torch.optim` would import its compiler (1.3 s).
 
@@ -134,16 +156,19 @@ class Optimizer:
         self._named = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
-        self._masters = [master_of(parameter, config.offload_state) for _, parameter in self._named]
-        self._packed = {
-            index: Moments(master)
-            for index, master in enumerate(self._masters)
-            if config.adam_bits == 8 and master.numel() >= MIN_NUMBERS and master.dtype == torch.float32
-        }
-        whole = [torch.empty(0) if i in self._packed else master for i, master in enumerate(self._masters)]
-        self._first = [torch.zeros_like(master) for master in whole]
-        self._second = [torch.zeros_like(master) for master in whole]
-        self._steps = [torch.zeros((), device=master.device) for master in self._masters]
+        self._masters = [Master(parameter, is_offloaded=config.offload_state) for _, parameter in self._named]
+        self._packed: dict[int, Moments] = {}
+        self._first: list[torch.Tensor] = []
+        self._second: list[torch.Tensor] = []
+        self._steps: list[torch.Tensor] = []
+        for index, (master, (_, parameter)) in enumerate(zip(self._masters, self._named, strict=True)):
+            is_packed = config.adam_bits == 8 and parameter.numel() >= MIN_NUMBERS
+            if is_packed and master.dtype == torch.float32:
+                self._packed[index] = Moments(parameter.numel(), master.device)
+            shape = (0,) if index in self._packed else parameter.shape
+            for moments in (self._first, self._second):
+                moments.append(torch.zeros(shape, dtype=master.dtype, device=master.device))
+            self._steps.append(torch.zeros((), device=master.device))
         self._arrivals: _Arrivals | None = None
         arrive = WeakMethod(self._arrive)  # the model must not keep its optimizer alive
         for index, (_, parameter) in enumerate(self._named if config.update_in_backward else ()):
@@ -197,53 +222,59 @@ class Optimizer:
         if math.isfinite(norm) and math.isfinite(loss):
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
             is_native = library() is not None and all(map(suits_kernel, gradients))
-            if self._packed or self._config.offload_state or is_native:
+            has_masters = any(master.held() for master in self._masters)
+            if self._packed or has_masters or is_native:
                 del gradients
                 for index in used:
                     self._update_one(index, lr, factor)
             else:
-                wide = [g.to(self._masters[i].dtype) for i, g in zip(used, gradients, strict=True)]
-                self._update(used, [grad * factor for grad in wide] if factor < 1 else wide, lr)
+                self._update(used, [grad * factor for grad in gradients] if factor < 1 else gradients, lr)
         for _, parameter in self._named:
             parameter.grad = None
         return norm
 
     @torch.no_grad()
     def _update_one(self, index: int, lr: float, factor: float) -> None:
-        """Update a parameter by its gradient, where its master is, and drop the gradient."""
+        """Update a parameter by its gradient, where its weights are, and drop the gradient."""
         config, parameter, master = self._config, self._named[index][1], self._masters[index]
         assert parameter.grad is not None
         gradient = parameter.grad.to(master.device)
         parameter.grad = None
         self._steps[index] += 1
-        step = self._steps[index]
-        takes_copy = parameter.dtype == torch.bfloat16 and parameter.device == master.device
-        parts = [(slice(None), self._first[index].view(-1), self._second[index].view(-1))]
-        if index in self._packed:
-            parts = self._packed[index].parts(int(step) * len(self._named) + index)
-        for part, first, second in parts:
+        for part, first, second in self._parts(index):
+            weights = master.read(part)
             adamw(
-                master.view(-1)[part],
+                weights,
                 gradient.reshape(-1)[part],
                 first,
                 second,
-                parameter.data.view(-1)[part] if takes_copy else None,
-                step=step,
+                step=self._steps[index],
                 factor=factor,
                 lr=lr,
                 betas=(config.beta1, config.beta2),
                 eps=config.eps,
-                decay=config.weight_decay if master.dim() >= 2 else 0.0,
+                decay=config.weight_decay if parameter.dim() >= 2 else 0.0,
             )
-        if not takes_copy and (self._config.offload_state or parameter.dtype != master.dtype):
-            parameter.copy_(master)
+            master.write(weights, part)
         torch.autograd.graph.increment_version(parameter)  # the kernels write past PyTorch
+
+    def _parts(self, index: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield a tensor part by part, with its moments; whole where nothing has to be unpacked."""
+        if index in self._packed:
+            yield from self._packed[index].parts(int(self._steps[index]) * len(self._named) + index)
+            return
+        first, second = self._first[index].view(-1), self._second[index].view(-1)
+        size = CHUNK[first.device.type] if self._masters[index].is_split else max(1, first.numel())
+        for start in range(0, first.numel(), size):
+            part = slice(start, start + size)
+            yield part, first[part], second[part]
 
     @torch.no_grad()
     def _update(self, used: list[int], gradients: list[torch.Tensor], lr: float) -> None:
+        """Update parameters that are their own weights, all in two calls."""
         for is_matrix in (True, False):
             chosen = [
-                place for place, index in enumerate(used) if (self._masters[index].dim() >= 2) == is_matrix
+                place for place, index in enumerate(used) if (self._named[index][1].dim() >= 2) == is_matrix
             ]
             if not chosen:
                 continue
@@ -252,7 +283,7 @@ class Optimizer:
                 [self._steps[index] for index in indices], 1.0
             )
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-                [self._masters[index] for index in indices],
+                [self._named[index][1].data for index in indices],
                 [gradients[place] for place in chosen],
                 [self._first[index] for index in indices],
                 [self._second[index] for index in indices],
@@ -267,17 +298,23 @@ class Optimizer:
                 maximize=False,
             )
         for index in used:
-            parameter, master = self._named[index][1], self._masters[index]
-            if parameter.dtype != master.dtype:
-                parameter.copy_(master)
-            torch.autograd.graph.increment_version(parameter)
+            torch.autograd.graph.increment_version(self._named[index][1])
+
+    def held(self) -> list[torch.Tensor]:
+        """Return the tensors that the optimizer holds besides the parameters, as they are in memory."""
+        packed = [tensor for moments in self._packed.values() for tensor in moments.tensors().values()]
+        masters = [tensor for master in self._masters for tensor in master.held()]
+        return [*packed, *masters, *self._first, *self._second, *self._steps]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the state as named tensors (moments, step counts and master weights), for a checkpoint."""
+        """Return the state as named tensors (moments, step counts and master weights), for a checkpoint.
+
+        Master weights are float32 here whatever they are in memory: copies of that moment.
+        """
         state: dict[str, torch.Tensor] = {}
         for index, (name, parameter) in enumerate(self._named):
             if parameter.dtype != self._masters[index].dtype:
-                state[f"{name}/master"] = self._masters[index]
+                state[f"{name}/master"] = self._masters[index].read().view(parameter.shape)
             packed = self._packed.get(index)
             moments = {"exp_avg": self._first[index], "exp_avg_sq": self._second[index]}
             moments = moments if packed is None else packed.tensors()
@@ -288,12 +325,13 @@ class Optimizer:
     @torch.no_grad()
     def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
         """Put back what `tensors` returned; the model's own weights are put back before."""
+        for (name, parameter), master in zip(self._named, self._masters, strict=True):
+            stored = state[f"{name}/master"] if parameter.dtype != master.dtype else parameter
+            if master.held():
+                master.write(stored.detach().to(master.device, master.dtype, copy=True).view(-1))
         for name, tensor in self.tensors().items():
-            tensor.copy_(state[name])
-        if self._config.offload_state:
-            for (name, parameter), master in zip(self._named, self._masters, strict=True):
-                if f"{name}/master" not in state:
-                    master.copy_(parameter)
+            if not name.endswith("/master"):
+                tensor.copy_(state[name])
 
 
 def _call(method: WeakMethod[Callable[[int], None]], index: int, _: torch.Tensor) -> None:
@@ -329,12 +367,40 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
             "after the backward pass; leave it out"
         )
     model.checkpoint_layers = config.checkpoint_layers
+    if config.checkpoint_layers and model.head_weight.device.type == "cpu":
+        _keep_less()
     model.recompute = Recompute(config.checkpoint_kind, offload=config.offload_inputs)
     if config.compile:
         for layer in model.layers:
             for name, part in layer.named_children():
                 if "attn" not in name or "norm" in name:
                     part.compile(dynamic=True)
+
+
+def give_back(model: LanguageModel) -> None:
+    """Give back what the next pass does not need, where layers are recomputed.
+
+    That is memory which is free, and the head's packed weights: the backward pass reads logits that were kept.
+    """
+    if model.checkpoint_layers:
+        forget((model.head_weight,))
+        _allocator("malloc_trim", 0)
+
+
+def _keep_less() -> None:
+    """Let glibc give large tensors back at once, as it does by itself.
+
+    `whet` keeps what is freed for the next step, a tenth faster. But in what it keeps, what lives long comes to
+    stand between what does not: a quarter of a step that recomputes layers was holes (measured, 124M parameters).
+    """
+    if not any(name.startswith("MALLOC_") for name in os.environ):
+        _allocator("mallopt", M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def _allocator(name: str, *arguments: int) -> None:
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if function is not None:  # musl has none
+        function(*arguments)
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
@@ -344,21 +410,27 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
 
 
 def forward_backward(
-    micro_batches: Iterable[MicroBatch], score: Callable[[MicroBatch], tuple[torch.Tensor, dict[str, float]]]
+    micro_batches: Iterable[MicroBatch],
+    score: Callable[[MicroBatch], tuple[torch.Tensor, dict[str, float]]],
+    model: LanguageModel | None = None,
 ) -> dict[str, float]:
     """Run every micro-batch and add up gradients, losses and metrics, which the caller has divided already.
 
     Args:
         micro_batches: The step's micro-batches.
         score: Returns a micro-batch's share of the loss (differentiable) and of the metrics.
+        model: What is trained; where its layers are recomputed, memory is given back around each pass.
 
     Returns:
         Summed metrics with the summed 'loss'. A metric whose name ends in '_max' is the maximum instead.
     """
     totals: dict[str, float] = {"loss": 0.0}
+    release = (lambda: None) if model is None else partial(give_back, model)
     for micro in micro_batches:
+        release()
         with span("forward"):
             loss, metrics = score(micro)
+        release()
         with span("backward"):
             loss.backward()
         totals["loss"] += float(loss.detach())
@@ -368,4 +440,5 @@ def forward_backward(
                 if name.endswith("_max")
                 else totals.get(name, 0.0) + value
             )
+    release()
     return totals
