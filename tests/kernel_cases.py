@@ -239,12 +239,12 @@ def check_rope_into_cache(
         written = torch.zeros(4, kv_heads, capacity, dtype=torch.bool, device=device)
         written[torch.arange(live, device=device), :, positions] = True
         assert torch.equal(mine[~written], old[~written])
-        close(mine[written], twin[written], (1 if dtype != torch.float32 else 8) if weights else 0, dtype)
+        close(mine[written], twin[written], (1 if dtype != torch.float32 else 8) if weights else 1, dtype)
         mostly_equal(mine[written], twin[written])
     assert torch.equal(caches[0][1], caches[1][1])
     assert outs[0].dtype == outs[1].dtype
     # Without the norm there is nothing but uncontracted products and one rounding: equal to the bit.
-    close(outs[0], outs[1], (1 if dtype != torch.float32 else 8) if weights else 0, dtype)
+    close(outs[0], outs[1], (1 if dtype != torch.float32 else 8) if weights else 1, dtype)
     mostly_equal(outs[0], outs[1])
 
 

@@ -37,13 +37,13 @@ from whet.inspect.plan import (
     workload,
 )
 from whet.inspect.workload import Workload, micro_batches, saved_bytes
-from whet.kernels import cpu
 from whet.model.config import ModelConfig
 from whet.train import rl_config, sft
 from whet.train.algorithm import AlgoConfig
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
-from whet.train.step import OptimConfig, parameter_dtype
+from whet.train.source import KEPT_CACHE
+from whet.train.step import OptimConfig, lean, parameter_dtype
 from whet.types import UserError
 
 DIGITS = "0123456789+="
@@ -64,13 +64,15 @@ def policy(alphabet: str = DIGITS, **shape: Any) -> PolicyConfig:
     return PolicyConfig(model=model, tokenizer="characters", alphabet=alphabet, device="cpu")
 
 
-def rl(start: PolicyConfig, *, optim: dict[str, Any] | None = None, **options: Any) -> RLConfig:
+def rl(
+    start: PolicyConfig, *, optim: dict[str, Any] | None = None, max_new: int = 48, **options: Any
+) -> RLConfig:
     return RLConfig(
         out="unused",
         policy=start,
         num_prompts=4,
         group_size=4,
-        sampling=SamplingParams(max_new_tokens=48),
+        sampling=SamplingParams(max_new_tokens=max_new),
         optim=OptimConfig(**({"max_grad_norm": 1e-3} | (optim or {}))),  # so that clipping makes its copies
         **options,
     )
@@ -119,19 +121,24 @@ MORE: dict[str, RLConfig | SFTConfig] = {
         max_grad_norm=math.inf,
         token_budget=256,
     ),
+    "lean": rl(
+        policy(**(WIDE | {"max_positions": 400})),
+        optim=lean() | {"token_budget": 100},
+        max_new=300,
+    ),
+    "lean, large vocabulary": rl(policy(MANY, **WIDE), optim=lean() | {"token_budget": 100}),
+    "lean, sft": supervised(policy(**WIDE), **lean()),
+    "master, mlp": rl(
+        policy(**WIDE),
+        optim={"precision": "bfloat16_master", "checkpoint_layers": True, "checkpoint_kind": "mlp"},
+    ),
     "qwen3, autocast": supervised(policy(family="qwen3", **WIDE), precision="bfloat16_autocast"),
     "qwen3, master": rl(policy(family="qwen3", **WIDE), optim={"precision": "bfloat16_master"}),
 }
 
 
-WIDENED = ("master, large vocabulary", "8 bits, master")
-
-
 @pytest.mark.parametrize("name", [*CASES, *MORE])
-def test_prediction_is_within_a_tenth_of_what_is_alive(name: str, request: pytest.FixtureRequest) -> None:
-    if name in WIDENED and not cpu._has_bfloat16_products():
-        # The plan does not know yet that bfloat16 gradients pass through float32 copies there.
-        request.applymarker(pytest.mark.xfail(reason="no bfloat16 products on this CPU", strict=True))
+def test_prediction_is_within_a_tenth_of_what_is_alive(name: str) -> None:
     check((CASES | MORE)[name])
 
 
@@ -208,7 +215,11 @@ def test_a_rollout_beside_the_training_is_held_at_the_same_time() -> None:
     weights = plain["rollout"].parts["weights"]
     assert beside["rollout"].total - plain["rollout"].total == weights
     rollout = plain["rollout"].parts["activations"]
-    assert beside["backward"].total - plain["backward"].total == weights + rollout
+    cache = beside["backward"].parts[
+        "kv cache"
+    ]  # it is given back before training where nothing samples meanwhile
+    assert beside["backward"].total - plain["backward"].total == weights + rollout + cache
+    assert cache == plain["rollout"].parts["kv cache"] > KEPT_CACHE
     assert phases(large(overlap="stream"))[0].total == plain["rollout"].total  # the weights are the trainer's
 
 
@@ -217,7 +228,9 @@ def test_what_is_in_host_memory_is_not_on_the_gpu() -> None:
     parts = {phase.name: phase.parts for phase in phases(work)}
     host = {phase.name: phase.parts for phase in phases(replace(work, offload_state=True))}
     count = sum(parameter_sizes(work.shape))
-    assert parts["backward"]["optimizer"] == 12 * count
+    assert (
+        parts["backward"]["optimizer"] == 10 * count
+    )  # two moments, and what the weights have beyond bfloat16
     assert host["backward"]["optimizer"] == 0
     assert host["optimizer step"]["gradients"] == 2 * count  # neither widened nor scaled there
     rows = {phase.name: phase.parts for phase in phases(replace(work, offload_inputs=True))}
@@ -225,8 +238,8 @@ def test_what_is_in_host_memory_is_not_on_the_gpu() -> None:
     spared = parts["backward"]["activations"] - rows["backward"]["activations"]
     assert spared == (work.shape.num_layers - 2) * inputs
     packed = {phase.name: phase.parts for phase in phases(replace(work, adam_bits=8))}
-    # 2 bytes a parameter, 4 a block of 256 for each moment, 4 for the master; small tensors keep 8 and 4.
-    assert packed["backward"]["optimizer"] == pytest.approx(count * (6 + 8 / 256), rel=1e-3)
+    # 2 bytes a parameter, 4 a block of 256 for each moment, 2 for the master; small tensors keep 8 and 2.
+    assert packed["backward"]["optimizer"] == pytest.approx(count * (4 + 8 / 256), rel=1e-3)
 
 
 def test_source_001_budget(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,11 +302,11 @@ def test_what_fits_is_the_largest_that_does() -> None:
     plain = large(precision="float32", attention="exact", device="cpu")
     assert fit(plain, 12 * 2**30) is None
     assert "only with --optim" in _advice(plain, 12)
-    assert "--optim.precision bfloat16_master --optim.adam-bits 8 --optim.token" in _advice(plain, 9)
+    assert "--optim.precision bfloat16_master --optim.adam-bits 8 --optim.token" in _advice(plain, 8)
     assert "--optim.offload-state --optim.token" in _advice(
-        replace(plain, device="cuda", attention="fast"), 6
+        replace(plain, device="cuda", attention="fast"), 5
     )
-    assert "does not fit" in _advice(plain, 6)
+    assert "does not fit" in _advice(plain, 5)
 
 
 def test_meter_counts_a_storage_once_and_forgets_it() -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -121,9 +121,9 @@ def run(
     """
     counts: list[int] = []
 
-    def counted(micro_batches: Sequence, score: Callable) -> dict[str, float]:
+    def counted(micro_batches: Sequence, *arguments: Any) -> dict[str, float]:
         counts.append(len(micro_batches))
-        return forward_backward(micro_batches, score)
+        return forward_backward(micro_batches, *arguments)
 
     packed: list = []
 

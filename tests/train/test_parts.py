@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from handmade import MAX_LENGTH, WEIGHTS, new_policy, random_groups
+from scene import islands_as
 
 from whet.train.advantage import is_informative, with_advantages
 from whet.train.algorithm import AlgoConfig
@@ -71,12 +72,16 @@ ALGOS = {
 
 @pytest.mark.parametrize("name", ALGOS)
 def test_parts_add_up_to_the_whole(name: str) -> None:
+    with islands_as(torch.float64):  # what float32 sums round depends on the cut
+        check_parts(name)
+
+
+def check_parts(name: str) -> None:
     whole, one = Scene(ALGOS[name], 0), Scene(ALGOS[name], 9)
     expected = whole.update(whole.groups)
     assert whole.gradient.abs().max() > 1e-3
     one.update(one.groups)
-    # Rotary positions are float32: what they round depends on whether losses are divided before or after.
-    assert (one.gradient - whole.gradient).norm() < 1e-6 * whole.gradient.norm()
+    assert (one.gradient - whole.gradient).norm() < 1e-12 * whole.gradient.norm()
     for part_groups in (1, 2, 4):
         parts = Scene(ALGOS[name], part_groups)
         for group in parts.groups[:-1]:
@@ -99,12 +104,12 @@ def test_a_memory_that_is_too_small_restarts_all_parts(
     scene, count = Scene(AlgoConfig(), 2, token_budget=200), 0
     original = Objective._micro_loss
 
-    def fail(self: Objective, *arguments: Any) -> Any:
+    def fail(self: Objective, *arguments: Any, **options: Any) -> Any:
         nonlocal count
         count += 1
         if count == 3:  # in the middle of the second part
             raise torch.OutOfMemoryError("no room")
-        return original(self, *arguments)
+        return original(self, *arguments, **options)
 
     monkeypatch.setattr(Objective, "_micro_loss", fail)
     for group in scene.groups:

@@ -288,12 +288,12 @@ def test_the_rehearsal_finds_the_budget_before_any_data(
 ) -> None:
     seen: list[int] = []
 
-    def spy(micro_batches: Any, score: Any) -> Any:
+    def spy(micro_batches: Any, *arguments: Any) -> Any:
         (micro,) = micro_batches
         seen.append(int(micro.tokens_N.numel()))
         if seen[-1] > 60:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward_backward(micro_batches, score)
+        return forward_backward(micro_batches, *arguments)
 
     monkeypatch.setattr("whet.train.safety.forward_backward", spy)
     policy = train(make_config(tiny_policy, tmp_path, num_steps=1))

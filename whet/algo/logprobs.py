@@ -5,6 +5,7 @@ Sampler and trainer call the same functions here, so what was sampled is what is
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,25 +62,40 @@ def head_logits(
     return logits[:rows] if surplus_rows else logits
 
 
-def select_logprobs(logits_MV: torch.Tensor, targets_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def exp_logits(logits_MV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return exp(logits - largest) [M, V], its sums [M] and the log-normaliser [M].
+
+    Sampler and trainer take their normaliser here, so that it is the same to the last bit; the sampler draws from the
+    exponentials, the trainer makes its gradient of them: they are what takes time, and are computed once.
+
+    Args:
+        logits_MV: Float32 (or float64) logits; -inf columns are outside the support.
+    """
+    top_M1 = logits_MV.amax(-1, keepdim=True)
+    weights_MV = (logits_MV - top_M1).exp_()
+    # PyTorch cuts the sum of a single long row into one part a thread: other bits than the same row among others.
+    rows = weights_MV.expand(2, -1) if weights_MV.shape[0] == 1 else weights_MV
+    total_M = rows.sum(-1)[: weights_MV.shape[0]]
+    return weights_MV, total_M, total_M.log() + top_M1.squeeze(1)
+
+
+def select_logprobs(
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, normaliser_M: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log softmax(logits)[target] and the log-normaliser, both [M].
 
     Args:
         logits_MV: Float32 (or float64) logits; -inf columns are outside the support.
         targets_M: int64 ids.
+        normaliser_M: That of `exp_logits`, where it has been called; kernels have their own.
     """
     if cpu_head.can_select(logits_MV):
         return cpu_head.select(logits_MV, targets_M)
     if (kernel := asked_for(eager.logprob_entropy, logits_MV)) is not None:
         return kernel(logits_MV, targets_M)[:2]
-    normaliser_M = torch.logsumexp(logits_MV, dim=-1)
+    if normaliser_M is None:
+        normaliser_M = exp_logits(logits_MV)[2]
     return logits_MV.gather(1, targets_M[:, None]).squeeze(1) - normaliser_M, normaliser_M
-
-
-def entropy_of(logits_MV: torch.Tensor, normaliser_M: torch.Tensor) -> torch.Tensor:
-    """Return the entropy in nats of softmax(logits) [M]: log-normaliser minus the mean logit."""
-    probs = torch.exp(logits_MV - normaliser_M[:, None])
-    return normaliser_M - (probs * logits_MV.masked_fill(logits_MV == float("-inf"), 0.0)).sum(-1)
 
 
 def chunk_rows(vocab: int, device: torch.device) -> int:
@@ -89,9 +105,10 @@ def chunk_rows(vocab: int, device: torch.device) -> int:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Chunked head: the forward keeps hidden states and two numbers a row, the backward recomputes logits.
+    """Chunked head: the forward keeps hidden states and three numbers a row, the backward recomputes logits.
 
-    Gradient of a row's logits, for upstream g (of the log-probability) and e (of the entropy):
+    Where they are few, it keeps the logits' exponentials instead: a product and a pass of exp less (a tenth of a small
+    model's training step). Gradient of a row's logits, for upstream g (of the log-probability) and e (of the entropy):
     dz = g (onehot - p) - e p (log p + H). The tests verify it by finite differences.
     """
 
@@ -104,82 +121,97 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         num_valid: int,
         chunk: int,
+        keeps: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropies, normalisers = [], [], []
+        columns: list[tuple[torch.Tensor, ...]] = []
+        kept: list[torch.Tensor] = []
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
             if (kernel := asked_for(eager.logprob_entropy, logits)) is not None:
                 logprob, normaliser, entropy = kernel(logits, targets_M[rows])
+                total = normaliser  # the gradient's kernel takes no other
             else:
-                logprob, normaliser = select_logprobs(logits, targets_M[rows])
-                entropy = entropy_of(logits, normaliser)
-            logprobs.append(logprob)
-            normalisers.append(normaliser)
-            entropies.append(entropy)
-        ctx.save_for_backward(hidden_MD, weight_VD, targets_M, torch.cat(normalisers), torch.cat(entropies))
+                weights, total, normaliser = exp_logits(logits)
+                logprob, _ = select_logprobs(logits, targets_M[rows], normaliser)
+                entropy = _entropy(logits, weights, total, normaliser, num_valid)
+                if keeps:
+                    kept.append(weights)
+            columns.append((logprob, entropy, normaliser, total))
+        logprobs, entropies, normalisers, totals = (torch.cat(part) for part in zip(*columns, strict=True))
+        ctx.save_for_backward(hidden_MD, weight_VD, targets_M, normalisers, entropies, totals, *kept)
         ctx.options = (temperature, num_valid, chunk)
-        return torch.cat(logprobs), torch.cat(entropies)
+        return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_MD, weight_VD, targets_M, normaliser_M, entropy_M = ctx.saved_tensors
+        hidden_MD, weight_VD, targets_M, normaliser_M, entropy_M, total_M, *kept = ctx.saved_tensors
         temperature, num_valid, chunk = ctx.options
         grad_logprob_M, grad_entropy_M = upstream
         use_entropy = hidden_MD.is_cuda or bool((grad_entropy_M != 0).any())  # a GPU is not waited for
         exact = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
+        gradient = partial(_logit_gradient, temperature=temperature, use_entropy=use_entropy)
         weight = weight_VD.to(exact)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = None
         grad_hidden = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
-            columns = (
-                targets_M[rows],
-                normaliser_M[rows],
-                entropy_M[rows],
-                grad_logprob_M[rows],
-                grad_entropy_M[rows],
-            )
-            if (kernel := asked_for(eager.logprob_entropy_backward_, logits)) is not None:
-                dz = kernel(logits, *columns, temperature)
+            targets, entropy = targets_M[rows], entropy_M[rows]
+            grads = grad_logprob_M[rows], grad_entropy_M[rows]
+            if kept:
+                dz = gradient(kept[0], total_M[rows], targets, entropy, *grads)
             else:
-                dz = _logit_gradient(logits, *columns, use_entropy=use_entropy)
-                dz = dz / temperature if temperature != 1.0 else dz
+                logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
+                if (kernel := asked_for(eager.logprob_entropy_backward_, logits)) is not None:
+                    dz = kernel(logits, targets, normaliser_M[rows], entropy, *grads, temperature)
+                else:
+                    weights, total, _ = exp_logits(logits)
+                    del logits
+                    dz = gradient(weights, total, targets, entropy, *grads)
             dz = dz[:, : weight.shape[0]]
             if grad_hidden is not None:
                 grad_hidden[rows] = (dz @ weight).to(grad_hidden.dtype)
-            if grad_weight is not None:
-                grad_weight.addmm_(dz.t(), hidden_MD[rows].to(exact))
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+            if ctx.needs_input_grad[1]:
+                hidden = hidden_MD[rows].to(exact)
+                grad_weight = dz.t() @ hidden if grad_weight is None else grad_weight.addmm_(dz.t(), hidden)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VD.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _entropy(
+    logits_MV: torch.Tensor,
+    weights_MV: torch.Tensor,
+    total_M: torch.Tensor,
+    normaliser_M: torch.Tensor,
+    num_valid: int,
+) -> torch.Tensor:
+    """Return the entropy in nats of softmax(logits) [M]: log-normaliser minus the mean logit."""
+    # Columns outside the support are left out, not masked: 0 x -inf is nan, and a mask is three passes more.
+    logits_MV, weights_MV = logits_MV[:, :num_valid], weights_MV[:, :num_valid]
+    return normaliser_M - (weights_MV * logits_MV).sum(-1) / total_M
 
 
 def _logit_gradient(
-    logits_MV: torch.Tensor,
+    weights_MV: torch.Tensor,
+    total_M: torch.Tensor,
     targets_M: torch.Tensor,
-    normaliser_M: torch.Tensor,
     entropy_M: torch.Tensor,
     grad_logprob_M: torch.Tensor,
     grad_entropy_M: torch.Tensor,
     *,
+    temperature: float,
     use_entropy: bool,
 ) -> torch.Tensor:
-    """Return the gradient of logits that are divided by the temperature already."""
-    logprobs = logits_MV - normaliser_M[:, None]
-    dz = logprobs.exp()
+    """Return the gradient of logits before the temperature divides them, from the exponentials of those after."""
     if use_entropy:
-        finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
-        dz = dz * (-grad_logprob_M[:, None] - grad_entropy_M[:, None] * (finite + entropy_M[:, None]))
+        probs = weights_MV / total_M[:, None]
+        logprobs = probs.log().masked_fill_(probs == 0, 0.0)
+        dz = probs * (-grad_logprob_M[:, None] - grad_entropy_M[:, None] * (logprobs + entropy_M[:, None]))
     else:
-        dz *= -grad_logprob_M[:, None]
-    return dz.scatter_add_(1, targets_M[:, None], grad_logprob_M[:, None].to(dz.dtype))
+        dz = weights_MV * (-grad_logprob_M / total_M)[:, None]
+    dz.scatter_add_(1, targets_M[:, None], grad_logprob_M[:, None].to(dz.dtype))
+    return dz if temperature == 1.0 else dz.div_(temperature)
 
 
 def token_logprobs(
@@ -215,10 +247,18 @@ def token_logprobs(
         return empty, empty.detach()
     rows = chunk or chunk_rows(vocab, hidden_MD.device)
     valid = vocab if num_valid is None else num_valid
+    is_small = targets_M.numel() * vocab * 4 <= cpu_head.KEEP_BYTES
+    keeps = chunk is None and is_small and torch.is_grad_enabled() and not hidden_MD.is_cuda
     if cpu_head.can_score(hidden_MD, weight_VD):
         options = {"temperature": temperature, "num_valid": valid, "chunk": rows}
         return cpu_head.score(hidden_MD, weight_VD, targets_M, **options)
     result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(  # pyright: ignore[reportAssignmentType]
-        hidden_MD, weight_VD, targets_M, temperature, valid, rows
+        hidden_MD,
+        weight_VD,
+        targets_M,
+        temperature,
+        valid,
+        max(rows, len(targets_M)) if keeps else rows,
+        keeps,
     )
     return result

@@ -123,10 +123,13 @@ class Decode:
         self._kind: AttentionKind = kind
         if cache.is_tiled:
             return
-        hidden = torch.arange(num_keys, device=positions_B.device)[None, :] > positions_B[:, None]
-        self._bias = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))[
-            :, None, None, :
-        ]
+        kv_heads, capacity = cache.keys.shape[2:4]
+        hidden = torch.arange(num_keys, device=positions_B.device) > positions_B[:, None]
+        bias = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))
+        self._bias_Z1S = bias.repeat_interleave(kv_heads, 0)[:, None]
+        # Where a layer's keys and values go, the cache seen as rows of one head and position.
+        slots = torch.arange(self._rows.shape[0] * kv_heads, device=positions_B.device) * capacity
+        self._slots_Z = slots + positions_B.repeat_interleave(kv_heads)
 
     def attend(
         self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
@@ -140,20 +143,27 @@ class Decode:
             out = cpu_attention.decode(q_NHC[:rows], keys, values, self._positions)
             surplus = q_NHC.shape[0] - rows
             return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
-        keys[self._rows, :, self._positions] = k_NKC[:rows].to(keys.dtype)
-        values[self._rows, :, self._positions] = v_NKC[:rows].to(values.dtype)
+        channels = q_NHC.shape[2]
+        for tensor, new in ((keys, k_NKC), (values, v_NKC)):
+            rows_ZC = new[:rows].reshape(-1, channels).to(tensor.dtype)
+            tensor.view(-1, channels).index_copy_(0, self._slots_Z, rows_ZC)
         surplus = q_NHC.shape[0] - rows
         if (kernel := asked_for(eager.decode_attention, q_NHC)) is not None:
             out = kernel(q_NHC[:rows], keys, values, self._positions + 1)
             return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
-        k, v = keys[:rows, :, : self._num_keys], values[:rows, :, : self._num_keys]
-        kv_heads = k.shape[1]
-        q = q_NHC[:rows].view(rows, kv_heads, -1, q_NHC.shape[2])
-        rep = q.shape[2]
-        if self._kind == "fast" and q.is_cuda:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias.to(q.dtype))
+        count_z = rows * keys.shape[1]
+        k_ZSC, v_ZSC = (x.flatten(0, 1)[:count_z, : self._num_keys] for x in (keys, values))
+        q_ZQC = q_NHC[:rows].reshape(count_z, -1, channels)
+        rep = q_ZQC.shape[1]
+        if self._kind == "fast" and q_ZQC.is_cuda:
+            mask = self._bias_Z1S.to(q_ZQC.dtype)
+            out = F.scaled_dot_product_attention(
+                q_ZQC[:, None], k_ZSC[:, None], v_ZSC[:, None], mask[:, None]
+            )
         else:
-            padded = F.pad(q, (0, 0, 0, MIN_QUERY_ROWS - rep)) if rep < MIN_QUERY_ROWS else q
-            out = exact_attention(padded, k, v, self._bias)[:, :, :rep]
+            padded = F.pad(q_ZQC, (0, 0, 0, MIN_QUERY_ROWS - rep)) if rep < MIN_QUERY_ROWS else q_ZQC
+            wide = eager.product_dtype(padded)
+            query, key, value = (x.to(wide) for x in (padded, k_ZSC, v_ZSC))
+            out = exact_attention(query, key, value, self._bias_Z1S)[0][:, :rep].to(q_NHC.dtype)
         out = out.reshape(rows, q_NHC.shape[1], q_NHC.shape[2])
         return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out

@@ -19,6 +19,7 @@ from whet.generate.cache import Decode, KVCache, Prefill
 from whet.generate.drafts import read_ahead
 from whet.generate.fused import FUSED_PREFILL, can_fuse, fuse, prefill, row_state
 from whet.generate.graphs import StaticSteps, static_steps
+from whet.generate.plain import PlainSteps, can_step
 from whet.generate.rows import (
     Completion,
     Job,
@@ -26,17 +27,16 @@ from whet.generate.rows import (
     Rows,
     Token,
     are_plain,
-    by_params,
     has_stop,
     note,
     noted,
     share_params,
 )
-from whet.generate.sampling import SamplingParams, sample_tokens
+from whet.generate.sampling import SamplingParams
 from whet.kernels import cpu, cpu_head
 from whet.kernels.cpu import CHANNELS
 from whet.kernels.cpu_layers import Layers
-from whet.model.attention import KEY_BLOCK, KEY_QUANTUM, AttentionKind, Packed, round_up
+from whet.model.attention import KEY_QUANTUM, AttentionKind, Packed, round_up
 from whet.model.transformer import LanguageModel
 from whet.telemetry.spans import spanned
 from whet.types import UserError
@@ -102,6 +102,7 @@ class Engine:
         self._cache: KVCache | None = None
         self._head: torch.Tensor | None = None
         self._layers: Layers | None = None
+        self._plain: PlainSteps | None = None
         self._static: StaticSteps | None = None
 
     def generate(
@@ -163,11 +164,13 @@ class Engine:
                 if can_fuse(self.model, self._cache, self._cache.values.dtype):
                     self._layers = fuse(self.model, self._cache, self._cache.values.dtype)
                     self._reads_ahead = self.num_guesses > 0 and cpu_head.can_score(self._head, self._head)
+                elif can_step(self.model, self._cache):
+                    self._plain = PlainSteps(self.model, self._cache)
                 state = Rows.empty(num_rows, max_new, self.device)
                 self._static = static_steps(self._static, self.model, self._cache, state, self._stop_ids)
                 yield self._static.state if self._static else state
         finally:
-            self._head, self._layers, self._reads_ahead = None, None, False
+            self._head, self._layers, self._plain, self._reads_ahead = None, None, None, False
             self.model.train(was_training)
 
     def release(self, above: int = 0) -> None:
@@ -273,6 +276,8 @@ class Engine:
         state.limits[new] = torch.tensor([self._limit(job) for job in state.jobs[new]], device=self.device)
         for flags in (state.counts, state.checked, state.done, state.stopped):
             flags[new] = 0
+        if not cpu_head.can_select(logits):
+            state.draw_noise(new, max(self._limit(job) for job in state.jobs[new]))
         self.stats.prompt_tokens += tokens
         self._append(logits, state, new)
 
@@ -300,17 +305,7 @@ class Engine:
             where, valid = row_state(state, rows.start, self._stop_ids), self.model.num_valid_tokens
             cpu_head.draw(logits_BV, where, num_valid=valid, temperature=params.temperature, read=read)
             return
-        tokens = torch.empty_like(state.last[rows])
-        logprobs = torch.empty_like(state.logprobs[rows, 0])
-        for params, members in by_params(jobs):
-            index = slice(None) if members is None else torch.tensor(members, device=self.device)
-            logits = logits_BV[index]
-            if params.temperature not in (0.0, 1.0):
-                logits = logits / params.temperature
-            tokens[index], scores = sample_tokens(
-                logits, state.seeds[rows][index], state.counts[rows][index], params
-            )
-            logprobs[index] = scores.float()
+        tokens, logprobs = state.draw(rows, logits_BV, has_noise=not cpu_head.can_select(logits_BV))
         if any(job.num_top is not None for job in jobs):
             note(logits_BV, tokens, jobs)
         state.take(rows, tokens, logprobs, self._stop_ids)
@@ -331,10 +326,13 @@ class Engine:
             self._static.run(len(state.jobs), state.jobs[0].params)
             return
         positions = state.positions[live].clone()
-        deepest = int(positions.max()) + 1
-        num_keys = round_up(deepest, KEY_QUANTUM if deepest <= KEY_BLOCK else KEY_BLOCK)
-        context = Decode(self._cache, positions, min(num_keys, self._cache.capacity), self._attention)
-        hidden = self.model(state.last[live], positions, context)
+        deepest = int(positions.max())
+        if self._plain is not None:
+            hidden = self._plain.run(state.last[live], positions, deepest)
+        else:
+            num_keys = min(round_up(deepest + 1, KEY_QUANTUM), self._cache.capacity)
+            context = Decode(self._cache, positions, num_keys, self._attention)
+            hidden = self.model(state.last[live], positions, context)
         self._append(self._logits(hidden), state, live)
 
     def stop_on_text(self, state: Rows) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from whet.algo.logprobs import select_logprobs
 from whet.generate.lookup import Lookup
-from whet.generate.sampling import SamplingParams
+from whet.generate.sampling import SamplingParams, counter_uniforms, sample_tokens
 from whet.types import FinishReason
 
 CHARACTER_TOKENS = 4
@@ -99,6 +99,7 @@ class Rows:
     last: torch.Tensor
     done: torch.Tensor
     stopped: torch.Tensor
+    noise: torch.Tensor
     tokens: torch.Tensor
     logprobs: torch.Tensor
     jobs: list[Job] = field(default_factory=list)
@@ -119,6 +120,7 @@ class Rows:
             last=whole(torch.int64),
             done=whole(torch.bool),
             stopped=whole(torch.bool),
+            noise=whole(torch.float64, max_new + 1),
             tokens=whole(torch.int64, max_new + 1),
             logprobs=whole(torch.float32, max_new + 1),
         )
@@ -132,16 +134,55 @@ class Rows:
         self, rows: slice, tokens_B: torch.Tensor, logprobs_B: torch.Tensor, stop_ids: torch.Tensor
     ) -> None:
         """Note a drawn token of each row; ended rows write into the spare column and do not move on."""
-        live = ~self.done[rows]
-        column = torch.where(live, self.counts[rows], self.tokens.shape[1] - 1)[:, None]
+        done, counts = self.done[rows], self.counts[rows]
+        live = ~done
+        column = torch.where(live, counts, self.tokens.shape[1] - 1)[:, None]
         self.tokens[rows].scatter_(1, column, tokens_B[:, None])
         self.logprobs[rows].scatter_(1, column, logprobs_B[:, None])
         self.last[rows] = tokens_B
-        self.counts[rows] += live
+        counts += live
         self.positions[rows] += live
-        stopped = torch.isin(tokens_B, stop_ids) & live
-        self.stopped[rows] |= stopped
-        self.done[rows] |= stopped | (self.counts[rows] >= self.limits[rows])
+        if stop_ids.numel():
+            stopped = torch.isin(tokens_B, stop_ids) & live
+            self.stopped[rows] |= stopped
+            done |= stopped
+        done |= counts >= self.limits[rows]
+
+    def draw_noise(self, rows: slice, longest: int) -> None:
+        """Compute the uniforms of all tokens that new rows may draw: one by one that is two dozen calls a step."""
+        index = torch.arange(longest, device=self.seeds.device)
+        self.noise[rows, :longest] = counter_uniforms(self.seeds[rows, None], index)
+
+    def draw(
+        self, rows: slice, logits_BV: torch.Tensor, *, has_noise: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a token for each row, as its job asks for.
+
+        Args:
+            rows: The rows.
+            logits_BV: Their logits at temperature 1.
+            has_noise: Whether `draw_noise` was called for them.
+
+        Returns:
+            Ids [B] and log-probabilities [B], float32.
+        """
+        jobs = self.jobs[rows]
+        seeds, counts = self.seeds[rows], self.counts[rows]
+        noise = self.noise[rows].gather(1, counts[:, None]).squeeze(1) if has_noise else None
+        tokens, logprobs = torch.empty_like(self.last[rows]), torch.empty_like(self.logprobs[rows, 0])
+        for params, members in by_params(jobs):
+            scale = 1.0 if params.temperature in (0.0, 1.0) else params.temperature
+            if members is None:
+                logits = logits_BV if scale == 1.0 else logits_BV / scale
+                drawn, scores = sample_tokens(logits, seeds, counts, params, noise)
+                return drawn, scores.float()
+            index = torch.tensor(members, device=logits_BV.device)
+            own = None if noise is None else noise[index]
+            tokens[index], scores = sample_tokens(
+                logits_BV[index] / scale, seeds[index], counts[index], params, own
+            )
+            logprobs[index] = scores.float()
+        return tokens, logprobs
 
     def clear(self) -> None:
         """Make all rows free and zero, where they are."""

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from whet.algo.logprobs import select_logprobs
+from whet.algo.logprobs import exp_logits, select_logprobs
 
 MASK_32 = 0xFFFFFFFF
 CDF_BLOCK = 128
 SMALL_VOCABULARY = 1024
 NUCLEUS_GUESS = 256
+LARGEST_UNIFORM = 1 - 2.0**-25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,42 +123,55 @@ def _nucleus_floor(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
     return logits_BV.gather(1, indices.gather(1, last))
 
 
-def draw_tokens(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+def draw_tokens(
+    logits_BV: torch.Tensor, uniforms_B: torch.Tensor, weights_BV: torch.Tensor | None = None
+) -> torch.Tensor:
     """Draw one id per row by inverse CDF, two-level for large vocabularies; rows don't affect each other.
 
     Args:
         logits_BV: Float32 logits; -inf is never drawn. V a multiple of 16.
         uniforms_B: Float64 uniforms in (0, 1).
+        weights_BV: exp(logits - largest), where they are known.
 
     Returns:
         int64 ids [B].
     """
     rows, vocab = logits_BV.shape
-    weights = torch.exp(logits_BV - logits_BV.max(dim=-1, keepdim=True).values)
+    if weights_BV is None:
+        weights_BV, _, _ = exp_logits(logits_BV)
     if vocab <= SMALL_VOCABULARY:
-        return _search(weights.double(), uniforms_B)
+        return _search(weights_BV, uniforms_B)
     surplus = -vocab % CDF_BLOCK
-    blocks = torch.nn.functional.pad(weights, (0, surplus)).view(rows, -1, CDF_BLOCK)
+    padded = torch.nn.functional.pad(weights_BV, (0, surplus)) if surplus else weights_BV
+    blocks = padded.view(rows, -1, CDF_BLOCK)
     sums = blocks.sum(-1).double()
     cumulative = sums.cumsum(-1)
     wanted = uniforms_B * cumulative[:, -1]
     block = torch.searchsorted(cumulative, wanted[:, None], right=True).clamp_(max=sums.shape[1] - 1)
     before = cumulative.gather(1, block) - sums.gather(1, block)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, CDF_BLOCK)).squeeze(1).double()
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, CDF_BLOCK)).squeeze(1)
     share = ((wanted[:, None] - before) / sums.gather(1, block)).squeeze(1)
     return block.squeeze(1) * CDF_BLOCK + _search(inside, share)
 
 
 def _search(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Return the first index whose cumulative weight exceeds uniform * total; never one of zero weight."""
-    cumulative = weights_BV.cumsum(-1)
-    found = torch.searchsorted(cumulative, (uniforms_B * cumulative[:, -1])[:, None], right=True).squeeze(1)
-    last = weights_BV.shape[1] - 1 - (weights_BV > 0).flip(-1).int().argmax(-1)
-    return torch.minimum(found, last)
+    """Return the first index whose cumulative weight exceeds uniform * total; never one of zero weight.
+
+    A uniform is at least 2^-25 below 1, so what is searched for is below the total in float64, and the first larger sum
+    is one that grew. What is left of it within a block may be a last bit outside [0, 1), since the block's sum is
+    rounded.
+    """
+    cumulative = weights_BV.cumsum(-1, dtype=torch.float64)
+    wanted = uniforms_B.clamp(0.0, LARGEST_UNIFORM) * cumulative[:, -1]
+    return torch.searchsorted(cumulative, wanted[:, None], right=True).squeeze(1)
 
 
 def sample_tokens(
-    logits_BV: torch.Tensor, seeds_B: torch.Tensor, index_B: torch.Tensor, params: SamplingParams
+    logits_BV: torch.Tensor,
+    seeds_B: torch.Tensor,
+    index_B: torch.Tensor,
+    params: SamplingParams,
+    uniforms_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the next token of each sequence and score it under the distribution that was sampled.
 
@@ -166,6 +180,7 @@ def sample_tokens(
         seeds_B: Sequence seeds.
         index_B: Index of the token to draw in its completion, 0-based.
         params: Temperature and filters.
+        uniforms_B: The `counter_uniforms` of seeds and index, where they are known.
 
     Returns:
         Ids [B] and log-probabilities [B] (float32; renormalised over the kept set when filters are on; at
@@ -175,5 +190,9 @@ def sample_tokens(
         tokens = logits_BV.argmax(-1)
         return tokens, select_logprobs(logits_BV, tokens)[0]
     kept = filter_logits(logits_BV, params)
-    tokens = draw_tokens(kept, counter_uniforms(seeds_B, index_B))
-    return tokens, select_logprobs(kept, tokens)[0]
+    if uniforms_B is None:
+        uniforms_B = counter_uniforms(seeds_B, index_B)
+    # Drawing and scoring read the same exponentials.
+    weights, _, normaliser = exp_logits(kept)
+    tokens = draw_tokens(kept, uniforms_B, weights)
+    return tokens, select_logprobs(kept, tokens, normaliser)[0]

@@ -239,7 +239,7 @@ def _rollout(work: Workload) -> dict[str, int]:
 
 def _scoring(work: Workload, count: int) -> dict[str, int]:
     micro = micro_batches(work)
-    chunk = (1 if work.is_native else 4) * 4 * _chunk_elements(work)
+    chunk = (1 if work.is_native else 3) * 4 * _chunk_elements(work)
     passing = passing_bytes(work, micro.tokens, micro.sequences, work.length)
     return {
         "activations": _batch_bytes(work) + passing,
@@ -318,11 +318,15 @@ def _head(work: Workload, trained: int) -> int:
             chunk, share = logits // round_up(shape.vocab_size, COLUMN_QUANTUM), table * (4 + p)
             logits *= 2
         hidden = trained * shape.hidden_size * p
-        return logits * (6 if p == 2 else 4) + hidden + max(chunk * shape.hidden_size * p, share)
-    chunks = -(-trained // chunk_rows(shape.vocab_size, torch.device(work.device)))
-    copies = (6 if work.has_entropy else 3) + (chunks > 1) + (work.temperature != 1)
+        return (
+            logits * (4 if p == 4 or work.widens else 6) + hidden + max(chunk * shape.hidden_size * p, share)
+        )
+    every = trained * round_up(shape.vocab_size, COLUMN_QUANTUM)
+    if work.device == "cpu" and trained * shape.vocab_size * 4 <= KEEP_BYTES:
+        logits = every
+    copies = 5 if work.has_entropy else 2
     backward = 4 * copies * logits + table * (4 if p == 4 else 8) + trained * shape.hidden_size * p
-    return max(backward, 4 * 4 * logits)  # the forward pass measures the entropy
+    return max(backward, 4 * 3 * logits)  # the forward pass measures the entropy
 
 
 def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
@@ -360,7 +364,8 @@ def _batch_bytes(work: Workload) -> int:
 
 def _copies(work: Workload, count: int) -> dict[str, int]:
     """Bytes of autocast's copies of the weights, which the graph keeps (in inference mode there are none to keep)."""
-    if work.precision != "bfloat16_autocast" or work.checkpoint == "layer" or work.is_native:
+    is_kept = work.precision == "bfloat16_autocast" and work.checkpoint != "layer"
+    if not is_kept or work.is_native or work.widens:
         return {}
     shape = work.shape
     tables = shape.vocab_size * shape.hidden_size * (1 if shape.tie_embeddings else 2)

@@ -22,7 +22,7 @@ from whet.inspect.memory import (
 )
 from whet.inspect.meter import compare, measure
 from whet.inspect.workload import Workload
-from whet.kernels import cpu
+from whet.kernels import cpu, eager
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig, from_hf
 from whet.model.files import find_files, is_hub_name, read_json
@@ -245,6 +245,7 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         offload_state=run.optim.offload_state,
         length=length,
         num_trained=length - 1,
+        widens=device == "cpu" and not eager.has_bfloat16_products(),
         num_sequences=0,
         token_budget=budget,
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from whet.algo.packing import split_by_budget
 from whet.kernels.cpu import CHANNELS, QUANTUM
+from whet.kernels.eager import SLICE
 from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
+    QUERY_BLOCK,
     TILE_SCORES,
     AttentionKind,
     round_up,
@@ -48,6 +51,7 @@ class Workload:
         has_measuring: Whether tokens are scored before the first update.
         has_entropy: Whether the entropy is part of the loss.
         temperature: Temperature of the sampled distribution.
+        widens: Whether bfloat16 products go through float32, the CPU having none.
     """
 
     shape: ModelConfig
@@ -73,6 +77,7 @@ class Workload:
     has_measuring: bool = False
     has_entropy: bool = False
     temperature: float = 1.0
+    widens: bool = False
 
     @property
     def micro_sequences(self) -> int:
@@ -88,6 +93,11 @@ class Workload:
     def product_bytes(self) -> int:
         """Bytes of what a matrix product returns."""
         return 4 if self.precision == "float32" else 2
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of a number that products of PyTorch read in attention."""
+        return 4 if self.widens else self.product_bytes
 
     @property
     def is_native(self) -> bool:
@@ -155,16 +165,15 @@ def saved_bytes(work: Workload, tokens: int, sequences: int) -> int:
     per_token = shape.hidden_size * norm_bytes(work, 1 if shape.family == "gpt2" else 3) + 4
     per_token += a * heads  # what the output projection reads
     if shape.family == "qwen3":
-        is_eager = not work.is_native or work.precision == "bfloat16_autocast"
-        per_token += (heads + keys) * ((8 if a == 4 else 6) if is_eager else a)
+        per_token += (heads + keys) * a + 4 * (shape.num_heads + shape.num_kv_heads)
     if work.has_native_attention:
         return tokens * (per_token + a * (heads + 2 * keys) + 4 * shape.num_heads) + feed_bytes(work, tokens)
-    padded = sequences * padded_length(work.length)
-    attention = padded * a * (heads + 2 * keys)
     if work.attention == "exact":
-        attention += sequences * shape.num_heads * _num_scores(work.length) * (4 if a == 4 else 6)
+        attention = tokens * a * (heads + 2 * keys)
+        attention += shape.num_heads * _Rows.of(work, tokens, sequences).scores * work.score_bytes
     else:
-        attention += padded * (a * heads + 4 * shape.num_heads)
+        padded = sequences * padded_length(work.length)
+        attention = padded * (2 * a * heads + 2 * a * keys + 4 * shape.num_heads)
     return tokens * per_token + attention + feed_bytes(work, tokens)
 
 
@@ -177,8 +186,8 @@ def feed_bytes(work: Workload, tokens: int) -> int:
 
 
 def _kept_widths(work: Workload) -> int:
-    """Tensors of the feed-forward width that are kept: the eager gate keeps one more."""
-    return 2 if work.shape.family == "gpt2" else 3 if work.has_native_gate else 4
+    """Tensors of the feed-forward width that are kept: gate, up and their product."""
+    return 2 if work.shape.family == "gpt2" else 3
 
 
 def norm_bytes(work: Workload, num_readers: int) -> int:
@@ -192,30 +201,62 @@ def norm_bytes(work: Workload, num_readers: int) -> int:
     """
     residual = work.parameter_bytes
     copies = 2 * num_readers if work.precision == "bfloat16_autocast" else residual * (num_readers > 0)
-    if work.shape.family == "gpt2" or work.is_native:
-        return residual + copies
-    return 4 + residual + copies  # the eager RMS norm keeps its input in float32, and what it scaled
+    return residual + copies
 
 
 def padded_length(length: int) -> int:
     """Return the length of a sequence's row in padded attention."""
-    return round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK)
+    return round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK // 2)
 
 
-def _num_scores(length: int) -> int:
-    """Scores of one head and sequence: query blocks read the keys up to their own end."""
-    width = padded_length(length)
-    block = min(width, KEY_BLOCK)
-    return sum(block * stop for stop in range(block, width + 1, block))
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of one head in exact attention without the C++ kernels, padding included (`whet.model.attention`).
 
+    Attributes:
+        queries: Queries of all sequences, a shared prompt's once.
+        keys: Keys, each sequence having its prompt's for itself.
+        scores: Pairs of them that are computed: blocks of queries read the keys up to their own end.
+        tile: Scores of all heads in the largest call.
+    """
 
-def _tile_bytes(work: Workload, sequences: int, length: int) -> int:
-    """Bytes of one tile of scores in exact attention."""
-    if work.attention != "exact" or work.has_native_attention:
-        return 0
-    width = padded_length(length)
-    one = work.shape.num_heads * min(width, KEY_BLOCK) * width
-    return 4 * min(sequences * one, max(one, TILE_SCORES))
+    queries: int
+    keys: int
+    scores: int
+    tile: int
+
+    @classmethod
+    def of(cls, work: Workload, tokens: int, sequences: int) -> _Rows:
+        """Count those of a micro-batch, as `whet.algo.packing` lays it out.
+
+        Args:
+            work: Says the lengths.
+            tokens: Its tokens.
+            sequences: Its sequences.
+        """
+        prompt = work.length - work.num_trained
+        families = (tokens - sequences * work.num_trained) // prompt
+        if families >= sequences:
+            return cls.add_up(work, [(sequences, 0, work.length)])
+        return cls.add_up(work, [(families, 0, prompt), (sequences, prompt, work.num_trained)])
+
+    @classmethod
+    def add_up(cls, work: Workload, kinds: Sequence[tuple[int, int, int]]) -> _Rows:
+        """Add up rows of several kinds: how many, position of the first query, queries."""
+        queries = keys = scores = tile = 0
+        for count, first, length in kinds:
+            width = padded_length(length)
+            blocks = range(first, first + width, min(width, QUERY_BLOCK))
+            ends = [min(begin + QUERY_BLOCK, first + width) for begin in blocks]
+            each = [
+                (end - begin) * round_up(end, KEY_QUANTUM) for begin, end in zip(blocks, ends, strict=True)
+            ]
+            queries += count * width
+            keys += count * round_up(first + width, KEY_QUANTUM)
+            scores += count * sum(each)
+            one = work.shape.num_heads * max(each)
+            tile = max(tile, min(count * one, max(one, TILE_SCORES)))
+        return cls(queries, keys, scores, tile)
 
 
 def passing_bytes(work: Workload, tokens: int, sequences: int = 0, length: int = 1) -> int:
@@ -233,8 +274,9 @@ def passing_bytes(work: Workload, tokens: int, sequences: int = 0, length: int =
     mlp = tokens * (2 * residual + 3 * a * shape.intermediate_size)
     attention = tokens * (2 * residual + a * (heads + 2 * keys))
     if sequences and not work.has_native_attention:
-        padded = sequences * padded_length(length)
-        attention += padded * a * (2 * heads + 2 * keys) + 2 * _tile_bytes(work, sequences, length)
+        rows = _Rows.add_up(work, [(sequences, 0, length)])
+        attention += work.score_bytes * (2 * rows.queries * heads + 2 * rows.keys * keys)
+        attention += 4 * rows.tile if work.attention == "exact" else 0
     norm = tokens * (2 * residual if work.is_native else 4 * 4 * shape.hidden_size)
     return max(mlp, attention, norm) + tokens * table_bytes(work)
 
@@ -257,11 +299,17 @@ def backward_bytes(work: Workload, tokens: int, sequences: int) -> int:
     residual = work.parameter_bytes * shape.hidden_size
     feed = a * shape.intermediate_size
     # The gradients of gate and up beside that of their product, whose own numbers are gone.
-    mlp = tokens * (residual + 2 * feed if work.has_native_gate else 2 * residual + feed)
+    mlp = tokens * (residual + 2 * feed)
+    if not work.has_native_gate and shape.family != "gpt2":
+        mlp += 2 * a * min(tokens * shape.intermediate_size, SLICE)
+    if work.widens and a == 2:  # the last product's gradients in float32, with what they are made of
+        mlp = max(mlp, 6 * tokens * (shape.hidden_size + shape.intermediate_size))
     attention = tokens * (residual + a * (heads + 2 * keys) + 8 * keys)
     if not work.has_native_attention:
-        padded = sequences * padded_length(work.length)
-        attention = tokens * residual + padded * a * (2 * heads + 5 * keys)
-        attention += 2 * _tile_bytes(work, sequences, work.length)
+        rows = _Rows.of(work, tokens, sequences)
+        attention = tokens * residual + work.score_bytes * (3 * rows.queries * heads + 4 * rows.keys * keys)
+        attention += tokens * a * (2 * heads + 2 * keys)
+        if work.attention == "exact":
+            attention += rows.tile * (4 if work.score_bytes == 4 else 6)
     freed = feed_bytes(work, tokens)  # by the feed-forward part, which comes first
     return max(mlp, attention - freed)

@@ -11,13 +11,13 @@ import ctypes
 import sys
 from collections.abc import Iterable
 from ctypes import POINTER, c_double, c_float, c_int, c_long, c_void_p
-from functools import cache
 from typing import Any
 
 import torch
 
 from whet.kernels.build import library
 from whet.kernels.choice import Operation, uses
+from whet.kernels.eager import product_dtype
 
 QUANTUM = 16
 ENOUGH = 8192
@@ -110,17 +110,12 @@ def _wide_dtype(dtype: torch.dtype) -> int:
     return int(dtype == torch.float32)
 
 
-@cache
-def _has_bfloat16_products() -> bool:
-    """Whether PyTorch multiplies bfloat16 matrices with more than plain loops (200 times slower, measured on AVX2)."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return left @ right by PyTorch; bfloat16 goes through float32 where the CPU has no products for it."""
-    if left.dtype == torch.bfloat16 and not _has_bfloat16_products():
-        return (left.float() @ right.float()).bfloat16()
-    return left @ right
+    wide = product_dtype(right)
+    if wide == right.dtype:
+        return left @ right
+    return (left.to(wide) @ right.to(wide)).to(right.dtype)
 
 
 def _threads(work: int = sys.maxsize) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from whet.kernels.cpu import QUANTUM, _threads, _wide, call, matmul, panels, product, usable
+from whet.kernels.eager import product_dtype
 
 KEEP_BYTES = 256 * 2**20
 """Logits that the backward pass finds still there; more are computed again."""
@@ -82,7 +83,7 @@ class _Score(torch.autograd.Function):
         for start in range(0, hidden.shape[0], step):
             part = slice(start, min(start + step, hidden.shape[0]))
             z = kept[0] if kept else logits(hidden[part], weight)
-            dz = torch.empty(z.shape, dtype=dtype) if dtype != torch.float32 else z
+            dz = z if product_dtype(weight) == torch.float32 else torch.empty(z.shape, dtype=dtype)
             columns = (
                 targets[part],
                 normalisers[part],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 SPLIT = 256
 NF4_BLOCK = 64
 SCALE_BLOCK = 256
+SLICE = 2**18
+"""Numbers of a slice: a few such arrays fit into a core's share of the cache."""
 # fmt: off
 NF4_CODES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -123,12 +126,47 @@ def rms_norm(
         The normalised sum and the sum itself (the next residual).
     """
     total = x if residual is None else x + residual
-    return weight * _normalised(total, eps), total
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _Norm.apply(total, weight, eps), total  # pyright: ignore[reportReturnType]
+    return _scaled(weight, _normalised(total, eps)[0], total.dtype), total
 
 
-def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+def _normalised(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x over its root mean square, and one over that [..., 1], both float32."""
     x32 = x.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    # Not torch.linalg.vecdot, which autocast would compute in bfloat16; not mean, which is slower than a sum.
+    rstd = (x32.square().sum(-1, keepdim=True) * (1 / x.shape[-1]) + eps).rsqrt()
+    return x32 * rstd, rstd
+
+
+def _scaled(weight: torch.Tensor, normalised: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    rounded = normalised.to(dtype)
+    return (
+        weight * rounded
+        if rounded.dtype != weight.dtype or rounded is not normalised
+        else rounded.mul_(weight)
+    )
+
+
+class _Norm(torch.autograd.Function):
+    """The norm with its gradient in six passes; autograd takes a dozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normalised, rstd = _normalised(x, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return _scaled(weight, normalised, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        grad, width = upstream[0].float(), x.shape[-1]
+        normalised = x.float() * rstd
+        grad_weight = (grad * normalised).view(-1, width).sum(0) if ctx.needs_input_grad[1] else None
+        grad = grad * weight.float()
+        mean = (grad * normalised).sum(-1, keepdim=True) * (1 / width)
+        grad_x = grad.addcmul_(normalised, mean, value=-1).mul_(rstd).to(x.dtype)
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
 def rope_into_cache(
@@ -164,24 +202,101 @@ def rope_into_cache(
         Rotated queries [N, H, C].
     """
     if q_weight_C is not None and k_weight_C is not None:
-        q_NHC, k_NKC = q_weight_C * _normalised(q_NHC, eps), k_weight_C * _normalised(k_NKC, eps)
+        q_NHC, k_NKC = rms_norm(q_NHC, q_weight_C, eps)[0], rms_norm(k_NKC, k_weight_C, eps)[0]
     count = positions_B.shape[0]
     rows = torch.arange(count, device=positions_B.device)
-    k_NKC = _rotated(k_NKC, cos_N1C, sin_N1C)
+    k_NKC = rotate(k_NKC, cos_N1C, sin_N1C)
     keys_BKSC[rows, :, positions_B] = k_NKC[:count].to(keys_BKSC.dtype)
     values_BKSC[rows, :, positions_B] = v_NKC[:count].to(values_BKSC.dtype)
-    return _rotated(q_NHC, cos_N1C, sin_N1C)
+    return rotate(q_NHC, cos_N1C, sin_N1C)
 
 
-def _rotated(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
+def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions in float32 and return the input's dtype; differentiable.
+
+    Args:
+        x_NHC: Queries or keys.
+        cos_N1C: Float32 table at each row's position; its halves are equal.
+        sin_N1C: The same of the sine.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _Rotate.apply(x_NHC, cos_N1C, sin_N1C)  # pyright: ignore[reportReturnType]
+    return _rotated(x_NHC, cos_N1C, sin_N1C, 1.0)
+
+
+def _rotated(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor, sign: float) -> torch.Tensor:
     x32 = x_NHC.float()
     left, right = x32.chunk(2, dim=-1)
-    return (x32 * cos_N1C + torch.cat((-right, left), dim=-1) * sin_N1C).to(x_NHC.dtype)
+    turned = torch.cat((-right, left), dim=-1)
+    return (x32 * cos_N1C).addcmul_(turned, sin_N1C, value=sign).to(x_NHC.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation; its gradient is turned back by the same angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(upstream[0], cos, sin, -1.0), None, None
 
 
 def swiglu(gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up; differentiable."""
+    if torch.is_grad_enabled() and gate_NF.dim() == 2 and not torch.compiler.is_compiling():
+        return _SwiGLU.apply(gate_NF, up_NF)  # pyright: ignore[reportReturnType]
     return F.silu(gate_NF) * up_NF
+
+
+class _SwiGLU(torch.autograd.Function):
+    """The gate with its gradient, in slices of rows that stay in a CPU's cache from one pass to the next.
+
+    Its arrays are the largest of a training step beside the logits. What silu returned is computed again: it would take
+    as long to read.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        for part in _slices(gate):
+            torch.mul(F.silu(gate[part]), up[part], out=out[part])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate, up = ctx.saved_tensors
+        grad = upstream[0]
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        for part in _slices(gate):
+            torch.mul(F.silu(gate[part]), grad[part], out=grad_up[part])
+            grad_gate[part] = torch.ops.aten.silu_backward(grad[part] * up[part], gate[part])
+        return grad_gate, grad_up
+
+
+def _slices(x_NF: torch.Tensor) -> list[slice]:
+    rows, step = x_NF.shape[0], max(1, SLICE // x_NF.shape[1])
+    # On a GPU a slice more is a launch more, and there is no cache to stay in.
+    return [slice(None)] if x_NF.is_cuda else [slice(start, start + step) for start in range(0, rows, step)]
+
+
+@cache
+def has_bfloat16_products() -> bool:
+    """Whether PyTorch multiplies bfloat16 matrices on this CPU with more than plain loops.
+
+    These were 15 times slower than float32 for a training step on AVX2 (11M parameters: 48 s against 3).
+    """
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype that products with a tensor are computed in: float32 for bfloat16 without such products."""
+    is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not has_bfloat16_products()
+    return torch.float32 if is_slow else x.dtype
 
 
 def linear(x: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None = None) -> torch.Tensor:
@@ -192,7 +307,38 @@ def linear(x: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None
         weight_VD: Weight of the input's dtype.
         bias_V: Added to the product before it is rounded.
     """
-    return F.linear(x, weight_VD, bias_V)
+    rounded = x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x
+    wide = product_dtype(rounded)
+    if wide == rounded.dtype:
+        return F.linear(x, weight_VD, bias_V)
+    with torch.autocast("cpu", enabled=False):
+        return _Widened.apply(rounded, weight_VD, bias_V)  # pyright: ignore[reportReturnType]
+
+
+class _Widened(torch.autograd.Function):
+    """A bfloat16 product in float32: what it keeps is bfloat16 all the same, and the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        rounded = None if bias is None else bias.to(x.dtype).float()
+        return F.linear(x.float(), weight.to(x.dtype).float(), rounded).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad, width = upstream[0].float(), x.shape[-1]
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = (grad @ weight.to(x.dtype).float()).to(x.dtype)
+        rows = grad.reshape(-1, grad.shape[-1])
+        if needs_weight:
+            grad_weight = (rows.t() @ x.reshape(-1, width).float()).to(weight.dtype)
+        if ctx.bias_dtype is not None and needs_bias:
+            grad_bias = rows.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias
 
 
 @dataclass(frozen=True, slots=True)

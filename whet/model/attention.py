@@ -8,17 +8,22 @@ Why sampler and trainer agree to the last bit on a CPU (measured): (1) the model
 query rows are used, keys are padded to `KEY_QUANTUM`, and probabilities times values are summed in key blocks
 of fixed size, so that a row's result does not depend on how many masked keys follow it. `exact_attention`
 follows these rules; the kind 'fast' is PyTorch's fused kernel, which does not.
+
+Measured with MKL on AVX2 and on AVX-512, one thread and two: 1, 2 and 3 query rows take other code paths than 4 and
+more; any number of keys that is a multiple of 16 gives the same bits, as long as no sum runs over more than 192 of
+them (256 in one product: up to half of the rows differ).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import cpu_attention
+from whet.kernels import cpu_attention, eager
 from whet.types import Segment
 
 AttentionKind = Literal["exact", "fast"]
@@ -28,6 +33,7 @@ KEY_QUANTUM = 32
 KEY_BLOCK = 128
 MIN_QUERY_ROWS = 4
 TILE_SCORES = 2**20
+QUERY_BLOCK = 128
 
 
 class AttentionContext(Protocol):
@@ -46,46 +52,48 @@ def round_up(value: int, quantum: int) -> int:
 
 
 def exact_attention(
-    q_BKQC: torch.Tensor, k_BKSC: torch.Tensor, v_BKSC: torch.Tensor, bias: torch.Tensor
-) -> torch.Tensor:
+    q_ZQC: torch.Tensor,
+    k_ZSC: torch.Tensor,
+    v_ZSC: torch.Tensor,
+    bias: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention whose rows do not depend on the number of rows or of masked keys.
 
+    Not differentiable by itself (`_TiledAttention` is): it writes in place.
+
     Args:
-        q_BKQC: Queries, grouped by key/value head; Q at least `MIN_QUERY_ROWS` for exact rows.
-        k_BKSC: Keys; S a multiple of `KEY_QUANTUM`.
-        v_BKSC: Values.
-        bias: Additive float32 mask (0 or -inf), broadcastable to [B, K, Q, S].
+        q_ZQC: Queries; Z counts rows times key/value heads, Q at least `MIN_QUERY_ROWS` for exact rows.
+        k_ZSC: Keys; S a multiple of `KEY_QUANTUM`.
+        v_ZSC: Values.
+        bias: Additive float32 mask (0 or -inf), broadcastable to [Z, Q, S].
+        out: Where the outputs go; made where there is none.
 
     Returns:
-        Outputs [B, K, Q, C] in the dtype of the values.
+        Outputs [Z, Q, C] and probabilities [Z, Q, S] in the dtype of the values.
     """
-    scale = q_BKQC.shape[-1] ** -0.5
-    scores = ((q_BKQC * scale) @ k_BKSC.transpose(-1, -2)).float()
-    probs = torch.softmax(scores.add_(bias), dim=-1).to(v_BKSC.dtype)
-    num_keys = k_BKSC.shape[-2]
-    if num_keys <= KEY_BLOCK:
-        return probs @ v_BKSC
-    out = probs[..., :KEY_BLOCK] @ v_BKSC[..., :KEY_BLOCK, :]
+    if q_ZQC.dtype == torch.float32 and torch.is_autocast_enabled(q_ZQC.device.type):
+        with torch.autocast(q_ZQC.device.type, enabled=False):  # it would round the products' arguments
+            return exact_attention(q_ZQC, k_ZSC, v_ZSC, bias, out)
+    scale, num_keys = q_ZQC.shape[-1] ** -0.5, k_ZSC.shape[1]
+    k_ZCS = k_ZSC.transpose(1, 2)
+    if q_ZQC.dtype == torch.float32:
+        # Mask, scale and product in one call: a pass over the scores less, and two calls less in a decoding step.
+        scores = torch.baddbmm(bias.expand(*q_ZQC.shape[:2], num_keys), q_ZQC, k_ZCS, alpha=scale)
+    else:
+        scores = torch.bmm(q_ZQC * scale, k_ZCS).float().add_(bias)
+    # In place: the scores are the largest thing here, and nobody reads them again.
+    probs = torch.softmax(scores, dim=-1, out=scores).to(v_ZSC.dtype)
+    if out is None:
+        out = torch.empty_like(q_ZQC)
+    torch.bmm(probs[..., :KEY_BLOCK], v_ZSC[:, :KEY_BLOCK], out=out)
     for start in range(KEY_BLOCK, num_keys, KEY_BLOCK):
-        stop = start + KEY_BLOCK
-        out = out + probs[..., start:stop] @ v_BKSC[..., start:stop, :]
-    return out
-
-
-def fold_queries(q_BTHC: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Bring queries [B, T, H, C] to [B, K, rep * T, C]: heads of one key/value head share a product."""
-    rows, length, heads, channels = q_BTHC.shape
-    rep = heads // num_kv_heads
-    folded = q_BTHC.reshape(rows, length, num_kv_heads, rep, channels).permute(0, 2, 3, 1, 4)
-    return folded.reshape(rows, num_kv_heads, rep * length, channels)
-
-
-def unfold_outputs(out_BKQC: torch.Tensor, length: int) -> torch.Tensor:
-    """Undo `fold_queries`: [B, K, rep * T, C] to [B, T, H, C]."""
-    rows, kv_heads, queries, channels = out_BKQC.shape
-    rep = queries // length
-    out = out_BKQC.view(rows, kv_heads, rep, length, channels).permute(0, 3, 1, 2, 4)
-    return out.reshape(rows, length, kv_heads * rep, channels)
+        part = slice(start, start + KEY_BLOCK)
+        if out.dtype == torch.float32:
+            out.baddbmm_(probs[..., part], v_ZSC[:, part])
+        else:
+            out += torch.bmm(probs[..., part], v_ZSC[:, part])
+    return out, probs
 
 
 def whole_sequences(segments_B: Sequence[int] | Sequence[Segment]) -> list[Segment]:
@@ -104,11 +112,250 @@ def positions_of(segments: Sequence[Segment], device: torch.device) -> torch.Ten
     return torch.cat(parts).to(device)
 
 
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Queries that are computed in one call, and the keys that they see.
+
+    Attributes:
+        queries: Their rows among all gathered queries, [Z, Q, C] once they are there.
+        keys: Rows of their sequences' keys among all gathered keys, [Z, S, C].
+        sizes: Z, Q and S.
+        num_seen: Keys that any of the queries sees; the others are left out.
+        bias: Causal mask [Q, num_seen], 0 or -inf; None for 'fast', which needs none.
+    """
+
+    queries: slice
+    keys: slice
+    sizes: tuple[int, int, int]
+    num_seen: int
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedKeys:
+    """Keys of a prefix, that stand before those of several sequences: their gradients are added up.
+
+    Attributes:
+        keys: Rows of the sequences' keys among all gathered keys, [R, K, S, C].
+        sizes: R, K and S.
+        rows: The prefix in the flat batch.
+    """
+
+    keys: slice
+    sizes: tuple[int, int, int]
+    rows: slice
+
+
+class _Plan:
+    """Which rows of a flat batch are computed together, and where their results stand.
+
+    Sequences of similar length are padded to one width. A padded row's tail comes after every real token, so the causal
+    mask alone keeps it out. Of sequences that share a prefix the queries are their own tokens alone: a prompt of a
+    group is not computed again for each of its samples. One look-up each brings queries, keys and values into the order
+    that the products read, and one brings the outputs back: a row of an index is a token's head.
+
+    Args:
+        segments: Sequences.
+        num_rows: Rows of the flat batch, padding included.
+        heads: Query heads.
+        kv_heads: Key/value heads.
+        device: Where the index tensors live.
+        whole: Queries are all of a sequence, its prefix included, and one tile ('fast').
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        num_rows: int,
+        heads: int,
+        kv_heads: int,
+        device: torch.device,
+        *,
+        whole: bool,
+    ) -> None:
+        self._heads, self._kv_heads, self._whole = heads, kv_heads, whole
+        self._biases: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._device = device
+        self.tiles: list[_Tile] = []
+        self.shared: list[_SharedKeys] = []
+        self._query_parts: list[torch.Tensor] = []
+        self._key_parts: list[torch.Tensor] = []
+        self._padded_parts: list[torch.Tensor] = []
+        self._num_queries = self._num_keys = 0
+        query_place, key_place = (torch.full((num_rows, n), -1) for n in (heads, kv_heads))
+        for (prefix, shared, width), rows in sorted(self._buckets(segments).items()):
+            self._add(rows, prefix, shared, width, query_place, key_place)
+        # What no sequence has (row padding) reads the zeros behind the last row.
+        query_place[query_place < 0] = self._num_queries
+        key_place[key_place < 0] = self._num_keys
+        self.query_place, self.key_place = (place.view(-1).to(device) for place in (query_place, key_place))
+        parts = self._query_parts, self._key_parts, self._padded_parts
+        self.query_index, self.key_index, self.padded = (torch.cat(part).to(device) for part in parts)
+
+    def _buckets(self, segments: Sequence[Segment]) -> dict[tuple[int, int, int], list[Segment]]:
+        buckets: dict[tuple[int, int, int], list[Segment]] = {}
+        for segment in segments:
+            length = segment.length + (segment.shared if self._whole else 0)
+            width = round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK // 2)
+            prefix, shared = (segment.prefix, segment.shared) if segment.shared else (0, 0)
+            buckets.setdefault((0, 0, width) if self._whole else (prefix, shared, width), []).append(segment)
+        return buckets
+
+    def _add(
+        self,
+        rows: Sequence[Segment],
+        prefix: int,
+        first: int,
+        width: int,
+        query_place: torch.Tensor,
+        key_place: torch.Tensor,
+    ) -> None:
+        """Add sequences whose first query is at the same position, and has so many queries with its padding."""
+        num_keys, kv_heads = round_up(first + width, KEY_QUANTUM), self._kv_heads
+        start, count, own_prefix, shared = (column[:, None] for column in torch.tensor(rows).unbind(1))
+        column = torch.arange(num_keys)[None, :]
+        own = (column >= shared) & (column < shared + count)
+        source = torch.where(
+            column < shared, own_prefix + column, torch.where(own, start + column - shared, start)
+        )
+        keys = slice(self._num_keys, self._num_keys + source.numel() * kv_heads)
+        place = torch.arange(keys.start, keys.stop).view(len(rows), kv_heads, num_keys).transpose(1, 2)
+        key_place[source[own]] = place[own]
+        self._key_parts.append((source[:, None] * kv_heads + torch.arange(kv_heads)[:, None]).view(-1))
+        self._num_keys = keys.stop
+        if first:
+            sizes = len(rows), kv_heads, num_keys
+            self.shared.append(_SharedKeys(keys, sizes, slice(prefix, prefix + first)))
+        block = width if self._whole else min(width, QUERY_BLOCK)
+        for begin in range(first, first + width, block):
+            end = min(begin + block, first + width)
+            num_seen = round_up(end, KEY_QUANTUM)
+            step = (
+                len(rows) if self._whole else max(1, TILE_SCORES // (self._heads * (end - begin) * num_seen))
+            )
+            for row in range(0, len(rows), step):
+                part = slice(row, row + step)
+                queries = self._add_queries(source[part, begin:end], own[part, begin:end], query_place)
+                count_z = source[part].shape[0] * kv_heads
+                tile_keys = slice(
+                    keys.start + row * kv_heads * num_keys, keys.start + (row * kv_heads + count_z) * num_keys
+                )
+                sizes = count_z, (queries.stop - queries.start) // count_z, num_keys
+                bias = None if self._whole else self._bias(begin, end - begin, num_seen)
+                self.tiles.append(_Tile(queries, tile_keys, sizes, num_seen, bias))
+
+    def _add_queries(self, source_RQ: torch.Tensor, own_RQ: torch.Tensor, query_place: torch.Tensor) -> slice:
+        heads, (rows, length) = self._heads, source_RQ.shape
+        queries = slice(self._num_queries, self._num_queries + rows * heads * length)
+        place = torch.arange(queries.start, queries.stop).view(rows, heads, length).transpose(1, 2)
+        query_place[source_RQ[own_RQ]] = place[own_RQ]
+        self._padded_parts.append(place[~own_RQ].view(-1))
+        self._query_parts.append((source_RQ[:, None] * heads + torch.arange(heads)[:, None]).view(-1))
+        self._num_queries = queries.stop
+        return queries
+
+    def _bias(self, begin: int, length: int, num_seen: int) -> torch.Tensor:
+        """Return the causal mask of queries from a position on; heads of one key/value head stand one below another."""
+        key = begin, length, num_seen
+        if key not in self._biases:
+            hidden = torch.arange(num_seen)[None, :] > torch.arange(begin, begin + length)[:, None]
+            bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+            self._biases[key] = bias.repeat(self._heads // self._kv_heads, 1).to(self._device)
+        return self._biases[key]
+
+
+def _tiled(
+    q_NHC: torch.Tensor,
+    k_NKC: torch.Tensor,
+    v_NKC: torch.Tensor,
+    plan: _Plan,
+    kept: list[torch.Tensor] | None,
+) -> torch.Tensor:
+    """Return exact causal attention [N, H, C]; the tiles' probabilities go to `kept`."""
+    channels = q_NHC.shape[2]
+    q, k, v = _gather(plan, q_NHC, k_NKC, v_NKC)
+    out = q.new_empty(q.shape[0] + 1, channels)
+    out[-1] = 0.0
+    for tile in plan.tiles:
+        num_z, _, num_keys = tile.sizes
+        keys, values = (x[tile.keys].view(num_z, num_keys, channels)[:, : tile.num_seen] for x in (k, v))
+        queries = q[tile.queries].view(num_z, -1, channels)
+        where = out[tile.queries].view(num_z, -1, channels)
+        assert tile.bias is not None
+        _, probs = exact_attention(queries, keys, values, tile.bias, where)
+        if kept is not None:
+            kept.append(probs)
+    return out.index_select(0, plan.query_place).view(q_NHC.shape).to(q_NHC.dtype)
+
+
+def _gather(plan: _Plan, q_NHC: torch.Tensor, *keys_NKC: torch.Tensor) -> list[torch.Tensor]:
+    """Bring queries, and then keys and values, into the order of the tiles, in the dtype of products."""
+    wide, channels = eager.product_dtype(q_NHC), q_NHC.shape[2]
+    indices = (plan.query_index, *(plan.key_index for _ in keys_NKC))
+    tensors = zip((q_NHC, *keys_NKC), indices, strict=True)
+    return [x.reshape(-1, channels).index_select(0, index).to(wide) for x, index in tensors]
+
+
+class _TiledAttention(torch.autograd.Function):
+    """Exact attention with its gradient: probabilities are kept, as autograd would, but nothing else of their size.
+
+    Autograd took 1.5 times as long: it wrote zeros and copies for every slice of keys and every block of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        out = _tiled(q, k, v, plan, kept)
+        ctx.plan = plan
+        ctx.save_for_backward(q, k, v, out, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_NHC, k_NKC, v_NKC, out, *kept = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        channels = q_NHC.shape[2]
+        scale, grad = channels**-0.5, upstream[0]
+        # Softmax' gradient is p (dp - sum p dp), and the sum is that of output times its gradient.
+        delta_N1 = -(grad.float() * out.float()).sum(-1).view(-1, 1)
+        delta = delta_N1.index_select(0, plan.query_index)
+        q, k, v = _gather(plan, q_NHC * scale, k_NKC, v_NKC)
+        (g,) = _gather(plan, grad)
+        g.index_fill_(0, plan.padded, 0.0)  # they stand for the first token of their row
+        delta.index_fill_(0, plan.padded, 0.0)
+        dq = q.new_empty(q.shape[0] + 1, channels)
+        dk, dv = q.new_zeros(2, k.shape[0] + 1, channels).unbind(0)
+        dq[-1] = 0.0
+        for tile, probs in zip(plan.tiles, kept, strict=True):
+            num_z, num_queries, num_keys = tile.sizes
+            seen = slice(0, tile.num_seen)
+            keys, values, dkeys, dvalues = (
+                x[tile.keys].view(num_z, num_keys, channels)[:, seen] for x in (k, v, dk, dv)
+            )
+            queries, dqueries, dout = (x[tile.queries].view(num_z, num_queries, channels) for x in (q, dq, g))
+            # Not accumulated by baddbmm_: into a part of the keys it would be one product after the other.
+            dvalues += torch.bmm(probs.transpose(1, 2), dout)
+            shift = delta[tile.queries].view(num_z, num_queries, 1)
+            if q.dtype == torch.float32:
+                dscores = torch.baddbmm(shift.expand_as(probs), dout, values.transpose(1, 2)).mul_(probs)
+            else:
+                dscores = torch.bmm(dout, values.transpose(1, 2)).float().add_(shift).mul_(probs).to(q.dtype)
+            torch.bmm(dscores, keys, out=dqueries)
+            dkeys += torch.bmm(dscores.transpose(1, 2), queries)
+        grads = [x.index_select(0, plan.key_place).view(k_NKC.shape) for x in (dk, dv)]
+        dq = dq.index_select(0, plan.query_place).view(q_NHC.shape).mul_(scale)
+        for shared in plan.shared:
+            for whole, rows in zip(grads, (dk, dv), strict=True):
+                each = rows[shared.keys].view(*shared.sizes, channels)
+                length = shared.rows.stop - shared.rows.start
+                whole[shared.rows] += each[:, :, :length].float().sum(0).transpose(0, 1)
+        return dq.to(q_NHC.dtype), *(x.to(k_NKC.dtype) for x in grads), None
+
+
 class Packed:
     """Causal attention inside each of several sequences that lie one after the other in a flat batch.
 
-    On a CPU with a compiler that is one C++ kernel. Else sequences of similar length are computed together as padded
-    rows; a padded row's tail comes after every real token, so the causal mask alone keeps it out.
+    On a CPU with a compiler that is one C++ kernel. Else sequences of similar length are computed together (`_Plan`).
 
     Args:
         segments_B: Sequences in the order of the flat batch, as lengths, or as segments that may share a prefix.
@@ -127,30 +374,7 @@ class Packed:
         self._segments = whole_sequences(segments_B)
         self.num_tokens = sum(segment.length for segment in self._segments)
         self._table: torch.Tensor | None = None
-        self._gathers: list[tuple[int, torch.Tensor]] = []
-        self._position_of: torch.Tensor | None = None
-
-    def _pad(self) -> None:
-        """Choose the rows that are computed together, and where their results stand."""
-        buckets: dict[int, list[Segment]] = {}
-        for segment in self._segments:
-            length = segment.shared + segment.length
-            width = round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK)
-            buckets.setdefault(width, []).append(segment)
-        position_of = torch.zeros(self.num_tokens, dtype=torch.int64)
-        offset = 0
-        for width, rows in sorted(buckets.items()):
-            start, count, prefix, shared = (column[:, None] for column in torch.tensor(rows).unbind(1))
-            column = torch.arange(width)[None, :]
-            own = (column >= shared) & (column < shared + count)
-            source = torch.where(
-                column < shared, prefix + column, torch.where(own, start + column - shared, start)
-            )
-            target = offset + torch.arange(len(rows))[:, None] * width + column
-            position_of[source[own]] = target.expand_as(source)[own]
-            self._gathers.append((width, source.reshape(-1).to(self._device)))
-            offset += len(rows) * width
-        self._position_of = position_of.to(self._device)
+        self._plans: dict[tuple[int, int, int], _Plan] = {}
 
     def _kernel_table(self) -> torch.Tensor:
         """Return the segments as the kernel reads them; those that share a prefix, and its own, are one group."""
@@ -169,56 +393,29 @@ class Packed:
         """Return causal attention outputs [N, H, C]; rows past the last sequence (row padding) are zero."""
         if cpu_attention.can_attend(q_NHC, k_NKC, v_NKC):
             return cpu_attention.attend(q_NHC, k_NKC, v_NKC, self._kernel_table())
-        if self._position_of is None:
-            self._pad()
-        assert self._position_of is not None
-        outputs = []
-        for width, source in self._gathers:
-            rows = source.numel() // width
-            q, k, v = (
-                x.index_select(0, source).view(rows, width, x.shape[1], x.shape[2])
-                for x in (q_NHC, k_NKC, v_NKC)
-            )
-            outputs.append(self._attend_padded(q, k, v).reshape(rows * width, q_NHC.shape[1], q_NHC.shape[2]))
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        out = joined.index_select(0, self._position_of)
-        surplus = q_NHC.shape[0] - self.num_tokens
-        return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
-
-    def _attend_padded(
-        self, q_BTHC: torch.Tensor, k_BTKC: torch.Tensor, v_BTKC: torch.Tensor
-    ) -> torch.Tensor:
-        k, v = k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2)
+        sizes = q_NHC.shape[0], q_NHC.shape[1], k_NKC.shape[1]
+        if sizes not in self._plans:  # all layers have one
+            self._plans[sizes] = _Plan(self._segments, *sizes, self._device, whole=self.kind == "fast")
+        plan = self._plans[sizes]
         if self.kind == "fast":
-            out = F.scaled_dot_product_attention(
-                q_BTHC.transpose(1, 2), k, v, is_causal=True, enable_gqa=k.shape[1] != q_BTHC.shape[2]
-            )
-            return out.transpose(1, 2)
-        return _causal_exact(q_BTHC, k.contiguous(), v.contiguous())
+            return _fused(q_NHC, k_NKC, v_NKC, plan)
+        if not torch.is_grad_enabled():
+            return _tiled(q_NHC, k_NKC, v_NKC, plan, None)
+        return _TiledAttention.apply(q_NHC, k_NKC, v_NKC, plan)  # pyright: ignore[reportReturnType]
 
 
-def _causal_exact(q_BTHC: torch.Tensor, k_BKTC: torch.Tensor, v_BKTC: torch.Tensor) -> torch.Tensor:
-    """Causal exact attention [B, T, H, C], in tiles that stay in the cache of a CPU core.
-
-    Queries go in blocks that read only the keys up to their own, and rows in slices: neither changes a row's result.
-    """
-    rows, length, heads, _ = q_BTHC.shape
-    kv_heads = k_BKTC.shape[1]
-    block = min(length, KEY_BLOCK)
+def _fused(q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    """Causal attention by PyTorch's fused kernel; a prefix is computed again in each sequence that shares it."""
+    heads, kv_heads, channels = q_NHC.shape[1], k_NKC.shape[1], q_NHC.shape[2]
+    q, k, v = _gather(plan, q_NHC, k_NKC, v_NKC)
     outputs = []
-    for start in range(0, length, block):
-        stop = min(start + block, length)
-        hidden = (
-            torch.arange(stop, device=q_BTHC.device)[None, :]
-            > torch.arange(start, stop, device=q_BTHC.device)[:, None]
+    for tile in plan.tiles:
+        length = tile.sizes[2]
+        queries = q[tile.queries].view(-1, heads, length, channels)
+        keys, values = (x[tile.keys].view(-1, kv_heads, length, channels) for x in (k, v))
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=kv_heads != heads
         )
-        bias = torch.zeros(hidden.shape, device=q_BTHC.device).masked_fill_(hidden, float("-inf"))
-        bias = bias.repeat(heads // kv_heads, 1)
-        step = max(1, TILE_SCORES // (heads * (stop - start) * stop))
-        tiles = []
-        for row in range(0, rows, step):
-            queries = fold_queries(q_BTHC[row : row + step, start:stop], kv_heads)
-            keys, values = k_BKTC[row : row + step, :, :stop], v_BKTC[row : row + step, :, :stop]
-            tiles.append(unfold_outputs(exact_attention(queries, keys, values, bias), stop - start))
-        outputs.append(tiles[0] if len(tiles) == 1 else torch.cat(tiles))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        outputs.append(out.reshape(-1, channels))
+    outputs.append(q.new_zeros(1, channels))
+    return torch.cat(outputs).index_select(0, plan.query_place).view(q_NHC.shape).to(q_NHC.dtype)

@@ -28,7 +28,7 @@ class Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b."""
         out = cpu.linear(input, self.weight, self.bias)
-        return super().forward(input) if out is None else out
+        return eager.linear(input, self.weight, self.bias) if out is None else out
 
 
 def embedding(num_rows: int, width: int) -> nn.Embedding:
@@ -51,9 +51,7 @@ class RMSNorm(nn.Module):
             return out
         if (kernel := asked_for(eager.rms_norm, x)) is not None:
             return kernel(x, self.weight, self.eps)[0]
-        x32 = x.float()
-        scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(x.dtype)
+        return eager.rms_norm(x, self.weight, self.eps)[0]
 
 
 def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,11 +81,7 @@ def _stretch(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
     """Apply rotary positions in float32 and return the input's dtype."""
     out = cpu.rotate(x_NHC, cos_N1C, sin_N1C)
-    if out is not None:
-        return out
-    x32 = x_NHC.float()
-    left, right = x32.chunk(2, dim=-1)
-    return (x32 * cos_N1C + torch.cat((-right, left), dim=-1) * sin_N1C).to(x_NHC.dtype)
+    return eager.rotate(x_NHC, cos_N1C, sin_N1C) if out is None else out
 
 
 class Attention(nn.Module):

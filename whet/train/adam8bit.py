@@ -66,7 +66,7 @@ def code_of(*, is_signed: bool, device: torch.device) -> Code:
     # The least of the numbers that begin with these bits: below 0 it is the one of the largest magnitude.
     least = (torch.where(upper < 2**15, upper, upper + 1) << 16).view(torch.float32)
     least[-1] = -math.inf  # the last bits but one are no number's; one more would be those of +0
-    start = (torch.bucketize(least, values, right=True, out_int32=True) - 1).clamp_(0, 255)
+    start = (torch.bucketize(least, values, right=True) - 1).clamp_(0, 255).to(torch.uint8)
     above = torch.cat((values[1:], values.new_tensor([math.inf])))
     return Code(values, above, 1 / (above - values), start)
 
@@ -86,7 +86,7 @@ def encode(x_N: torch.Tensor, code: Code, generator: torch.Generator) -> tuple[t
     scales = blocks.abs().amax(dim=1)
     y = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)
     upper = y.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
-    low = code.start.index_select(0, upper)
+    low = code.start.index_select(0, upper).int()
     low += y >= code.above.index_select(0, low)
     share = (y - code.values.index_select(0, low)).mul_(code.density.index_select(0, low))
     low += _chances(y.numel(), generator) < share
