@@ -16,6 +16,7 @@ from whet.generate import engine as engine_module
 from whet.generate.engine import Completion, Engine, Request
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_micro_batch
+from whet.kernels.build import library, reason
 from whet.model.attention import AttentionKind
 from whet.model.config import Family, ModelConfig
 from whet.model.transformer import LanguageModel, init_weights
@@ -454,6 +455,29 @@ def test_lengths_end_at_the_limit_and_at_the_context() -> None:
     assert {done.finish_reason for done in flat(completions)} == {"length"}
     scored, sampled = score(model, requests, completions, token_budget=60)
     assert torch.equal(scored, sampled)
+
+
+@pytest.mark.skipif(library() is None, reason=reason())
+def test_a_prompt_is_kept_once_for_all_its_samples(llama: LanguageModel) -> None:
+    """Prompts with and without part of a tile, more samples than rows: slots are shared, freed and taken again."""
+    requests = make_requests((16, 33, 100, 5), 6)
+    stop_ids = tuple(range(0, NUM_VALID, 5))
+    alone = [
+        generate(llama, [replace(request, seeds=(seed,))], 40, stop_ids=stop_ids)[0][0]
+        for request in requests
+        for seed in request.seeds
+    ]
+    for rows in (4, 7, 24):
+        engine = Engine(llama, stop_ids=stop_ids, max_rows=rows)
+        together = engine.generate(requests, SamplingParams(temperature=0.6, max_new_tokens=40))
+        assert flat(together) == alone
+        cache = engine._cache
+        assert cache is not None
+        assert len(cache._slots) == min(rows, 4)
+        assert not any(slot.num_rows for slot in cache._slots)
+        per_position = cache.nbytes / (rows * cache.capacity + len(cache._slots) * 112)
+        assert cache.capacity == 64  # 40 tokens and part of a tile, rounded up; not the prompt's 100
+        assert per_position == cache.keys[:, 0].nbytes * 2 / cache.capacity
 
 
 def test_unused_rows_of_the_vocabulary_are_never_sampled() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from whet.algo.packing import TrainingSequence, pack
 from whet.config import dump_yaml
-from whet.generate.cache import KVCache
+from whet.generate.cache import CacheSize, KVCache
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.inspect.memory import (
@@ -284,8 +284,12 @@ def large(**options: Any) -> Workload:
 
 def test_cache_is_as_large_as_the_engine_makes_it() -> None:
     work = large(length=1250, rows=2)
-    cache = KVCache(work.shape, 2, 1250, torch.bfloat16, torch.device("cpu"))
-    assert cache_bytes(work) == cache.nbytes
+    size = CacheSize(
+        rows=2, prompt=1250 - work.num_trained, completion=work.num_trained, context=4096, prompts=2
+    )
+    for is_tiled in (False, True):
+        cache = KVCache(work.shape, size, torch.bfloat16, torch.device("cpu"), is_tiled=is_tiled)
+        assert cache_bytes(replace(work, has_kernels=is_tiled)) == cache.nbytes
 
 
 def test_what_fits_is_the_largest_that_does() -> None:

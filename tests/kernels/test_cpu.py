@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -144,7 +145,14 @@ def test_attention_with_a_shared_prefix(channels: int, heads: int, dtype: torch.
     k_own, v_own = (torch.cat([x[:5], x[12:32]]).detach() for x in (k, v))
     cpu_attention.write_cache(k_own, v_own, keys, values, torch.ones(25).long(), torch.arange(25))
     queries = torch.stack([q[0], q[31]]).detach()
-    assert torch.equal(cpu_attention.decode(queries, keys, values, torch.tensor([0, 24]))[1], out[31])
+    positions, alone = torch.tensor([0, 24]), torch.zeros(2, 2, dtype=torch.int64)
+    cached = cpu_attention.Cache.of(keys, values, keys, values, alone)
+    assert torch.equal(cpu_attention.decode(queries, cached, 2, positions)[1], out[31])
+    # And so it does when the first tile lies in a prompt's slot.
+    own_keys, own_values = torch.full_like(keys, math.nan), torch.full_like(values, math.nan)
+    own_keys[1, :, :2], own_values[1, :, :32] = keys[1, :, 1:], values[1, :, 16:]
+    cached = cpu_attention.Cache.of(own_keys, own_values, keys, values, torch.tensor([[0, 0], [1, 16]]))
+    assert torch.equal(cpu_attention.decode(queries, cached, 2, positions)[1], out[31])
 
 
 @pytest.mark.usefixtures("eager")

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from whet.algo.logprobs import head_logits
-from whet.generate.cache import Decode, KVCache, Prefill
-from whet.generate.drafts import read_ahead
+from whet.generate.cache import CacheSize, Decode, KVCache, Prefill
 from whet.generate.fused import FUSED_PREFILL, can_fuse, fuse, prefill, row_state
 from whet.generate.graphs import StaticSteps, static_steps
 from whet.generate.plain import PlainSteps, can_step
@@ -68,10 +67,6 @@ class Engine:
         max_rows: Sequences decoded together.
         attention: 'exact' (rows do not depend on the batch) or 'fast'.
         autocast: Compute dtype of products when it is not the parameters' own (bfloat16 for float32 parameters).
-
-    Attributes:
-        num_guesses: Tokens that a row may read ahead when few rows are live (`whet.generate.drafts`); 0, as at first,
-            for none. What is drawn does not depend on it.
     """
 
     def __init__(
@@ -98,7 +93,6 @@ class Engine:
         self._max_rows = max_rows
         self._attention: AttentionKind = attention
         self._autocast = autocast
-        self.num_guesses, self._reads_ahead = 0, False
         self._cache: KVCache | None = None
         self._head: torch.Tensor | None = None
         self._layers: Layers | None = None
@@ -136,20 +130,31 @@ class Engine:
         if not waiting:
             return [[] for _ in requests]
         longest = max(len(request.prompt_ids) for request in requests)
-        capacity = min(longest + params.max_new_tokens, self.model.config.max_positions)
-        with self.session(min(self._max_rows, len(waiting)), capacity, params.max_new_tokens) as rows:
+        size = self.room(min(self._max_rows, len(waiting)), longest, params.max_new_tokens, len(requests))
+        with self.session(size) as rows:
             self._run(rows, waiting, on_finished)
         self.stats.seconds += time.perf_counter() - began
         return [[job.completion for job in row if job.completion is not None] for row in jobs]
 
+    def room(self, rows: int, prompt: int, completion: int, requests: int | None = None) -> CacheSize:
+        """Say what a `session` is to hold.
+
+        Args:
+            rows: Jobs that are live at once.
+            prompt: Longest prompt in tokens.
+            completion: Longest completion in tokens.
+            requests: Different prompts; None if each job may have its own.
+        """
+        context = self.model.config.max_positions
+        prompts = rows if requests is None else min(rows, requests)
+        return CacheSize(rows=rows, prompt=prompt, completion=completion, context=context, prompts=prompts)
+
     @contextmanager
-    def session(self, num_rows: int, capacity: int, max_new: int) -> Iterator[Rows]:
+    def session(self, size: CacheSize) -> Iterator[Rows]:
         """Make room for rows and be ready to `admit` jobs to them and to `decode` them.
 
         Args:
-            num_rows: Jobs that are live at once.
-            capacity: Positions of each, prompt and completion.
-            max_new: Longest completion in tokens.
+            size: What they take, from `room`.
         """
         context: AbstractContextManager[object] = nullcontext()
         if self._autocast is not None:
@@ -159,18 +164,17 @@ class Engine:
         try:
             with torch.inference_mode(), context:
                 self._head = self._head_for_sampling()
-                self._reserve(num_rows, capacity)
+                self._reserve(size)
                 assert self._cache is not None
                 if can_fuse(self.model, self._cache, self._cache.values.dtype):
                     self._layers = fuse(self.model, self._cache, self._cache.values.dtype)
-                    self._reads_ahead = self.num_guesses > 0 and cpu_head.can_score(self._head, self._head)
                 elif can_step(self.model, self._cache):
                     self._plain = PlainSteps(self.model, self._cache)
-                state = Rows.empty(num_rows, max_new, self.device)
+                state = Rows.empty(size.rows, size.completion, self.device)
                 self._static = static_steps(self._static, self.model, self._cache, state, self._stop_ids)
                 yield self._static.state if self._static else state
         finally:
-            self._head, self._layers, self._plain, self._reads_ahead = None, None, None, False
+            self._head, self._layers, self._plain = None, None, None
             self.model.train(was_training)
 
     def release(self, above: int = 0) -> None:
@@ -204,16 +208,17 @@ class Engine:
             return weight
         return weight if weight.is_cuda or weight.dtype == torch.float64 else weight.float()
 
-    def _reserve(self, rows: int, capacity: int) -> None:
+    def _reserve(self, size: CacheSize) -> None:
         dtype = self._autocast or self.model.head_weight.dtype
         cache = self._cache
-        if cache is None or cache.num_rows < rows or cache.capacity < capacity or cache.keys.dtype != dtype:
+        if cache is None or not cache.fits(size) or cache.keys.dtype != dtype:
             self._cache = None
             is_tiled = self.model.config.head_dim in CHANNELS and cpu.usable(
                 self.model.head_weight, operation="attention"
             )
-            config = self.model.config
-            self._cache = KVCache(config, rows, capacity, dtype, self.device, is_tiled=is_tiled)
+            self._cache = KVCache(self.model.config, size, dtype, self.device, is_tiled=is_tiled)
+        else:
+            cache.clear()
 
     def _run(self, state: Rows, waiting: list[Job], on_finished: Callable[[int], None] | None) -> None:
         waiting.reverse()
@@ -260,13 +265,13 @@ class Engine:
         ids = [token for request, _ in prompts for token in request.prompt_ids]
         flat = torch.tensor(ids, device=self.device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-        heads = [rows[0] for _, rows in prompts]
+        rows = [members for _, members in prompts]
+        homes = self._cache.place([request for request, _ in prompts], rows)
         if self._layers is not None and max(lengths) <= FUSED_PREFILL:
-            hidden = prefill(self._layers, flat, positions, heads, lengths)
+            hidden = prefill(self._layers, flat, positions, homes, lengths)
         else:
-            hidden = self.model(flat, positions, Prefill(self._cache, heads, lengths, self._attention))
-        for length, (_, rows) in zip(lengths, prompts, strict=True):
-            self._cache.copy_rows([rows[0]] * (len(rows) - 1), rows[1:], length)
+            hidden = self.model(flat, positions, Prefill(self._cache, homes, lengths, self._attention))
+        self._cache.give(homes, rows, lengths)
         ends = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         repeats = torch.tensor([len(rows) for _, rows in prompts], device=self.device)
         logits = self._logits(hidden.index_select(0, ends)).repeat_interleave(repeats, dim=0)
@@ -291,19 +296,13 @@ class Engine:
         return head_logits(hidden_BD, self._head, temperature=1.0, num_valid=self.model.num_valid_tokens)
 
     @spanned("sample")
-    def _append(
-        self,
-        logits_BV: torch.Tensor,
-        state: Rows,
-        rows: slice,
-        read: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
+    def _append(self, logits_BV: torch.Tensor, state: Rows, rows: slice) -> None:
         """Draw one token for each row and note it; ended rows write into the spare column and do not move on."""
         jobs = state.jobs[rows]
         params = jobs[0].params
         if are_plain(jobs) and cpu_head.can_select(logits_BV):
             where, valid = row_state(state, rows.start, self._stop_ids), self.model.num_valid_tokens
-            cpu_head.draw(logits_BV, where, num_valid=valid, temperature=params.temperature, read=read)
+            cpu_head.draw(logits_BV, where, num_valid=valid, temperature=params.temperature)
             return
         tokens, logprobs = state.draw(rows, logits_BV, has_noise=not cpu_head.can_select(logits_BV))
         if any(job.num_top is not None for job in jobs):
@@ -317,10 +316,8 @@ class Engine:
         self.stats.decode_steps += 1
         live = slice(0, len(state.jobs))
         if self._layers is not None:
-            ahead = read_ahead(state, self.num_guesses) if self._reads_ahead else None
-            tokens, positions, rows, first = ahead or (state.last[live], state.positions[live], None, None)
-            logits = self._logits(self._layers.run(tokens, positions, rows))
-            self._append(logits, state, live, None if first is None else (tokens, first))
+            hidden = self._layers.run(state.last[live], state.positions[live])
+            self._append(self._logits(hidden), state, live)
             return
         if self._static is not None and share_params(state.jobs):
             self._static.run(len(state.jobs), state.jobs[0].params)
@@ -377,11 +374,12 @@ class Engine:
                 finish_reason="stop" if stopped[row] else "length",
             )
             self.stats.new_tokens += count
+        self._cache.leave(ended)
         kept = live - len(ended)
         holes = [row for row in ended if row < kept]
         movers = [row for row in range(kept, live) if not done[row]]
         if movers:
-            self._cache.copy_rows(movers, holes, int(state.positions[movers].max()) + 1)
+            self._cache.move(movers, holes, int(state.positions[movers].max()))
             state.move(movers, holes)
         del state.jobs[kept:]
         return jobs

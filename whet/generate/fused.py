@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from whet.generate.cache import KVCache
-from whet.generate.drafts import MAX_TOKENS
 from whet.generate.rows import Rows
 from whet.kernels import cpu
 from whet.kernels.choice import uses
@@ -42,20 +41,16 @@ def fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> Layers:
     """Gather the addresses of a model that `can_fuse`; valid while neither weights nor cache move."""
     assert isinstance(model, LlamaLike)
     config, (cos, sin) = model.config, model.rotary(cache.keys.device)
-    layers = [
-        _tensors(layer, dtype) | {"keys": cache.keys[index], "values": cache.values[index]}
-        for index, layer in enumerate(model.model.layers)
-        if isinstance(layer, DecoderLayer)
-    ]
+    layers = [_tensors(layer, dtype) for layer in model.model.layers if isinstance(layer, DecoderLayer)]
     return Layers(
         layers,
+        [cache.kernel_cache(index) for index in range(len(layers))],
         embeddings=model.model.embed_tokens.weight.detach(),
         norm=model.model.norm.weight.detach(),
         cos=cos,
         sin=sin,
-        num_rows=max(cache.num_rows, CHUNK, MAX_TOKENS),
+        num_rows=max(cache.num_rows, CHUNK),
         heads=(config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size),
-        capacity=cache.capacity,
         eps=config.norm_eps,
     )
 
@@ -64,12 +59,12 @@ def prefill(
     layers: Layers,
     tokens_M: torch.Tensor,
     positions_M: torch.Tensor,
-    rows: Sequence[int],
+    slots: Sequence[int],
     lengths: Sequence[int],
 ) -> torch.Tensor:
-    """Read prompts of some lengths, one behind the other, into rows of the cache; return hidden states [M, D]."""
-    rows_M = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
-    parts = (tensor.split(CHUNK) for tensor in (tokens_M, positions_M, rows_M))
+    """Read prompts of some lengths, one behind the other, into slots of the cache; return hidden states [M, D]."""
+    slots_M = torch.tensor(slots).repeat_interleave(torch.tensor(lengths))
+    parts = (tensor.split(CHUNK) for tensor in (tokens_M, positions_M, slots_M))
     return torch.cat([layers.run(*part) for part in zip(*parts, strict=True)])
 
 

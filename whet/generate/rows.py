@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from whet.algo.logprobs import select_logprobs
-from whet.generate.lookup import Lookup
 from whet.generate.sampling import SamplingParams, counter_uniforms, sample_tokens
 from whet.types import FinishReason
 
@@ -68,7 +67,6 @@ class Job:
         notes: What was noted, a token each.
         cancelled: Nobody wants it any more; may be set by any thread.
         completion: The result, once it has ended.
-        lookup: Its tokens, once some of them are guessed.
         tail: Tokens in which the end of a stop string may hide: each spells a byte at least, a character takes a few.
     """
 
@@ -80,7 +78,6 @@ class Job:
     notes: list[Token] = field(default_factory=list)
     cancelled: bool = False
     completion: Completion | None = None
-    lookup: Lookup | None = None
     tail: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -202,7 +202,8 @@ class Scheduler:
 
     def _work(self, ready: Future[None]) -> None:
         try:
-            with self._engine.session(self._max_rows, self.context, self.context) as rows:
+            size = self._engine.room(self._max_rows, self.context, self.context)
+            with self._engine.session(size) as rows:
                 ready.set_result(None)
                 while self._await_work(rows):
                     try:

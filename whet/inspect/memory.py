@@ -13,6 +13,7 @@ from functools import cache
 import torch
 
 from whet.algo.logprobs import COLUMN_QUANTUM, ROW_QUANTUM, chunk_rows
+from whet.generate.cache import CacheSize
 from whet.generate.engine import PREFILL_TOKENS
 from whet.generate.sampling import SMALL_VOCABULARY
 from whet.inspect.workload import (
@@ -26,8 +27,9 @@ from whet.inspect.workload import (
     table_bytes,
 )
 from whet.kernels.cpu import QUANTUM
+from whet.kernels.cpu_attention import TILE
 from whet.kernels.cpu_head import KEEP_BYTES
-from whet.model.attention import KEY_BLOCK, KEY_QUANTUM, MIN_QUERY_ROWS, round_up
+from whet.model.attention import KEY_QUANTUM, MIN_QUERY_ROWS, round_up
 from whet.model.config import ModelConfig
 from whet.model.weights import build_model
 from whet.train import adam8bit
@@ -139,11 +141,18 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 def cache_bytes(work: Workload) -> int:
     """Return the bytes of keys and values of all rows."""
-    shape = work.shape
-    capacity = min(work.length, shape.max_positions)
-    capacity = round_up(capacity, KEY_QUANTUM if capacity <= KEY_BLOCK else KEY_BLOCK)
+    shape, prompt = work.shape, work.length - work.num_trained
+    size = CacheSize(
+        rows=work.rows,
+        prompt=prompt,
+        completion=work.num_trained,
+        context=shape.max_positions,
+        prompts=min(work.rows, max(work.num_prompts, work.num_sequences // work.group_size)),
+    )
     per_position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * work.product_bytes
-    return work.rows * capacity * per_position
+    if not work.has_native_attention:
+        return size.rows * size.whole * per_position
+    return (size.rows * size.own + size.prompts * round_up(prompt, TILE)) * per_position
 
 
 def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:

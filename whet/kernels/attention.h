@@ -152,11 +152,16 @@ static void attend_segment(const T* q, const T* k, const T* v, T* out, float* ls
     }
 }
 
-// One query per row; `tiles` is the row's keys in tiles, `vb` its values [position][channel].
+// What a row of a cache sees: keys in tiles and values [position][channel]. Its first `shared` positions, a multiple of
+// TILE, lie in its prompt's slot, which the samples of a prompt have together; the others are its own. A tile is
+// computed as it would be in one piece, so where a position lies changes no bit.
+template <typename T> struct Past { const T *prompt_keys, *prompt_values; long shared; const T *keys, *values; };
+
+// One query per row.
 template <int C, typename T>
-static void attend_row(const T* q, const T* kt, const T* vb, T* out, long rep, long limit) {
+static void attend_row(const T* q, const Past<T>& past, T* out, long rep, long limit) {
   static thread_local Scratch memory;
-  long tiles = tiles_of(limit), whole = tiles * TILE;
+  long tiles = tiles_of(limit), whole = tiles * TILE, shared = past.shared;
   float* s = memory.need(4 * whole + 8 * C);
   float *qb = s + 4 * whole, *ob = qb + 4 * C;
   float scale = 1.0f / std::sqrt((float)C);
@@ -164,11 +169,13 @@ static void attend_row(const T* q, const T* kt, const T* vb, T* out, long rep, l
     int R = (int)std::min(4L, rep - h);
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; c += 16) store(qb + r * C + c, load(q + (h + r) * C + c) * scale);
-    scores<C>(R, qb, kt, tiles, s, whole);
+    if (shared) scores<C>(R, qb, past.prompt_keys, shared / TILE, s, whole);
+    scores<C>(R, qb, past.keys, tiles - shared / TILE, s + shared, whole);
     float total[4], top;
     for (int r = 0; r < R; ++r) weigh(s + r * whole, tiles, limit, total + r, &top);
     memset(ob, 0, 4 * C * sizeof(float));
-    add<C>(R, ob, s, whole, 1, vb, C, limit);
+    if (shared) add<C>(R, ob, s, whole, 1, past.prompt_values, C, shared);
+    add<C>(R, ob, s + shared, whole, 1, past.values, C, limit - shared);
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; c += 16) store(out + (h + r) * C + c, load(ob + r * C + c) * (1.0f / total[r]));
   }

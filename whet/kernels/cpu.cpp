@@ -70,18 +70,27 @@ EXPORT void whet_write_cache(int wide, const void* k, const void* v, void* keys,
   else write_cache((const bf16*)k, (const bf16*)v, (bf16*)keys, (bf16*)values, rows, positions, N, K, C, S, threads);
 }
 
+// One layer's cache: S positions of each row, P of each prompt; row r shares the first shared[r].count of prompt
+// shared[r].slot.
+struct Shared { int64_t slot, count; };
+struct Cache { void *keys, *values, *prompt_keys, *prompt_values; int64_t S, P; const Shared* shared; };
+template <int W, typename T> static Past<T> past_of(const Cache& c, long row, long head, long K) {
+  long own = (row * K + head) * c.S * W, prompt = (c.shared[row].slot * K + head) * c.P * W;
+  return {(const T*)c.prompt_keys + prompt, (const T*)c.prompt_values + prompt, c.shared[row].count, (const T*)c.keys + own, (const T*)c.values + own};
+}
+
 template <typename T, int W>
-static void decode(const T* q, const T* keys, const T* values, T* out, const int64_t* positions, long N, long H, long K, long S, int threads) {
+static void decode(const T* q, const Cache& cache, T* out, const int64_t* positions, long N, long H, long K, int threads) {
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1)
   for (long n = 0; n < N * K; ++n) {
     long row = n / K, rep = H / K, at = (row * H + n % K * rep) * W;
-    attend_row<W>(q + at, keys + n * S * W, values + n * S * W, out + at, rep, positions[row] + 1);
+    attend_row<W>(q + at, past_of<W, T>(cache, row, n % K, K), out + at, rep, positions[row] + 1);
   }
 }
-EXPORT void whet_decode(int wide, const void* q, const void* keys, const void* values, void* out, const int64_t* positions, long N,
-                        long H, long K, long C, long S, int threads) {
-  if (wide) { BY_CHANNELS(C, (decode<float, W>((const float*)q, (const float*)keys, (const float*)values, (float*)out, positions, N, H, K, S, threads))) }
-  else { BY_CHANNELS(C, (decode<bf16, W>((const bf16*)q, (const bf16*)keys, (const bf16*)values, (bf16*)out, positions, N, H, K, S, threads))) }
+EXPORT void whet_decode(int wide, const void* q, const Cache* cache, void* out, const int64_t* positions, long N, long H, long K, long C,
+                        int threads) {
+  if (wide) { BY_CHANNELS(C, (decode<float, W>((const float*)q, *cache, (float*)out, positions, N, H, K, threads))) }
+  else { BY_CHANNELS(C, (decode<bf16, W>((const bf16*)q, *cache, (bf16*)out, positions, N, H, K, threads))) }
 }
 
 EXPORT void whet_pack(int source_wide, int wide, const void* w, void* out, long N, long K, int threads) {
@@ -184,30 +193,22 @@ struct Rows {
 };
 
 // Draws a token for row n (temperature 0: the likeliest), notes it, and ends the row where it is done.
-static int64_t draw_token(float* row, const Rows& s, long n, long valid, long whole, float temperature) {
+static void draw_token(float* row, const Rows& s, long n, long valid, long whole, float temperature) {
   static thread_local std::vector<double> blocks;
   finish_row(row, valid, whole, temperature == 0 ? 1.0f : temperature);
   int64_t token = temperature == 0 ? std::max_element(row, row + valid) - row : draw_row(row, whole, uniform(s.seeds[n], s.counts[n]), blocks);
   int64_t at = n * s.width + (s.done[n] ? s.width - 1 : s.counts[n]);
   s.tokens[at] = s.last[n] = token;
   s.logprobs[at] = row[token] - normaliser_of(row, whole, nullptr);
-  if (s.done[n]) return token;
+  if (s.done[n]) return;
   ++s.counts[n], ++s.positions[n];
   bool stops = std::find(s.stops, s.stops + s.num_stops, token) != s.stops + s.num_stops;
   s.stopped[n] = s.stopped[n] || stops;
   s.done[n] = stops || s.counts[n] >= s.limits[n];
-  return token;
 }
-// Row n has read the tokens first[n] .. first[n + 1]: its last one and guesses of what follows. It draws on as long as
-// what it draws is the next guess. `first` null: one token each.
-EXPORT void whet_draw(float* z, const Rows* state, const int64_t* tokens, const int64_t* first, long rows, long valid, long whole,
-                      float temperature, int threads) {
+EXPORT void whet_draw(float* z, const Rows* state, long rows, long valid, long whole, float temperature, int threads) {
 PARALLEL
-  for (long n = 0; n < rows; ++n)
-    for (long m = first ? first[n] : n, last = first ? first[n + 1] : n + 1; m < last; ++m) {
-      int64_t token = draw_token(z + m * whole, *state, n, valid, whole, temperature);
-      if (state->done[n] || m + 1 == last || tokens[m + 1] != token) break;
-    }
+  for (long n = 0; n < rows; ++n) draw_token(z + n * whole, *state, n, valid, whole, temperature);
 }
 
 // Sum of squares: lanes in float32 over blocks of 4096, blocks in float64, in order.
@@ -275,9 +276,9 @@ EXPORT void whet_adamw(int wide, float* master, const void* grad, float* first, 
 // One token of every row through all layers of a Llama-like decoder.
 struct Layer {
   const void *norm1, *norm2, *q, *k, *v, *o, *gate, *up, *down, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
-  void *keys, *values;
+  Cache cache;
 };
-struct Shape { int64_t M, D, H, K, C, F, S; float eps; int32_t threads; };
+struct Shape { int64_t M, D, H, K, C, F; float eps; int32_t threads; };
 // The residual stream's memory [M, D], tables of embeddings and of rotary positions, and the last norm.
 struct Outside { void* x; const void *embeddings, *norm; const float *cos, *sin; void* memory; };
 
@@ -287,21 +288,23 @@ enum { OWN_BYTES = 8 << 20 };  // weights that each thread may read for itself: 
 static inline void fetch(const void* from, long bytes) {
   for (long n = 0; n < bytes; n += 64) __builtin_prefetch((const char*)from + n, 0, 2);
 }
-// Token m of cache row `row`, which sees the positions up to its own.
+// Token m of cache row m, which sees the positions up to its own. A prompt's part was just read by the row before.
 template <int W, typename T> static void attend_heads(const Layer& l, const Shape& s, const T* qs, T* out, long m, long row, long position) {
-  long q = s.H * W, rep = s.H / s.K, size = (position / TILE + 1) * TILE * W * sizeof(T);
+  const Cache& c = l.cache;
+  long q = s.H * W, rep = s.H / s.K, size = ((position - c.shared[row].count) / TILE + 1) * TILE * W * sizeof(T);
   for (long head = 0; head < s.K; ++head) {
-    long at = (row * s.K + head) * s.S * W, own = m * q + head * rep * W;
-    fetch((const T*)l.values + at, size);
-    if (head + 1 < s.K || row + 1 < s.M) fetch((const T*)l.keys + at + s.S * W, size);  // the next row's lie behind
-    attend_row<W>(qs + own, (const T*)l.keys + at, (const T*)l.values + at, out + own, rep, position + 1);
+    long own = m * q + head * rep * W;
+    Past<T> past = past_of<W, T>(c, row, head, s.K);
+    fetch(past.values, size);
+    if (head + 1 < s.K || row + 1 < s.M) fetch(past.keys + c.S * W, size);  // the next row's lie behind
+    attend_row<W>(qs + own, past, out + own, rep, position + 1);
   }
 }
-// Tokens first .. first + M through all layers, each part of them by up to `all` threads. `rows` null: token m is that of
-// cache row m.
+// Tokens first .. first + M through all layers, each part of them by up to `all` threads. Token m is the next one of cache
+// row m; or, with `slots`, one of a prompt that is read into slots[m].
 template <typename R, typename T, int W>
 static void layers_part(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
-                        const int64_t* rows, R* out, long first, long M, int all) {
+                        const int64_t* slots, R* out, long first, long M, int all) {
   long D = s.D, q = s.H * s.C, kv = s.K * s.C;
   auto worth = [&](double work) { return (int)std::max(1.0, std::min<double>(all, work / 8192)); };  // as _threads in cpu.py
   int threads = worth(M * D), some = worth(M * s.F), most = worth(M * q * (64.0 + positions[first]) / 8);
@@ -330,13 +333,23 @@ PARALLEL
         if (scale) norm_head<R, T, W>(head, scale, s.eps);
         rotate(head, head, o.cos + positions[m] * W, o.sin + positions[m] * W, W, 1.0f);
       }
-      long row = rows ? rows[m] : first + m;
-      remember(ks + m * kv, vs + m * kv, (T*)l->keys, (T*)l->values, row, positions[m], s.K, W, s.S);
-      if (!rows) attend_heads<W>(*l, s, (const T*)qs, h, m, row, positions[m]);
+      const Cache& c = l->cache;
+      if (slots) {
+        remember(ks + m * kv, vs + m * kv, (T*)c.prompt_keys, (T*)c.prompt_values, slots[m], positions[m], s.K, W, c.P);
+        continue;
+      }
+      long row = first + m, own = positions[m] - c.shared[row].count;
+      remember(ks + m * kv, vs + m * kv, (T*)c.keys, (T*)c.values, row, own, s.K, W, c.S);
+      attend_heads<W>(*l, s, (const T*)qs, h, m, row, positions[m]);
     }
-    if (rows) {  // tokens of one row read each other's keys
+    if (slots) {  // tokens of one prompt read each other's keys
 #pragma omp parallel for schedule(dynamic, 1) num_threads(most) if (most > 1)
-      for (long m = 0; m < M; ++m) attend_heads<W>(*l, s, (const T*)qs, h, m, rows[m], positions[m]);
+      for (long m = 0; m < M; ++m)
+        for (long head = 0; head < s.K; ++head) {
+          long at = (slots[m] * s.K + head) * l->cache.P * W, own = m * q + head * (s.H / s.K) * W;
+          Past<T> past = {nullptr, nullptr, 0, (const T*)l->cache.prompt_keys + at, (const T*)l->cache.prompt_values + at};
+          attend_row<W>((const T*)qs + own, past, h + own, s.H / s.K, positions[m] + 1);
+        }
     }
     Weight second = {l->o, l->o_bias, delta, D, D};
     gemm<T, T>(h, q, M, q, &second, 1, all);
@@ -355,11 +368,11 @@ PARALLEL
 // neighbour makes long. Otherwise the threads share each weight's columns, so that it is read from memory once.
 template <typename R, typename T, int W>
 static void layers_of(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
-                      const int64_t* rows, R* out) {
+                      const int64_t* slots, R* out) {
   double weights = (double)count * s.D * (2.0 * s.H * s.C + 2.0 * s.K * s.C + 3.0 * s.F);
   long each = s.M / s.threads;
   bool is_worth = s.M * weights >= 5e5 * s.threads && (each >= 24 || (each >= 2 && weights * sizeof(T) <= OWN_BYTES));
-  if (rows || s.threads == 1 || !is_worth) return layers_part<R, T, W>(layers, count, s, o, tokens, positions, rows, out, 0, s.M, s.threads);
+  if (slots || s.threads == 1 || !is_worth) return layers_part<R, T, W>(layers, count, s, o, tokens, positions, slots, out, 0, s.M, s.threads);
   long parts = s.threads;
 #pragma omp parallel for schedule(static, 1) num_threads(s.threads)
   for (long p = 0; p < parts; ++p) {
@@ -368,8 +381,8 @@ static void layers_of(const Layer* layers, long count, const Shape& s, const Out
   }
 }
 EXPORT void whet_layers(int residual_wide, int wide, const Layer* layers, long count, const Shape* s, const Outside* o, const int64_t* tokens,
-                        const int64_t* positions, const int64_t* rows, void* out) {
-#define ARGS(R, T) layers, count, *s, *o, tokens, positions, rows, (R*)out
+                        const int64_t* positions, const int64_t* slots, void* out) {
+#define ARGS(R, T) layers, count, *s, *o, tokens, positions, slots, (R*)out
   if (wide) { BY_CHANNELS(s->C, (layers_of<float, float, W>(ARGS(float, float)))) }
   else if (residual_wide) { BY_CHANNELS(s->C, (layers_of<float, bf16, W>(ARGS(float, bf16)))) }
   else { BY_CHANNELS(s->C, (layers_of<bf16, bf16, W>(ARGS(bf16, bf16)))) }

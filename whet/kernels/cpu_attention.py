@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from ctypes import c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -85,13 +87,58 @@ def write_cache(
     call("write_cache", _wide(k), k, v, keys, values, rows_N, positions_N, *shape, _threads())
 
 
-def decode(
-    q_BHC: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions_B: torch.Tensor
-) -> torch.Tensor:
+class Cache(ctypes.Structure):
+    """One layer's cache: own keys and values, those of prompts, positions of each, and what each row shares."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "prompt_keys", "prompt_values")),
+        ("capacity", c_int64),
+        ("prompt_capacity", c_int64),
+        ("shared", c_void_p),
+    )
+    _kept: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(
+        cls,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        prompt_keys: torch.Tensor,
+        prompt_values: torch.Tensor,
+        shared_B2: torch.Tensor,
+    ) -> Cache:
+        """Take the addresses of tensors, and keep these alive.
+
+        Args:
+            keys: [rows, K, S / 16, C, 16].
+            values: [rows, K, S, C].
+            prompt_keys: [prompts, K, P / 16, C, 16].
+            prompt_values: [prompts, K, P, C].
+            shared_B2: int64; the prompt that a row goes on from, and how many positions of it, a multiple of 16.
+        """
+        tensors = keys, values, prompt_keys, prompt_values
+        sizes = values.shape[2], prompt_values.shape[2]
+        cache = cls(*(tensor.data_ptr() for tensor in tensors), *sizes, shared_B2.data_ptr())
+        cache._kept = (*tensors, shared_B2)
+        return cache
+
+
+def decode(q_BHC: torch.Tensor, cache: Cache, kv_heads: int, positions_B: torch.Tensor) -> torch.Tensor:
     """Attend with one query per cache row to its positions 0 to `positions_B`; rows 0 to B - 1 of the cache."""
     q = q_BHC.contiguous()
     out = torch.empty_like(q)
     rows, heads, channels = q.shape
-    shape = rows, heads, keys.shape[1], channels, values.shape[2]
-    call("decode", _wide(q), q, keys, values, out, positions_B, *shape, _threads())
+    call(
+        "decode",
+        _wide(q),
+        q,
+        ctypes.byref(cache),
+        out,
+        positions_B,
+        rows,
+        heads,
+        kv_heads,
+        channels,
+        _threads(),
+    )
     return out

@@ -151,7 +151,6 @@ def draw(
     *,
     num_valid: int,
     temperature: float,
-    read: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Draw a token for the first B rows from their own noise, note it, and end the rows that are done.
 
@@ -160,10 +159,6 @@ def draw(
         state: The rows; row r has the noise of its seed and count (`whet.generate.sampling.counter_uniforms`).
         num_valid: Ids at and above this are never drawn.
         temperature: Divides the logits; 0 takes the likeliest token, and scores it at temperature 1.
-        read: The M tokens whose logits they are, and where each row's begin [B + 1]: its last token, then guesses. A
-            row draws on as long as it draws the next guess. None: each row has read its last token alone.
     """
-    tokens, first = read or (None, None)
-    rows = logits_MV.shape[0] if first is None else first.shape[0] - 1
-    sizes = rows, num_valid, logits_MV.shape[1]
-    call("draw", logits_MV, ctypes.byref(state), tokens, first, *sizes, temperature, _threads())
+    sizes = logits_MV.shape[0], num_valid, logits_MV.shape[1]
+    call("draw", logits_MV, ctypes.byref(state), *sizes, temperature, _threads())

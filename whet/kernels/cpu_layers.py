@@ -9,6 +9,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 
 from whet.kernels.cpu import _threads, _wide, call
+from whet.kernels.cpu_attention import Cache
 
 NAMES = (
     "norm1",
@@ -26,18 +27,16 @@ NAMES = (
     "o_bias",
     "q_norm",
     "k_norm",
-    "keys",
-    "values",
 )
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = tuple((name, c_void_p) for name in NAMES)
+    _fields_ = (*((name, c_void_p) for name in NAMES), ("cache", Cache))
 
 
 class _Shape(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("rows", "width", "heads", "kv_heads", "channels", "feed", "capacity")),
+        *((name, c_int64) for name in ("rows", "width", "heads", "kv_heads", "channels", "feed")),
         ("eps", c_float),
         ("threads", c_int32),
     )
@@ -51,21 +50,22 @@ class Layers:
     """The layers' addresses, and memory for `num_rows` tokens.
 
     Args:
-        layers: For each layer its tensors by the names of `NAMES`: norms' weights, packed products, biases (None for
-            none), and its part of the cache. They are kept alive.
+        layers: For each layer its tensors by the names of `NAMES`: norms' weights, packed products and biases (None for
+            none). They are kept alive.
+        caches: For each layer its part of the cache.
         embeddings: Table [V, D]; its dtype is that of the residual stream.
         norm: Weight of the last norm.
         cos: Rotary table [positions, C], float32.
         sin: Its other half.
         num_rows: Tokens of one call at most.
         heads: Query heads, key/value heads, channels of each, and feed-forward width.
-        capacity: Positions of a cache row.
         eps: Of the norms.
     """
 
     def __init__(
         self,
         layers: Sequence[Mapping[str, torch.Tensor | None]],
+        caches: Sequence[Cache],
         *,
         embeddings: torch.Tensor,
         norm: torch.Tensor,
@@ -73,7 +73,6 @@ class Layers:
         sin: torch.Tensor,
         num_rows: int,
         heads: tuple[int, int, int, int],
-        capacity: int,
         eps: float,
     ) -> None:
         first = layers[0]["q"]
@@ -81,27 +80,27 @@ class Layers:
         self._dtype, self._embeddings = first.dtype, embeddings
         self._width = embeddings.shape[1]
         self._layers = (_Layer * len(layers))()
-        for entry, tensors in zip(self._layers, layers, strict=True):
+        for entry, tensors, part in zip(self._layers, layers, caches, strict=True):
             for name in NAMES:
                 tensor = tensors[name]
                 setattr(entry, name, None if tensor is None else tensor.data_ptr())
-        self._shape = _Shape(num_rows, self._width, *heads, capacity, eps, 0)
+            entry.cache = part
+        self._shape = _Shape(num_rows, self._width, *heads, eps, 0)
         memory = torch.empty(call("layers_memory", ctypes.byref(self._shape)), dtype=torch.uint8)
         x = torch.empty(num_rows, self._width, dtype=embeddings.dtype)
         parts = x, embeddings, norm, cos, sin, memory
         self._outside = _Outside(*(part.data_ptr() for part in parts))
-        self._kept = [parts, layers]
+        self._kept = [parts, layers, caches]
 
     def run(
-        self, tokens_M: torch.Tensor, positions_M: torch.Tensor, rows_M: torch.Tensor | None = None
+        self, tokens_M: torch.Tensor, positions_M: torch.Tensor, slots_M: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Read tokens at their positions; return hidden states [M, D].
 
         Args:
             tokens_M: Token ids.
             positions_M: Their positions.
-            rows_M: Their rows of the cache, where those are not 0..M-1; a row may read several tokens that follow each
-                other.
+            slots_M: None for the next tokens of the cache's rows 0..M-1; else where the prompts go that they are of.
         """
         count = tokens_M.shape[0]
         self._shape.rows, self._shape.threads = count, _threads()
@@ -117,7 +116,7 @@ class Layers:
             outside,
             tokens_M,
             positions_M,
-            rows_M,
+            slots_M,
             out,
         )
         return out

@@ -237,11 +237,10 @@ def draw_groups(
     left = [len(row) for row in jobs]
     waiting = list(places)[::-1]
     longest = max((len(request.prompt_ids) for request in requests), default=0)
-    capacity = min(longest + params.max_new_tokens, engine.model.config.max_positions)
     num_rows, steps = min(num_rows, len(waiting)), 0
     if not waiting:
         return
-    with engine.session(num_rows, capacity, params.max_new_tokens) as rows:
+    with engine.session(engine.room(num_rows, longest, params.max_new_tokens, len(requests))) as rows:
         while waiting or rows.jobs:
             if waiting and len(rows.jobs) < num_rows:
                 engine.admit(rows, waiting)
