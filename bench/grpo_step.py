@@ -32,6 +32,7 @@ from whet.train.advantage import with_advantages
 from whet.train.algorithm import AlgoConfig
 from whet.train.objective import Objective
 from whet.train.order import data_order
+from whet.train.rollout import RolloutParams
 from whet.train.source import RolloutSource
 from whet.train.step import OptimConfig, Optimizer, Precision, parameter_dtype, prepare_model
 from whet.types import Group, Problem
@@ -114,13 +115,12 @@ class WhetSide:
             algo=algo,
             weights=self.weights,
             num_prompts=case.num_prompts,
-            group_size=case.group_size,
-            sampling=SamplingParams(max_new_tokens=case.new_tokens),
+            params=RolloutParams(
+                group_size=case.group_size, sampling=SamplingParams(max_new_tokens=case.new_tokens)
+            ),
             staleness=0,
             num_steps=10**6,
             seed=0,
-            autocast=torch.bfloat16 if precision == "bfloat16_autocast" else None,
-            random_reward=False,
         )
         self.optimizer = Optimizer(self.policy.model, optim)
         self.objective = Objective(

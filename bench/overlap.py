@@ -29,6 +29,7 @@ from whet.train.algorithm import AlgoConfig
 from whet.train.objective import Objective
 from whet.train.order import data_order
 from whet.train.overlap import Mode, OverlapConfig, part_groups
+from whet.train.rollout import RolloutParams
 from whet.train.source import RolloutSource
 from whet.train.step import OptimConfig, Optimizer
 from whet.types import Problem
@@ -58,13 +59,10 @@ class Side:
             algo=self.algo,
             weights=self.weights,
             num_prompts=NUM_PROMPTS,
-            group_size=GROUP_SIZE,
-            sampling=SamplingParams(max_new_tokens=NEW_TOKENS),
+            params=RolloutParams(group_size=GROUP_SIZE, sampling=SamplingParams(max_new_tokens=NEW_TOKENS)),
             staleness=staleness,
             num_steps=10**6,
             seed=0,
-            autocast=None,
-            random_reward=False,
             overlap=overlap,
         )
         self.optimizer = Optimizer(self.policy.model, optim)

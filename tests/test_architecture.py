@@ -39,6 +39,7 @@ ORDER = (
     ("train",),
     ("inspect",),
     ("recipes",),
+    ("api",),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

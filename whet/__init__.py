@@ -1,3 +1,76 @@
-"""whet: turn language models into reasoning models, in plain PyTorch."""
+"""whet: turn language models into reasoning models, in plain PyTorch.
+
+The names below are the public interface (docs/python.md); each is imported when it is first used, so that `import whet`
+takes no time.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from whet.api import (
+        Comparison,
+        Evaluation,
+        Policy,
+        Run,
+        Task,
+        compare,
+        dpo,
+        evaluate,
+        load,
+        logprobs,
+        rft,
+        rl,
+        rl_steps,
+        sft,
+    )
+    from whet.eval.stats import pass_at_k
+    from whet.rewards.equal import answers_equal
+    from whet.rewards.extract import extract_answer
+    from whet.sandbox import run_python
+    from whet.types import UserError
 
 __version__ = "0.1.0"
+__all__ = (
+    "Comparison",
+    "Evaluation",
+    "Policy",
+    "Run",
+    "Task",
+    "UserError",
+    "answers_equal",
+    "compare",
+    "dpo",
+    "evaluate",
+    "extract_answer",
+    "load",
+    "logprobs",
+    "pass_at_k",
+    "rft",
+    "rl",
+    "rl_steps",
+    "run_python",
+    "sft",
+)
+_ELSEWHERE = {
+    "UserError": "whet.types",
+    "answers_equal": "whet.rewards.equal",
+    "extract_answer": "whet.rewards.extract",
+    "pass_at_k": "whet.eval.stats",
+    "run_python": "whet.sandbox",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'whet' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(_ELSEWHERE.get(name, "whet.api")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

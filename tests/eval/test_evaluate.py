@@ -71,7 +71,7 @@ def policy(tiny_policy: PolicyConfig) -> Policy:
 
 def run(policy: Policy, monkeypatch: pytest.MonkeyPatch, num_samples: int = 4) -> tuple[EvalResult, Scripted]:
     engine = Scripted(policy)
-    monkeypatch.setattr(policy, "engine", lambda autocast=None: engine)
+    monkeypatch.setattr(policy, "engine", lambda: engine)
     sampling = SamplingParams(temperature=0.7, top_k=5, max_new_tokens=40)
     result = evaluate(policy, TASK, [FIRST, SECOND], num_samples=num_samples, sampling=sampling, seed=0)
     return result, engine

@@ -21,7 +21,7 @@ from whet.train import source
 from whet.train.account import REASONS, PromptAccount
 from whet.train.algorithm import AlgoConfig
 from whet.train.order import EpochOrder
-from whet.train.rollout import Rollout
+from whet.train.rollout import Rollout, RolloutParams
 from whet.train.source import RolloutSource
 from whet.types import Group, Problem, UserError
 
@@ -58,13 +58,10 @@ def new_source(algo: AlgoConfig | None = None, staleness: int = 0) -> RolloutSou
         algo=algo or AlgoConfig(),
         weights={"correct": 1.0},
         num_prompts=NUM_PROMPTS,
-        group_size=2,
-        sampling=SamplingParams(max_new_tokens=10),
+        params=RolloutParams(group_size=2, sampling=SamplingParams(max_new_tokens=10)),
         staleness=staleness,
         num_steps=NUM_STEPS,
         seed=0,
-        autocast=None,
-        random_reward=False,
     )
 
 

@@ -41,7 +41,7 @@ class Dice:
     def completion_text(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
         return f"hm</think><answer>{ids[0]}</answer>"
 
-    def engine(self, autocast: Any = None) -> Dice:
+    def engine(self) -> Dice:
         return self
 
     def generate(

@@ -87,7 +87,6 @@ def test_own_rollouts_keep_their_tokens(halfway: Any, tmp_path: Path) -> None:
         sampling=config.sampling,
         seed=sequence_seed("dpo", 0),
         title="",
-        autocast=None,
     )
     sampled = {
         (problem.uid, sample.completion_ids): graded.is_correct

@@ -20,7 +20,7 @@ from whet.generate.scoring import score_micro_batch
 from whet.recipes.models import calculator_policy
 from whet.recipes.rl import ALGORITHMS
 from whet.tasks.arithmetic import Arithmetic
-from whet.train import beforehand
+from whet.train import setup
 from whet.train.advantage import token_advantages, training_sequences
 from whet.train.algorithm import AlgoConfig, ValueConfig
 from whet.train.rl import train
@@ -239,7 +239,7 @@ def test_what_a_reward_cannot_score_is_left_out_and_counted(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(beforehand, "preflight", lambda *arguments: None)
+    monkeypatch.setattr(setup, "preflight", lambda *arguments: None)
     train(make_config(tiny_policy, tmp_path / "run", reward=(f"{mine}:picky",)))
     found = rows(tmp_path / "run", "samples.jsonl")
     failed = [row for row in found if len(row["completion"]) % 3 and len(row["completion"]) % 7 == 1]

@@ -31,7 +31,7 @@ from whet.train.objective import Objective
 from whet.train.order import EpochOrder
 from whet.train.overlap import Beside, OverlapConfig, draw_groups, part_groups
 from whet.train.rl_config import RLConfig
-from whet.train.rollout import Rollout
+from whet.train.rollout import Rollout, RolloutParams
 from whet.train.step import OptimConfig, Optimizer
 from whet.types import Group, UserError
 
@@ -452,7 +452,7 @@ def test_a_copy_keeps_old_weights_and_a_twin_follows(tiny_policy: PolicyConfig) 
 
 
 def test_threads_are_shared_and_given_back(tiny_policy: PolicyConfig) -> None:
-    beside = Beside(load_policy(tiny_policy, seed=0), None, shares_weights=True)
+    beside = Beside(load_policy(tiny_policy, seed=0), shares_weights=True)
     for whole, half in ((2, 1), (1, 1), (7, 3)):
         torch.set_num_threads(whole)
         with beside.sharing_threads():
@@ -473,13 +473,10 @@ def test_prompts_are_accounted_for_while_some_are_drawn(
         algo=AlgoConfig(),
         weights={"correct": 1.0},
         num_prompts=0,
-        group_size=2,
-        sampling=SamplingParams(max_new_tokens=4),
+        params=RolloutParams(group_size=2, sampling=SamplingParams(max_new_tokens=4)),
         staleness=1,
         num_steps=3,
         seed=0,
-        autocast=None,
-        random_reward=False,
         overlap=ASYNC,
     )
     for step in range(3):

@@ -68,7 +68,6 @@ def test_what_is_kept_is_right_and_new_and_the_very_tokens(halfway: Any, tmp_pat
         sampling=config.sampling,
         seed=sequence_seed("rft", 0, 0),
         title="",
-        autocast=None,
     )
     right = {
         problem.uid: {s.text: s.completion_ids for s, g in row if g.is_correct and g.verdict == "perfect"}

@@ -299,7 +299,7 @@ def test_the_rehearsal_finds_the_budget_before_any_data(
     policy = train(make_config(tiny_policy, tmp_path, num_steps=1))
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     budget = TokenBudget(100, policy.model.parameters())
-    rehearse(policy, budget, 20, autocast=None)
+    rehearse(policy, budget, 20)
     assert seen == [100, 40]
     assert budget.tokens == 50
     assert all(parameter.grad is None for parameter in policy.model.parameters())

@@ -21,7 +21,7 @@ from whet.generate.scoring import score_micro_batch
 from whet.rewards import base
 from whet.schema import SCHEMAS
 from whet.tasks.arithmetic import Arithmetic
-from whet.train import beforehand, rl, source
+from whet.train import rl, setup, source
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig
 from whet.train.objective import Objective
 from whet.train.rl_config import RLConfig
@@ -152,7 +152,7 @@ def test_a_coin_decides_every_reward_of_the_control(config: RLConfig, tmp_path: 
 
 def test_the_control_still_measures_right_answers(config: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Arithmetic, "is_correct", lambda self, problem, answer: True)
-    monkeypatch.setattr(beforehand, "preflight", lambda *arguments: None)
+    monkeypatch.setattr(setup, "preflight", lambda *arguments: None)
     rl.train(replace(config, control="random_reward", num_steps=1))
     (row,) = rows(config)
     assert row["rl/correct"] == 1.0

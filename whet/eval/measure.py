@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from whet.eval.confidence import Confidence, measure_confidence
 from whet.eval.grade import AnswerFrom, Judged, grade
 from whet.eval.metrics import headline
@@ -77,7 +75,6 @@ def evaluate(
     sampling: SamplingParams,
     seed: int,
     answer_from: AnswerFrom = "schema",
-    autocast: torch.dtype | None = None,
     rewards: Sequence[WeightedReward] = (),
     ks: Sequence[int] = (),
     known: Sequence[Sequence[Judged]] = (),
@@ -96,7 +93,6 @@ def evaluate(
         sampling: How they are drawn.
         seed: Seed of samples and bootstrap.
         answer_from: Where an answer may stand.
-        autocast: Compute dtype when it is not the parameters' own.
         rewards: Score every completion; none for no best-of-n.
         ks: pass@k wanted besides.
         known: Completions of the first problems, greedy first, as an earlier start left them: they are not drawn.
@@ -113,7 +109,7 @@ def evaluate(
     if not problems:
         raise UserError("nothing to evaluate: the split has no problems")
     began = time.perf_counter()
-    engine = policy.engine(autocast)
+    engine = policy.engine()
     rows = [list(row) for row in known]
     parts: list[Work] = []
     while len(rows) < len(problems):

@@ -220,14 +220,15 @@ def append_rows(
     return append_lines(
         folder / SAMPLES,
         (
-            _row(problem, GREEDY if index == 0 else index - 1, done)
+            as_row(problem, GREEDY if index == 0 else index - 1, done)
             for problem, row in zip(problems, rows, strict=True)
             for index, done in enumerate(row)
         ),
     )
 
 
-def _row(problem: Problem, sample: int | str, done: Judged) -> dict[str, Any]:
+def as_row(problem: Problem, sample: int | str, done: Judged) -> dict[str, Any]:
+    """Return a completion as a row of eval_samples.jsonl."""
     return {
         "uid": problem.uid,
         "prompt": problem.prompt,

@@ -17,6 +17,7 @@ import torch
 
 from whet.generate.engine import Engine
 from whet.generate.kernel_speed import choose_kernels
+from whet.generate.scoring import score_micro_batch
 from whet.model.adapter import Adapter
 from whet.model.adapter_files import find_model
 from whet.model.attention import AttentionKind
@@ -27,7 +28,7 @@ from whet.model.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, load_model, resize_vocabulary, save_model
 from whet.schema import CALLS, SCHEMAS, AnswerType, ResponseSchema
-from whet.types import Problem, UserError
+from whet.types import MicroBatch, Problem, UserError
 
 SchemaName = Literal["inherit", "think_answer", "reasoning_answer", "working_out_solution"]
 TemplateName = Literal["auto", "chat", "base", "plain"]
@@ -111,6 +112,7 @@ class Policy:
         system_prompt: Whether prompts begin with the schema's instruction.
         attention: Attention kernel for sampling and training.
         max_rows: Sequences decoded together.
+        autocast: Compute dtype of products where it is not the parameters' own.
         adapter: The LoRA adapter that was merged into the model, or is applied to it; None without one.
     """
 
@@ -123,6 +125,7 @@ class Policy:
         system_prompt: bool = True,
         attention: AttentionKind = "exact",
         max_rows: int = 256,
+        autocast: torch.dtype | None = None,
         adapter: Adapter | None = None,
     ) -> None:
         if tokenizer.vocab_size > model.config.vocab_size:
@@ -137,6 +140,7 @@ class Policy:
         self.system_prompt = system_prompt
         self.attention: AttentionKind = attention
         self.max_rows = max_rows
+        self.autocast = autocast
         self.adapter = adapter
         closings = {stop: tokenizer.encode(stop) for stop in schema.stop_strings}
         single = {stop: ids[0] for stop, ids in closings.items() if len(ids) == 1}
@@ -233,16 +237,37 @@ class Policy:
             ids.pop()
         return self.tokenizer.decode_completion(prompt_ids, ids)
 
-    def engine(self, autocast: torch.dtype | None = None) -> Engine:
-        """Make an engine on this model."""
+    def engine(self, *, stops: bool = True) -> Engine:
+        """Make an engine on this model; without `stops` every completion is a longest one."""
         return Engine(
             self.model,
-            stop_ids=self.stop_ids,
-            stop_strings=self.stop_strings,
+            stop_ids=self.stop_ids if stops else (),
+            stop_strings=self.stop_strings if stops else (),
             decode=partial(self.tokenizer.decode_completion, (0,)),  # the space before a first word counts
             max_rows=self.max_rows,
             attention=self.attention,
-            autocast=autocast,
+            autocast=self.autocast,
+        )
+
+    def score(
+        self, micro: MicroBatch, *, temperature: float = 1.0, attention: AttentionKind | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score a micro-batch's trained tokens, as `engine` drew them.
+
+        Args:
+            micro: Packed sequences.
+            temperature: Temperature that the tokens were sampled at.
+            attention: Another attention kernel than the policy's.
+
+        Returns:
+            Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
+        """
+        return score_micro_batch(
+            self.model,
+            micro,
+            temperature=temperature,
+            autocast=self.autocast,
+            attention=attention or self.attention,
         )
 
     def protocol(self) -> dict[str, object]:
@@ -284,7 +309,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_policy(
-    config: PolicyConfig, *, seed: int, dtype: torch.dtype = torch.float32, merge: bool = True
+    config: PolicyConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+    merge: bool = True,
 ) -> Policy:
     """Load or make model, tokenizer and protocol. An adapter's own tokenizer and protocol go before its base's.
 
@@ -292,6 +322,7 @@ def load_policy(
         config: What to load.
         seed: Seed of random weights and of new vocabulary rows.
         dtype: Parameter dtype.
+        autocast: Compute dtype of products where it is another.
         merge: Merge an adapter; False applies it, so that it can be switched off (`policy.adapter.off`).
 
     Returns:
@@ -346,6 +377,7 @@ def load_policy(
         system_prompt=has_system,
         attention=_attention(config, device),
         max_rows=config.max_rows,
+        autocast=autocast,
         adapter=adapter,
     )
 

@@ -10,7 +10,6 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.generate.engine import Request
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
-from whet.generate.scoring import score_micro_batch
 
 PROBE_PROMPTS = 6
 PROBE_SAMPLES = 5
@@ -32,15 +31,12 @@ class ProbeResult:
         )
 
 
-def probe_policy(
-    policy: Policy, *, temperature: float = 1.0, autocast: torch.dtype | None = None
-) -> ProbeResult:
+def probe_policy(policy: Policy, *, temperature: float = 1.0) -> ProbeResult:
     """Sample a few completions of odd lengths in an odd batch and score them again as the trainer does.
 
     Args:
         policy: The policy as it will be trained.
         temperature: Sampling temperature, above 0.
-        autocast: Compute dtype when it is not the parameters' own.
 
     Returns:
         Whether all log-probabilities are bitwise equal, and the largest difference.
@@ -55,7 +51,7 @@ def probe_policy(
         seeds = tuple(sequence_seed("probe", index, sample) for sample in range(PROBE_SAMPLES))
         requests.append(Request(prompt_ids=tuple(ids), seeds=seeds))
     params = SamplingParams(temperature=temperature, max_new_tokens=new_tokens)
-    completions = policy.engine(autocast).generate(requests, params)
+    completions = policy.engine().generate(requests, params)
     sequences = [
         TrainingSequence(
             prompt_ids=request.prompt_ids, completion_ids=done.ids, sampler_logprobs=done.logprobs
@@ -65,8 +61,6 @@ def probe_policy(
     ]
     (micro,) = pack(sequences, token_budget=2**30, device=policy.device).micro_batches
     with torch.no_grad():
-        scored, _ = score_micro_batch(
-            policy.model, micro, temperature=temperature, autocast=autocast, attention=policy.attention
-        )
+        scored, _ = policy.score(micro, temperature=temperature)
     gap = float((scored.float() - micro.sampler_logprobs_M).abs().max())
     return ProbeResult(gap == 0.0, gap)

@@ -10,14 +10,12 @@ from dataclasses import replace
 import torch
 
 from whet.algo.packing import TrainingSequence, pack
-from whet.generate.scoring import score_micro_batch
 from whet.inspect.diagnose_parts import Component
 from whet.inspect.diagnose_step import Subject
 from whet.inspect.memory import GIB, parameter_sizes
 from whet.kernels.build import reason
 from whet.model.config import ModelConfig
 from whet.telemetry.environment import describe_environment
-from whet.train.step import autocast_dtype
 
 GPT2_PROMPT = "P: rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1    M:"
 GPT2_IDS = (
@@ -227,7 +225,7 @@ def _logits(subject: Subject, sequences: Sequence[TrainingSequence]) -> torch.Te
     """Return logits [B, T, V] of sequences, cut to the shortest one's length."""
     length = min(s.num_tokens for s in sequences)
     tokens_BT = torch.tensor([(s.prompt_ids + s.completion_ids)[:length] for s in sequences])
-    device, dtype = subject.policy.device, autocast_dtype(subject.run.optim.precision)
+    device, dtype = subject.policy.device, subject.policy.autocast
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         return subject.policy.model.logits(tokens_BT.to(device)).float()
 
@@ -276,9 +274,7 @@ def _future(subject: Subject, sequence: TrainingSequence) -> tuple[float, float]
     def entropies(changed: Sequence[int]) -> list[float]:
         whole = TrainingSequence(prompt_ids=tuple(changed[:1]), completion_ids=tuple(changed[1:]))
         (micro,) = pack([whole], token_budget=1, device=subject.policy.device).micro_batches
-        autocast = autocast_dtype(subject.run.optim.precision)
-        model, attention = subject.policy.model, subject.attention
-        return score_micro_batch(model, micro, autocast=autocast, attention=attention)[1].tolist()
+        return subject.policy.score(micro, attention=subject.attention)[1].tolist()
 
     base, leak = entropies(ids), 0.0
     for place in {max(1, len(ids) * quarter // 4) for quarter in (1, 2, 3)}:

@@ -18,7 +18,7 @@ from whet.inspect.memory import GIB
 from whet.inspect.meter import LiveTensors
 from whet.model.config import ModelConfig
 from whet.train.rl_config import RLConfig
-from whet.train.step import autocast_dtype, parameter_dtype
+from whet.train.step import parameter_dtype
 
 MATMULS = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 LOW_MFU = 0.1
@@ -171,7 +171,7 @@ def _now(device: torch.device) -> float:
 def speed(subject: Subject, repeats: int) -> Component:
     """Time the stages, and hold the step's FLOPs against matrix products that run in between."""
     part, run, device = Component("Time"), subject.run, subject.policy.device
-    dtype = autocast_dtype(run.optim.precision) or parameter_dtype(run.optim.precision)
+    dtype = subject.policy.autocast or parameter_dtype(run.optim.precision)
     read = 0
 
     def count(_: object, inputs: tuple[torch.Tensor, ...]) -> None:

@@ -12,30 +12,25 @@ from pathlib import Path
 import torch
 
 from whet.algo.packing import TrainingSequence
-from whet.eval.evaluate import fitting_problems
-from whet.generate.policy import load_policy, resolve_device
+from whet.generate.policy import resolve_device
 from whet.model.attention import AttentionKind
-from whet.rewards.base import build_rewards
 from whet.tasks.base import answer_type_of, load_task
 from whet.train.advantage import is_informative, training_sequences, with_advantages
 from whet.train.algorithm import AlgoConfig
-from whet.train.beforehand import check_fit
 from whet.train.fit import FIT_ATTENTION
-from whet.train.judging import open_judge
 from whet.train.objective import Objective
 from whet.train.order import data_order
 from whet.train.recorded import score_tokens
 from whet.train.rl_config import RLConfig
-from whet.train.rollout import Rollout, collect_groups
+from whet.train.rollout import Rollout
 from whet.train.safety import set_deterministic
+from whet.train.session import load_trained
+from whet.train.setup import RLSetup, load_rl
 from whet.train.sft import SFTConfig, demonstration, fitting, is_empty, train_step
 from whet.train.step import (
     OptimConfig,
     Optimizer,
-    autocast_dtype,
     learning_rate,
-    parameter_dtype,
-    prepare_model,
 )
 from whet.types import Group, UserError
 
@@ -66,15 +61,16 @@ class Subject:
     def __init__(self, run: RLConfig | SFTConfig) -> None:
         self.run = run
         set_deterministic(run.safety.sameness(resolve_device(run.policy.device)), compiles=run.optim.compile)
-        self.policy = load_policy(run.policy, seed=run.seed, dtype=parameter_dtype(run.optim.precision))
-        prepare_model(self.policy.model, run.optim)
         self.rollout: Rollout | None = None
         self.groups: list[Group] = []
         self.num_informative, self.is_substituted = 0, False
         if isinstance(run, SFTConfig):
+            self.policy = load_trained(run)
             self.sequences = self._demonstrations(run)
         else:
-            self._sample(run)
+            setup = load_rl(run)
+            self.policy = setup.policy
+            self._sample(run, setup)
             self.sequences = training_sequences(self.groups, run.algo)
         self._start = {name: p.detach().clone() for name, p in self.policy.model.named_parameters()}
         self.optimizer = Optimizer(self.policy.model, run.optim)
@@ -100,33 +96,11 @@ class Subject:
         self.problems = [problem for _, problem in drawn]
         return [demonstration(self.policy, p, empty=is_empty(run, epoch, p)) for epoch, p in drawn]
 
-    def _sample(self, run: RLConfig) -> None:
-        """Sample and score the first step's groups; a curriculum and refills are left out."""
-        policy, task = self.policy, load_task(run.task)
-        check_fit(run, policy, task)
-        kept = fitting_problems(policy, task.problems("train"), min_new_tokens=run.sampling.max_new_tokens)
-        if not kept:
-            raise UserError(f"task {task.name}: no problem of the train split fits the context")
-        drawn = data_order(task, kept, run.seed).next(run.num_prompts)
-        self.problems = [problem for _, problem in drawn]
-        built = build_rewards(run.rewards, policy.schema, task, run.reward)
-        with (
-            tempfile.TemporaryDirectory() as scratch,
-            open_judge(run.judge, built, Path(scratch), policy.schema, kept[0]) as (rewards, _),
-        ):
-            self.rollout = collect_groups(
-                policy,
-                policy.engine(autocast_dtype(run.optim.precision)),
-                task,
-                rewards,
-                self.problems,
-                seeds=[(run.seed, 0, epoch) for epoch, _ in drawn],
-                group_size=run.group_size,
-                sampling=run.sampling,
-                overlong=run.algo.overlong,
-                overlong_cache=run.algo.ramp(run.sampling.max_new_tokens),
-                random_reward=run.control == "random_reward",
-            )
+    def _sample(self, run: RLConfig, setup: RLSetup) -> None:
+        """Sample and score the first step's groups."""
+        self.problems = [problem for _, problem in setup.first_problems()]
+        with tempfile.TemporaryDirectory() as scratch, setup.open_judge(Path(scratch)) as (rewards, _):
+            self.rollout = setup.first_rollout(self.policy.engine(), rewards)
         groups, weights = self.rollout.groups, run.reward_weights
         informative = is_informative(groups, run.algo, weights)
         self.num_informative = sum(informative)
@@ -180,16 +154,17 @@ class Subject:
                 return {"loss": loss, "grad_norm": self.optimizer.step(self.lr, loss=loss)}
 
             return fit
-        objective = Objective(
-            self.policy,
-            algo or run.algo,
-            optim=optim,
-            temperature=run.sampling.temperature,
-            max_length=run.sampling.max_new_tokens,
-            off_policy=run.off_policy if algo is None else None,
-            value=run.value if algo is None else None,
-            seed=run.seed,
-        )
+        if algo is None:
+            objective = Objective.of(run, self.policy, optim=optim)
+        else:
+            objective = Objective(
+                self.policy,
+                algo,
+                optim=optim,
+                temperature=run.sampling.temperature,
+                max_length=run.sampling.max_new_tokens,
+                seed=run.seed,
+            )
         chosen = list(self.groups if groups is None else groups) * repeat
 
         def reinforce() -> dict[str, float]:

@@ -14,7 +14,7 @@ from whet.inspect.diagnose_step import Subject, Work, timed
 from whet.inspect.memory import GIB
 from whet.model.attention import AttentionKind
 from whet.train.rl_config import RLConfig
-from whet.train.step import OptimConfig, prepare_model
+from whet.train.step import OptimConfig, autocast_dtype, prepare_model
 
 LARGER = 4
 GAIN = 1.15
@@ -78,6 +78,7 @@ def switched(subject: Subject, variant: Variant) -> Iterator[Callable[[], Work]]
     parts = [module for module in model.modules() if module is not model]
     compiled = [module._compiled_call_impl for module in parts]
     policy.attention = variant.attention or before
+    policy.autocast = autocast_dtype(variant.optim.precision)
     try:
         prepare_model(
             model, replace(variant.optim, compile=variant.optim.compile and not subject.run.optim.compile)
@@ -85,6 +86,7 @@ def switched(subject: Subject, variant: Variant) -> Iterator[Callable[[], Work]]
         yield lambda: subject.prepare(variant.optim, repeat=variant.repeat)
     finally:
         policy.attention, model.checkpoint_layers = before, subject.run.optim.checkpoint_layers
+        policy.autocast = autocast_dtype(subject.run.optim.precision)
         for module, impl in zip(parts, compiled, strict=True):
             module._compiled_call_impl = impl
 

@@ -22,7 +22,7 @@ from whet.train.objective import Objective
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig, train_step
 from whet.train.source import KEPT_CACHE
-from whet.train.step import Optimizer, autocast_dtype, prepare_model
+from whet.train.step import Optimizer, prepare_model
 from whet.types import Group, Problem, Sample
 
 
@@ -116,22 +116,9 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
             )
             step(run.optim.lr)
             return found
-        objective = Objective(
-            policy,
-            run.algo,
-            optim=run.optim,
-            temperature=run.sampling.temperature,
-            max_length=run.sampling.max_new_tokens,
-            off_policy=run.off_policy,
-            value=replace(run.value, warmup_steps=0),
-        )
-        engine = Engine(  # no stop ids: every completion is a longest one
-            policy.model,
-            stop_ids=(),
-            max_rows=work.rows,
-            attention=policy.attention,
-            autocast=autocast_dtype(run.optim.precision),
-        )
+        objective = Objective.of(run, policy, value=replace(run.value, warmup_steps=0))
+        policy.max_rows = work.rows
+        engine = policy.engine(stops=False)
         groups = _longest_groups(run, engine, work)
         engine.release(above=KEPT_CACHE)
         found["rollout"] = meter.restart()

@@ -34,7 +34,7 @@ from whet.train.fit import FIT_ATTENTION
 from whet.train.precision import settle_precision
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
-from whet.train.step import parameter_dtype
+from whet.train.step import dtypes
 from whet.types import UserError
 
 PROMPT_TOKENS = 256
@@ -133,7 +133,7 @@ def main(config: PlanConfig) -> None:
     run = read_recipe(config)
     policy = None
     if config.measure:
-        policy = load_policy(run.policy, seed=run.seed, dtype=parameter_dtype(run.optim.precision))
+        policy = load_policy(run.policy, seed=run.seed, **dtypes(run.optim.precision))
         if config.device not in ("auto", policy.device.type):
             raise UserError(
                 f"device = {config.device} with measure: the step runs on {policy.device.type}; leave it out"

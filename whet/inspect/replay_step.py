@@ -38,7 +38,6 @@ from whet.train.dpo import DPOConfig
 from whet.train.fit import FIT_ATTENTION
 from whet.train.judging import open_judge
 from whet.train.objective import Objective
-from whet.train.overlap import part_groups
 from whet.train.pairs import Pair
 from whet.train.recorded import Recorded, as_sequences, score_tokens
 from whet.train.rft import RFTConfig
@@ -47,7 +46,7 @@ from whet.train.rollout import HARD_PENALTY, Rollout, rollout_metrics
 from whet.train.safety import TokenBudget
 from whet.train.sft import SFTConfig
 from whet.train.source import Collected
-from whet.train.step import Optimizer, learning_rate, parameter_dtype, prepare_model
+from whet.train.step import Optimizer, dtypes, learning_rate, prepare_model
 from whet.types import Group, Problem, Sample, Task, UserError
 
 TrainConfig = RLConfig | SFTConfig | RFTConfig | DPOConfig
@@ -79,7 +78,7 @@ def load_before(config: TrainConfig, weights: Path | None, init: str) -> Before:
     Raises:
         UserError: If something is missing, damaged, or does not fit together.
     """
-    source, dtype = config.policy, parameter_dtype(config.optim.precision)
+    source, kinds = config.policy, dtypes(config.optim.precision)
     frozen = isinstance(config, RLConfig) and config.algo.kl != "none"
     if weights is not None:
         verify_folder(weights)
@@ -92,13 +91,13 @@ def load_before(config: TrainConfig, weights: Path | None, init: str) -> Before:
         )
     elif init:
         source = replace(source, init=init)
-    policy = load_policy(source, seed=config.seed, dtype=dtype)
+    policy = load_policy(source, seed=config.seed, **kinds)
     prepare_model(policy.model, config.optim)
-    objective = _objective(config, policy) if isinstance(config, RLConfig) else None
+    objective = Objective.of(config, policy) if isinstance(config, RLConfig) else None
     if weights is None:
         return Before(policy=policy, optimizer=Optimizer(policy.model, config.optim), objective=objective)
     try:
-        model, _ = load_model(weights, dtype=dtype)
+        model, _ = load_model(weights, dtype=kinds["dtype"])
         policy.model.load_state_dict(model.state_dict())
         optimizer = Optimizer(policy.model, config.optim)
         like = optimizer.tensors() | (objective.tensors() if objective is not None else {})
@@ -117,20 +116,6 @@ def load_before(config: TrainConfig, weights: Path | None, init: str) -> Before:
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise UserError(f"{weights}: does not fit the run's config.yaml ({reason})") from None
     return Before(policy=policy, optimizer=optimizer, objective=objective)
-
-
-def _objective(config: RLConfig, policy: Policy) -> Objective:
-    return Objective(
-        policy,
-        config.algo,
-        optim=config.optim,
-        temperature=config.sampling.temperature,
-        max_length=config.sampling.max_new_tokens,
-        off_policy=config.off_policy,
-        value=config.value,
-        seed=config.seed,
-        part_groups=part_groups(config.overlap, config.num_prompts),
-    )
 
 
 def replay_step(

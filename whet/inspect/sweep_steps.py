@@ -15,25 +15,22 @@ from typing import Any, TypeVar
 import torch
 
 from whet.algo.packing import TrainingSequence
-from whet.eval.evaluate import fitting_problems
 from whet.generate.engine import Engine
-from whet.generate.policy import load_policy, resolve_device
+from whet.generate.policy import Policy, resolve_device
 from whet.generate.rows import Completion, Request
 from whet.inspect.meter import LiveTensors
 from whet.inspect.sweep_points import Run
-from whet.rewards.base import build_rewards
 from whet.tasks.base import answer_type_of, load_task
 from whet.train import safety
 from whet.train.advantage import is_informative, with_advantages
-from whet.train.beforehand import check_fit
-from whet.train.judging import open_judge
 from whet.train.objective import Objective
 from whet.train.order import data_order
 from whet.train.rl_config import RLConfig
-from whet.train.rollout import collect_groups
+from whet.train.session import load_trained
+from whet.train.setup import load_rl
 from whet.train.sft import SFTConfig, demonstration, fitting, is_empty, train_step
 from whet.train.source import KEPT_CACHE
-from whet.train.step import Optimizer, autocast_dtype, parameter_dtype, prepare_model
+from whet.train.step import Optimizer, autocast_dtype
 from whet.types import Group, Problem, Sample, UserError
 
 LR = 0.0
@@ -48,9 +45,11 @@ Work = Callable[[Mark], dict[str, float]]
 class Steps(ABC):
     """A recipe, loaded, with the problems of its first step and its longest ones.
 
+    Of the recipe's settings, those of a sweep may be others in each call below, but `optim.compile`, and
+    `optim.precision` where the parameters' own dtype depends on it, must stay.
+
     Args:
-        run: The recipe. Of its settings, those of a sweep may be others in each call below, but `optim.compile`, and
-            `optim.precision` where the parameters' own dtype depends on it, must stay.
+        policy: Its policy, loaded.
 
     Attributes:
         policy: Its policy.
@@ -63,11 +62,8 @@ class Steps(ABC):
     update: int
     num_samples: int
 
-    def __init__(self, run: Run) -> None:
-        device = resolve_device(run.policy.device)
-        safety.set_deterministic(run.safety.sameness(device), compiles=run.optim.compile)
-        self.policy = load_policy(run.policy, seed=run.seed, dtype=parameter_dtype(run.optim.precision))
-        prepare_model(self.policy.model, run.optim)
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
 
     @abstractmethod
     def _prepare(self, run: Any, *, longest: bool) -> Work:
@@ -84,6 +80,7 @@ class Steps(ABC):
             torch.set_num_threads(run.policy.num_threads)
         self.policy.model.checkpoint_layers = run.optim.checkpoint_layers
         self.policy.max_rows = run.policy.max_rows
+        self.policy.autocast = autocast_dtype(run.optim.precision)
         return self._prepare(run, longest=longest)
 
     def time(self, run: Run, count: int) -> list[dict[str, float]]:
@@ -149,7 +146,8 @@ class FineTuning(Steps):
     """Steps of `whet sft`."""
 
     def __init__(self, run: SFTConfig) -> None:
-        super().__init__(run)
+        _fix_order(run)
+        super().__init__(load_trained(run))
         task = load_task(run.task)
         self.policy.expect(answer_type_of(task))
         kept = fitting(self.policy, task.problems("train"))
@@ -190,17 +188,12 @@ class Reinforcement(Steps):
     """
 
     def __init__(self, run: RLConfig, stack: ExitStack) -> None:
-        super().__init__(run)
-        policy, task = self.policy, load_task(run.task)
-        check_fit(run, policy, task)
-        kept = fitting_problems(policy, task.problems("train"), min_new_tokens=run.sampling.max_new_tokens)
-        if not kept:
-            raise UserError(f"task {task.name}: no problem of the train split fits the context")
-        self._task, self._drawn = task, data_order(task, kept, run.seed).next(run.num_prompts)
-        built = build_rewards(run.rewards, policy.schema, task, run.reward)
+        _fix_order(run)
+        self._setup = setup = load_rl(run)
+        super().__init__(setup.policy)
+        policy, kept = setup.policy, setup.problems
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        judged = open_judge(run.judge, built, folder, policy.schema, kept[0])
-        self._rewards, _ = stack.enter_context(judged)
+        self._rewards, _ = stack.enter_context(setup.open_judge(folder))
         self._prompts = _top([policy.prompt_ids(problem) for problem in kept], run.num_prompts, len)
         new, group = run.sampling.max_new_tokens, run.group_size
         self.longest = len(self._prompts[0]) + new
@@ -211,18 +204,8 @@ class Reinforcement(Steps):
 
     def _prepare(self, run: RLConfig, *, longest: bool) -> Work:
         optimizer = Optimizer(self.policy.model, run.optim)
-        objective = Objective(
-            self.policy,
-            run.algo,
-            optim=run.optim,
-            temperature=run.sampling.temperature,
-            max_length=run.sampling.max_new_tokens,
-            off_policy=run.off_policy,
-            value=run.value,
-            seed=run.seed,
-        )
-        autocast = autocast_dtype(run.optim.precision)
-        engine = self._tireless(run, autocast) if longest else self.policy.engine(autocast)
+        objective = Objective.of(run, self.policy)
+        engine = self.policy.engine(stops=not longest)
         sample = self._longest_groups(run, engine) if longest else self._first_groups(run, engine)
 
         def work(mark: Mark) -> dict[str, float]:
@@ -235,31 +218,9 @@ class Reinforcement(Steps):
 
         return work
 
-    def _tireless(self, run: RLConfig, autocast: torch.dtype | None) -> Engine:
-        """Make an engine without stop ids: every completion is a longest one."""
-        return Engine(
-            self.policy.model,
-            stop_ids=(),
-            max_rows=run.policy.max_rows,
-            attention=self.policy.attention,
-            autocast=autocast,
-        )
-
     def _first_groups(self, run: RLConfig, engine: Engine) -> Callable[[], tuple[list[Group], int]]:
         def sample() -> tuple[list[Group], int]:
-            rollout = collect_groups(
-                self.policy,
-                engine,
-                self._task,
-                self._rewards,
-                [problem for _, problem in self._drawn],
-                seeds=[(run.seed, 0, epoch) for epoch, _ in self._drawn],
-                group_size=run.group_size,
-                sampling=run.sampling,
-                overlong=run.algo.overlong,
-                overlong_cache=run.algo.ramp(run.sampling.max_new_tokens),
-                random_reward=run.control == "random_reward",
-            )
+            rollout = replace(self._setup, config=run).first_rollout(engine, self._rewards)
             informative = is_informative(rollout.groups, run.algo, run.reward_weights)
             is_kept = run.algo.uninformative == "keep"
             used = [g for g, teaches in zip(rollout.groups, informative, strict=True) if teaches or is_kept]
@@ -287,6 +248,12 @@ class Reinforcement(Steps):
             return groups, sum(len(s.prompt_ids) + len(s.completion_ids) for g in groups for s in g.samples)
 
         return sample
+
+
+def _fix_order(run: Run) -> None:
+    """Compute as the recipe asks for, before anything is loaded."""
+    sameness = run.safety.sameness(resolve_device(run.policy.device))
+    safety.set_deterministic(sameness, compiles=run.optim.compile)
 
 
 def load(run: Run, stack: ExitStack) -> FineTuning | Reinforcement:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from whet.distributed import all_reduce_sum, rank, shard
 from whet.eval.grade import grade
 from whet.generate.episode import play
@@ -116,7 +114,6 @@ def select_problems(
     *,
     sampling: SamplingParams,
     seed: int,
-    autocast: torch.dtype | None = None,
 ) -> tuple[list[Problem], list[str]]:
     """Keep the training problems that a curriculum asks for; the same on every rank.
 
@@ -129,7 +126,6 @@ def select_problems(
             when the run is resumed.
         sampling: How the run's rollouts are drawn; pass rates are measured under the same.
         seed: The run's seed.
-        autocast: Compute dtype when it is not the parameters' own.
 
     Returns:
         The kept problems in their old order, and lines to be shown.
@@ -165,7 +161,6 @@ def select_problems(
                 num_samples=config.num_samples,
                 sampling=sampling,
                 seed=seed,
-                autocast=autocast,
             )
             if rank() == 0:
                 write_difficulty(own, kept, rates)
@@ -206,7 +201,6 @@ def measure_difficulty(
     num_samples: int,
     sampling: SamplingParams,
     seed: int,
-    autocast: torch.dtype | None = None,
 ) -> dict[str, PassRate]:
     """Measure the policy's pass rate on every problem; each rank samples its share, all get the whole.
 
@@ -217,7 +211,6 @@ def measure_difficulty(
         num_samples: Completions per problem.
         sampling: How they are drawn.
         seed: With a problem's uid and the sample's index it names the sample's noise.
-        autocast: Compute dtype when it is not the parameters' own.
 
     Returns:
         Pass rate by uid.
@@ -225,7 +218,7 @@ def measure_difficulty(
     unique = list({problem.uid: problem for problem in problems}.values())
     mine = list(shard(len(unique)))
     counts = [0] * len(unique)
-    engine = policy.engine(autocast)
+    engine = policy.engine()
     environment = environment_for(policy.schema, task)
     portion = max(1, ROWS_PER_PORTION * policy.max_rows // num_samples)
     title = f"pass rates of the starting policy, {task.name}"

@@ -14,7 +14,7 @@ from whet.checkpoint import Resume
 from whet.config import align
 from whet.distributed import all_reduce_sum, barrier, rank, shard, sum_gradients
 from whet.eval.evaluate import fitting_problems, take_problems
-from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.quarantine import write_quarantine
@@ -28,8 +28,8 @@ from whet.train.pair_scores import pair_logprobs, pair_micro_batches
 from whet.train.pairs import Pair, Pairing, is_held_out, read_pairs
 from whet.train.precision import settle_precision
 from whet.train.safety import SafetyConfig, TokenBudget
-from whet.train.session import begin, finish, open_folder, write_origin
-from whet.train.step import OptimConfig, autocast_dtype, forward_backward, parameter_dtype, prepare_model
+from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
+from whet.train.step import OptimConfig, forward_backward
 from whet.types import MicroBatch, UserError
 
 PAIRS = "pairs.jsonl"
@@ -283,7 +283,6 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
                 sampling=config.sampling,
                 seed=sequence_seed("dpo", config.seed),
                 title=f"dpo {task.name}: sampling",
-                autocast=autocast_dtype(config.optim.precision),
             )
             pairs = [pair for problem, row in judged for pair in pairing(problem, row)]
         rows = gather_rows([pair.as_row() for pair in with_reference(policy, pairs, config.optim)])
@@ -321,16 +320,20 @@ def main(config: DPOConfig, *, resume: Resume = False) -> None:
     finish(config)
 
 
-def train(config: DPOConfig, *, resume: Resume = False) -> Policy:
+def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None = None) -> Policy:
     """Run the training, write its run folder (without a report) and return the trained policy.
+
+    Args:
+        config: The run's settings.
+        resume: Go on from a checkpoint.
+        on_step: Called after each step.
 
     Raises:
         UserError: If inputs do not fit together, there are no pairs, or the run cannot go on.
     """
     tracking = begin(config)
     config = settle_precision(config)
-    policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
-    prepare_model(policy.model, config.optim)
+    policy = load_trained(config)
     if policy.schema.tools:
         raise UserError(
             "this model calls tools, and pairs do not say which tokens a tool wrote; --policy.tools none"
@@ -356,6 +359,7 @@ def train(config: DPOConfig, *, resume: Resume = False) -> Policy:
         best="dpo/validation_loss",
         headline=("dpo/loss", "dpo/accuracy", "dpo/margin", "dpo/validation_accuracy"),
         longest=lambda: max(pair.num_tokens for pair in kept),
+        on_step=on_step,
     )
     if resume:
         fit.restore(resume)

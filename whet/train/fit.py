@@ -25,8 +25,8 @@ from whet.train.order import EpochOrder, MixtureOrder
 from whet.train.pairs import Pair
 from whet.train.recorded import Data, Kind, Recorder, fit_batch
 from whet.train.safety import TokenBudget, rehearse
-from whet.train.session import RunConfig, Session, Skipped, restore_model
-from whet.train.step import Optimizer, autocast_dtype, learning_rate
+from whet.train.session import OnStep, RunConfig, Session, Skipped, TrainStep, restore_model
+from whet.train.step import Optimizer, learning_rate
 
 Item = TypeVar("Item")
 
@@ -82,6 +82,7 @@ class Fit(Generic[Item]):
         higher_is_better: Whether the best is the highest.
         headline: Metrics shown while it runs.
         longest: Returns the tokens of the longest sequence there is.
+        on_step: Called after each step.
 
     Attributes:
         step: Optimizer steps done.
@@ -100,12 +101,13 @@ class Fit(Generic[Item]):
         higher_is_better: bool = False,
         headline: tuple[str, ...],
         longest: Callable[[], int],
+        on_step: OnStep | None = None,
     ) -> None:
         self.step = 0
         self._stage, self._config, self._policy = stage, config, policy
         self._train_batch, self._validate, self._listener = train_batch, validate, tracking.put
         self._best_name, self._sign = best, -1.0 if higher_is_better else 1.0
-        self._headline, self._longest = headline, longest
+        self._headline, self._longest, self._on_step = headline, longest, on_step
         self._folder = Path(config.out)
         self._skipped = Skipped(config.safety.max_skipped)
         self._budget = TokenBudget(config.optim.token_budget, policy.model.parameters())
@@ -167,8 +169,7 @@ class Fit(Generic[Item]):
                 display.note(note)
             if self._config.safety.rehearses(self._policy.device):
                 session.beat("rehearse", self.step)
-                autocast = autocast_dtype(self._config.optim.precision)
-                rehearse(self._policy, self._budget, self._longest(), autocast=autocast)
+                rehearse(self._policy, self._budget, self._longest())
             if opening and not self._is_logged(start, opening):
                 log.write_metrics(self._stage, start, opening)
                 self._last |= opening
@@ -240,6 +241,8 @@ class Fit(Generic[Item]):
         is_due = session.is_due(self.step) or self.step == end
         self._save(order.cursor, values, session, is_due=is_due)
         session.stop_if_asked(self.step)
+        if self._on_step is not None:
+            self._on_step(TrainStep(self.step, config.num_steps, values))
 
     def _described(self, drawn: Sequence[tuple[int, Item]], result: StepResult) -> Data:
         """Describe a step's batch for its record."""

@@ -16,7 +16,7 @@ from whet.eval.grade import Grade
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.telemetry.display import advancing, open_display
-from whet.train.rollout import collect_groups
+from whet.train.rollout import RolloutParams, collect_groups
 from whet.types import Problem, Sample, Task, UserError
 
 Judged = list[tuple[Sample, Grade]]
@@ -46,7 +46,6 @@ def sample_judged(
     sampling: SamplingParams,
     seed: int,
     title: str,
-    autocast: torch.dtype | None,
 ) -> Iterator[tuple[Problem, Judged]]:
     """Sample completions of this rank's problems and judge them, showing the progress.
 
@@ -58,7 +57,6 @@ def sample_judged(
         sampling: How they are drawn.
         seed: Names the noise, together with problem and index.
         title: Title of the display.
-        autocast: Compute dtype when it is not the parameters' own.
 
     Yields:
         Each problem with its samples and their grades.
@@ -68,7 +66,7 @@ def sample_judged(
     """
     if not problems:
         raise UserError(f"task {task.name}: the train split has no problems")
-    engine = policy.engine(autocast)
+    engine = policy.engine()
     mine = [problems[index] for index in shard(len(problems))]
     portion = max(1, FILLS * policy.max_rows // num_samples)
     total = max(len(mine) * num_samples, 1)
@@ -83,8 +81,7 @@ def sample_judged(
                 [],
                 part,
                 seeds=[(seed,)] * len(part),
-                group_size=num_samples,
-                sampling=sampling,
+                params=RolloutParams(group_size=num_samples, sampling=sampling),
             )
             advance(len(part) * num_samples)
             for group, grades in zip(rollout.groups, rollout.grades, strict=True):

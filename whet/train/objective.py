@@ -31,10 +31,12 @@ from whet.generate.scoring import score_micro_batch
 from whet.telemetry.spans import span, spanned
 from whet.train.advantage import token_advantages, training_sequences
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
+from whet.train.overlap import part_groups
 from whet.train.parts import Parts, has_advantage, keep_top_entropy, longest
 from whet.train.reference import Coefficients, Critic, Reference
+from whet.train.rl_config import RLConfig
 from whet.train.safety import TokenBudget, rehearse
-from whet.train.step import OptimConfig, Optimizer, autocast_dtype, forward_backward
+from whet.train.step import OptimConfig, Optimizer, forward_backward
 from whet.train.tally import Tally, add_up, critic_metrics, gap_sums, mean_of, sampler_metrics, value_sums
 from whet.types import Group, MicroBatch
 
@@ -76,7 +78,6 @@ class Objective:
         self._value = value or ValueConfig()
         self._temperature = temperature
         self._max_length = max_length
-        self._autocast = autocast_dtype(optim.precision)
         self._seed = seed
         self.num_tokens_read = 0.0
         self._coefficients = Coefficients(algo)
@@ -88,6 +89,35 @@ class Objective:
         self._parts = Parts(part_groups, *kept) if part_groups else None
         wide = policy.model.head_weight.dtype == torch.float64
         self._dtype = torch.float64 if wide else torch.float32
+
+    @classmethod
+    def of(
+        cls,
+        config: RLConfig,
+        policy: Policy,
+        *,
+        optim: OptimConfig | None = None,
+        value: ValueConfig | None = None,
+    ) -> Objective:
+        """Make that of a run from its config.
+
+        Args:
+            config: The run's settings.
+            policy: The policy that is trained.
+            optim: Other settings of the update.
+            value: Other settings of the critic.
+        """
+        return cls(
+            policy,
+            config.algo,
+            optim=optim or config.optim,
+            temperature=config.sampling.temperature,
+            max_length=config.sampling.max_new_tokens,
+            off_policy=config.off_policy,
+            value=value or config.value,
+            seed=config.seed,
+            part_groups=part_groups(config.overlap, config.num_prompts),
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint needs of reference and critic."""
@@ -112,7 +142,7 @@ class Objective:
 
     def rehearse(self, longest: int) -> None:
         """Try out a full micro-batch of sequences of `longest` tokens."""
-        rehearse(self._policy, self._budget, longest, autocast=self._autocast)
+        rehearse(self._policy, self._budget, longest)
 
     def add(self, group: Group, progress: float) -> None:
         """Take one of the next step's groups before the others are in: they are backpropagated part by part."""
@@ -221,12 +251,9 @@ class Objective:
 
     def _measure(self, micro: MicroBatch, needs_policy: bool, tally: Tally) -> dict[str, torch.Tensor]:
         """Score a micro-batch before the first update; return columns by the names of `TrainingSequence`."""
-        options: dict[str, Any] = {"autocast": self._autocast, "attention": self._policy.attention}
         columns: dict[str, torch.Tensor] = {"entropy": torch.zeros_like(micro.weights_M)}
         if needs_policy:
-            logprobs_M, columns["entropy"] = score_micro_batch(
-                self._policy.model, micro, temperature=self._temperature, **options
-            )
+            logprobs_M, columns["entropy"] = self._policy.score(micro, temperature=self._temperature)
             if self._is_recomputed:
                 low, high = self._off_policy.bounds
                 kind = self._off_policy.correction
@@ -238,10 +265,14 @@ class Objective:
                 tally.add({"correction_active": float(active_M.sum())})
         if self._reference is not None:
             columns["ref_logprobs_T"], _ = score_micro_batch(
-                self._reference.model, micro, temperature=self._temperature, **options
+                self._reference.model,
+                micro,
+                temperature=self._temperature,
+                autocast=self._policy.autocast,
+                attention=self._policy.attention,
             )
         if self._critic is not None:
-            columns["start_values_T"] = self._critic.values(micro, **options)
+            columns["start_values_T"] = self._critic.values(micro)
         return columns
 
     @spanned("pack")
@@ -331,13 +362,7 @@ class Objective:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return a micro-batch's share of the objective, and its sums for the metrics."""
         algo = self._algo
-        logprobs_M, entropy_M = score_micro_batch(
-            self._policy.model,
-            micro,
-            temperature=self._temperature,
-            autocast=self._autocast,
-            attention=self._policy.attention,
-        )
+        logprobs_M, entropy_M = self._policy.score(micro, temperature=self._temperature)
         policy_M, high_M, low_M = policy_loss(
             logprobs_M,
             micro.proximal_logprobs_M,
@@ -383,7 +408,7 @@ class Objective:
         sums = Tally()
 
         def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
-            values_M = critic.values(micro, autocast=self._autocast, attention=self._policy.attention)
+            values_M = critic.values(micro)
             loss_M, clipped_M = value_loss(
                 values_M, micro.start_values_M, micro.returns_M, clip=self._value.clip
             )

@@ -32,7 +32,7 @@ from whet.rewards.base import WeightedReward
 from whet.tasks.tools import environment_for
 from whet.telemetry.spans import spanned
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig
-from whet.train.rollout import Rollout, sample_seeds, score_groups
+from whet.train.rollout import Rollout, RolloutParams, sample_seeds, score_groups
 from whet.train.step import OptimConfig
 from whet.types import Group, Problem, Task
 
@@ -114,7 +114,6 @@ class Beside:
 
     Args:
         policy: The policy that is trained.
-        autocast: Compute dtype when it is not the parameters' own.
         shares_weights: Draw from the policy's own weights, or from a copy as of the last `refresh`.
 
     Attributes:
@@ -124,11 +123,11 @@ class Beside:
         train_seconds: Seconds of training beside the last rollout (`stream`).
     """
 
-    def __init__(self, policy: Policy, autocast: torch.dtype | None, *, shares_weights: bool) -> None:
+    def __init__(self, policy: Policy, *, shares_weights: bool) -> None:
         self._trained, self._shares = policy.model, shares_weights
         self.policy = copy.copy(policy)
         self.policy.model = _twin(policy.model, shares_weights=shares_weights)
-        self.engine = self.policy.engine(autocast)
+        self.engine = self.policy.engine()
         self.overlap = self.train_seconds = 0.0
         self._pool = ThreadPoolExecutor(2, "whet-rollout")
         self._job: Future[tuple[Any, float]] | None = None
@@ -288,9 +287,7 @@ def stream_groups(
     problems: Sequence[Problem],
     *,
     seeds: Sequence[tuple[int, ...]],
-    group_size: int,
-    sampling: SamplingParams,
-    **scoring: Any,
+    params: RolloutParams,
 ) -> Rollout:
     """Sample groups in one thread, score them in a second one, and train on them in the caller's as they come.
 
@@ -301,34 +298,30 @@ def stream_groups(
         rewards: The run's rewards.
         problems: One group each.
         seeds: See `collect_groups`.
-        group_size: Samples per problem.
-        sampling: How they are drawn.
-        scoring: The rest of the arguments of `score_groups`.
+        params: How groups are sampled and scored.
 
     Returns:
         Groups in the order in which they ended; episodes of several turns end together.
     """
-    names = sample_seeds(problems, seeds, group_size)
+    names = sample_seeds(problems, seeds, params.group_size)
     ended: SimpleQueue[Future[tuple[Group, list[Grade], float]] | None] = SimpleQueue()
 
     def score(place: int, row: list[Completion]) -> tuple[Group, list[Grade], float]:
         began, chosen = time.perf_counter(), slice(place, place + 1)
         (group,), (grades,) = score_groups(
-            beside.policy,
-            task,
-            rewards,
-            problems=problems[chosen],
-            names=names[chosen],
-            drawn=[row],
-            max_new_tokens=sampling.max_new_tokens,
-            **scoring,
+            beside.policy, task, rewards, problems[chosen], names[chosen], [row], params
         )
         return group, grades, time.perf_counter() - began
 
     def draw() -> None:
         try:
             _draw(
-                beside, task, problems, names, sampling, lambda *done: ended.put(beside.submit(score, *done))
+                beside,
+                task,
+                problems,
+                names,
+                params.sampling,
+                lambda *done: ended.put(beside.submit(score, *done)),
             )
         finally:
             ended.put(None)

@@ -9,10 +9,9 @@ import torch
 
 from whet.algo.packing import TrainingSequence, pack, split_by_budget
 from whet.generate.policy import Policy
-from whet.generate.scoring import score_micro_batch
 from whet.train.fit import FIT_ATTENTION
 from whet.train.pairs import Pair
-from whet.train.step import OptimConfig, autocast_dtype
+from whet.train.step import OptimConfig
 from whet.types import MicroBatch
 
 
@@ -51,9 +50,7 @@ def pair_logprobs(
     Returns:
         Indices of its pairs, and the summed log-probabilities of their chosen and rejected completions, float64.
     """
-    logprobs_M, _ = score_micro_batch(
-        policy.model, micro, autocast=autocast_dtype(config.precision), attention=FIT_ATTENTION
-    )
+    logprobs_M, _ = policy.score(micro, attention=FIT_ATTENTION)
     parts = logprobs_M.double().split(torch.bincount(micro.sequence_M).tolist())
     sums = {side: part.sum() for side, part in zip(micro.indices_B, parts, strict=True)}
     members = sorted(side // 2 for side in sums if side % 2 == 0)

@@ -18,14 +18,13 @@ from whet.checkpoint import RECORDS, step_folder
 from whet.commit import MANIFEST, UNREADABLE, commit_folder, machine, remove, verify_folder
 from whet.distributed import gather_json, rank
 from whet.generate.policy import Policy
-from whet.generate.scoring import score_micro_batch
 from whet.model.attention import AttentionKind
 from whet.train.advantage import training_sequences
 from whet.train.pairs import Pair
 from whet.train.rl_config import RLConfig
 from whet.train.rollout import rollout_metrics
 from whet.train.source import Collected
-from whet.train.step import OptimConfig, autocast_dtype
+from whet.train.step import OptimConfig
 from whet.types import Group, Problem, UserError
 
 Kind = Literal["rl", "sft", "rft", "dpo"]
@@ -153,13 +152,7 @@ def score_tokens(
     batch = pack(sequences, token_budget=optim.token_budget, device=policy.device)
     columns: list[list[float]] = [[] for _ in sequences]
     for micro in batch.micro_batches:
-        logprobs_M, _ = score_micro_batch(
-            policy.model,
-            micro,
-            temperature=temperature,
-            autocast=autocast_dtype(optim.precision),
-            attention=attention,
-        )
+        logprobs_M, _ = policy.score(micro, temperature=temperature, attention=attention)
         parts = logprobs_M.split(torch.bincount(micro.sequence_M).tolist())
         for index, part in zip(micro.indices_B, parts, strict=True):
             columns[index] = part.tolist()

@@ -73,6 +73,8 @@ class Critic(torch.nn.Module):
 
     def __init__(self, policy: Policy, value: ValueConfig, optim: OptimConfig) -> None:
         super().__init__()
+        self._autocast = policy.autocast
+        self._attention: AttentionKind = policy.attention
         self.trunk = copy.deepcopy(policy.model)
         if not policy.model.config.tie_embeddings:
             self.trunk.head_weight.requires_grad_(False)
@@ -84,11 +86,9 @@ class Critic(torch.nn.Module):
         self.lr_ratio = lr / optim.lr
         self.optimizer = Optimizer(self, replace(optim, lr=lr))
 
-    def values(
-        self, micro: MicroBatch, *, autocast: torch.dtype | None, attention: AttentionKind
-    ) -> torch.Tensor:
+    def values(self, micro: MicroBatch) -> torch.Tensor:
         """Estimate the return from before each trained token [M]; differentiable unless autograd is off."""
-        hidden_MD = hidden_rows(self.trunk, micro, autocast=autocast, attention=attention)
+        hidden_MD = hidden_rows(self.trunk, micro, autocast=self._autocast, attention=self._attention)
         wide = torch.float64 if self.head.dtype == torch.float64 else torch.float32
         return hidden_MD.to(wide) @ self.head.to(wide)
 

@@ -11,7 +11,7 @@ from whet.checkpoint import Resume
 from whet.config import align
 from whet.distributed import all_reduce_sum, barrier, rank, shard
 from whet.eval.evaluate import fitting_problems, take_problems
-from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.telemetry.trackers import TrackConfig
@@ -29,11 +29,11 @@ from whet.train.harvest import (
 )
 from whet.train.order import EpochOrder
 from whet.train.precision import settle_precision
-from whet.train.rollout import collect_groups, longest_sequence
+from whet.train.rollout import RolloutParams, collect_groups, longest_sequence
 from whet.train.safety import SafetyConfig, TokenBudget
-from whet.train.session import begin, finish, open_folder, write_origin
+from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
 from whet.train.sft import train_step
-from whet.train.step import OptimConfig, autocast_dtype, parameter_dtype, prepare_model
+from whet.train.step import OptimConfig
 from whet.types import Problem, Task, UserError
 
 KEPT, ROUNDS = "kept.jsonl", "rounds.jsonl"
@@ -121,8 +121,13 @@ def main(config: RFTConfig, *, resume: Resume = False) -> None:
     finish(config)
 
 
-def train(config: RFTConfig, *, resume: Resume = False) -> Policy:
+def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None = None) -> Policy:
     """Run all rounds, write the run folder (without a report) and return the trained policy.
+
+    Args:
+        config: The run's settings.
+        resume: Go on from a checkpoint.
+        on_step: Called after each step.
 
     Raises:
         UserError: If inputs do not fit together, nothing can be kept, or the run cannot go on.
@@ -130,9 +135,8 @@ def train(config: RFTConfig, *, resume: Resume = False) -> Policy:
     tracking = begin(config)
     config = settle_precision(config)
     task = load_task(config.task)
-    policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
+    policy = load_trained(config)
     policy.expect(answer_type_of(task))
-    prepare_model(policy.model, config.optim)
     wanted = take_problems(task, "train", config.num_problems)
     problems = fitting_problems(policy, wanted, min_new_tokens=config.sampling.max_new_tokens)
     held_out: list[Problem] = []
@@ -160,6 +164,7 @@ def train(config: RFTConfig, *, resume: Resume = False) -> Policy:
         higher_is_better=True,
         headline=("rft/loss", "rft/right", "eval/greedy", "rft/tokens_per_second"),
         longest=lambda: longest_sequence(policy, problems, config.sampling),
+        on_step=on_step,
     )
     if resume:
         fit.restore(resume)
@@ -197,15 +202,15 @@ def _sequence(row: Row) -> TrainingSequence:
 def greedy_accuracy(config: RFTConfig, policy: Policy, task: Task, problems: Sequence[Problem]) -> float:
     """Return the share of problems answered right by greedy decoding."""
     mine = [problems[index] for index in shard(len(problems))]
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=config.sampling.max_new_tokens)
     rollout = collect_groups(
         policy,
-        policy.engine(autocast_dtype(config.optim.precision)),
+        policy.engine(),
         task,
         [],
         mine,
         seeds=[(0,)] * len(mine),
-        group_size=1,
-        sampling=SamplingParams(temperature=0.0, max_new_tokens=config.sampling.max_new_tokens),
+        params=RolloutParams(group_size=1, sampling=greedy),
     )
     (right,) = all_reduce_sum(sum(graded.is_correct for row in rollout.grades for graded in row))
     return right / len(problems)
@@ -232,7 +237,6 @@ def sample_round(
         sampling=config.sampling,
         seed=sequence_seed("rft", config.seed, number),
         title=f"rft {task.name}, round {number + 1}: sampling",
-        autocast=autocast_dtype(config.optim.precision),
     ):
         right = [sample for sample, graded in judged if is_right(graded)]
         num_sampled += len(judged)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -19,37 +19,38 @@ from whet.commit import commit_folder
 from whet.distributed import all_reduce_sum, rank
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
-from whet.generate.policy import Policy, load_policy
+from whet.generate.policy import Policy
 from whet.generate.probe import ProbeResult, probe_policy
-from whet.rewards.base import WeightedReward, build_rewards
+from whet.rewards.base import WeightedReward
 from whet.rewards.divergence import judge_diverges, thin
 from whet.rewards.judge import Judge
-from whet.tasks.base import load_task
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.hardware import HardwareMonitor, step_metrics
 from whet.telemetry.health import HISTORY_ROWS, dead_reason, health_warnings, past_rows
 from whet.telemetry.log import RunLog
 from whet.telemetry.spans import span, spanned
 from whet.train.advantage import with_advantages, without_advantages
-from whet.train.beforehand import audit_parts, check_fit
 from whet.train.curriculum import select_problems
 from whet.train.judging import open_judge
 from whet.train.objective import Objective
 from whet.train.order import DataOrder, data_order
-from whet.train.overlap import part_groups
 from whet.train.precision import settle_precision
 from whet.train.recorded import Recorder, rl_batch
 from whet.train.rl_config import RLConfig
 from whet.train.rollout import Rollout, longest_sequence, rollout_metrics, sample_note
-from whet.train.session import Session, Skipped, begin, finish, open_folder, restore_model, write_origin
-from whet.train.source import Collected, RolloutSource
-from whet.train.step import (
-    Optimizer,
-    autocast_dtype,
-    learning_rate,
-    parameter_dtype,
-    prepare_model,
+from whet.train.session import (
+    Session,
+    Skipped,
+    TrainStep,
+    begin,
+    finish,
+    open_folder,
+    restore_model,
+    write_origin,
 )
+from whet.train.setup import audit_parts, load_rl
+from whet.train.source import Collected, RolloutSource
+from whet.train.step import Optimizer, learning_rate
 from whet.types import Group, Problem, Task, UserError
 
 HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
@@ -69,38 +70,43 @@ def train(config: RLConfig, *, resume: Resume = False) -> Policy:
     Raises:
         UserError: If inputs do not fit together, or the run cannot go on.
     """
+    running = steps(config, resume=resume)
+    while True:
+        try:
+            next(running)
+        except StopIteration as end:
+            return end.value
+
+
+def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, None, Policy]:
+    """Do what `train` does, and yield each step when it is over, logged and saved where due.
+
+    Raises:
+        UserError: If inputs do not fit together, or the run cannot go on.
+    """
     is_main = rank() == 0
     tracking = begin(config)
     config = settle_precision(config)
-    task = load_task(config.task)
-    policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
-    check_fit(config, policy, task)
-    prepare_model(policy.model, config.optim)
-    problems = task.problems("train")
-    fitting = fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
-    if not fitting:
-        raise UserError(f"task {task.name}: no problem of the train split fits the context")
-    rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
-    warnings = audit_parts(config, task, rewards, policy, fitting)
+    setup = load_rl(config)
+    policy, task = setup.policy, setup.task
+    warnings = audit_parts(setup)
     folder = open_folder(config, resume=resume)
-    write_origin(config, fitting, task)
-    autocast = autocast_dtype(config.optim.precision)
-    probe = probe_policy(policy, temperature=config.sampling.temperature, autocast=autocast)
+    write_origin(config, setup.problems, task)
+    probe = probe_policy(policy, temperature=config.sampling.temperature)
     held_out = _held_out(config, policy, task)
     kept, notes = select_problems(
         policy,
         task,
-        fitting,
+        setup.problems,
         config.curriculum,
         folder,
         sampling=config.sampling,
         seed=config.seed,
-        autocast=autocast,
     )
-    if len(fitting) < len(problems):
-        left_out = len(problems) - len(fitting)
-        notes.insert(0, f"{left_out} of {len(problems)} prompts do not fit the context; left out")
-    with open_judge(config.judge, rewards, folder, policy.schema, kept[0]) as (rewards, judge):
+    if setup.num_left_out:
+        count = len(setup.problems) + setup.num_left_out
+        notes.insert(0, f"{setup.num_left_out} of {count} prompts do not fit the context; left out")
+    with open_judge(config.judge, setup.rewards, folder, policy.schema, kept[0]) as (rewards, judge):
         run = _Run(config, policy, task, rewards, data_order(task, kept, config.seed), held_out, probe)
         run.judge = judge
         start = run.restore(resume) if resume else 0
@@ -123,7 +129,8 @@ def train(config: RLConfig, *, resume: Resume = False) -> Policy:
                 run.objective.rehearse(longest_sequence(policy, kept, config.sampling))
             for step in range(start, config.num_steps):
                 with span("step"):
-                    run.advance(step, folder, log, display)
+                    done = run.advance(step, folder, log, display)
+                yield done
     if is_main:
         _write_summary(folder, run)
     return policy
@@ -164,36 +171,9 @@ class _Run:
         self.held_out = held_out
         self.probe = probe
         self.weights = config.reward_weights
-        self.autocast = autocast_dtype(config.optim.precision)
-        self.source = RolloutSource(
-            policy,
-            task,
-            rewards,
-            order,
-            algo=config.algo,
-            weights=self.weights,
-            num_prompts=config.num_prompts,
-            group_size=config.group_size,
-            sampling=config.sampling,
-            staleness=config.off_policy.staleness,
-            num_steps=config.num_steps,
-            seed=config.seed,
-            autocast=self.autocast,
-            random_reward=config.control == "random_reward",
-            overlap=config.overlap,
-        )
+        self.source = RolloutSource.of(config, policy, task, rewards, order)
         self.optimizer = Optimizer(policy.model, config.optim)
-        self.objective = Objective(
-            policy,
-            config.algo,
-            optim=config.optim,
-            temperature=config.sampling.temperature,
-            max_length=config.sampling.max_new_tokens,
-            off_policy=config.off_policy,
-            value=config.value,
-            seed=config.seed,
-            part_groups=part_groups(config.overlap, config.num_prompts),
-        )
+        self.objective = Objective.of(config, policy)
         self.judge: Judge | None = None
         self.monitor = HardwareMonitor()
         self.session = Session("rl", config, policy)
@@ -223,7 +203,7 @@ class _Run:
         self.history, self.judged = rows[-HISTORY_ROWS:], [thin(row) for row in rows]
         return int(state["step"])
 
-    def advance(self, step: int, folder: Path, log: RunLog, display: Display) -> None:
+    def advance(self, step: int, folder: Path, log: RunLog, display: Display) -> TrainStep:
         """Sample, score, train; validate and save where due."""
         config = self.config
         began = time.monotonic()
@@ -279,6 +259,7 @@ class _Run:
         self.judged += [thin(row)] if self.judge is not None else []
         if self.judge is not None and (reason := judge_diverges(self.judged)):
             raise UserError(f"step {count}: {reason}")
+        return TrainStep(count, config.num_steps, values, groups)
 
     def save_protocol(self, folder: Path) -> None:
         """Keep what the rollouts are spelt and tagged with, so that they can be read before the first checkpoint."""
@@ -308,7 +289,6 @@ class _Run:
             num_samples=self.config.validation_samples,
             sampling=self.config.sampling,
             seed=self.config.seed,
-            autocast=self.autocast,
         )
         return {f"eval/{name}": result.metrics[name].mean for name in ("greedy", "pass@1")}
 

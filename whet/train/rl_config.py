@@ -15,6 +15,7 @@ from whet.telemetry.trackers import TrackConfig
 from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
 from whet.train.curriculum import CurriculumConfig
 from whet.train.overlap import OverlapConfig, check_overlap
+from whet.train.rollout import RolloutParams
 from whet.train.safety import SafetyConfig
 from whet.train.step import OptimConfig
 
@@ -142,6 +143,17 @@ class RLConfig:
                 "rewards.judge needs validation_problems: judges are pleased sooner or later, and only held-out right "
                 "answers show it; expected 1 or more (200 is good)"
             )
+
+    @property
+    def rollout(self) -> RolloutParams:
+        """How groups are sampled and scored."""
+        return RolloutParams(
+            group_size=self.group_size,
+            sampling=self.sampling,
+            overlong=self.algo.overlong,
+            overlong_cache=self.algo.ramp(self.sampling.max_new_tokens),
+            random_reward=self.control == "random_reward",
+        )
 
     @property
     def reward_weights(self) -> dict[str, float]:

@@ -29,6 +29,25 @@ SHOWN_TEXT = 400
 """Characters of a prompt or completion that a note in the terminal shows."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutParams:
+    """How groups are sampled and scored.
+
+    Attributes:
+        group_size: Samples per problem.
+        sampling: How they are drawn.
+        overlong: Punishment of length that is added to the reward.
+        overlong_cache: Width of the soft punishment's ramp in tokens.
+        random_reward: Control experiment: a coin decides the reward instead, right answers still count in the metrics.
+    """
+
+    group_size: int
+    sampling: SamplingParams
+    overlong: Overlong = "none"
+    overlong_cache: int = 0
+    random_reward: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """Groups of one step with the grades of their samples, and what sampling and scoring took."""
@@ -52,11 +71,7 @@ def collect_groups(
     problems: Sequence[Problem],
     *,
     seeds: Sequence[tuple[int, ...]],
-    group_size: int,
-    sampling: SamplingParams,
-    overlong: Overlong = "none",
-    overlong_cache: int = 0,
-    random_reward: bool = False,
+    params: RolloutParams,
 ) -> Rollout:
     """Sample and score a group of completions for each problem.
 
@@ -68,32 +83,17 @@ def collect_groups(
         problems: One group each.
         seeds: Run seed, step and epoch of each problem: with its uid and the sample index they name a sequence's noise
             (the epoch, because a small data set may come round within one step).
-        group_size: Samples per problem.
-        sampling: How they are drawn.
-        overlong: Punishment of length that is added to the reward.
-        overlong_cache: Width of the soft punishment's ramp in tokens.
-        random_reward: Control experiment: a coin decides the reward instead, right answers still count in the metrics.
+        params: How groups are sampled and scored.
 
     Returns:
         Groups in the order of the problems.
     """
     began = time.perf_counter()
-    names = sample_seeds(problems, seeds, group_size)
+    names = sample_seeds(problems, seeds, params.group_size)
     with span("rollout_generation"):
-        drawn = play(policy, engine, problems, names, sampling, environment_for(policy.schema, task))
+        drawn = play(policy, engine, problems, names, params.sampling, environment_for(policy.schema, task))
     generated = time.perf_counter()
-    groups, grades = score_groups(
-        policy,
-        task,
-        rewards,
-        problems,
-        names,
-        drawn,
-        max_new_tokens=sampling.max_new_tokens,
-        overlong=overlong,
-        overlong_cache=overlong_cache,
-        random_reward=random_reward,
-    )
+    groups, grades = score_groups(policy, task, rewards, problems, names, drawn, params)
     return Rollout(groups, grades, generated - began, time.perf_counter() - generated)
 
 
@@ -114,11 +114,7 @@ def score_groups(
     problems: Sequence[Problem],
     names: Sequence[Sequence[int]],
     drawn: Sequence[Sequence[Completion]],
-    *,
-    max_new_tokens: int,
-    overlong: Overlong,
-    overlong_cache: int,
-    random_reward: bool,
+    params: RolloutParams,
 ) -> tuple[list[Group], list[list[Grade]]]:
     """Score what was drawn.
 
@@ -129,10 +125,7 @@ def score_groups(
         problems: One group each.
         names: Seeds of the samples of each.
         drawn: Their completions.
-        max_new_tokens: Longest completion.
-        overlong: Punishment of length that is added to the reward.
-        overlong_cache: Width of the soft punishment's ramp in tokens.
-        random_reward: A coin decides the reward instead.
+        params: How groups are sampled and scored.
 
     Returns:
         Groups in the order of the problems, and the grades of their samples.
@@ -150,16 +143,16 @@ def score_groups(
         scored = score_completions(rewards, [(problem, s.text) for problem, s in pairs], {EPISODE: paid})
     samples = []
     for (_, sample), (scores, total), seed in zip(pairs, scored, chain.from_iterable(names), strict=True):
-        if random_reward:
+        if params.random_reward:
             total = float(sequence_seed("coin", seed) % 2)
             scores = {"random": total}
-        if overlong in ("soft", "hard"):
+        if params.overlong in ("soft", "hard"):
             penalty = HARD_PENALTY if _is_unanswered(policy, sample) else 0.0
-            if overlong == "soft":
+            if params.overlong == "soft":
                 penalty = overlong_penalty(
                     len(sample.completion_ids),
-                    max_length=max_new_tokens,
-                    cache_length=overlong_cache,
+                    max_length=params.sampling.max_new_tokens,
+                    cache_length=params.overlong_cache,
                 )
             scores = scores | {"overlong": penalty}
             total = None if total is None else total + penalty

@@ -13,7 +13,6 @@ import torch
 from whet.algo.packing import TrainingSequence, pack
 from whet.checkpoint import Sameness
 from whet.generate.policy import Policy
-from whet.generate.scoring import score_micro_batch
 from whet.train.step import forward_backward
 from whet.types import MicroBatch, UserError
 
@@ -129,14 +128,13 @@ class TokenBudget:
             print(f"whet: warning: out of memory; micro-batches now have {self.tokens} tokens", flush=True)
 
 
-def rehearse(policy: Policy, budget: TokenBudget, length: int, *, autocast: torch.dtype | None) -> None:
+def rehearse(policy: Policy, budget: TokenBudget, length: int) -> None:
     """Run a micro-batch as large as there will be any, forward and backward; nothing but the budget changes.
 
     Args:
         policy: The policy.
         budget: Tokens of a micro-batch, halved here where the memory does not hold them.
         length: Tokens of the longest sequence.
-        autocast: Compute dtype when it is not the parameters' own.
 
     Raises:
         UserError: If the memory does not hold one sequence.
@@ -145,7 +143,7 @@ def rehearse(policy: Policy, budget: TokenBudget, length: int, *, autocast: torc
     rest, vocab = (0,) * (length - 1), policy.model.config.vocab_size
 
     def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
-        logprobs_M, _ = score_micro_batch(policy.model, micro, autocast=autocast, attention=policy.attention)
+        logprobs_M, _ = policy.score(micro)
         return logprobs_M.sum(), {}
 
     def work(tokens: int) -> None:

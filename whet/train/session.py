@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Protocol
@@ -22,7 +23,7 @@ from whet.commit import DiskFullError, commit_folder
 from whet.config import dump_yaml
 from whet.distributed import all_reduce_max, is_distributed, on_main, rank
 from whet.generate.kernel_speed import keep_kernels
-from whet.generate.policy import Policy, PolicyConfig, resolve_device
+from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device
 from whet.isolation.reentry import refuse_reentry
 from whet.model.weights import load_model
 from whet.run_folder import open_run
@@ -34,8 +35,8 @@ from whet.telemetry.report import write_report
 from whet.telemetry.trackers import TrackConfig
 from whet.telemetry.tracking import Tracking
 from whet.train.safety import SafetyConfig, set_deterministic
-from whet.train.step import OptimConfig, parameter_dtype
-from whet.types import Problem, Task, UserError
+from whet.train.step import OptimConfig, dtypes, parameter_dtype, prepare_model
+from whet.types import Group, Problem, Task, UserError
 
 
 class RunConfig(Protocol):
@@ -51,6 +52,11 @@ class RunConfig(Protocol):
     @property
     def policy(self) -> PolicyConfig:
         """The model that it starts from."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
         ...
 
     @property
@@ -79,9 +85,59 @@ class RunConfig(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """A step that is over.
+
+    Attributes:
+        step: Steps done.
+        num_steps: Steps of the whole run.
+        metrics: What was logged of it.
+        groups: What `rl` trained on, with rewards and advantages; () for other programs.
+    """
+
+    step: int
+    num_steps: int
+    metrics: Mapping[str, float]
+    groups: Sequence[Group] = ()
+
+    def __str__(self) -> str:
+        told = [
+            f"{name.partition('/')[2].replace('_', ' ')} {self.metrics[name]:.3g}"
+            for name in TOLD
+            if name in self.metrics
+        ]
+        return f"step {self.step}/{self.num_steps}: {', '.join(told)}"
+
+
+OnStep = Callable[[TrainStep], object]
+TOLD = (
+    *(
+        "rl/reward_mean",
+        "rl/correct",
+        "rl/thinking_tokens",
+        "rl/entropy",
+        "sft/loss",
+        "dpo/loss",
+        "dpo/accuracy",
+    ),
+    *("rft/loss", "eval/greedy", "sft/validation_loss"),
+)
+"""Metrics that a printed step shows."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 DOUBLE_S = {False: 0.5, True: 3.0}
 """Seconds in which a second signal is the same one: torchrun sends on what its process group has got already."""
+
+
+def load_trained(config: RunConfig) -> Policy:
+    """Load the policy that a run trains, in its precision; recomputation and compilation are applied.
+
+    Raises:
+        UserError: If something is missing, malformed or does not fit together.
+    """
+    policy = load_policy(config.policy, seed=config.seed, **dtypes(config.optim.precision))
+    prepare_model(policy.model, config.optim)
+    return policy
 
 
 def begin(config: RunConfig) -> Tracking:

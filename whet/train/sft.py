@@ -13,9 +13,8 @@ from whet.checkpoint import Resume
 from whet.config import align
 from whet.distributed import all_reduce_sum, shard, sum_gradients
 from whet.eval.evaluate import take_problems
-from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import sequence_seed
-from whet.generate.scoring import score_micro_batch
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.tools import environment_for
 from whet.telemetry.spans import span
@@ -24,8 +23,8 @@ from whet.train.fit import FIT_ATTENTION, Fit, StepResult
 from whet.train.order import data_order
 from whet.train.precision import settle_precision
 from whet.train.safety import SafetyConfig, TokenBudget
-from whet.train.session import begin, finish, open_folder, write_origin
-from whet.train.step import OptimConfig, autocast_dtype, forward_backward, parameter_dtype, prepare_model
+from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
+from whet.train.step import OptimConfig, forward_backward
 from whet.types import MicroBatch, Problem, UserError
 
 CACHED_DEMONSTRATIONS = 65_536
@@ -115,9 +114,7 @@ def train_step(
     )
 
     def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
-        logprobs_M, _ = score_micro_batch(
-            policy.model, micro, autocast=autocast_dtype(config.precision), attention=FIT_ATTENTION
-        )
+        logprobs_M, _ = policy.score(micro, attention=FIT_ATTENTION)
         return weighted_sum(-logprobs_M, micro.weights_M, num_trained_tokens), {}
 
     budget = budget or TokenBudget(config.token_budget, policy.model.parameters())
@@ -141,9 +138,7 @@ def validation_loss(policy: Policy, problems: Sequence[Problem], config: OptimCo
     total = 0.0
     with torch.no_grad():
         for micro in batch.micro_batches:
-            logprobs_M, _ = score_micro_batch(
-                policy.model, micro, autocast=autocast_dtype(config.precision), attention=FIT_ATTENTION
-            )
+            logprobs_M, _ = policy.score(micro, attention=FIT_ATTENTION)
             total -= float(logprobs_M.double().sum())
     total, count = all_reduce_sum(total, batch.num_trained_tokens)
     return total / max(count, 1.0)
@@ -169,8 +164,13 @@ def main(config: SFTConfig, *, resume: Resume = False) -> None:
     finish(config)
 
 
-def train(config: SFTConfig, *, resume: Resume = False) -> Policy:
+def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None = None) -> Policy:
     """Run the training, write its run folder (without a report) and return the trained policy.
+
+    Args:
+        config: The run's settings.
+        resume: Go on from a checkpoint.
+        on_step: Called after each step.
 
     Raises:
         UserError: If inputs do not fit together, or the run cannot go on.
@@ -178,9 +178,8 @@ def train(config: SFTConfig, *, resume: Resume = False) -> Policy:
     tracking = begin(config)
     config = settle_precision(config)
     task = load_task(config.task)
-    policy = load_policy(config.policy, seed=config.seed, dtype=parameter_dtype(config.optim.precision))
+    policy = load_trained(config)
     policy.expect(answer_type_of(task))
-    prepare_model(policy.model, config.optim)
     environment_for(policy.schema, task)  # a tool that is not there is found before anything is made
     problems = task.problems("train")
     kept = fitting(policy, problems)
@@ -220,6 +219,7 @@ def train(config: SFTConfig, *, resume: Resume = False) -> Policy:
         best="sft/validation_loss",
         headline=("sft/loss", "sft/validation_loss", "sft/lr", "sft/tokens_per_second"),
         longest=lambda: max(demonstration(policy, problem).num_tokens for problem in kept),
+        on_step=on_step,
     )
     if resume:
         fit.restore(resume)

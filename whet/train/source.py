@@ -9,12 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from whet.distributed import all_reduce_sum, gather_json, rank, redeal, shard, world_size
 from whet.eval.grade import Grade
 from whet.generate.policy import Policy
-from whet.generate.sampling import SamplingParams
 from whet.rewards.base import WeightedReward
 from whet.telemetry.spans import span, spanned
 from whet.train.account import REASONS, PromptAccount, Reason
@@ -22,7 +19,8 @@ from whet.train.advantage import counted_samples, is_informative, with_advantage
 from whet.train.algorithm import AlgoConfig
 from whet.train.order import DataOrder
 from whet.train.overlap import Beside, OverlapConfig, stream_groups
-from whet.train.rollout import Rollout, collect_groups
+from whet.train.rl_config import RLConfig
+from whet.train.rollout import Rollout, RolloutParams, collect_groups
 from whet.types import Group, Problem, Sample, Task
 
 KEPT_CACHE = 64 * 2**20
@@ -82,13 +80,10 @@ class RolloutSource:
         algo: Says what happens to groups without differences, and to long completions.
         weights: Weight of each reward by name, as `is_informative` reads them.
         num_prompts: Problems per step, over all ranks.
-        group_size: Samples per problem.
-        sampling: How they are drawn.
+        params: How their groups are sampled and scored.
         staleness: Steps between sampling and training.
         num_steps: Steps of the run: nothing is sampled beyond its end.
         seed: The run's seed.
-        autocast: Compute dtype when it is not the parameters' own.
-        random_reward: Control experiment: a coin decides every reward.
         overlap: What is sampled beside the training.
     """
 
@@ -102,32 +97,53 @@ class RolloutSource:
         algo: AlgoConfig,
         weights: dict[str, float],
         num_prompts: int,
-        group_size: int,
-        sampling: SamplingParams,
+        params: RolloutParams,
         staleness: int,
         num_steps: int,
         seed: int,
-        autocast: torch.dtype | None,
-        random_reward: bool,
         overlap: OverlapConfig | None = None,
     ) -> None:
         self._mode = "off" if overlap is None else overlap.mode
         self._beside: Beside | None = None
         if self._mode != "off":
-            self._beside = Beside(policy, autocast, shares_weights=self._mode == "stream")
+            self._beside = Beside(policy, shares_weights=self._mode == "stream")
             policy = self._beside.policy
         self._policy, self._task, self._rewards, self._order = policy, task, rewards, order
         self._algo, self._weights = algo, weights
-        self._num_prompts, self._group_size, self._sampling = num_prompts, group_size, sampling
+        self._num_prompts, self._params = num_prompts, params
         self._staleness, self._num_steps, self._seed = staleness, num_steps, seed
-        self._random_reward = random_reward
-        self._engine = policy.engine(autocast) if self._beside is None else self._beside.engine
+        self._engine = policy.engine() if self._beside is None else self._beside.engine
         self._pending: deque[Collected] = deque()
         self._num_collected = 0
         self._account = PromptAccount()
         self._training: Collected | None = None
         self._train: Callable[[Group], None] | None = None
         self._begun: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: RLConfig,
+        policy: Policy,
+        task: Task,
+        rewards: list[WeightedReward],
+        order: DataOrder,
+    ) -> RolloutSource:
+        """Make that of a run from its config."""
+        return cls(
+            policy,
+            task,
+            rewards,
+            order,
+            algo=config.algo,
+            weights=config.reward_weights,
+            num_prompts=config.num_prompts,
+            params=config.rollout,
+            staleness=config.off_policy.staleness,
+            num_steps=config.num_steps,
+            seed=config.seed,
+            overlap=config.overlap,
+        )
 
     def next(self, step: int, train: Callable[[Group], None] | None = None) -> Collected:
         """Return what a step trains on; the step before it is then over.
@@ -279,21 +295,13 @@ class RolloutSource:
         self._account.draw(num_prompts)
         mine = [drawn[index] for index in shard(num_prompts)]
         problems = [problem for _, problem in mine]
-        options: dict[str, Any] = {
-            "seeds": [(self._seed, self._num_collected, epoch) for epoch, _ in mine],
-            "group_size": self._group_size,
-            "sampling": self._sampling,
-            "overlong": self._algo.overlong,
-            "overlong_cache": self._algo.ramp(self._sampling.max_new_tokens),
-            "random_reward": self._random_reward,
-        }
+        seeds = [(self._seed, self._num_collected, epoch) for epoch, _ in mine]
+        scored = self._task, self._rewards, problems
         if self._beside is not None and self._mode == "stream":
             return partial(
-                stream_groups, self._beside, self._offer, self._task, self._rewards, problems, **options
+                stream_groups, self._beside, self._offer, *scored, seeds=seeds, params=self._params
             )
-        return partial(
-            collect_groups, self._policy, self._engine, self._task, self._rewards, problems, **options
-        )
+        return partial(collect_groups, self._policy, self._engine, *scored, seeds=seeds, params=self._params)
 
 
 def _dealt(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[Collected]:

@@ -344,6 +344,11 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
     return torch.bfloat16 if precision == "bfloat16_autocast" else None
 
 
+def dtypes(precision: Precision) -> dict[str, Any]:
+    """Return the dtypes of parameters and products, as `load_policy` takes them."""
+    return {"dtype": parameter_dtype(precision), "autocast": autocast_dtype(precision)}
+
+
 def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
     """Apply the options that change how a model runs, not what it computes: recomputation and compilation.
 

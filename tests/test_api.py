@@ -1,0 +1,230 @@
+"""The public Python interface: what a stranger's first ten lines do, with his rows, his reward and his loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY_SHAPE
+
+import whet
+from whet.api import _made
+from whet.generate.engine import Request
+from whet.generate.policy import PolicyConfig, load_policy
+from whet.generate.sampling import SamplingParams
+from whet.recipes.models import demo_policy
+from whet.train.rl_config import RLConfig
+from whet.train.session import TrainStep
+
+ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(2, 14) for b in range(3, 12)]
+SHORT = {"max_new_tokens": 12, "num_prompts": 2, "group_size": 4, "save_every": 2, "preflight": "warn"}
+BONUS = 0.25
+
+
+def shorter(problem: Any, text: str) -> float:
+    """Pay for few characters; reads a constant of this module."""
+    return BONUS - len(text) / 100
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model on disk, as a user has one."""
+    home = tmp_path_factory.mktemp("model")
+    load_policy(replace(demo_policy(), model=TINY_SHAPE, max_rows=64), seed=0).save(home)
+    return home
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "whet"
+
+
+def test_importing_takes_no_torch_and_little_time() -> None:
+    code = (
+        "import sys, time\nbegan = time.perf_counter()\nimport whet\n"
+        "print(time.perf_counter() - began, 'torch' in sys.modules)\nprint('evaluate' in dir(whet))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, has_torch, is_listed = done.stdout.split()
+    assert float(seconds) < 0.3
+    assert (has_torch, is_listed) == ("False", "True")
+    with pytest.raises(AttributeError, match="it has"):
+        whet.nonsense  # noqa: B018
+
+
+def test_every_public_name_is_there() -> None:
+    for name in whet.__all__:
+        assert getattr(whet, name) is not None
+    assert whet.answers_equal("1/2", "0.5")
+    assert whet.extract_answer(r"so \boxed{42}") == "42"
+    assert whet.pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)
+    assert whet.run_python("print(6 * 7)").stdout == "42\n"
+
+
+def test_the_first_ten_lines(folder: Path, tmp_path: Path) -> None:
+    policy = whet.load(folder)
+    task = whet.Task.from_rows(ROWS, prompt="question", answer="answer")
+    seen: list[TrainStep] = []
+    out = tmp_path / "mine"
+    run = whet.rl(
+        policy,
+        task,
+        rewards=["correct", shorter],
+        algo="dapo",
+        num_steps=3,
+        out=out,
+        on_step=seen.append,
+        **SHORT,
+    )
+    assert [step.step for step in seen] == [1, 2, 3]
+    assert str(seen[0]).startswith("step 1/3: reward mean ")
+    assert {name for group in seen[0].groups for s in group.samples for name in s.rewards} >= {
+        "correct",
+        "shorter",
+    }
+    assert [row["step"] for row in run.metrics] == [1, 2, 3]
+    assert {row["rewards"]["shorter"] <= BONUS for row in run.samples} == {True}
+    assert run.is_complete
+    assert "rl/reward_mean" in run._repr_html_()
+    before, after = (whet.evaluate(p, task, num_samples=2, max_new_tokens=12) for p in (folder, run.policy))
+    assert set(before.metrics) >= {"greedy", "pass@1"}
+    assert len(before.samples) == 3 * len(before.result.problems)
+    found = whet.compare(before, after)
+    assert found["greedy"].num_problems == len(before.result.problems)
+    assert "greedy" in str(found)
+    assert whet.compare(before, before)["pass@1"].difference.mean == 0.0
+    saved = run.policy.save(tmp_path / "saved")
+    assert whet.load(saved).generate(["2+2="], max_new_tokens=8) == run.policy.generate(
+        ["2+2="], max_new_tokens=8
+    )
+
+
+def test_a_run_is_a_recipe_that_can_be_resumed(folder: Path, tmp_path: Path, cache: Path) -> None:
+    """What was given as objects is in the folder: rows and reward are files, named by their content."""
+    out = tmp_path / "run"
+    options = {"out": out, "rewards": [(shorter, 0.5)], "num_steps": 4, **SHORT}
+    stopped = whet.rl(
+        folder, ROWS, on_step=lambda step: step.step == 2 and os.kill(os.getpid(), signal.SIGINT), **options
+    )
+    assert not stopped.is_complete
+    # The step that was under way is done, and saved.
+    assert [row["step"] for row in stopped.metrics] == [1, 2, 3]
+    run = whet.rl(folder, ROWS, resume=True, **options)
+    assert run.is_complete
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4]
+    whole = whet.rl(folder, ROWS, **(options | {"out": tmp_path / "whole"}))
+    mine, theirs = (whet.load(r.folder).loaded.model.state_dict() for r in (run, whole))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    (reward,) = (cache / "rewards").iterdir()
+    assert "BONUS = 0.25" in reward.read_text()
+    assert len(list((cache / "rows").iterdir())) == 1
+
+
+def test_a_loop_of_ones_own_may_be_left(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    steps = whet.rl_steps(
+        folder, ROWS, out=out, num_steps=5, rewards={"correct": 1.0, "format": 0.5}, **SHORT
+    )
+    for step in steps:
+        assert len(step.groups) <= 2
+        if step.step == 3:
+            break
+    steps.close()
+    assert len(whet.Run(out).metrics) == 3
+    rest = whet.rl_steps(
+        folder, ROWS, out=out, num_steps=5, rewards={"correct": 1.0, "format": 0.5}, resume=True, **SHORT
+    )
+    assert [step.step for step in rest] == [3, 4, 5]  # from the checkpoint of step 2
+
+
+def test_sft_and_dpo(folder: Path, tmp_path: Path) -> None:
+    rows = [row | {"solution": row["question"] + row["answer"]} for row in ROWS]
+    steps: list[int] = []
+    run = whet.sft(
+        folder, rows, out=tmp_path / "sft", num_steps=2, batch_size=4, on_step=lambda s: steps.append(s.step)
+    )
+    assert steps == [1, 2]
+    assert run.metrics[-1]["sft/loss"] > 0
+    pairs = [
+        {"prompt": r["question"], "chosen": r["answer"], "rejected": "0"} for r in ROWS if r["answer"] != "0"
+    ]
+    run = whet.dpo(run.policy, pairs, out=tmp_path / "dpo", num_steps=2, batch_size=4)
+    assert [row["step"] for row in run.metrics] == [1, 2]
+
+
+def test_logprobs_are_the_samplers(folder: Path) -> None:
+    policy = whet.load(folder)
+    ids = tuple(policy.prompt_ids("2+3="))
+    params = SamplingParams(temperature=0.7, max_new_tokens=9)
+    ((done,),) = policy.loaded.engine(stops=False).generate([Request(prompt_ids=ids, seeds=(5,))], params)
+    text = policy.loaded.tokenizer.decode_completion(ids, done.ids)
+    assert policy.loaded.tokenizer.encode(text) == list(done.ids)
+    assert whet.logprobs(policy, "2+3=", text, temperature=0.7) == list(done.logprobs)
+    assert policy.sample(["2+3="], 3, max_new_tokens=5, seed=1) == policy.sample(
+        ["2+3="], 3, max_new_tokens=5, seed=1
+    )
+    assert len(policy.sample(["1+1=", "2+2="], 3, max_new_tokens=5)[1]) == 3
+    assert policy.prompt_text("2+3=").count("2+3=") == 1
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "algorithm": (lambda f, t: whet.rl(f, ROWS, out=t, algo="dapoo"), "did you mean 'dapo'"),
+    "field": (lambda f, t: whet.rl(f, ROWS, out=t, num_prompt=3), "did you mean 'num_prompts'"),
+    "group field": (
+        lambda f, t: whet.rl(f, ROWS, out=t, optim={"lrr": 1}),
+        "RLConfig.optim has no field 'lrr'",
+    ),
+    "preset": (lambda f, t: whet.rl(f, ROWS, out=t, optim="thin"), "expected one of lean"),
+    "no rows": (lambda f, t: whet.rl(f, [], out=t), "got no rows"),
+    "a row that is no dict": (lambda f, t: whet.rl(f, ["2+2"], out=t), "row 0: got '2\\+2', expected a dict"),
+    "a value that is no JSON": (
+        lambda f, t: whet.rl(f, [{"prompt": object()}], out=t),
+        "cannot be written as JSON",
+    ),
+    "a column": (
+        lambda f, t: whet.Task.from_rows(ROWS, prompt="ask"),
+        "no column 'ask'; there are: question, answer",
+    ),
+    "a name": (lambda f, t: whet.Task.from_rows("gsm9k"), "no such file or folder, nor a task"),
+    "a model": (lambda f, t: whet.load(f / "nothing" / "here"), "nothing/here"),
+    "a value": (lambda f, t: whet.rl(f, ROWS, out=t, max_new_tokens=0), "max_new_tokens = 0"),
+    "a lambda": (
+        lambda f, t: whet.rl(f, ROWS, out=t, rewards=[lambda p, x: 1.0]),
+        "expected a function that def",
+    ),
+    "one text": (lambda f, t: whet.load(f).generate("2+2="), "expected a list of prompts"),
+    "nothing to score": (lambda f, t: whet.load(f).logprobs("2+2=", ""), "completion is empty"),
+    "neither": (lambda f, t: whet.dpo(f, out=t), "either pairs or a task"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes_are_told_in_one_line(name: str, folder: Path, tmp_path: Path) -> None:
+    act, message = BAD[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        act(folder, tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluations_of_different_protocols_do_not_compare(folder: Path) -> None:
+    options: dict[str, Any] = {"num_problems": 2, "max_new_tokens": 4, "split": "train"}
+    one, other = (whet.evaluate(folder, ROWS, num_samples=n, **options) for n in (1, 2))
+    with pytest.raises(whet.UserError, match="num_samples"):
+        whet.compare(one, other)
+
+
+def test_fields_of_a_group_may_be_given_alone() -> None:
+    given = {"out": "x", "policy": PolicyConfig(init="y"), "lr": 3e-4, "max_new_tokens": 7}
+    config = _made(RLConfig, given | {"optim": {"beta1": 0.8}})
+    assert (config.optim.lr, config.optim.beta1, config.sampling.max_new_tokens) == (3e-4, 0.8, 7)
+    lean = _made(RLConfig, given | {"optim": "lean"})
+    assert (lean.optim.adam_bits, lean.optim.lr) == (8, 3e-4)

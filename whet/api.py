@@ -1,0 +1,824 @@
+"""The public Python interface: what `import whet` offers, with the same programs below it as the commands.
+
+```python
+policy = whet.load("Qwen/Qwen2.5-0.5B-Instruct")
+task = whet.Task.from_rows(rows, prompt="question", answer="answer")
+run = whet.rl(policy, task, rewards=[my_reward], algo="dapo", num_steps=100, out="runs/mine", on_step=print)
+before, after = whet.evaluate(policy, task), whet.evaluate(run.policy, task)
+print(whet.compare(before, after))
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from whet.algo.packing import TrainingSequence, pack
+from whet.config import closest
+from whet.eval import paired
+from whet.eval.evaluate import fitting_problems, take_problems
+from whet.eval.measure import EvalResult
+from whet.eval.measure import evaluate as measure
+from whet.eval.record import as_row
+from whet.eval.stats import Interval
+from whet.generate.engine import Request
+from whet.generate.policy import Policy as LoadedPolicy
+from whet.generate.policy import PolicyConfig, load_policy
+from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.isolation.shipping import ship_function
+from whet.model.adapter_files import find_model
+from whet.recipes.rl import ALGORITHMS
+from whet.rewards.base import OwnReward, own_name
+from whet.tasks import base as tasks
+from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.tasks.read import first_row
+from whet.telemetry.log import read_metrics
+from whet.train import dpo as dpo_program
+from whet.train import rft as rft_program
+from whet.train import rl as rl_program
+from whet.train import sft as sft_program
+from whet.train.algorithm import AlgoConfig
+from whet.train.dpo import DPOConfig
+from whet.train.rft import RFTConfig
+from whet.train.rl_config import RLConfig
+from whet.train.session import Stopped, TrainStep, finish
+from whet.train.sft import SFTConfig
+from whet.train.step import PRESETS
+from whet.types import Problem, UserError
+
+C = TypeVar("C")
+Messages = Sequence[Mapping[str, str]]
+Rows = Iterable[Mapping[str, Any]]
+OnStep = Callable[[TrainStep], object]
+
+
+class Policy:
+    """A model with its tokenizer and the protocol by which it is asked; loaded when it is first used.
+
+    Attributes:
+        config: Where it comes from, and how it is asked.
+    """
+
+    def __init__(self, config: PolicyConfig, *, seed: int = 0) -> None:
+        self.config = config
+        self._seed = seed
+
+    def __repr__(self) -> str:
+        return f"whet.Policy({self.config.init or 'random weights'!r})"
+
+    @cached_property
+    def loaded(self) -> LoadedPolicy:
+        """The model in memory, float32, in evaluation mode."""
+        policy = load_policy(self.config, seed=self._seed)
+        policy.model.eval()
+        return policy
+
+    def release(self) -> None:
+        """Give the model's memory back; the next use loads it again."""
+        self.__dict__.pop("loaded", None)
+
+    def prompt_ids(self, messages: str | Messages) -> list[int]:
+        """Return the tokens that ask something, as training and evaluation ask it.
+
+        Args:
+            messages: The user's words, or chat messages with 'role' and 'content' (a system message replaces the
+                schema's own).
+        """
+        policy = self.loaded
+        if isinstance(messages, str):
+            return list(policy.prompt_ids(_asked(messages)))
+        return list(
+            policy.tokenizer.encode_prompt(_checked(messages), prefix=policy.schema.generation_prefix)
+        )
+
+    def prompt_text(self, messages: str | Messages) -> str:
+        """Return the rendered text of `prompt_ids`, special tokens included."""
+        return self.loaded.tokenizer.decode(self.prompt_ids(messages))
+
+    def sample(
+        self,
+        prompts: Sequence[str | Messages],
+        num_samples: int = 1,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int = 0,
+    ) -> list[list[str]]:
+        """Draw completions of prompts.
+
+        Args:
+            prompts: What is asked: the user's words, or chat messages.
+            num_samples: Completions of each.
+            max_new_tokens: Longest completion in tokens.
+            temperature: Divides the logits; 0 takes the likeliest token.
+            top_p: Keep the smallest set of tokens with at least this probability.
+            top_k: Keep the k likeliest tokens; 0 keeps all.
+            min_p: Keep tokens with at least this share of the largest probability.
+            seed: Names the noise, with the place of prompt and sample.
+
+        Returns:
+            For each prompt its completions.
+
+        Raises:
+            UserError: If a prompt leaves no room in the context.
+        """
+        if isinstance(prompts, str):
+            raise UserError("sample: got one text, expected a list of prompts: put it into [ ]")
+        policy = self.loaded
+        params = SamplingParams(
+            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_new_tokens=max_new_tokens
+        )
+        asked = [tuple(self.prompt_ids(prompt)) for prompt in prompts]
+        requests = [
+            Request(
+                prompt_ids=ids,
+                seeds=tuple(sequence_seed("sample", seed, place, index) for index in range(num_samples)),
+            )
+            for place, ids in enumerate(asked)
+        ]
+        rows = policy.engine().generate(requests, params)
+        return [
+            [policy.completion_text(ids, done.ids) for done in row]
+            for ids, row in zip(asked, rows, strict=True)
+        ]
+
+    def generate(
+        self, prompts: Sequence[str | Messages], *, temperature: float = 0.0, **options: Any
+    ) -> list[str]:
+        """Complete prompts, one completion each, greedily unless told otherwise; options are those of `sample`."""
+        return [row[0] for row in self.sample(prompts, 1, temperature=temperature, **options)]
+
+    def logprobs(self, prompt: str | Messages, completion: str, *, temperature: float = 1.0) -> list[float]:
+        """Return the log-probability, in nats, of each token of a completion after a prompt.
+
+        Raises:
+            UserError: If the completion has no token, or both do not fit the context.
+        """
+        policy = self.loaded
+        ids = tuple(self.prompt_ids(prompt))
+        chosen = tuple(policy.tokenizer.encode(completion))
+        context = policy.model.config.max_positions
+        if not chosen:
+            raise UserError("logprobs: the completion is empty; expected at least one token")
+        if len(ids) + len(chosen) > context:
+            raise UserError(
+                f"logprobs: prompt and completion have {len(ids) + len(chosen)} tokens, the context holds {context}"
+            )
+        sequence = TrainingSequence(prompt_ids=ids, completion_ids=chosen)
+        (micro,) = pack([sequence], token_budget=context, device=policy.device).micro_batches
+        with torch.no_grad():
+            return policy.score(micro, temperature=temperature)[0].tolist()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write weights, tokenizer and protocol to a new folder, which transformers and `whet.load` read.
+
+        Raises:
+            UserError: If the folder is there and not empty.
+        """
+        path = Path(folder)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path}: is there already; choose another folder")
+        path.mkdir(parents=True, exist_ok=True)
+        self.loaded.save(path)
+        return path
+
+
+def load(name: str | Path, *, adapter: str | Path = "", seed: int = 0, **options: Any) -> Policy:
+    """Name a model to work with; it is read into memory when it is first used.
+
+    Args:
+        name: Run folder, folder of a model, or hub name; an adapter that names its base will do.
+        adapter: An adapter on top of it.
+        seed: Seed of new vocabulary rows.
+        options: Fields of `PolicyConfig` (`schema`, `template`, `device`, `attention`, `max_rows`, ...).
+
+    Raises:
+        UserError: If there is no such model, or an option is unknown.
+    """
+    find_model(str(name), str(adapter))
+    return Policy(_made(PolicyConfig, {"init": str(name), "adapter": str(adapter), **options}), seed=seed)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems with their answers, and how an answer is judged.
+
+    Attributes:
+        config: What it is read from; written into every run that uses it.
+    """
+
+    config: TaskConfig = field(default_factory=TaskConfig)
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Rows | str | Path,
+        *,
+        prompt: str | None = None,
+        answer: str | None = None,
+        solution: str | None = None,
+        max_bad_rows: int = 0,
+    ) -> Task:
+        """Make a task of questions and answers of your own.
+
+        Args:
+            rows: Dicts (a list, a `datasets.Dataset`, `DataFrame.to_dict("records")`), or the path of a .jsonl,
+                .jsonl.gz or .parquet file or of a folder with train and test files, or the name of a task.
+            prompt: Column of the question; recognised where it is called prompt, question, problem or messages.
+            answer: Column of the gold answer; taken from the solution where there is none.
+            solution: Column of the worked solution.
+            max_bad_rows: How many malformed rows are left out before it is an error.
+
+        Raises:
+            UserError: If there are no rows, or none of that name.
+        """
+        columns: dict[str, Any] = {"max_bad_rows": max_bad_rows} if max_bad_rows else {}
+        for name, given in (("prompt_field", prompt), ("answer_field", answer), ("solution_field", solution)):
+            if given is not None:
+                columns[name] = given
+        if isinstance(rows, (str, Path)):
+            if not Path(rows).exists() and str(rows) in tasks.OPTIONS:
+                return cls(_made(TaskConfig, {"name": str(rows), **columns}))
+            if not Path(rows).exists():
+                raise UserError(
+                    f"{str(rows)!r}: no such file or folder, nor a task; expected rows, a path, or one of "
+                    f"{', '.join(tasks.OPTIONS)}"
+                )
+            path = str(Path(rows).resolve())
+        else:
+            path = str(_written(rows))
+        present = first_row(Path(path)) if Path(path).is_file() else {}
+        for name in (prompt, answer, solution):
+            if name is not None and present and name not in present:
+                raise UserError(f"from_rows: no column {name!r}; there are: {', '.join(present)[:200]}")
+        task = cls(_made(TaskConfig, {"name": "jsonl", "path": path, **columns}))
+        task.problems("train")  # malformed rows are found now
+        return task
+
+    def problems(self, split: str = "train") -> list[Problem]:
+        """Return the problems of 'train', 'dev' or 'test'."""
+        return load_task(self.config).problems(split)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run on disk.
+
+    Attributes:
+        folder: The run folder.
+        is_complete: Whether it did all its steps; False where it was asked to stop (its last step is saved).
+    """
+
+    folder: Path
+    is_complete: bool = True
+
+    @property
+    def policy(self) -> Policy:
+        """The trained policy: the best checkpoint by validation where there is one, else the last."""
+        return Policy(PolicyConfig(init=str(self.folder)))
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One row a step, as `pandas.DataFrame` takes them."""
+        return read_metrics(self.folder)
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Every completion that was sampled, with its rewards; [] for programs that sample nothing."""
+        path = self.folder / "samples.jsonl"
+        if not path.is_file():
+            return []
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The last value of every metric."""
+        path = self.folder / "summary.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def _repr_html_(self) -> str:
+        rows = self.metrics
+        shown = [name for name in HEADLINE if any(name in row for row in rows)]
+        table = "".join(
+            f"<tr><td>{html.escape(name)}</td><td>{_first(rows, name):.4g}</td><td>{_last(rows, name):.4g}</td>"
+            f"<td>{_curve([row[name] for row in rows if name in row])}</td></tr>"
+            for name in shown
+        )
+        head = "<tr><th></th><th>first</th><th>last</th><th></th></tr>"
+        return f"<p><code>{html.escape(str(self.folder))}</code></p><table>{head}{table}</table>"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model does on held-out problems.
+
+    Attributes:
+        label: Which model.
+        result: Metrics with their intervals, and every completion behind them.
+        protocol: What was asked, and how: two evaluations compare only where it is the same.
+    """
+
+    label: str
+    result: EvalResult
+    protocol: Mapping[str, Any]
+
+    @property
+    def metrics(self) -> dict[str, Interval]:
+        """'greedy', 'pass@1', 'pass@k', 'maj@n', 'format' and more, each with its 95 % interval over problems."""
+        return self.result.metrics
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """One row a completion: uid, prompt, text, answer, correct, and more."""
+        return [
+            as_row(problem, place, done)
+            for problem, greedy, row in zip(
+                self.result.problems, self.result.greedy, self.result.samples, strict=True
+            )
+            for place, done in (("greedy", greedy), *enumerate(row))
+        ]
+
+    def __str__(self) -> str:
+        lines = [f"{self.label}, {len(self.result.problems)} problems"]
+        lines += [f"  {name:<18}{_interval(name, interval)}" for name, interval in self.metrics.items()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two evaluations of the same problems.
+
+    Attributes:
+        names: What the two are called.
+        rows: Metric by metric: means, difference with its interval, p-value, what would not have been seen.
+    """
+
+    names: tuple[str, str]
+    rows: Sequence[paired.Paired]
+
+    def __getitem__(self, metric: str) -> paired.Paired:
+        for row in self.rows:
+            if row.metric == metric:
+                return row
+        raise KeyError(f"{metric}: expected one of {', '.join(row.metric for row in self.rows)}")
+
+    def __str__(self) -> str:
+        a, b = self.names
+        lines = [f"{a} -> {b}, {self.rows[0].num_problems} problems"]
+        for row in self.rows:
+            low, high = (
+                paired.show(row.metric, x, signed=True) for x in (row.difference.low, row.difference.high)
+            )
+            values = f"{paired.show(row.metric, row.a):>8} -> {paired.show(row.metric, row.b):>7}"
+            change = f"{paired.show(row.metric, row.difference.mean, signed=True):>7} ({low} to {high})"
+            lines.append(f"  {row.metric:<18}{values}  {change:<26} p {paired.show_p(row.p_holm)}")
+        main = next((row for row in self.rows if row.metric in ("greedy", "pass@1")), self.rows[0])
+        return "\n".join([*lines, f"{main.metric}: {paired.verdict(main, a, b)}"])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+LOOSE = ("sampling", "optim")
+"""Groups whose fields may be given alone: `max_new_tokens=64`, `lr=1e-6`."""
+HEADLINE = (
+    *("rl/correct", "rl/reward_mean", "rl/loss", "eval/greedy", "sft/loss", "sft/validation_loss"),
+    *("dpo/loss", "dpo/accuracy", "rft/loss", "rft/right"),
+)
+
+
+def rl(
+    policy: Policy | str | Path,
+    task: Task | Rows | str | Path,
+    *,
+    out: str | Path,
+    rewards: Sequence[OwnReward | tuple[OwnReward, float]] | Mapping[str, float] | None = None,
+    algo: str | AlgoConfig = "grpo",
+    num_steps: int = 100,
+    on_step: OnStep | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> Run:
+    """Improve a policy by reinforcement learning with verifiable rewards.
+
+    Args:
+        policy: The policy, or what `load` takes.
+        task: The task, or what `Task.from_rows` takes.
+        out: Run folder to make.
+        rewards: Functions of your own (`def shorter(problem, text) -> float`), names of built-in rewards, or pairs of
+            either with its weight; or weights by name. Default: a right answer 1, the format 0.1.
+        algo: Name of an algorithm (grpo, dr_grpo, dapo, gspo, ...), or its arguments.
+        num_steps: Rollout batches.
+        on_step: Called after each step with its number, metrics and groups.
+        resume: Go on from the newest checkpoint of `out`.
+        options: Other fields of `RLConfig`: `num_prompts=8`, `group_size=8`, `max_new_tokens=256`, `lr=1e-6`, or whole
+            groups of fields, `optim={"precision": "bfloat16_master"}`.
+
+    Returns:
+        The run.
+
+    Raises:
+        UserError: If something does not fit together, is missing, or the run cannot go on.
+    """
+    config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
+    return _trained(config, lambda: _each(rl_program.steps(config, resume=resume), on_step))
+
+
+def rl_steps(
+    policy: Policy | str | Path,
+    task: Task | Rows | str | Path,
+    *,
+    out: str | Path,
+    rewards: Sequence[OwnReward | tuple[OwnReward, float]] | Mapping[str, float] | None = None,
+    algo: str | AlgoConfig = "grpo",
+    num_steps: int = 100,
+    resume: bool = False,
+    **options: Any,
+) -> Iterator[TrainStep]:
+    """Do what `rl` does, for a loop of your own: yield each step when it is over; leaving the loop ends the run."""
+    config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
+    yield from rl_program.steps(config, resume=resume)
+    finish(config)
+
+
+def sft(
+    policy: Policy | str | Path,
+    task: Task | Rows | str | Path,
+    *,
+    out: str | Path,
+    num_steps: int = 100,
+    on_step: OnStep | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> Run:
+    """Fine-tune a policy on worked solutions; options are fields of `SFTConfig`, else as for `rl`."""
+    given = {"out": str(out), "policy": _policy(policy), "task": _task(task), "num_steps": num_steps}
+    config = _made(SFTConfig, given | options)
+    return _trained(config, lambda: sft_program.train(config, resume=resume, on_step=on_step))
+
+
+def dpo(
+    policy: Policy | str | Path,
+    pairs: Rows | str | Path | None = None,
+    *,
+    out: str | Path,
+    task: Task | Rows | str | Path | None = None,
+    num_steps: int = 100,
+    on_step: OnStep | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> Run:
+    """Train a policy to prefer: on pairs of your own, or on right and wrong completions that it samples of a task.
+
+    Args:
+        policy: The policy, or what `load` takes.
+        pairs: Rows with prompt, chosen and rejected (texts or chat messages), or the path of such a file.
+        out: Run folder to make.
+        task: Where there are no pairs: the problems whose completions are paired.
+        num_steps: Optimizer steps.
+        on_step: Called after each step.
+        resume: Go on from the newest checkpoint of `out`.
+        options: Other fields of `DPOConfig`.
+    """
+    if (pairs is None) == (task is None):
+        raise UserError("dpo: expected either pairs or a task")
+    given: dict[str, Any] = {"out": str(out), "policy": _policy(policy), "num_steps": num_steps}
+    if pairs is not None:
+        path = Path(pairs).resolve() if isinstance(pairs, (str, Path)) else _written(pairs)
+        given["pairs"] = str(path)
+    if task is not None:
+        given["task"] = _task(task)
+    config = _made(DPOConfig, given | options)
+    return _trained(config, lambda: dpo_program.train(config, resume=resume, on_step=on_step))
+
+
+def rft(
+    policy: Policy | str | Path,
+    task: Task | Rows | str | Path,
+    *,
+    out: str | Path,
+    on_step: OnStep | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> Run:
+    """Fine-tune a policy on its own right completions, round by round; options are fields of `RFTConfig`."""
+    config = _made(RFTConfig, {"out": str(out), "policy": _policy(policy), "task": _task(task)} | options)
+    return _trained(config, lambda: rft_program.train(config, resume=resume, on_step=on_step))
+
+
+def evaluate(
+    policy: Policy | str | Path,
+    task: Task | Rows | str | Path,
+    *,
+    num_samples: int = 8,
+    num_problems: int = 200,
+    split: str = "test",
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    answer_from: Literal["schema", "anywhere"] = "schema",
+    seed: int = 0,
+) -> Evaluation:
+    """Measure a policy on held-out problems: greedily, and by samples.
+
+    Args:
+        policy: The policy, or what `load` takes.
+        task: The task, or what `Task.from_rows` takes.
+        num_samples: Completions per problem besides the greedy one.
+        num_problems: Problems, the first of the split's hash order; 0 takes all.
+        split: Part of the data: train, dev or test.
+        max_new_tokens: Longest completion in tokens.
+        temperature: Of the samples.
+        answer_from: 'anywhere' also takes boxes, phrases and the last number for an answer.
+        seed: Seed of the samples and of the bootstrap.
+
+    Raises:
+        UserError: If there is no problem, or none fits the context.
+    """
+    asked = policy if isinstance(policy, Policy) else load(policy)
+    config, loaded = _task(task), asked.loaded
+    judge = load_task(config)
+    loaded.expect(answer_type_of(judge))
+    wanted = take_problems(judge, split, num_problems)
+    if not wanted:
+        raise UserError(
+            f"task {judge.name} has no problems in split {split!r}; give more rows, or another split"
+        )
+    problems = fitting_problems(loaded, wanted, min_new_tokens=1)
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
+    result = measure(
+        loaded,
+        judge,
+        problems,
+        num_samples=num_samples,
+        sampling=sampling,
+        seed=seed,
+        answer_from=answer_from,
+    )
+    protocol = {
+        "task": config,
+        "split": split,
+        "sampling": sampling,
+        "num_samples": num_samples,
+        "seed": seed,
+    }
+    return Evaluation(
+        str(asked.config.init or "random weights"), result, protocol | {"answer_from": answer_from}
+    )
+
+
+def compare(before: Evaluation, after: Evaluation) -> Comparison:
+    """Compare two evaluations problem by problem: paired intervals and exact tests.
+
+    Raises:
+        UserError: If they were not asked the same, or have no problem in common.
+    """
+    unlike = [name for name, value in before.protocol.items() if after.protocol.get(name) != value]
+    if unlike:
+        raise UserError(
+            f"compare: the two differ in {', '.join(unlike)}; numbers of different protocols do not compare: evaluate "
+            "both alike"
+        )
+    sides = [_by_problem(side) for side in (before, after)]
+    uids = [uid for uid in sides[0] if uid in sides[1]]
+    if not uids:
+        raise UserError("compare: no problem is in both; evaluate both on the same task")
+    count = before.protocol["num_samples"]
+    scores = [
+        paired.score_problems([side[uid][1:] for uid in uids], [side[uid][0] for uid in uids], count)
+        for side in sides
+    ]
+    (table,) = paired.compare_with_first(scores, seed=before.protocol["seed"])
+    names = before.label, after.label if after.label != before.label else f"{after.label} (2)"
+    return Comparison(names, list(table.values()))
+
+
+def logprobs(
+    policy: Policy, prompt: str | Messages, completion: str, *, temperature: float = 1.0
+) -> list[float]:
+    """Return the log-probability, in nats, of each token of a completion after a prompt."""
+    return policy.logprobs(prompt, completion, temperature=temperature)
+
+
+def _by_problem(side: Evaluation) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each problem, the greedy one first."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in side.samples:
+        found.setdefault(str(row["uid"]), []).append(row)
+    return found
+
+
+def _asked(prompt: str) -> Problem:
+    return Problem(uid="asked", task="asked", prompt=prompt, answer="")
+
+
+def _checked(messages: Messages) -> list[dict[str, str]]:
+    for place, message in enumerate(messages):
+        if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
+            raise UserError(
+                f"message {place}: got {message!r:.80}, expected a dict with 'role' and 'content'"
+            )
+    return [dict(message) for message in messages]
+
+
+def _written(rows: Rows) -> Path:
+    """Write rows to a file that is named by their hash, so that a run on them can be resumed."""
+    lines = []
+    for place, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise UserError(f"row {place}: got {row!r:.80}, expected a dict of columns")
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"row {place}: cannot be written as JSON ({error}); convert its values") from None
+    if not lines:
+        raise UserError("got no rows, expected at least one")
+    text = "\n".join(lines) + "\n"
+    return _cached("rows", f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.jsonl", text)
+
+
+def _policy(policy: Policy | str | Path) -> PolicyConfig:
+    if isinstance(policy, Policy):
+        policy.release()  # the run loads it in its own precision
+        return policy.config
+    return load(policy).config
+
+
+def _task(task: Task | Rows | str | Path) -> TaskConfig:
+    return task.config if isinstance(task, Task) else Task.from_rows(task).config
+
+
+def _rl_config(
+    policy: Policy | str | Path,
+    task: Task | Rows | str | Path,
+    out: str | Path,
+    rewards: Sequence[OwnReward | tuple[OwnReward, float]] | Mapping[str, float] | None,
+    algo: str | AlgoConfig,
+    num_steps: int,
+    options: Mapping[str, Any],
+) -> RLConfig:
+    given: dict[str, Any] = {
+        "out": str(out),
+        "policy": _policy(policy),
+        "task": _task(task),
+        "num_steps": num_steps,
+    }
+    if rewards is not None:
+        given["rewards"], given["reward"] = _rewards(rewards)
+    if isinstance(algo, str):
+        if algo not in ALGORITHMS:
+            near = closest(algo, list(ALGORITHMS))
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise UserError(f"algo = {algo!r}: expected one of {', '.join(ALGORITHMS)}{hint}")
+        algo = ALGORITHMS[algo]()
+    return _made(RLConfig, given | {"algo": algo} | dict(options))
+
+
+def _rewards(
+    rewards: Sequence[OwnReward | tuple[OwnReward, float]] | Mapping[str, float],
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return weights of built-in rewards, and rewards of the user's own."""
+    if isinstance(rewards, Mapping):
+        return dict(rewards), ()
+    built: dict[str, float] = {}
+    own: list[str] = []
+    for item in rewards:
+        reward, weight = item if isinstance(item, tuple) else (item, 1.0)
+        if isinstance(reward, str) and ":" not in reward:
+            built[reward] = float(weight)
+        elif isinstance(reward, str):
+            own.append(reward if weight == 1.0 else f"{reward}={weight}")
+        else:
+            spec = _written_reward(reward)
+            own.append(spec if weight == 1.0 else f"{spec}={weight}")
+    return built, tuple(own)
+
+
+def _written_reward(function: Callable[..., float | None]) -> str:
+    """Write a function, with all that it needs, to a file of its own: a run on it can be resumed and replayed."""
+    name = own_name(function)
+    parcel = ship_function(function)
+    pieces = [text.rstrip("\n") for text, *_ in parcel["pieces"]]
+    if parcel["function"] != name:
+        pieces.append(f"{name} = {parcel['function']}")
+    origin = f'"""{name}, as it was in {parcel["file"]} when the run began."""'.replace("\\", "/")
+    text = "\n\n\n".join([origin + "\n\nfrom __future__ import annotations", *pieces]) + "\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{_cached('rewards', f'{name}_{digest}.py', text)}:{name}"
+
+
+def _cached(folder: str, name: str, text: str) -> Path:
+    """Write a file that is named by its content to the user's cache, whole or not at all."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whet" / folder
+    path = cache / name
+    if not path.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{name}.{os.getpid()}")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    return path
+
+
+def _made(cls: type[C], given: Mapping[str, Any]) -> C:
+    """Make a config from its fields; a field of a group may be given alone where only one group has it.
+
+    Raises:
+        UserError: If a field is unknown, or its value is not permitted.
+    """
+    own = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+    groups: dict[str, Any] = {
+        name: default for name, item in own.items() if is_dataclass(default := _default(item))
+    }
+    values = {name: value for name, value in given.items() if name in own}
+    if isinstance(values.get("optim"), str):
+        if values["optim"] not in PRESETS:
+            expected = f"expected one of {', '.join(PRESETS)}, or its fields as a dict"
+            raise UserError(f"optim = {values['optim']!r}: {expected}")
+        values["optim"] = PRESETS[values["optim"]]()
+    for name, value in given.items():
+        if name in own:
+            continue
+        home = next((group for group in LOOSE if hasattr(groups.get(group), name)), None)
+        if home is None:
+            near = closest(name, [*own, *(item.name for group in LOOSE for item in fields(groups[group]))])
+            raise UserError(
+                f"{cls.__name__} has no field {name!r}" + (f"; did you mean {near!r}?" if near else "")
+            )
+        whole = values.get(home, {})
+        values[home] = (
+            {**whole, name: value} if isinstance(whole, Mapping) else replace(whole, **{name: value})
+        )
+    for name, default in groups.items():
+        changes: Any = values.get(name)
+        if isinstance(changes, Mapping):
+            unknown = next((key for key in changes if not hasattr(default, key)), None)
+            if unknown is not None:
+                raise UserError(f"{cls.__name__}.{name} has no field {unknown!r}")
+            values[name] = replace(default, **changes)
+    return cls(**values)
+
+
+def _default(item: Any) -> Any:
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    return None if item.default is MISSING else item.default
+
+
+def _each(running: Iterator[TrainStep], on_step: OnStep | None) -> None:
+    for step in running:
+        if on_step is not None:
+            on_step(step)
+
+
+def _trained(config: RLConfig | SFTConfig | DPOConfig | RFTConfig, work: Callable[[], object]) -> Run:
+    """Do a training, write its report, and return it; one that was asked to stop is kept as far as it is."""
+    try:
+        work()
+    except Stopped:
+        return Run(Path(config.out), is_complete=False)
+    finish(config)
+    return Run(Path(config.out))
+
+
+def _interval(name: str, interval: Interval) -> str:
+    low, high = paired.show(name, interval.low), paired.show(name, interval.high)
+    unit = paired.unit(name)
+    return f"{paired.show(name, interval.mean):>8} {unit} ({low} to {high})"
+
+
+def _first(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    return next(row[name] for row in rows if name in row)
+
+
+def _last(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    return next(row[name] for row in reversed(rows) if name in row)
+
+
+def _curve(values: Sequence[float]) -> str:
+    """Draw numbers as a small line."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    low, high = min(finite), max(finite)
+    points = " ".join(
+        f"{160 * place / (len(finite) - 1):.1f},{30 - 28 * (value - low) / ((high - low) or 1):.1f}"
+        for place, value in enumerate(finite)
+    )
+    line = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
+    return f'<svg width="160" height="32" role="img">{line}</svg>'

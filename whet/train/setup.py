@@ -1,0 +1,133 @@
+"""What a run of reinforcement learning is made of, loaded and checked before anything is written.
+
+`whet rl`, and every program that needs its first step (diagnose, sweep), begin here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.distributed import world_size
+from whet.eval.audit import preflight
+from whet.eval.evaluate import fitting_problems
+from whet.generate.engine import Engine
+from whet.generate.policy import Policy
+from whet.rewards.base import EPISODE, WeightedReward, build_rewards
+from whet.rewards.judge import Judge
+from whet.tasks.base import answer_type_of, load_task
+from whet.tasks.mixture import PART
+from whet.tasks.tools import environment_for
+from whet.train.judging import open_judge
+from whet.train.order import data_order
+from whet.train.rl_config import RLConfig
+from whet.train.rollout import Rollout, collect_groups
+from whet.train.session import load_trained
+from whet.types import Problem, Task, UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLSetup:
+    """The parts of a run.
+
+    Attributes:
+        config: Its settings.
+        policy: The policy that is trained, as it starts.
+        task: The task.
+        problems: Problems of the train split that fit the context.
+        num_left_out: Those that do not.
+        rewards: The rewards, without the judge behind 'judge'.
+    """
+
+    config: RLConfig
+    policy: Policy
+    task: Task
+    problems: list[Problem]
+    num_left_out: int
+    rewards: list[WeightedReward]
+
+    def first_problems(self) -> list[tuple[int, Problem]]:
+        """Return the problems of the first step, each with its epoch; a curriculum and refills are left out."""
+        order = data_order(self.task, self.problems, self.config.seed)
+        return order.next(self.config.num_prompts)
+
+    def first_rollout(self, engine: Engine, rewards: Sequence[WeightedReward]) -> Rollout:
+        """Sample and score the groups of the first step.
+
+        Args:
+            engine: The policy's engine.
+            rewards: The run's rewards, judge included.
+        """
+        drawn = self.first_problems()
+        return collect_groups(
+            self.policy,
+            engine,
+            self.task,
+            list(rewards),
+            [problem for _, problem in drawn],
+            seeds=[(self.config.seed, 0, epoch) for epoch, _ in drawn],
+            params=self.config.rollout,
+        )
+
+    def open_judge(self, folder: Path) -> AbstractContextManager[tuple[list[WeightedReward], Judge | None]]:
+        """Put the judge behind the reward of that name; its scores are kept in a folder.
+
+        Raises:
+            UserError: If the judge cannot be had, or cannot tell a perfect completion from an empty one.
+        """
+        return open_judge(self.config.judge, self.rewards, folder, self.policy.schema, self.problems[0])
+
+
+def load_rl(config: RLConfig) -> RLSetup:
+    """Load what a run is made of.
+
+    Args:
+        config: Its settings, with a precision that is settled.
+
+    Raises:
+        UserError: If something is missing, or does not fit together.
+    """
+    task = load_task(config.task)
+    policy = load_trained(config)
+    check_fit(config, policy, task)
+    problems = task.problems("train")
+    kept = fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
+    if not kept:
+        raise UserError(f"task {task.name}: no problem of the train split fits the context")
+    rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
+    left_out = len(problems) - len(kept)
+    return RLSetup(
+        config=config, policy=policy, task=task, problems=kept, num_left_out=left_out, rewards=rewards
+    )
+
+
+def check_fit(config: RLConfig, policy: Policy, task: Task) -> None:
+    """Refuse what does not fit together.
+
+    Raises:
+        UserError: With what to leave out or change.
+    """
+    policy.expect(answer_type_of(task))
+    environment_for(policy.schema, task)  # finds a tool that is not there
+    if EPISODE in config.rewards and getattr(task, "environment", None) is None:
+        raise UserError(f"rewards.episode: task {task.name} has no environment that pays; leave it out")
+    if config.num_prompts % world_size():
+        raise UserError(
+            f"num_prompts = {config.num_prompts}: expected a multiple of the {world_size()} ranks"
+        )
+
+
+def audit_parts(setup: RLSetup) -> list[str]:
+    """Audit each part of the task in short; return what failed where that is only to be shown."""
+    failures = []
+    for part in {problem.meta.get(PART): None for problem in setup.problems}:
+        own = [problem for problem in setup.problems if problem.meta.get(PART) == part]
+        try:
+            preflight(setup.task, setup.rewards, setup.policy.schema, own)
+        except UserError as error:
+            if setup.config.preflight == "stop":
+                raise
+            failures.append(str(error))
+    return failures
