@@ -12,18 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY_SHAPE
 
 import whet
 from whet.api import _made
 from whet.generate.engine import Request
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
 from whet.train.rl_config import RLConfig
 from whet.train.session import TrainStep
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(2, 14) for b in range(3, 12)]
+SHAPE = ModelConfig(
+    hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, max_positions=64
+)  # fmt: skip
 SHORT = {"max_new_tokens": 12, "num_prompts": 2, "group_size": 4, "save_every": 2, "preflight": "warn"}
 BONUS = 0.25
 
@@ -37,7 +40,7 @@ def shorter(problem: Any, text: str) -> float:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model on disk, as a user has one."""
     home = tmp_path_factory.mktemp("model")
-    load_policy(replace(demo_policy(), model=TINY_SHAPE, max_rows=64), seed=0).save(home)
+    load_policy(replace(demo_policy(), model=SHAPE, max_rows=64), seed=0).save(home)
     return home
 
 

@@ -6,7 +6,7 @@ takes no time.
 
 from __future__ import annotations
 
-from importlib import import_module
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'whet' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(_ELSEWHERE.get(name, "whet.api")), name)
+    value = getattr(importlib.import_module(_ELSEWHERE.get(name, "whet.api")), name)
     globals()[name] = value
     return value
 

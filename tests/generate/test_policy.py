@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from whet.generate.engine import Request
-from whet.generate.policy import PolicyConfig, load_policy, resolve_device
+from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device
 from whet.generate.probe import ProbeResult, probe_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
@@ -333,12 +333,12 @@ def test_the_probe_finds_float32_exact(config: PolicyConfig) -> None:
 
 def test_the_probe_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a trainer that scores at another temperature than the sampler's is no match."""
-    from whet.generate import probe, scoring
+    plain = Policy.score
 
-    def warmer(*arguments: Any, temperature: float, **options: Any) -> Any:
-        return scoring.score_micro_batch(*arguments, temperature=temperature * 1.01, **options)
+    def warmer(self: Policy, micro: Any, *, temperature: float) -> Any:
+        return plain(self, micro, temperature=temperature * 1.01)
 
-    monkeypatch.setattr(probe, "score_micro_batch", warmer)
+    monkeypatch.setattr(Policy, "score", warmer)
     result = probe_policy(load_policy(BYTES, seed=0))
     assert not result.exact
     assert 1e-6 < result.max_gap < 1

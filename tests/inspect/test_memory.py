@@ -43,7 +43,7 @@ from whet.train.algorithm import AlgoConfig
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
 from whet.train.source import KEPT_CACHE
-from whet.train.step import OptimConfig, lean, parameter_dtype
+from whet.train.step import OptimConfig, dtypes, lean
 from whet.types import UserError
 
 DIGITS = "0123456789+="
@@ -149,7 +149,7 @@ def test_prediction_holds_without_a_compiler(name: str) -> None:
 
 
 def check(run: RLConfig | SFTConfig) -> None:
-    loaded = load_policy(run.policy, seed=0, dtype=parameter_dtype(run.optim.precision))
+    loaded = load_policy(run.policy, seed=0, **dtypes(run.optim.precision))
     program = "rl" if isinstance(run, RLConfig) else "sft"
     work = workload(run, loaded.model.config, PlanConfig(recipe="unused", of=program))
     predicted = phases(work)

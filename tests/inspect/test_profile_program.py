@@ -27,7 +27,7 @@ from whet.inspect.profile_page import OTHERS, stacked
 from whet.inspect.profile_trace import Traced, Tracer, covered, peaks, total
 from whet.tasks.arithmetic import Arithmetic
 from whet.telemetry.spans import NAMES, Range, TraceRanges, listening, span
-from whet.train import rl, sft
+from whet.train import rl, session, sft
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
 from whet.train.step import OptimConfig
@@ -84,8 +84,7 @@ def kept_policies(patch: pytest.MonkeyPatch) -> list[Policy]:
         found.append(load_policy(*words, **named))
         return found[-1]
 
-    for module in (rl, sft):
-        patch.setattr(module, "load_policy", load)
+    patch.setattr(session, "load_policy", load)
     return found
 
 

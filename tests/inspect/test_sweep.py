@@ -137,7 +137,7 @@ def test_memory_is_that_of_a_step_of_longest_sequences(stack: ExitStack, few_pro
 def test_longest_completions_are_not_ended_early(stack: ExitStack, few_problems: None) -> None:
     recipe = rl_config(OWN, Path("unused"))
     steps = Reinforcement(recipe, stack)
-    groups, tokens = steps._longest_groups(recipe, steps._tireless(recipe, None))()
+    groups, tokens = steps._longest_groups(recipe, steps.policy.engine(stops=False))()
     new = recipe.sampling.max_new_tokens
     assert {len(sample.completion_ids) for group in groups for sample in group.samples} == {new}
     assert len({sample.prompt_ids for group in groups for sample in group.samples}) == recipe.num_prompts

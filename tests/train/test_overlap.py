@@ -430,7 +430,7 @@ def test_a_copy_keeps_old_weights_and_a_twin_follows(tiny_policy: PolicyConfig) 
     def scores(model: Any) -> torch.Tensor:
         return score_micro_batch(model, micro)[0]
 
-    with_copy, with_twin = (Beside(policy, None, shares_weights=shares) for shares in (False, True))
+    with_copy, with_twin = (Beside(policy, shares_weights=shares) for shares in (False, True))
     before = scores(policy.model)
     assert torch.equal(scores(with_copy.policy.model), before)
     assert torch.equal(scores(with_twin.policy.model), before)

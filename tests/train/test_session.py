@@ -21,7 +21,7 @@ import torch
 
 from whet import commit
 from whet.checkpoint import LogHashes, Sameness, load_step, saved_steps, step_folder
-from whet.generate.policy import PolicyConfig
+from whet.generate.policy import Policy, PolicyConfig
 from whet.train import sft
 from whet.train.safety import SafetyConfig, TokenBudget, rehearse, set_deterministic
 from whet.train.session import Stopped, Writer
@@ -253,16 +253,16 @@ def test_out_of_memory_halves_the_micro_batch_for_the_same_gradient(
     """Splitting changes the order of sums alone: 12 steps of Adam apart by no more than 1e-5."""
     config = make_config(tiny_policy, tmp_path / "whole", optim=OptimConfig(lr=3e-3, token_budget=100))
     whole = train(config).model.state_dict()
-    limit, original = 60, sft.score_micro_batch
+    limit, original = 60, Policy.score
 
-    def small(model: Any, micro: Any, **options: Any) -> Any:
-        found = original(model, micro, **options)
+    def small(policy: Policy, micro: Any, **options: Any) -> Any:
+        found = original(policy, micro, **options)
         if torch.is_grad_enabled() and micro.tokens_N.numel() > limit:
             found[0].sum().backward(retain_graph=True)  # half of a step is in the gradients
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found
 
-    monkeypatch.setattr(sft, "score_micro_batch", small)
+    monkeypatch.setattr(Policy, "score", small)
     config = replace(config, out=str(tmp_path / "small"))
     halved = train(config).model.state_dict()
     assert "out of memory; micro-batches now have 50 tokens" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from whet.algo.logprobs import head_logits
+from whet.generate.activations import NOWHERE, Activations
 from whet.generate.cache import CacheSize, Decode, KVCache, Prefill
 from whet.generate.fused import FUSED_PREFILL, can_fuse, fuse, prefill, row_state
 from whet.generate.graphs import StaticSteps, static_steps
@@ -67,6 +68,7 @@ class Engine:
         max_rows: Sequences decoded together.
         attention: 'exact' (rows do not depend on the batch) or 'fast'.
         autocast: Compute dtype of products when it is not the parameters' own (bfloat16 for float32 parameters).
+        activations: Where `generate` keeps what it computes, if anywhere.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         max_rows: int = 256,
         attention: AttentionKind = "exact",
         autocast: torch.dtype | None = None,
+        activations: Activations | None = None,
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows = {max_rows}: expected 1 or more")
@@ -93,6 +96,7 @@ class Engine:
         self._max_rows = max_rows
         self._attention: AttentionKind = attention
         self._autocast = autocast
+        self._activations, self._keeps = activations, False
         self._cache: KVCache | None = None
         self._head: torch.Tensor | None = None
         self._layers: Layers | None = None
@@ -132,6 +136,9 @@ class Engine:
         longest = max(len(request.prompt_ids) for request in requests)
         size = self.room(min(self._max_rows, len(waiting)), longest, params.max_new_tokens, len(requests))
         with self.session(size) as rows:
+            if self._activations is not None and self._layers is not None:
+                begun = self._layers, requests, params.max_new_tokens
+                self._keeps = self._autocast is None and self._activations.begin(self.model, *begun)
             self._run(rows, waiting, on_finished)
         self.stats.seconds += time.perf_counter() - began
         return [[job.completion for job in row if job.completion is not None] for row in jobs]
@@ -174,7 +181,7 @@ class Engine:
                 self._static = static_steps(self._static, self.model, self._cache, state, self._stop_ids)
                 yield self._static.state if self._static else state
         finally:
-            self._head, self._layers, self._plain = None, None, None
+            self._head, self._layers, self._plain, self._keeps = None, None, None, False
             self.model.train(was_training)
 
     def release(self, above: int = 0) -> None:
@@ -267,8 +274,10 @@ class Engine:
         positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
         rows = [members for _, members in prompts]
         homes = self._cache.place([request for request, _ in prompts], rows)
+        state.bases[first : len(state.jobs)] = NOWHERE
         if self._layers is not None and max(lengths) <= FUSED_PREFILL:
-            hidden = prefill(self._layers, flat, positions, homes, lengths)
+            places = self._places(state, prompts) if self._keeps else None
+            hidden = prefill(self._layers, flat, positions, homes, lengths, places)
         else:
             hidden = self.model(flat, positions, Prefill(self._cache, homes, lengths, self._attention))
         self._cache.give(homes, rows, lengths)
@@ -285,6 +294,17 @@ class Engine:
             state.draw_noise(new, max(self._limit(job) for job in state.jobs[new]))
         self.stats.prompt_tokens += tokens
         self._append(logits, state, new)
+
+    def _places(self, state: Rows, prompts: Sequence[tuple[Request, list[int]]]) -> torch.Tensor:
+        """Choose where the activations of new rows are kept; return the places of their prompts' tokens."""
+        assert self._activations is not None
+        places = []
+        for request, rows in prompts:
+            start, length = self._activations.prompt(request), len(request.prompt_ids)
+            places.append(torch.arange(start, start + length))
+            for row in rows:
+                state.bases[row] = self._activations.completion(self._limit(state.jobs[row])) - length
+        return torch.cat(places)
 
     def _limit(self, job: Job) -> int:
         longest, length = job.params.max_new_tokens, len(job.request.prompt_ids)
@@ -316,7 +336,9 @@ class Engine:
         self.stats.decode_steps += 1
         live = slice(0, len(state.jobs))
         if self._layers is not None:
-            hidden = self._layers.run(state.last[live], state.positions[live])
+            positions = state.positions[live]
+            places = state.bases[live] + positions if self._keeps else None
+            hidden = self._layers.run(state.last[live], positions, places_M=places)
             self._append(self._logits(hidden), state, live)
             return
         if self._static is not None and share_params(state.jobs):
@@ -374,6 +396,9 @@ class Engine:
                 finish_reason="stop" if stopped[row] else "length",
             )
             self.stats.new_tokens += count
+            if self._keeps and self._activations is not None:
+                own = int(state.bases[row]) + len(job.request.prompt_ids)
+                self._activations.note(job.request, own, job.completion.ids)
         self._cache.leave(ended)
         kept = live - len(ended)
         holes = [row for row in ended if row < kept]

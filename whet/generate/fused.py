@@ -61,10 +61,22 @@ def prefill(
     positions_M: torch.Tensor,
     slots: Sequence[int],
     lengths: Sequence[int],
+    places_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Read prompts of some lengths, one behind the other, into slots of the cache; return hidden states [M, D]."""
+    """Read prompts of some lengths, one behind the other, into slots of the cache; return hidden states [M, D].
+
+    Args:
+        layers: The model's layers.
+        tokens_M: Token ids of all prompts.
+        positions_M: Their positions.
+        slots: Slot of each prompt.
+        lengths: Tokens of each.
+        places_M: Where what is computed of each token is kept; None keeps nothing.
+    """
     slots_M = torch.tensor(slots).repeat_interleave(torch.tensor(lengths))
-    parts = (tensor.split(CHUNK) for tensor in (tokens_M, positions_M, slots_M))
+    parts = [tensor.split(CHUNK) for tensor in (tokens_M, positions_M, slots_M)]
+    if places_M is not None:
+        parts.append(places_M.split(CHUNK))
     return torch.cat([layers.run(*part) for part in zip(*parts, strict=True)])
 
 

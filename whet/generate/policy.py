@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from whet.generate.activations import Activations
 from whet.generate.engine import Engine
 from whet.generate.kernel_speed import choose_kernels
 from whet.generate.scoring import score_micro_batch
@@ -113,6 +114,7 @@ class Policy:
         attention: Attention kernel for sampling and training.
         max_rows: Sequences decoded together.
         autocast: Compute dtype of products where it is not the parameters' own.
+        activations: Where its engines keep what they compute for `score`; None at first.
         adapter: The LoRA adapter that was merged into the model, or is applied to it; None without one.
     """
 
@@ -141,6 +143,7 @@ class Policy:
         self.attention: AttentionKind = attention
         self.max_rows = max_rows
         self.autocast = autocast
+        self.activations: Activations | None = None
         self.adapter = adapter
         closings = {stop: tokenizer.encode(stop) for stop in schema.stop_strings}
         single = {stop: ids[0] for stop, ids in closings.items() if len(ids) == 1}
@@ -237,8 +240,13 @@ class Policy:
             ids.pop()
         return self.tokenizer.decode_completion(prompt_ids, ids)
 
-    def engine(self, *, stops: bool = True) -> Engine:
-        """Make an engine on this model; without `stops` every completion is a longest one."""
+    def engine(self, *, stops: bool = True, keeps: bool = False) -> Engine:
+        """Make an engine on this model.
+
+        Args:
+            stops: Whether completions end by themselves; otherwise each is a longest one.
+            keeps: Keep what it computes in `activations`, for `score`.
+        """
         return Engine(
             self.model,
             stop_ids=self.stop_ids if stops else (),
@@ -247,6 +255,7 @@ class Policy:
             max_rows=self.max_rows,
             attention=self.attention,
             autocast=self.autocast,
+            activations=self.activations if keeps else None,
         )
 
     def score(
@@ -268,6 +277,7 @@ class Policy:
             temperature=temperature,
             autocast=self.autocast,
             attention=attention or self.attention,
+            activations=self.activations if attention is None else None,
         )
 
     def protocol(self) -> dict[str, object]:

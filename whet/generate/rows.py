@@ -97,6 +97,7 @@ class Rows:
     done: torch.Tensor
     stopped: torch.Tensor
     noise: torch.Tensor
+    bases: torch.Tensor
     tokens: torch.Tensor
     logprobs: torch.Tensor
     jobs: list[Job] = field(default_factory=list)
@@ -118,6 +119,7 @@ class Rows:
             done=whole(torch.bool),
             stopped=whole(torch.bool),
             noise=whole(torch.float64, max_new + 1),
+            bases=whole(torch.int64),
             tokens=whole(torch.int64, max_new + 1),
             logprobs=whole(torch.float32, max_new + 1),
         )

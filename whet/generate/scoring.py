@@ -7,6 +7,8 @@ from contextlib import nullcontext
 import torch
 
 from whet.algo.logprobs import token_logprobs
+from whet.generate.activations import Activations
+from whet.kernels.cpu import replaying
 from whet.model.attention import AttentionKind, Packed, positions_of
 from whet.model.transformer import LanguageModel
 from whet.telemetry.spans import span
@@ -19,6 +21,7 @@ def hidden_rows(
     *,
     autocast: torch.dtype | None = None,
     attention: AttentionKind = "exact",
+    activations: Activations | None = None,
 ) -> torch.Tensor:
     """Return the hidden states [M, D] that score a micro-batch's trained tokens.
 
@@ -27,10 +30,12 @@ def hidden_rows(
         micro: Packed sequences.
         autocast: Compute dtype when it is not the parameters' own.
         attention: Attention kernel; 'exact' equals the sampler's.
+        activations: What the sampler has computed of these tokens, if it was kept.
     """
+    tape = None if activations is None or autocast is not None else activations.tape(model, micro)
     device = micro.tokens_N.device
     positions_N = positions_of(micro.segments, device)
-    with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast):
+    with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast), replaying(tape):
         hidden_ND = model(micro.tokens_N, positions_N, Packed(micro.segments, device, attention))
     return hidden_ND.index_select(0, micro.source_M)
 
@@ -42,6 +47,7 @@ def score_micro_batch(
     temperature: float = 1.0,
     autocast: torch.dtype | None = None,
     attention: AttentionKind = "exact",
+    activations: Activations | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score a micro-batch's trained tokens.
 
@@ -51,11 +57,13 @@ def score_micro_batch(
         temperature: Temperature that the tokens were sampled at.
         autocast: Compute dtype when it is not the parameters' own.
         attention: Attention kernel; 'exact' equals the sampler's.
+        activations: What the sampler has computed of these tokens, if it was kept.
 
     Returns:
         Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
     """
-    hidden_MD = hidden_rows(model, micro, autocast=autocast, attention=attention)
+    options = {"autocast": autocast, "attention": attention}
+    hidden_MD = hidden_rows(model, micro, activations=activations, **options)
     with span("head"):
         return token_logprobs(
             hidden_MD,

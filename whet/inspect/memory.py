@@ -94,6 +94,8 @@ def phases(work: Workload) -> list[Phase]:
     kept = _kept(work, sizes)
     packed = {"packed weights": packed_bytes(work)} if work.is_native else {}
     found = []
+    if work.kept_bytes:
+        kept = kept | {"kept activations": work.kept_bytes}
     if work.rows:
         cache = {"kv cache": cache_bytes(work)}
         found.append(Phase("rollout", kept | packed | cache | _rollout(work)))

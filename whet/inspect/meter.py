@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whet.algo.packing import TrainingSequence
+from whet.generate.activations import Activations
 from whet.generate.engine import Engine
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, Request
@@ -118,7 +119,8 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
             return found
         objective = Objective.of(run, policy, value=replace(run.value, warmup_steps=0))
         policy.max_rows = work.rows
-        engine = policy.engine(stops=False)
+        policy.activations = Activations(int(run.kept_gib * 2**30)) if work.kept_bytes else None
+        engine = policy.engine(stops=False, keeps=True)
         groups = _longest_groups(run, engine, work)
         engine.release(above=KEPT_CACHE)
         found["rollout"] = meter.restart()

@@ -52,6 +52,7 @@ class Workload:
         has_entropy: Whether the entropy is part of the loss.
         temperature: Temperature of the sampled distribution.
         widens: Whether bfloat16 products go through float32, the CPU having none.
+        kept_bytes: What the sampler keeps of its activations for the update.
     """
 
     shape: ModelConfig
@@ -78,6 +79,7 @@ class Workload:
     has_entropy: bool = False
     temperature: float = 1.0
     widens: bool = False
+    kept_bytes: int = 0
 
     @property
     def micro_sequences(self) -> int:

@@ -157,9 +157,9 @@ static void attend_segment(const T* q, const T* k, const T* v, T* out, float* ls
 // computed as it would be in one piece, so where a position lies changes no bit.
 template <typename T> struct Past { const T *prompt_keys, *prompt_values; long shared; const T *keys, *values; };
 
-// One query per row.
+// One query per row; `lse`, if any, is each head's log of the sum of its scores' exponentials.
 template <int C, typename T>
-static void attend_row(const T* q, const Past<T>& past, T* out, long rep, long limit) {
+static void attend_row(const T* q, const Past<T>& past, T* out, long rep, long limit, float* lse = nullptr) {
   static thread_local Scratch memory;
   long tiles = tiles_of(limit), whole = tiles * TILE, shared = past.shared;
   float* s = memory.need(4 * whole + 8 * C);
@@ -171,8 +171,10 @@ static void attend_row(const T* q, const Past<T>& past, T* out, long rep, long l
       for (int c = 0; c < C; c += 16) store(qb + r * C + c, load(q + (h + r) * C + c) * scale);
     if (shared) scores<C>(R, qb, past.prompt_keys, shared / TILE, s, whole);
     scores<C>(R, qb, past.keys, tiles - shared / TILE, s + shared, whole);
-    float total[4], top;
-    for (int r = 0; r < R; ++r) weigh(s + r * whole, tiles, limit, total + r, &top);
+    float total[4], top[4];
+    for (int r = 0; r < R; ++r) weigh(s + r * whole, tiles, limit, total + r, top + r);
+    if (lse)
+      for (int r = 0; r < R; ++r) lse[h + r] = top[r] + std::log(total[r]);
     memset(ob, 0, 4 * C * sizeof(float));
     if (shared) add<C>(R, ob, s, whole, 1, past.prompt_values, C, shared);
     add<C>(R, ob, s + shared, whole, 1, past.values, C, limit - shared);

@@ -277,10 +277,12 @@ EXPORT void whet_adamw(int wide, float* master, const void* grad, float* first, 
 struct Layer {
   const void *norm1, *norm2, *q, *k, *v, *o, *gate, *up, *down, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
   Cache cache;
+  // What a layer computes of a token, kept for the training step's backward pass: rows by the token's place.
+  struct { void *norm1, *q, *k, *v, *attended, *o, *norm2, *gate, *up, *gated, *down; float *rstd1, *rstd2, *lse; } kept;
 };
 struct Shape { int64_t M, D, H, K, C, F; float eps; int32_t threads; };
 // The residual stream's memory [M, D], tables of embeddings and of rotary positions, and the last norm.
-struct Outside { void* x; const void *embeddings, *norm; const float *cos, *sin; void* memory; };
+struct Outside { void* x; const void *embeddings, *norm; const float *cos, *sin; void *memory, *kept; float* kept_rstd; };
 
 enum { OWN_BYTES = 8 << 20 };  // weights that each thread may read for itself: they stay in a shared cache
 
@@ -289,7 +291,8 @@ static inline void fetch(const void* from, long bytes) {
   for (long n = 0; n < bytes; n += 64) __builtin_prefetch((const char*)from + n, 0, 2);
 }
 // Token m of cache row m, which sees the positions up to its own. A prompt's part was just read by the row before.
-template <int W, typename T> static void attend_heads(const Layer& l, const Shape& s, const T* qs, T* out, long m, long row, long position) {
+template <int W, typename T>
+static void attend_heads(const Layer& l, const Shape& s, const T* qs, T* out, float* lse, long m, long row, long position) {
   const Cache& c = l.cache;
   long q = s.H * W, rep = s.H / s.K, size = ((position - c.shared[row].count) / TILE + 1) * TILE * W * sizeof(T);
   for (long head = 0; head < s.K; ++head) {
@@ -297,14 +300,15 @@ template <int W, typename T> static void attend_heads(const Layer& l, const Shap
     Past<T> past = past_of<W, T>(c, row, head, s.K);
     fetch(past.values, size);
     if (head + 1 < s.K || row + 1 < s.M) fetch(past.keys + c.S * W, size);  // the next row's lie behind
-    attend_row<W>(qs + own, past, out + own, rep, position + 1);
+    attend_row<W>(qs + own, past, out + own, rep, position + 1, lse ? lse + head * rep : nullptr);
   }
 }
 // Tokens first .. first + M through all layers, each part of them by up to `all` threads. Token m is the next one of cache
-// row m; or, with `slots`, one of a prompt that is read into slots[m].
+// row m; or, with `slots`, one of a prompt that is read into slots[m]. With `places`, what is computed of it is kept at
+// places[m], if that is not below 0.
 template <typename R, typename T, int W>
 static void layers_part(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
-                        const int64_t* slots, R* out, long first, long M, int all) {
+                        const int64_t* slots, const int64_t* places, R* out, long first, long M, int all) {
   long D = s.D, q = s.H * s.C, kv = s.K * s.C;
   auto worth = [&](double work) { return (int)std::max(1.0, std::min<double>(all, work / 8192)); };  // as _threads in cpu.py
   int threads = worth(M * D), some = worth(M * s.F), most = worth(M * q * (64.0 + positions[first]) / 8);
@@ -313,16 +317,24 @@ static void layers_part(const Layer* layers, long count, const Shape& s, const O
   auto own = [&](long width) { T* mine = memory + first * width; memory += s.M * width; return mine; };
   T *h = own(std::max(D, q)), *qs = own(q), *ks = own(kv), *vs = own(kv), *g = own(s.F), *u = own(s.F), *delta = own(D);
   tokens += first, positions += first, out += first * D;
+  if (places) places += first;
+  auto kept_at = [&](float* base, long m, long width) { return places && places[m] >= 0 ? base + places[m] * width : nullptr; };
+  auto keep = [&](void* base, const void* from, long bytes) {
+    for (long m = 0; places && m < M; ++m)
+      if (places[m] >= 0) memcpy((char*)base + places[m] * bytes, (const char*)from + m * bytes, bytes);
+  };
   for (long m = 0; m < M; ++m) memcpy(x + m * D, (const R*)o.embeddings + tokens[m] * D, D * sizeof(R));
   for (long n = 0; n <= count; ++n) {
     const Layer* l = layers + n;
+    if (n) keep(layers[n - 1].kept.down, delta, D * sizeof(T));
 PARALLEL
     for (long m = 0; m < M; ++m) {
       const T* change = n ? delta + m * D : nullptr;
-      if (n < count) norm_row(x + m * D, change, (const R*)l->norm1, h + m * D, (float*)nullptr, D, s.eps);
-      else norm_row(x + m * D, change, (const R*)o.norm, out + m * D, (float*)nullptr, D, s.eps);
+      if (n < count) norm_row(x + m * D, change, (const R*)l->norm1, h + m * D, kept_at(l->kept.rstd1, m, 1), D, s.eps);
+      else norm_row(x + m * D, change, (const R*)o.norm, out + m * D, kept_at(o.kept_rstd, m, 1), D, s.eps);
     }
-    if (n == count) return;
+    if (n == count) return keep(o.kept, out, D * sizeof(R));
+    keep(l->kept.norm1, h, D * sizeof(T));
     Weight qkv[3] = {{l->q, l->q_bias, qs, q, q}, {l->k, l->k_bias, ks, kv, kv}, {l->v, l->v_bias, vs, kv, kv}};
     gemm<T, T>(h, D, M, D, qkv, 3, all);
 #pragma omp parallel for schedule(dynamic, 4) num_threads(most) if (most > 1)
@@ -340,7 +352,7 @@ PARALLEL
       }
       long row = first + m, own = positions[m] - c.shared[row].count;
       remember(ks + m * kv, vs + m * kv, (T*)c.keys, (T*)c.values, row, own, s.K, W, c.S);
-      attend_heads<W>(*l, s, (const T*)qs, h, m, row, positions[m]);
+      attend_heads<W>(*l, s, (const T*)qs, h, kept_at(l->kept.lse, m, s.H), m, row, positions[m]);
     }
     if (slots) {  // tokens of one prompt read each other's keys
 #pragma omp parallel for schedule(dynamic, 1) num_threads(most) if (most > 1)
@@ -348,17 +360,25 @@ PARALLEL
         for (long head = 0; head < s.K; ++head) {
           long at = (slots[m] * s.K + head) * l->cache.P * W, own = m * q + head * (s.H / s.K) * W;
           Past<T> past = {nullptr, nullptr, 0, (const T*)l->cache.prompt_keys + at, (const T*)l->cache.prompt_values + at};
-          attend_row<W>((const T*)qs + own, past, h + own, s.H / s.K, positions[m] + 1);
+          float* lse = kept_at(l->kept.lse, m, s.H);
+          attend_row<W>((const T*)qs + own, past, h + own, s.H / s.K, positions[m] + 1, lse ? lse + head * (s.H / s.K) : nullptr);
         }
     }
+    keep(l->kept.q, qs, q * sizeof(T)), keep(l->kept.k, ks, kv * sizeof(T)), keep(l->kept.v, vs, kv * sizeof(T));
+    keep(l->kept.attended, h, q * sizeof(T));
     Weight second = {l->o, l->o_bias, delta, D, D};
     gemm<T, T>(h, q, M, q, &second, 1, all);
+    keep(l->kept.o, delta, D * sizeof(T));
 PARALLEL
-    for (long m = 0; m < M; ++m) norm_row(x + m * D, (const T*)delta + m * D, (const R*)l->norm2, h + m * D, (float*)nullptr, D, s.eps);
+    for (long m = 0; m < M; ++m)
+      norm_row(x + m * D, (const T*)delta + m * D, (const R*)l->norm2, h + m * D, kept_at(l->kept.rstd2, m, 1), D, s.eps);
+    keep(l->kept.norm2, h, D * sizeof(T));
     Weight third[2] = {{l->gate, nullptr, g, s.F, s.F}, {l->up, nullptr, u, s.F, s.F}};
     gemm<T, T>(h, D, M, D, third, 2, all);
+    keep(l->kept.gate, g, s.F * sizeof(T)), keep(l->kept.up, u, s.F * sizeof(T));
 #pragma omp parallel for schedule(static) num_threads(some) if (some > 1)
     for (long m = 0; m < M; ++m) gate(g + m * s.F, u + m * s.F, g + m * s.F, s.F);
+    keep(l->kept.gated, g, s.F * sizeof(T));
     Weight fourth = {l->down, nullptr, delta, D, D};
     gemm<T, T>(g, s.F, M, s.F, &fourth, 1, all);
   }
@@ -368,21 +388,21 @@ PARALLEL
 // neighbour makes long. Otherwise the threads share each weight's columns, so that it is read from memory once.
 template <typename R, typename T, int W>
 static void layers_of(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
-                      const int64_t* slots, R* out) {
+                      const int64_t* slots, const int64_t* places, R* out) {
   double weights = (double)count * s.D * (2.0 * s.H * s.C + 2.0 * s.K * s.C + 3.0 * s.F);
   long each = s.M / s.threads;
   bool is_worth = s.M * weights >= 5e5 * s.threads && (each >= 24 || (each >= 2 && weights * sizeof(T) <= OWN_BYTES));
-  if (slots || s.threads == 1 || !is_worth) return layers_part<R, T, W>(layers, count, s, o, tokens, positions, slots, out, 0, s.M, s.threads);
+  if (slots || s.threads == 1 || !is_worth) return layers_part<R, T, W>(layers, count, s, o, tokens, positions, slots, places, out, 0, s.M, s.threads);
   long parts = s.threads;
 #pragma omp parallel for schedule(static, 1) num_threads(s.threads)
   for (long p = 0; p < parts; ++p) {
     long first = s.M * p / parts;
-    layers_part<R, T, W>(layers, count, s, o, tokens, positions, nullptr, out, first, s.M * (p + 1) / parts - first, 1);
+    layers_part<R, T, W>(layers, count, s, o, tokens, positions, nullptr, places, out, first, s.M * (p + 1) / parts - first, 1);
   }
 }
 EXPORT void whet_layers(int residual_wide, int wide, const Layer* layers, long count, const Shape* s, const Outside* o, const int64_t* tokens,
-                        const int64_t* positions, const int64_t* slots, void* out) {
-#define ARGS(R, T) layers, count, *s, *o, tokens, positions, slots, (R*)out
+                        const int64_t* positions, const int64_t* slots, const int64_t* places, void* out) {
+#define ARGS(R, T) layers, count, *s, *o, tokens, positions, slots, places, (R*)out
   if (wide) { BY_CHANNELS(s->C, (layers_of<float, float, W>(ARGS(float, float)))) }
   else if (residual_wide) { BY_CHANNELS(s->C, (layers_of<float, bf16, W>(ARGS(float, bf16)))) }
   else { BY_CHANNELS(s->C, (layers_of<bf16, bf16, W>(ARGS(bf16, bf16)))) }

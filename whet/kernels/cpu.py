@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, c_double, c_float, c_int, c_long, c_void_p
 from typing import Any
 
@@ -58,7 +59,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "draw": (*[c_void_p] * 2, *[c_long] * 3, c_float, c_int),
     "squares": (c_int, c_void_p, c_long, c_int),
     "adamw": (c_int, *[c_void_p] * 5, c_long, c_void_p, c_int),
-    "layers": (c_int, c_int, c_void_p, c_long, *[c_void_p] * 6),
+    "layers": (c_int, c_int, c_void_p, c_long, *[c_void_p] * 7),
     "layers_memory": (c_void_p,),
 }
 PANELS = "_whet_panels"
@@ -187,6 +188,50 @@ def product(
     return out
 
 
+class Tape:
+    """What a forward pass returned step by step, for one that is only to be differentiated.
+
+    Where one is open (`replaying`), norms, products, rotations, attention and gates take the next result instead of
+    computing it; their backward passes are what they always are.
+
+    Args:
+        results: In the order of the calls: the result of each, and what else its backward pass needs; None for a
+            result that nobody reads.
+    """
+
+    def __init__(self, results: Iterable[tuple[torch.Tensor | None, ...]]) -> None:
+        self._results = iter(results)
+
+    def next(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the next result."""
+        return next(self._results)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all results were taken."""
+        return next(self._results, None) is None
+
+
+_tape: Tape | None = None
+
+
+@contextmanager
+def replaying(tape: Tape | None) -> Iterator[None]:
+    """Take results from a tape; None computes them."""
+    global _tape
+    before, _tape = _tape, tape
+    try:
+        yield
+        assert tape is None or tape.is_over, "the forward pass made fewer calls than the tape has"
+    finally:
+        _tape = before
+
+
+def recorded() -> tuple[torch.Tensor | None, ...] | None:
+    """Return the next result of the tape that is open; None without one."""
+    return None if _tape is None else _tape.next()
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -201,6 +246,10 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.facts = x_ND.dtype, bias is not None, transposed
         columns = weight.shape[1] if transposed else weight.shape[0]
+        if (found := recorded()) is not None:
+            return (
+                torch.empty(1, 1, dtype=dtype).expand(x.shape[0], columns) if found[0] is None else found[0]
+            )
         packed = panels(weight, dtype, transposed=transposed)
         return product(x, packed, columns, bias=None if bias is None else bias.to(dtype))
 
@@ -251,6 +300,11 @@ class _Norm(torch.autograd.Function):
         x = x.contiguous()
         width = x.shape[-1]
         rows = x.numel() // width
+        if (found := recorded()) is not None:
+            out, rstd = found
+            assert out is not None
+            ctx.save_for_backward(x, weight, rstd)
+            return out
         out, rstd = torch.empty_like(x), torch.empty(rows)
         call("norm", _wide(x), x, weight, out, rstd, rows, width, eps, _threads(x.numel()))
         ctx.save_for_backward(x, weight, rstd)
@@ -289,6 +343,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NHC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
+        if (found := recorded()) is not None and found[0] is not None:
+            return found[0].view(x_NHC.shape)
         return _rotated(x_NHC, cos, sin, 1.0)
 
     @staticmethod
@@ -317,6 +373,8 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
+        if (found := recorded()) is not None and found[0] is not None:
+            return found[0]
         out = torch.empty_like(gate)
         call("gate", _wide(gate), gate, up, out, *gate.shape, _threads(gate.numel()))
         return out

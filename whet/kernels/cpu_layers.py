@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 
@@ -30,8 +31,31 @@ NAMES = (
 )
 
 
+KEPT = (
+    "norm1",
+    "q",
+    "k",
+    "v",
+    "attended",
+    "o",
+    "norm2",
+    "gate",
+    "up",
+    "gated",
+    "down",
+    "rstd1",
+    "rstd2",
+    "lse",
+)
+"""What a layer computes of a token, as it is kept for the training step."""
+
+
+class _Kept(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p) for name in KEPT)
+
+
 class _Layer(ctypes.Structure):
-    _fields_ = (*((name, c_void_p) for name in NAMES), ("cache", Cache))
+    _fields_ = (*((name, c_void_p) for name in NAMES), ("cache", Cache), ("kept", _Kept))
 
 
 class _Shape(ctypes.Structure):
@@ -43,7 +67,9 @@ class _Shape(ctypes.Structure):
 
 
 class _Outside(ctypes.Structure):
-    _fields_ = tuple((name, c_void_p) for name in ("x", "embeddings", "norm", "cos", "sin", "memory"))
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("x", "embeddings", "norm", "cos", "sin", "memory", "kept", "kept_rstd")
+    )
 
 
 class Layers:
@@ -90,10 +116,29 @@ class Layers:
         x = torch.empty(num_rows, self._width, dtype=embeddings.dtype)
         parts = x, embeddings, norm, cos, sin, memory
         self._outside = _Outside(*(part.data_ptr() for part in parts))
-        self._kept = [parts, layers, caches]
+        self._kept: list[Any] = [parts, layers, caches]
+
+    def keep(
+        self, layers: Sequence[Mapping[str, torch.Tensor]], last: torch.Tensor, rstd: torch.Tensor
+    ) -> None:
+        """Say where `run` keeps what it computes of tokens that have a place.
+
+        Args:
+            layers: For each layer its arrays by the names of `KEPT`, a row a place.
+            last: Hidden states behind the last norm.
+            rstd: What that norm divided by.
+        """
+        for entry, tensors in zip(self._layers, layers, strict=True):
+            entry.kept = _Kept(*(tensors[name].data_ptr() for name in KEPT))
+        self._outside.kept, self._outside.kept_rstd = last.data_ptr(), rstd.data_ptr()
+        self._kept += [layers, last, rstd]
 
     def run(
-        self, tokens_M: torch.Tensor, positions_M: torch.Tensor, slots_M: torch.Tensor | None = None
+        self,
+        tokens_M: torch.Tensor,
+        positions_M: torch.Tensor,
+        slots_M: torch.Tensor | None = None,
+        places_M: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Read tokens at their positions; return hidden states [M, D].
 
@@ -101,6 +146,7 @@ class Layers:
             tokens_M: Token ids.
             positions_M: Their positions.
             slots_M: None for the next tokens of the cache's rows 0..M-1; else where the prompts go that they are of.
+            places_M: Where what is computed of them is kept (`keep`), below 0 nowhere; None keeps nothing.
         """
         count = tokens_M.shape[0]
         self._shape.rows, self._shape.threads = count, _threads()
@@ -117,6 +163,7 @@ class Layers:
             tokens_M,
             positions_M,
             slots_M,
+            places_M,
             out,
         )
         return out

@@ -52,6 +52,9 @@ class RLConfig:
     """The critic; read with algo.baseline = value."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6, schedule="constant", beta2=0.99))
     """Optimizer, schedule and precision."""
+    kept_gib: float = 2.0
+    """Memory, in GiB, for what the sampler computes of each token: an on-policy update with the C++ kernels then needs
+    no forward pass of its own. A step that would need more keeps nothing; 0 disables."""
     num_steps: int = 100
     """Rollout batches; each gives num_minibatches * num_epochs optimizer updates, 1 unless told otherwise."""
     num_prompts: int = 32

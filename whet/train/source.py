@@ -11,6 +11,7 @@ from typing import Any
 
 from whet.distributed import all_reduce_sum, gather_json, rank, redeal, shard, world_size
 from whet.eval.grade import Grade
+from whet.generate.activations import Activations
 from whet.generate.policy import Policy
 from whet.rewards.base import WeightedReward
 from whet.telemetry.spans import span, spanned
@@ -85,6 +86,7 @@ class RolloutSource:
         num_steps: Steps of the run: nothing is sampled beyond its end.
         seed: The run's seed.
         overlap: What is sampled beside the training.
+        kept_gib: Memory for what the sampler computes of each token, for the update (`whet.generate.activations`).
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class RolloutSource:
         num_steps: int,
         seed: int,
         overlap: OverlapConfig | None = None,
+        kept_gib: float = 0.0,
     ) -> None:
         self._mode = "off" if overlap is None else overlap.mode
         self._beside: Beside | None = None
@@ -112,7 +115,9 @@ class RolloutSource:
         self._algo, self._weights = algo, weights
         self._num_prompts, self._params = num_prompts, params
         self._staleness, self._num_steps, self._seed = staleness, num_steps, seed
-        self._engine = policy.engine() if self._beside is None else self._beside.engine
+        if self._beside is None and not staleness and kept_gib:
+            policy.activations = Activations(int(kept_gib * 2**30))
+        self._engine = policy.engine(keeps=True) if self._beside is None else self._beside.engine
         self._pending: deque[Collected] = deque()
         self._num_collected = 0
         self._account = PromptAccount()
@@ -143,6 +148,7 @@ class RolloutSource:
             num_steps=config.num_steps,
             seed=config.seed,
             overlap=config.overlap,
+            kept_gib=config.kept_gib,
         )
 
     def next(self, step: int, train: Callable[[Group], None] | None = None) -> Collected:
@@ -208,6 +214,8 @@ class RolloutSource:
             UserError: If a prompt is lost or counted twice.
         """
         self.wait()
+        if self._policy.activations is not None:
+            self._policy.activations.clear()
         if self._training is not None:
             self._account.train(self._training.num_taught, skipped=skipped)
             self._training = None

@@ -1,0 +1,243 @@
+"""Activations that the sampler kept: the training step's gradient is the same to the bit, without a forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whet.algo.packing import TrainingSequence, pack
+from whet.generate import engine as engine_module
+from whet.generate.activations import Activations
+from whet.generate.engine import Engine, Request
+from whet.generate.policy import load_policy
+from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.generate.scoring import score_micro_batch
+from whet.kernels import cpu
+from whet.kernels.build import library, reason
+from whet.model.config import ModelConfig
+from whet.model.transformer import LanguageModel, init_weights
+from whet.model.weights import build_model
+from whet.recipes.models import demo_policy
+from whet.telemetry.log import read_metrics
+from whet.train import rl
+from whet.train.algorithm import AlgoConfig
+from whet.train.rl_config import RLConfig
+from whet.train.step import OptimConfig
+from whet.types import MicroBatch
+
+pytestmark = pytest.mark.skipif(library() is None, reason=reason())
+
+SHAPE = ModelConfig(
+    family="llama", vocab_size=97, hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2,
+    head_dim=16, max_positions=400,
+)  # fmt: skip
+SHAPES = {
+    "llama": SHAPE,
+    "qwen2": replace(SHAPE, family="qwen2"),
+    "untied": replace(SHAPE, tie_embeddings=False, attention_bias=True),
+}
+
+
+def make_model(shape: ModelConfig, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    model = build_model(shape)
+    init_weights(model, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.empty(parameter.shape).normal_(0.0, 0.1, generator=generator)
+    return model.to(dtype).train()
+
+
+def make_requests(lengths: tuple[int, ...] = (3, 16, 40, 119), num_samples: int = 4) -> list[Request]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Request(
+            prompt_ids=tuple(torch.randint(0, 97, (length,), generator=generator).tolist()),
+            seeds=tuple(sequence_seed("kept", place, sample) for sample in range(num_samples)),
+        )
+        for place, length in enumerate(lengths)
+    ]
+
+
+def draw(
+    model: LanguageModel, kept: Activations | None, requests: list[Request], **options: Any
+) -> list[TrainingSequence]:
+    engine = Engine(model, stop_ids=(5, 17), activations=kept, **({"max_rows": 7} | options))
+    rows = engine.generate(requests, SamplingParams(temperature=0.8, max_new_tokens=20))
+    return [
+        TrainingSequence(
+            prompt_ids=request.prompt_ids, completion_ids=done.ids, sampler_logprobs=done.logprobs
+        )
+        for request, row in zip(requests, rows, strict=True)
+        for done in row
+    ]
+
+
+def gradient(
+    model: LanguageModel, micros: tuple[MicroBatch, ...], kept: Activations | None
+) -> tuple[Any, list[Any]]:
+    model.zero_grad()
+    scored = []
+    for micro in micros:
+        logprobs, entropies = score_micro_batch(model, micro, temperature=0.8, activations=kept)
+        weights = torch.linspace(-1.0, 1.0, len(logprobs))
+        ((logprobs * weights).sum() + 0.1 * entropies.sum()).backward()
+        scored.append((logprobs.detach(), entropies.detach()))
+    return scored, [parameter.grad for parameter in model.parameters()]
+
+
+def count_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    plain = cpu.product
+
+    def product(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        calls.append(x.shape[0])
+        return plain(x, *arguments, **named)
+
+    monkeypatch.setattr(cpu, "product", product)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_gradient_is_the_same_to_the_bit(
+    name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(threads)  # conftest.py sets it back
+    model, kept = make_model(SHAPES[name], dtype), Activations(2**30)
+    sequences = draw(model, kept, make_requests())
+    assert len({s.num_tokens for s in sequences}) > 5  # ends at random, rows that move, prompts read again
+    for budget in (10_000, 400):
+        micros = pack(sequences, token_budget=budget).micro_batches
+        calls = count_products(monkeypatch)
+        expected = gradient(model, micros, None)
+        whole = len(calls)
+        calls.clear()
+        found = gradient(model, micros, kept)
+        assert len(calls) < whole / 1.5  # a forward pass less
+        for mine, theirs in zip(found[0], expected[0], strict=True):
+            assert torch.equal(mine[0], theirs[0])
+            assert torch.equal(mine[1], theirs[1])
+        for mine, theirs in zip(found[1], expected[1], strict=True):
+            assert torch.equal(mine, theirs)
+        monkeypatch.undo()
+
+
+def test_changed_weights_other_tokens_and_no_gradient_are_computed() -> None:
+    model, kept = make_model(SHAPE), Activations(2**30)
+    sequences = draw(model, kept, make_requests())
+    (micro,) = pack(sequences, token_budget=10_000).micro_batches
+    assert kept.tape(model, micro) is not None
+    with torch.no_grad():
+        assert kept.tape(model, micro) is None
+    other = [replace(sequences[0], completion_ids=(*sequences[0].completion_ids, 9)), *sequences[1:]]
+    assert kept.tape(model, pack(other, token_budget=10_000).micro_batches[0]) is None
+    with torch.no_grad():
+        model.head_weight.mul_(1.0)  # the same numbers: but who can tell
+    assert kept.tape(model, micro) is None
+    draw(model, kept, make_requests((5,)))
+    assert kept.tape(model, micro) is None  # of the rollout before
+    kept.clear()
+    assert not kept._layers
+
+
+def test_a_wrong_activation_changes_the_gradient() -> None:
+    """Control: the numbers of the tape are what the gradient is made of."""
+    model, kept = make_model(SHAPE), Activations(2**30)
+    sequences = draw(model, kept, make_requests())
+    micros = pack(sequences, token_budget=10_000).micro_batches
+    expected = gradient(model, micros, kept)[1]
+    for name in (
+        "norm1",
+        "v",
+        "q",
+        "k",
+        "attended",
+        "lse",
+        "o",
+        "norm2",
+        "gate",
+        "up",
+        "gated",
+        "down",
+        "rstd1",
+    ):
+        with torch.inference_mode():
+            kept._layers[1][name][7] += 0.01
+        assert any(
+            not torch.equal(a, b) for a, b in zip(gradient(model, micros, kept)[1], expected, strict=True)
+        ), name
+        with torch.inference_mode():
+            kept._layers[1][name][7] -= 0.01
+
+
+def test_what_does_not_fit_or_cannot_be_kept_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = make_requests()
+    model, kept = make_model(SHAPE), Activations(1000)
+    (micro,) = pack(draw(model, kept, requests), token_budget=10_000).micro_batches
+    assert kept.tape(model, micro) is None
+    kept = Activations(2**30)
+    for change in ("checkpoint", "frozen", "long"):
+        model = make_model(SHAPE)
+        if change == "checkpoint":
+            model.checkpoint_layers = True
+        elif change == "frozen":
+            model.head_weight.requires_grad_(False)
+        else:
+            monkeypatch.setattr(
+                engine_module, "FUSED_PREFILL", 8
+            )  # prompts go through the model's own forward pass
+        (micro,) = pack(draw(model, kept, requests), token_budget=10_000).micro_batches
+        assert kept.tape(model, micro) is None, change
+
+
+def test_a_run_is_the_same_without(
+    tmp_path: Path, few_problems: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps of `whet rl`: weights, metrics and samples; and the tapes were read."""
+    shape = ModelConfig(
+        hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, max_positions=64
+    )  # fmt: skip
+    read: list[bool] = []
+    plain = Activations.tape
+
+    def tape(self: Activations, *arguments: Any) -> cpu.Tape | None:
+        found = plain(self, *arguments)
+        read.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Activations, "tape", tape)
+    results = []
+    for gib in (2.0, 0.0):
+        config = RLConfig(
+            out=str(tmp_path / f"{gib}"),
+            policy=replace(demo_policy(), model=shape, max_rows=64),
+            sampling=SamplingParams(max_new_tokens=10),
+            optim=OptimConfig(lr=1e-3, warmup_steps=0, token_budget=150),
+            algo=AlgoConfig(uninformative="keep", entropy_coef=0.01),
+            rewards={"format": 1.0, "correct": 1.0},
+            num_steps=3,
+            num_prompts=4,
+            group_size=4,
+            kept_gib=gib,
+            preflight="warn",
+        )
+        policy = rl.train(config)
+        rows = read_metrics(Path(config.out))
+        kept = [
+            {n: v for n, v in row.items() if n in ("rl/loss", "rl/grad_norm", "rl/entropy")} for row in rows
+        ]
+        results.append((kept, (Path(config.out) / "samples.jsonl").read_text(), policy.model.state_dict()))
+    assert read
+    assert all(read)
+    (metrics, samples, weights), (others, same, expected) = results
+    assert metrics == others
+    assert samples == same
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    start = load_policy(config.policy, seed=config.seed).model.state_dict()
+    assert any(not torch.equal(weights[name], start[name]) for name in expected)

@@ -1,0 +1,194 @@
+"""What the sampler computed of each token, kept for the training step, which then needs no forward pass of its own.
+
+Sampler and trainer compute the same numbers to the last bit (C++ kernels), so an on-policy step does not have to
+compute them twice: that is a third of its training pass. What is kept takes as much memory as autograd would keep of
+all tokens of the step at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from whet.generate.rows import Request
+from whet.kernels import cpu
+from whet.kernels.cpu_layers import Layers
+from whet.model.config import ModelConfig
+from whet.model.transformer import LanguageModel, LlamaLike
+from whet.types import MicroBatch
+
+NOWHERE = -(2**40)
+"""A base that keeps nothing: every place counted from it is below 0."""
+NOTHING = 0
+"""Place of a token that the sampler never read: the last one of a completion. No later token sees it, and its own
+hidden state scores none, so that zeros are as good as what would be there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Where a sequence is: its prompt's first place, its own first place, and the prompt's length."""
+
+    prompt: int
+    own: int
+    length: int
+
+
+class Activations:
+    """Activations of one rollout.
+
+    Args:
+        max_bytes: Most that may be kept; a rollout that needs more keeps nothing.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._layers: list[dict[str, torch.Tensor]] = []
+        self._last = self._rstd = torch.empty(0)
+        self._free = self._size = 0
+        self._prompts: dict[int, tuple[Request, int]] = {}
+        self._found: dict[tuple[int, ...], _Found] = {}
+        self._versions: tuple[int, ...] = ()
+
+    def clear(self) -> None:
+        """Forget everything, and give the memory back."""
+        self._layers, self._last, self._rstd = [], torch.empty(0), torch.empty(0)
+        self._free = self._size = 0
+        self._prompts.clear()
+        self._found.clear()
+
+    def begin(self, model: LanguageModel, layers: Layers, requests: Sequence[Request], max_new: int) -> bool:
+        """Make room for what a rollout will compute; say whether there is.
+
+        Args:
+            model: The policy.
+            layers: Its decoding steps.
+            requests: Prompts with the seeds of their samples.
+            max_new: Longest completion.
+        """
+        self.clear()
+        widths, dtype = _widths(model.config), model.head_weight.dtype
+        size = 1 + sum(len(r.prompt_ids) + len(r.seeds) * max_new for r in requests)
+        if not can_keep(model) or size * bytes_per_token(model.config, dtype.itemsize) > self._max_bytes:
+            return False
+        for _ in range(model.config.num_layers):
+            arrays = {name: torch.empty(size, width, dtype=dtype) for name, width in widths.items()}
+            arrays |= {name: torch.empty(size) for name in ("rstd1", "rstd2")}
+            self._layers.append(arrays | {"lse": torch.empty(size, model.config.num_heads)})
+        self._last, self._rstd = torch.empty(size, model.config.hidden_size, dtype=dtype), torch.empty(size)
+        for tensor in (*(t for arrays in self._layers for t in arrays.values()), self._last, self._rstd):
+            tensor[NOTHING].zero_()
+        self._free, self._size = 1, size
+        self._versions = _versions(model)
+        layers.keep(self._layers, self._last, self._rstd)
+        return True
+
+    def prompt(self, request: Request) -> int:
+        """Return the first place of a prompt; samples of it that are admitted later find it again."""
+        if id(request) not in self._prompts:
+            self._prompts[id(request)] = request, self._take(len(request.prompt_ids))
+        return self._prompts[id(request)][1]
+
+    def completion(self, longest: int) -> int:
+        """Return the first place of a completion of at most so many tokens."""
+        return self._take(longest)
+
+    def _take(self, count: int) -> int:
+        if self._free + count > self._size:
+            return NOWHERE
+        self._free += count
+        return self._free - count
+
+    def note(self, request: Request, own: int, ids: Sequence[int]) -> None:
+        """Remember where a completed sequence is."""
+        prompt = self.prompt(request)
+        if prompt >= 0 and own >= 0:
+            length = len(request.prompt_ids)
+            self._found[(*request.prompt_ids, *ids)] = _Found(prompt, own, length)
+
+    def tape(self, model: LanguageModel, micro: MicroBatch) -> cpu.Tape | None:
+        """Return what the forward pass of a micro-batch would compute; None where not all of it is here.
+
+        Args:
+            model: The policy; where its weights have changed since, nothing is here.
+            micro: Packed sequences.
+        """
+        if not self._found or _versions(model) != self._versions or not torch.is_grad_enabled():
+            return None
+        tokens = micro.tokens_N.tolist()
+        places = torch.full((len(tokens),), NOTHING)
+        for segment in micro.segments:
+            own = tokens[segment.start : segment.start + segment.length]
+            prompt = tokens[segment.prefix : segment.prefix + segment.shared]
+            if not segment.shared and any(s.shared and s.prefix == segment.start for s in micro.segments):
+                continue  # a prompt: its samples say where it is
+            found = self._found.get((*prompt, *own))
+            if found is None:
+                return None
+            start = segment.prefix if segment.shared else segment.start
+            places[start : start + found.length] = torch.arange(found.prompt, found.prompt + found.length)
+            begin = segment.start if segment.shared else segment.start + found.length
+            end = segment.start + segment.length - 1  # the last token was drawn, and never read
+            places[begin:end] = torch.arange(found.own, found.own + end - begin)
+        return cpu.Tape(self._results(places))
+
+    def _results(self, places_N: torch.Tensor) -> Iterator[tuple[torch.Tensor | None, ...]]:
+        def at(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.index_select(0, places_N)
+
+        for arrays in self._layers:
+            yield at(arrays["norm1"]), at(arrays["rstd1"])
+            yield (None,)  # queries and keys before they are rotated: nobody reads them
+            yield (None,)
+            yield (at(arrays["v"]),)
+            yield (at(arrays["q"]),)
+            yield (at(arrays["k"]),)
+            yield at(arrays["attended"]), at(arrays["lse"])
+            yield (at(arrays["o"]),)
+            yield at(arrays["norm2"]), at(arrays["rstd2"])
+            yield (at(arrays["gate"]),)
+            yield (at(arrays["up"]),)
+            yield (at(arrays["gated"]),)
+            yield (at(arrays["down"]),)
+        yield at(self._last), at(self._rstd)
+
+
+def bytes_per_token(config: ModelConfig, number_bytes: int) -> int:
+    """Return the bytes that are kept of a token.
+
+    Args:
+        config: Shape of the model.
+        number_bytes: Bytes of a parameter.
+    """
+    numbers = config.num_layers * sum(_widths(config).values()) + config.hidden_size
+    return numbers * number_bytes + 4 * (config.num_layers * (2 + config.num_heads) + 1)
+
+
+def can_keep(model: LanguageModel) -> bool:
+    """Say whether the forward pass of a model is the sequence of calls that a tape has."""
+    if not isinstance(model, LlamaLike) or model.checkpoint_layers or model.config.family == "qwen3":
+        return False
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        return False
+    return not model.config.mlp_bias and not torch.is_autocast_enabled("cpu")
+
+
+def _widths(config: ModelConfig) -> Mapping[str, int]:
+    """Return the numbers that a layer keeps of a token, by name."""
+    width, feed = config.hidden_size, config.intermediate_size
+    heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    found: dict[str, int] = {}
+    for size, names in (
+        (width, ("norm1", "o", "norm2", "down")),
+        (heads, ("q", "attended")),
+        (keys, ("k", "v")),
+        (feed, ("gate", "up", "gated")),
+    ):
+        found |= dict.fromkeys(names, size)
+    return found
+
+
+def _versions(model: LanguageModel) -> tuple[int, ...]:
+    """Return what tells whether weights have changed."""
+    return tuple(version for p in model.parameters() for version in (id(p), p._version, p.data_ptr()))
