@@ -128,6 +128,36 @@ def test_the_gradient_is_the_same_to_the_bit(
         monkeypatch.undo()
 
 
+def test_a_second_turn_is_prefilled_with_the_first() -> None:
+    """What is trained as a completion was in part a prompt: the first turn, and what a tool answered."""
+    model, kept = make_model(SHAPE), Activations(2**30)
+    engine = Engine(model, stop_ids=(5, 17), max_rows=7, activations=kept)
+    params = SamplingParams(temperature=0.8, max_new_tokens=12)
+    first = make_requests((9, 30), 3)
+    turns = engine.generate(first, params)
+    seconds = [
+        Request(
+            prompt_ids=(*request.prompt_ids, *done.ids, 40, 41, 42),
+            seeds=(sequence_seed("two", place, index),),
+        )
+        for place, (request, row) in enumerate(zip(first, turns, strict=True))
+        for index, done in enumerate(row)
+    ]
+    ends = [row[0] for row in engine.generate(seconds, params)]
+    sequences = []
+    for place, (request, end) in enumerate(zip(seconds, ends, strict=True)):
+        prompt = first[place // 3].prompt_ids
+        sequences.append(
+            TrainingSequence(prompt_ids=prompt, completion_ids=(*request.prompt_ids[len(prompt) :], *end.ids))
+        )
+    micros = pack(sequences, token_budget=10_000).micro_batches
+    expected = gradient(model, micros, None)
+    assert kept.tape(model, micros[0]) is not None
+    found = gradient(model, micros, kept)
+    assert torch.equal(found[0][0][0], expected[0][0][0])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[1], expected[1], strict=True))
+
+
 def test_changed_weights_other_tokens_and_no_gradient_are_computed() -> None:
     model, kept = make_model(SHAPE), Activations(2**30)
     sequences = draw(model, kept, make_requests())

@@ -28,11 +28,22 @@ hidden state scores none, so that zeros are as good as what would be there."""
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where a sequence is: its prompt's first place, its own first place, and the prompt's length."""
+    """Where a sequence is: the first place of what was prefilled, that of what was drawn, and the length of the former.
 
-    prompt: int
-    own: int
+    What was prefilled is not always the prompt that is trained with: in an episode of several turns the turns before,
+    and their answers, are in it.
+    """
+
+    prefilled: int
+    drawn: int
     length: int
+
+    def places(self, first: int, last: int) -> torch.Tensor:
+        """Return the places of the tokens from `first` to before `last` of the sequence."""
+        position = torch.arange(first, last)
+        return torch.where(
+            position < self.length, self.prefilled + position, self.drawn + position - self.length
+        )
 
 
 class Activations:
@@ -126,11 +137,11 @@ class Activations:
             found = self._found.get((*prompt, *own))
             if found is None:
                 return None
-            start = segment.prefix if segment.shared else segment.start
-            places[start : start + found.length] = torch.arange(found.prompt, found.prompt + found.length)
-            begin = segment.start if segment.shared else segment.start + found.length
-            end = segment.start + segment.length - 1  # the last token was drawn, and never read
-            places[begin:end] = torch.arange(found.own, found.own + end - begin)
+            if segment.shared:
+                places[segment.prefix : segment.prefix + segment.shared] = found.places(0, segment.shared)
+            # The last token was drawn, and never read.
+            end = segment.start + segment.length - 1
+            places[segment.start : end] = found.places(segment.shared, segment.shared + segment.length - 1)
         return cpu.Tape(self._results(places))
 
     def _results(self, places_N: torch.Tensor) -> Iterator[tuple[torch.Tensor | None, ...]]:
