@@ -121,7 +121,7 @@ class WhetSide:
             staleness=0,
             num_steps=10**6,
             seed=0,
-            kept_gib=0.0 if optim.checkpoint_layers else 2.0,
+            kept_gib=2.0,
         )
         self.optimizer = Optimizer(self.policy.model, optim)
         self.objective = Objective(

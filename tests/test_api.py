@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import whet
-from whet.api import _made
+from whet.api import _made, _written_reward
 from whet.generate.engine import Request
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
@@ -183,8 +184,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "field": (lambda f, t: whet.rl(f, ROWS, out=t, num_prompt=3), "did you mean 'num_prompts'"),
     "group field": (
         lambda f, t: whet.rl(f, ROWS, out=t, optim={"lrr": 1}),
-        "RLConfig.optim has no field 'lrr'",
+        "unknown field 'optim.lrr'",
     ),
+    "a model's field": (lambda f, t: whet.load(f, devcie="cpu"), "did you mean 'device'"),
+    "a type": (lambda f, t: whet.rl(f, ROWS, out=t, num_prompts="8"), "num_prompts"),
+    "no field": (lambda f, t: whet.rl(f, ROWS, out=t, is_filtered=True), "has no field 'is_filtered'"),
     "preset": (lambda f, t: whet.rl(f, ROWS, out=t, optim="thin"), "expected one of lean"),
     "no rows": (lambda f, t: whet.rl(f, [], out=t), "got no rows"),
     "a row that is no dict": (lambda f, t: whet.rl(f, ["2+2"], out=t), "row 0: got '2\\+2', expected a dict"),
@@ -216,6 +220,35 @@ def test_mistakes_are_told_in_one_line(name: str, folder: Path, tmp_path: Path) 
         act(folder, tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_leaves_the_policy_as_it_was(folder: Path) -> None:
+    policy = whet.load(folder)
+    before = policy.prompt_text("2+3=")
+    whet.evaluate(policy, ROWS, num_samples=1, num_problems=2, max_new_tokens=4, split="train")
+    assert policy.prompt_text("2+3=") == before
+
+
+def test_a_reward_is_the_same_file_wherever_it_is_defined(cache: Path) -> None:
+    """A notebook's cell is another file in every session; a run on its reward must be one that can be resumed."""
+    specs = []
+    for name in ("/tmp/ipykernel_1/2.py", "/tmp/ipykernel_3/4.py"):
+        source = "def paid(problem, text):\n    return 1.0\n"
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        space: dict[str, Any] = {"__name__": "cell"}
+        exec(compile(source, name, "exec"), space)
+        specs.append(_written_reward(space["paid"]))
+    assert specs[0] == specs[1]
+
+
+def test_a_signal_ends_a_loop_of_ones_own(folder: Path, tmp_path: Path) -> None:
+    seen = []
+    for step in whet.rl_steps(folder, ROWS, out=tmp_path / "run", num_steps=9, **SHORT):
+        seen.append(step.step)
+        if step.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert seen == [1, 2]  # the third is done and saved, and the loop over
+    assert len(whet.Run(tmp_path / "run").metrics) == 3
 
 
 def test_evaluations_of_different_protocols_do_not_compare(folder: Path) -> None:

@@ -230,7 +230,7 @@ UNSEEN: dict[str, str] = {
     "ratio_tolerance": "sampler and trainer agree bitwise here: tests/train/test_rl.py breaks them",
     "hardware": "readings of sensors are no outcome: tests/eval/test_eval_program.py",
     "judge.": "another model over the network: tests/rewards/test_judge.py, tests/train/test_judging.py",
-    "kept_gib": "the same numbers, with less work: tests/generate/test_activations.py, tests/train/test_objective.py",
+    "kept_gib": "the same numbers, with less work: tests/generate/test_activations.py",
     "optim.checkpoint_kind": "asks for checkpoint_layers: tests/train/test_optimizer.py, tests/inspect/test_memory.py",
     "optim.offload_inputs": "a machine without a GPU refuses it: tests/train/test_optimizer.py",
     "optim.offload_state": "a machine without a GPU refuses it: tests/train/test_optimizer.py",

@@ -11,13 +11,14 @@ print(whet.compare(before, after))
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import html
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -25,12 +26,12 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from whet.algo.packing import TrainingSequence, pack
-from whet.config import closest
+from whet.config import cache_folder, closest, from_dict, to_dict
 from whet.eval import paired
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import EvalResult
 from whet.eval.measure import evaluate as measure
-from whet.eval.record import as_row
+from whet.eval.record import as_row, read_lines
 from whet.eval.stats import Interval
 from whet.generate.engine import Request
 from whet.generate.policy import Policy as LoadedPolicy
@@ -52,15 +53,14 @@ from whet.train.algorithm import AlgoConfig
 from whet.train.dpo import DPOConfig
 from whet.train.rft import RFTConfig
 from whet.train.rl_config import RLConfig
-from whet.train.session import Stopped, TrainStep, finish
+from whet.train.session import OnStep, Stopped, TrainStep, finish
 from whet.train.sft import SFTConfig
-from whet.train.step import PRESETS
+from whet.train.step import PRESETS, OptimConfig
 from whet.types import Problem, UserError
 
 C = TypeVar("C")
 Messages = Sequence[Mapping[str, str]]
 Rows = Iterable[Mapping[str, Any]]
-OnStep = Callable[[TrainStep], object]
 
 
 class Policy:
@@ -302,7 +302,7 @@ class Run:
         path = self.folder / "samples.jsonl"
         if not path.is_file():
             return []
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [row for row, _ in read_lines(path) if row is not None]
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -396,7 +396,7 @@ class Comparison:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-LOOSE = ("sampling", "optim")
+LOOSE: dict[str, Any] = {"sampling": SamplingParams, "optim": OptimConfig}
 """Groups whose fields may be given alone: `max_new_tokens=64`, `lr=1e-6`."""
 HEADLINE = (
     *("rl/correct", "rl/reward_mean", "rl/loss", "eval/greedy", "sft/loss", "sft/validation_loss"),
@@ -454,7 +454,10 @@ def rl_steps(
 ) -> Iterator[TrainStep]:
     """Do what `rl` does, for a loop of your own: yield each step when it is over; leaving the loop ends the run."""
     config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
-    yield from rl_program.steps(config, resume=resume)
+    try:
+        yield from rl_program.steps(config, resume=resume)
+    except Stopped:  # asked to by a signal: the last step is saved
+        return
     finish(config)
 
 
@@ -552,7 +555,10 @@ def evaluate(
         UserError: If there is no problem, or none fits the context.
     """
     asked = policy if isinstance(policy, Policy) else load(policy)
-    config, loaded = _task(task), asked.loaded
+    config, loaded = (
+        _task(task),
+        copy.copy(asked.loaded),
+    )  # what the task expects is not what is asked for ever
     judge = load_task(config)
     loaded.expect(answer_type_of(judge))
     wanted = take_problems(judge, split, num_problems)
@@ -682,11 +688,7 @@ def _rl_config(
     if rewards is not None:
         given["rewards"], given["reward"] = _rewards(rewards)
     if isinstance(algo, str):
-        if algo not in ALGORITHMS:
-            near = closest(algo, list(ALGORITHMS))
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise UserError(f"algo = {algo!r}: expected one of {', '.join(ALGORITHMS)}{hint}")
-        algo = ALGORITHMS[algo]()
+        algo = _named("algo", algo, ALGORITHMS)
     return _made(RLConfig, given | {"algo": algo} | dict(options))
 
 
@@ -717,18 +719,18 @@ def _written_reward(function: Callable[..., float | None]) -> str:
     pieces = [text.rstrip("\n") for text, *_ in parcel["pieces"]]
     if parcel["function"] != name:
         pieces.append(f"{name} = {parcel['function']}")
-    origin = f'"""{name}, as it was in {parcel["file"]} when the run began."""'.replace("\\", "/")
-    text = "\n\n\n".join([origin + "\n\nfrom __future__ import annotations", *pieces]) + "\n"
+    # Not where it was defined: a notebook's cell is another file in every session.
+    head = f'"""{name}, as it was when the run began."""\n\nfrom __future__ import annotations'
+    text = "\n\n\n".join([head, *pieces]) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{_cached('rewards', f'{name}_{digest}.py', text)}:{name}"
 
 
 def _cached(folder: str, name: str, text: str) -> Path:
     """Write a file that is named by its content to the user's cache, whole or not at all."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whet" / folder
-    path = cache / name
+    path = cache_folder() / folder / name
     if not path.is_file():
-        cache.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{name}.{os.getpid()}")
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
@@ -736,48 +738,36 @@ def _cached(folder: str, name: str, text: str) -> Path:
 
 
 def _made(cls: type[C], given: Mapping[str, Any]) -> C:
-    """Make a config from its fields; a field of a group may be given alone where only one group has it.
+    """Make a config from its fields, as strictly as from a file; fields of some groups may be given alone.
 
     Raises:
         UserError: If a field is unknown, or its value is not permitted.
     """
-    own = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
-    groups: dict[str, Any] = {
-        name: default for name, item in own.items() if is_dataclass(default := _default(item))
-    }
-    values = {name: value for name, value in given.items() if name in own}
-    if isinstance(values.get("optim"), str):
-        if values["optim"] not in PRESETS:
-            expected = f"expected one of {', '.join(PRESETS)}, or its fields as a dict"
-            raise UserError(f"optim = {values['optim']!r}: {expected}")
-        values["optim"] = PRESETS[values["optim"]]()
+    own = {item.name for item in fields(cls)}  # pyright: ignore[reportArgumentType]
+    homes = {item.name: group for group, part in LOOSE.items() if group in own for item in fields(part)}
+    values: dict[str, Any] = {}
     for name, value in given.items():
-        if name in own:
-            continue
-        home = next((group for group in LOOSE if hasattr(groups.get(group), name)), None)
-        if home is None:
-            near = closest(name, [*own, *(item.name for group in LOOSE for item in fields(groups[group]))])
+        values[name] = to_dict(value) if is_dataclass(value) else value  # pyright: ignore[reportArgumentType]
+    if isinstance(values.get("optim"), str):
+        values["optim"] = _named("optim", values["optim"], PRESETS)
+    for name in [name for name in values if name not in own]:
+        if name not in homes:
+            near = closest(name, [*own, *homes])
             raise UserError(
                 f"{cls.__name__} has no field {name!r}" + (f"; did you mean {near!r}?" if near else "")
             )
-        whole = values.get(home, {})
-        values[home] = (
-            {**whole, name: value} if isinstance(whole, Mapping) else replace(whole, **{name: value})
-        )
-    for name, default in groups.items():
-        changes: Any = values.get(name)
-        if isinstance(changes, Mapping):
-            unknown = next((key for key in changes if not hasattr(default, key)), None)
-            if unknown is not None:
-                raise UserError(f"{cls.__name__}.{name} has no field {unknown!r}")
-            values[name] = replace(default, **changes)
-    return cls(**values)
+        group = homes[name]
+        values[group] = {**values.get(group, {}), name: values.pop(name)}
+    return from_dict(cls, values, where="whet")  # pyright: ignore[reportArgumentType]
 
 
-def _default(item: Any) -> Any:
-    if item.default_factory is not MISSING:
-        return item.default_factory()
-    return None if item.default is MISSING else item.default
+def _named(group: str, name: str, table: Mapping[str, Callable[[], Any]]) -> Any:
+    """Return the value of a group of fields that has a name."""
+    if name not in table:
+        near = closest(name, list(table))
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise UserError(f"{group} = {name!r}: expected one of {', '.join(table)}{hint}")
+    return table[name]()
 
 
 def _each(running: Iterator[TrainStep], on_step: OnStep | None) -> None:

@@ -7,6 +7,7 @@ A config is a frozen, keyword-only dataclass, nested in groups. Permitted field 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,11 @@ def from_dict(cls: type[Config], data: Mapping[str, Any], *, where: str) -> Conf
         UserError: One line naming the dotted field, what was found and what is expected.
     """
     return _build_group(cls, data, path="", where=where, base=None)
+
+
+def cache_folder() -> Path:
+    """Return the folder of what can be made again: $XDG_CACHE_HOME/whet, or ~/.cache/whet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whet"
 
 
 def dump_yaml(config: DataclassInstance) -> str:

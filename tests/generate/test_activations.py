@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_plain import make_model
 
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate import engine as engine_module
@@ -18,9 +19,9 @@ from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_micro_batch
 from whet.kernels import cpu
 from whet.kernels.build import library, reason
+from whet.kernels.cpu_layers import KEPT
 from whet.model.config import ModelConfig
-from whet.model.transformer import LanguageModel, init_weights
-from whet.model.weights import build_model
+from whet.model.transformer import LanguageModel
 from whet.recipes.models import demo_policy
 from whet.telemetry.log import read_metrics
 from whet.train import rl
@@ -40,16 +41,6 @@ SHAPES = {
     "qwen2": replace(SHAPE, family="qwen2"),
     "untied": replace(SHAPE, tie_embeddings=False, attention_bias=True),
 }
-
-
-def make_model(shape: ModelConfig, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    model = build_model(shape)
-    init_weights(model, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += torch.empty(parameter.shape).normal_(0.0, 0.1, generator=generator)
-    return model.to(dtype).train()
 
 
 def make_requests(lengths: tuple[int, ...] = (3, 16, 40, 119), num_samples: int = 4) -> list[Request]:
@@ -109,7 +100,7 @@ def test_the_gradient_is_the_same_to_the_bit(
     name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(threads)  # conftest.py sets it back
-    model, kept = make_model(SHAPES[name], dtype), Activations(2**30)
+    model, kept = make_model(SHAPES[name]).to(dtype).train(), Activations(2**30)
     sequences = draw(model, kept, make_requests())
     assert len({s.num_tokens for s in sequences}) > 5  # ends at random, rows that move, prompts read again
     for budget in (10_000, 400):
@@ -130,7 +121,7 @@ def test_the_gradient_is_the_same_to_the_bit(
 
 def test_a_second_turn_is_prefilled_with_the_first() -> None:
     """What is trained as a completion was in part a prompt: the first turn, and what a tool answered."""
-    model, kept = make_model(SHAPE), Activations(2**30)
+    model, kept = make_model(SHAPE).train(), Activations(2**30)
     engine = Engine(model, stop_ids=(5, 17), max_rows=7, activations=kept)
     params = SamplingParams(temperature=0.8, max_new_tokens=12)
     first = make_requests((9, 30), 3)
@@ -159,7 +150,7 @@ def test_a_second_turn_is_prefilled_with_the_first() -> None:
 
 
 def test_changed_weights_other_tokens_and_no_gradient_are_computed() -> None:
-    model, kept = make_model(SHAPE), Activations(2**30)
+    model, kept = make_model(SHAPE).train(), Activations(2**30)
     sequences = draw(model, kept, make_requests())
     (micro,) = pack(sequences, token_budget=10_000).micro_batches
     assert kept.tape(model, micro) is not None
@@ -178,25 +169,11 @@ def test_changed_weights_other_tokens_and_no_gradient_are_computed() -> None:
 
 def test_a_wrong_activation_changes_the_gradient() -> None:
     """Control: the numbers of the tape are what the gradient is made of."""
-    model, kept = make_model(SHAPE), Activations(2**30)
+    model, kept = make_model(SHAPE).train(), Activations(2**30)
     sequences = draw(model, kept, make_requests())
     micros = pack(sequences, token_budget=10_000).micro_batches
     expected = gradient(model, micros, kept)[1]
-    for name in (
-        "norm1",
-        "v",
-        "q",
-        "k",
-        "attended",
-        "lse",
-        "o",
-        "norm2",
-        "gate",
-        "up",
-        "gated",
-        "down",
-        "rstd1",
-    ):
+    for name in KEPT:
         with torch.inference_mode():
             kept._layers[1][name][7] += 0.01
         assert any(
@@ -208,12 +185,12 @@ def test_a_wrong_activation_changes_the_gradient() -> None:
 
 def test_what_does_not_fit_or_cannot_be_kept_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = make_requests()
-    model, kept = make_model(SHAPE), Activations(1000)
+    model, kept = make_model(SHAPE).train(), Activations(1000)
     (micro,) = pack(draw(model, kept, requests), token_budget=10_000).micro_batches
     assert kept.tape(model, micro) is None
     kept = Activations(2**30)
     for change in ("checkpoint", "frozen", "long"):
-        model = make_model(SHAPE)
+        model = make_model(SHAPE).train()
         if change == "checkpoint":
             model.checkpoint_layers = True
         elif change == "frozen":

@@ -278,6 +278,7 @@ def large(**options: Any) -> Workload:
         "token_budget": 16384,
         "rows": 256,
         "num_prompts": 32,
+        "num_requests": 32,
     }
     return Workload(**(values | options))
 
@@ -303,6 +304,21 @@ def test_what_fits_is_the_largest_that_does() -> None:
     assert fit(work, 2**30) is None
     assert "policy.max-rows" in _advice(work, 24)
     assert _advice(work, 1).startswith("does not fit 1 GiB")
+    # What is kept of a rollout is given up before anything else is.
+    kept = large(
+        kept_gib=2.0,
+        has_kernels=True,
+        device="cpu",
+        num_requests=2,
+        group_size=2,
+        length=300,
+        num_trained=200,
+        rows=4,
+    )
+    assert 0 < kept.kept_bytes < 2 * 2**30
+    limit = (peak(replace(kept, rows=1, token_budget=kept.length)) - kept.kept_bytes // 2) / 2**30
+    assert _advice(kept, limit).startswith(f"fits {limit:g} GiB only with --kept-gib 0 ")
+    assert replace(kept, checkpoint="layer").kept_bytes == replace(kept, kept_gib=0.0).kept_bytes == 0
     plain = large(precision="float32", attention="exact", device="cpu")
     assert fit(plain, 12 * 2**30) is None
     assert "only with --optim" in _advice(plain, 12)

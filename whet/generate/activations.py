@@ -129,11 +129,12 @@ class Activations:
             return None
         tokens = micro.tokens_N.tolist()
         places = torch.full((len(tokens),), NOTHING)
+        shared_prompts = {segment.prefix for segment in micro.segments if segment.shared}
         for segment in micro.segments:
             own = tokens[segment.start : segment.start + segment.length]
             prompt = tokens[segment.prefix : segment.prefix + segment.shared]
-            if not segment.shared and any(s.shared and s.prefix == segment.start for s in micro.segments):
-                continue  # a prompt: its samples say where it is
+            if not segment.shared and segment.start in shared_prompts:
+                continue  # its samples say where it is
             found = self._found.get((*prompt, *own))
             if found is None:
                 return None
@@ -176,13 +177,16 @@ def bytes_per_token(config: ModelConfig, number_bytes: int) -> int:
     return numbers * number_bytes + 4 * (config.num_layers * (2 + config.num_heads) + 1)
 
 
+def is_known(config: ModelConfig) -> bool:
+    """Say whether the forward pass of models of this shape is the sequence of calls that a tape has."""
+    return config.family in ("llama", "qwen2") and not config.mlp_bias
+
+
 def can_keep(model: LanguageModel) -> bool:
-    """Say whether the forward pass of a model is the sequence of calls that a tape has."""
-    if not isinstance(model, LlamaLike) or model.checkpoint_layers or model.config.family == "qwen3":
+    """Say whether what a model computes is all that its backward pass needs."""
+    if not (isinstance(model, LlamaLike) and is_known(model.config)) or model.checkpoint_layers:
         return False
-    if not all(parameter.requires_grad for parameter in model.parameters()):
-        return False
-    return not model.config.mlp_bias and not torch.is_autocast_enabled("cpu")
+    return all(parameter.requires_grad for parameter in model.parameters())
 
 
 def _widths(config: ModelConfig) -> Mapping[str, int]:

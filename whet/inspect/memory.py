@@ -149,7 +149,7 @@ def cache_bytes(work: Workload) -> int:
         prompt=prompt,
         completion=work.num_trained,
         context=shape.max_positions,
-        prompts=min(work.rows, max(work.num_prompts, work.num_sequences // work.group_size)),
+        prompts=min(work.rows, work.num_requests),
     )
     per_position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * work.product_bytes
     if not work.has_native_attention:

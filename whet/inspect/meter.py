@@ -119,7 +119,7 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
             return found
         objective = Objective.of(run, policy, value=replace(run.value, warmup_steps=0))
         policy.max_rows = work.rows
-        policy.activations = Activations(int(run.kept_gib * 2**30)) if work.kept_bytes else None
+        policy.activations = Activations(int(work.kept_gib * 2**30)) if work.kept_bytes else None
         engine = policy.engine(stops=False, keeps=True)
         groups = _longest_groups(run, engine, work)
         engine.release(above=KEPT_CACHE)

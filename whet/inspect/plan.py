@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet.config import load_yaml, show
-from whet.generate.activations import bytes_per_token
 from whet.generate.policy import PolicyConfig, load_policy, resolve_device
 from whet.inspect.memory import (
     GIB,
@@ -24,7 +23,6 @@ from whet.inspect.memory import (
 from whet.inspect.meter import compare, measure
 from whet.inspect.workload import Workload
 from whet.kernels import cpu, eager
-from whet.kernels.cpu import CHANNELS, QUANTUM
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig, from_hf
 from whet.model.files import find_files, is_hub_name, read_json
@@ -82,6 +80,7 @@ CHECKPOINT, MASTER = "--optim.checkpoint-layers", "--optim.precision bfloat16_ma
 BOTH: dict[str, Any] = {"checkpoint": "layer", "precision": "bfloat16_master"}
 # What makes a model fit, the cheapest first.
 OPTIONS: dict[str, dict[str, Any]] = {
+    "--kept-gib 0": {"kept_gib": 0.0},
     CHECKPOINT: {"checkpoint": "layer"},
     MASTER: {"precision": "bfloat16_master"},
     f"{CHECKPOINT} {MASTER}": BOTH,
@@ -272,22 +271,9 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         has_measuring=has_reference or has_critic or is_measured,
         has_entropy=algo.has_entropy_bonus,
         temperature=run.sampling.temperature,
-        kept_bytes=_kept_bytes(run, shape, length - least + 1, shared.has_kernels),
+        num_requests=run.num_prompts,
+        kept_gib=run.kept_gib if run.overlap.mode == "off" and not run.off_policy.staleness else 0.0,
     )
-
-
-def _kept_bytes(run: RLConfig, shape: ModelConfig, prompt: int, has_kernels: bool) -> int:
-    """Return the bytes that the sampler keeps for the update, all sequences being longest."""
-    is_plain = shape.family in ("llama", "qwen2") and not shape.mlp_bias and not run.optim.checkpoint_layers
-    is_plain = is_plain and shape.head_dim in CHANNELS
-    is_plain = is_plain and not (shape.hidden_size % QUANTUM or shape.intermediate_size % QUANTUM)
-    is_on_policy = run.overlap.mode == "off" and not run.off_policy.staleness
-    if not (has_kernels and is_plain and is_on_policy) or run.optim.precision == "bfloat16_autocast":
-        return 0
-    tokens = run.num_prompts * (prompt + run.group_size * run.sampling.max_new_tokens) + 1
-    size = 2 if run.optim.precision == "bfloat16_master" else 4
-    bytes_kept = tokens * bytes_per_token(shape, size)
-    return bytes_kept if bytes_kept <= run.kept_gib * 2**30 else 0
 
 
 def _device_type(policy: PolicyConfig) -> str:
@@ -336,7 +322,7 @@ def _advice(work: Workload, memory_gib: float) -> str:
             return (
                 f"fits {memory_gib:g} GiB only with {words} --optim.token-budget {found.token_budget}{rows}"
             )
-    least = replace(work, rows=min(work.rows, 1), token_budget=work.length)
+    least = replace(work, rows=min(work.rows, 1), token_budget=work.length, kept_gib=0.0)
     need = max(phase.total for phase in phases(least)) / GIB
     return (
         f"does not fit {memory_gib:g} GiB: one row and one sequence a micro-batch need {need:.1f} GiB already"

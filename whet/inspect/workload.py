@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from whet.algo.packing import split_by_budget
+from whet.generate.activations import bytes_per_token, is_known
 from whet.kernels.cpu import CHANNELS, QUANTUM
 from whet.kernels.eager import SLICE
 from whet.model.attention import (
@@ -52,7 +53,8 @@ class Workload:
         has_entropy: Whether the entropy is part of the loss.
         temperature: Temperature of the sampled distribution.
         widens: Whether bfloat16 products go through float32, the CPU having none.
-        kept_bytes: What the sampler keeps of its activations for the update.
+        num_requests: Different prompts of a rollout.
+        kept_gib: Memory for what the sampler keeps of its activations for the update; 0 where it keeps none.
     """
 
     shape: ModelConfig
@@ -79,7 +81,8 @@ class Workload:
     has_entropy: bool = False
     temperature: float = 1.0
     widens: bool = False
-    kept_bytes: int = 0
+    num_requests: int = 0
+    kept_gib: float = 0.0
 
     @property
     def micro_sequences(self) -> int:
@@ -105,6 +108,18 @@ class Workload:
     def is_native(self) -> bool:
         """Whether norms, the head and products that read the residual stream are those of the C++ kernels."""
         return self.has_kernels and self.shape.hidden_size % QUANTUM == 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what the sampler keeps of its activations (`whet.generate.activations`), all being longest."""
+        is_fused = self.is_native and self.has_native_gate and self.has_native_attention
+        is_plain = self.checkpoint is None and self.precision != "bfloat16_autocast" and is_known(self.shape)
+        if not (is_fused and is_plain):
+            return 0
+        prompt = self.length - self.num_trained
+        tokens = 1 + self.num_requests * (prompt + self.group_size * self.num_trained)
+        total = tokens * bytes_per_token(self.shape, self.parameter_bytes)
+        return total if total <= self.kept_gib * 2**30 else 0
 
     @property
     def has_native_gate(self) -> bool:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from whet.config import cache_folder
 from whet.kernels.dispatch import mode
 from whet.types import UserError
 
@@ -71,11 +72,6 @@ def compiler() -> str | None:
         if name and (found := shutil.which(name)):
             return found
     return None
-
-
-def cache_folder() -> Path:
-    """Return the folder that built kernels are kept in: $XDG_CACHE_HOME/whet, or ~/.cache/whet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whet" / "kernels"
 
 
 def runnable() -> list[str]:
@@ -194,7 +190,7 @@ def _build(cxx: str, target: str) -> Path:
     digest = hashlib.sha256("\x00".join([version, *flags(target), *openmp, processor]).encode())
     for name in SOURCES:
         digest.update((home / name).read_bytes())
-    folder = cache_folder() / digest.hexdigest()[:16]
+    folder = cache_folder() / "kernels" / digest.hexdigest()[:16]
     final = folder / "cpu.so"
     if final.is_file() and final.stat().st_uid == os.getuid():
         return final

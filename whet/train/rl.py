@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from whet.telemetry.log import RunLog
 from whet.telemetry.spans import span, spanned
 from whet.train.advantage import with_advantages, without_advantages
 from whet.train.curriculum import select_problems
-from whet.train.judging import open_judge
 from whet.train.objective import Objective
 from whet.train.order import DataOrder, data_order
 from whet.train.precision import settle_precision
@@ -106,7 +105,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
     if setup.num_left_out:
         count = len(setup.problems) + setup.num_left_out
         notes.insert(0, f"{setup.num_left_out} of {count} prompts do not fit the context; left out")
-    with open_judge(config.judge, setup.rewards, folder, policy.schema, kept[0]) as (rewards, judge):
+    with replace(setup, problems=kept).open_judge(folder) as (rewards, judge):
         run = _Run(config, policy, task, rewards, data_order(task, kept, config.seed), held_out, probe)
         run.judge = judge
         start = run.restore(resume) if resume else 0
