@@ -200,6 +200,14 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda f, t: whet.Task.from_rows(ROWS, prompt="ask"),
         "no column 'ask'; there are: question, answer",
     ),
+    "no question": (
+        lambda f, t: whet.rl(f, [{"q": "x", "a": "1"}], out=t),
+        r"name it: prompt='...' \(there are: q, a\)",
+    ),
+    "two questions": (
+        lambda f, t: whet.rl(f, [{"question": "x", "problem": "y"}], out=t),
+        "could each be the question",
+    ),
     "a name": (lambda f, t: whet.Task.from_rows("gsm9k"), "no such file or folder, nor a task"),
     "a model": (lambda f, t: whet.load(f / "nothing" / "here"), "nothing/here"),
     "a value": (lambda f, t: whet.rl(f, ROWS, out=t, max_new_tokens=0), "max_new_tokens = 0"),

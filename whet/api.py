@@ -43,6 +43,7 @@ from whet.recipes.rl import ALGORITHMS
 from whet.rewards.base import OwnReward, own_name
 from whet.tasks import base as tasks
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.tasks.jsonl import MESSAGES, PROMPT_FIELDS
 from whet.tasks.read import first_row
 from whet.telemetry.log import read_metrics
 from whet.train import dpo as dpo_program
@@ -262,9 +263,18 @@ class Task:
         else:
             path = str(_written(rows))
         present = first_row(Path(path)) if Path(path).is_file() else {}
+        there = f"there are: {', '.join(present)[:200]}"
         for name in (prompt, answer, solution):
             if name is not None and present and name not in present:
-                raise UserError(f"from_rows: no column {name!r}; there are: {', '.join(present)[:200]}")
+                raise UserError(f"from_rows: no column {name!r}; {there}")
+        recognised = [name for name in (*PROMPT_FIELDS, MESSAGES) if name in present]
+        if prompt is None and present and recognised[:1] != ["prompt"] and len(recognised) != 1:
+            what = (
+                f"{' and '.join(recognised)} could each be the question"
+                if recognised
+                else "no column is a question"
+            )
+            raise UserError(f"from_rows: {what}; name it: prompt='...' ({there})")
         task = cls(_made(TaskConfig, {"name": "jsonl", "path": path, **columns}))
         task.problems("train")  # malformed rows are found now
         return task

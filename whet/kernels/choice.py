@@ -91,8 +91,10 @@ def describe(choice: Choice | None = None) -> str:
     text = f"{name}, {_mean(speeds):.1f}x PyTorch" if speeds else name
     for operation in OPERATIONS:
         if operation not in choice.used:
-            was = f" (C++ was {ratios[operation]:.1f}x)" if operation in ratios else ""
-            text += f"; {operation}: PyTorch{was}"
+            text += f"; {operation}: PyTorch"
+            if operation in ratios:
+                why = ", but needs the others" if ratios[operation] >= TIE else ""
+                text += f" (C++ was {ratios[operation]:.1f}x{why})"
     return text
 
 
