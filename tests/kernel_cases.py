@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from whet.generate.cache import CacheSize
 from whet.kernels import eager
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,6 +22,11 @@ INF = float("inf")
 def draw(*shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
     return values.to(dtype).to(device)
+
+
+def room(rows: int, positions: int) -> CacheSize:
+    """Make room for rows of so many positions, each with a prompt of its own."""
+    return CacheSize(rows=rows, prompt=positions, completion=0, context=positions, prompts=rows)
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, ulps: float, dtype: torch.dtype) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import room
 
-from whet.generate.cache import CacheSize, Decode, KVCache
+from whet.generate.cache import Decode, KVCache
 from whet.generate.graphs import BUCKETS, DecodeGraphs, StaticDecode
 from whet.kernels import dispatch
 from whet.model.config import ModelConfig
@@ -182,7 +183,7 @@ def test_static_decode_is_decode(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     positions = torch.tensor([0, 31, 50])
     q, k, v = (torch.randn(16, heads, 8, generator=generator).to(dtype) for heads in (4, 2, 2))
-    caches = [KVCache(SHAPE, CacheSize.of(4, 64), dtype, torch.device("cpu")) for _ in range(2)]
+    caches = [KVCache(SHAPE, room(4, 64), dtype, torch.device("cpu")) for _ in range(2)]
     filling = torch.randn(caches[0].keys.shape, generator=generator)
     for cache in caches:
         cache.keys.copy_(filling)

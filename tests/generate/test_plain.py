@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import room
 from torch import nn
 
 from whet.generate import engine as engine_module
 from whet.generate import plain
-from whet.generate.cache import CacheSize, KVCache
+from whet.generate.cache import KVCache
 from whet.generate.engine import Engine, Request
 from whet.generate.plain import PlainSteps, can_step, turns_exactly
 from whet.generate.sampling import SamplingParams, sequence_seed
@@ -60,7 +61,7 @@ def make_requests() -> list[Request]:
 
 
 def make_cache(model: LanguageModel) -> KVCache:
-    return KVCache(model.config, CacheSize.of(4, 64), model.head_weight.dtype, torch.device("cpu"))
+    return KVCache(model.config, room(4, 64), model.head_weight.dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -178,7 +179,7 @@ def test_another_architecture_autocast_global_hooks_and_kernels_take_the_general
     assert not can_step(model, kv_cache)
     handle.remove()
     assert can_step(model, kv_cache)
-    tiled = KVCache(model.config, CacheSize.of(4, 64), torch.float32, torch.device("cpu"), is_tiled=True)
+    tiled = KVCache(model.config, room(4, 64), torch.float32, torch.device("cpu"), is_tiled=True)
     assert not can_step(model, tiled)
     monkeypatch.setattr("whet.kernels.cpu.library", lambda: object())  # C++ products in the trainer
     assert not can_step(model, kv_cache)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from whet.algo.logprobs import head_logits
-from whet.generate.cache import CacheSize, Decode, KVCache
+from whet.generate.cache import Decode, KVCache
 from whet.generate.graphs import DecodeGraphs, StaticDecode
 from whet.kernels import dispatch, eager
 from whet.model.config import ModelConfig
@@ -119,7 +119,7 @@ class Decoding:
         self.model = LlamaLike(config)
         init_weights(self.model, 0)
         self.model.to(self.device, dtype)
-        self.cache = KVCache(config, CacheSize.of(self.num_rows, 384), dtype, self.device)
+        self.cache = KVCache(config, cases.room(self.num_rows, 384), dtype, self.device)
         self.cache.keys.copy_(cases.draw(*self.cache.keys.shape))
         self.cache.values.copy_(cases.draw(*self.cache.values.shape, seed=1))
         self.positions = torch.arange(250, 250 + self.num_rows, device=self.device)

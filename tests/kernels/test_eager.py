@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whet.algo.logprobs import select_logprobs, token_logprobs
-from whet.generate.cache import CacheSize, Decode, KVCache
+from whet.generate.cache import Decode, KVCache
 from whet.kernels import eager
 from whet.model.config import ModelConfig
 from whet.model.transformer import RMSNorm, rotary_tables, rotate
@@ -20,7 +20,7 @@ SHAPE = ModelConfig(
 
 
 def filled_cache(dtype: torch.dtype) -> KVCache:
-    cache = KVCache(SHAPE, CacheSize.of(4, 600), dtype, torch.device("cpu"))
+    cache = KVCache(SHAPE, cases.room(4, 600), dtype, torch.device("cpu"))
     for tensor, seed in ((cache.keys, 1), (cache.values, 2)):
         tensor.copy_(cases.draw(*tensor.shape, seed=seed))
     return cache

@@ -49,11 +49,6 @@ class CacheSize:
     context: int
     prompts: int
 
-    @classmethod
-    def of(cls, rows: int, positions: int) -> CacheSize:
-        """Make that of rows of so many positions, each with a prompt of its own."""
-        return cls(rows=rows, prompt=positions, completion=0, context=positions, prompts=rows)
-
     @property
     def whole(self) -> int:
         """Positions of a sequence that lies in one piece; rounded up for exact attention."""

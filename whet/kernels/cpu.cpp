@@ -232,19 +232,18 @@ EXPORT double whet_squares(int wide, const void* x, long count, int threads) {
   return wide ? squares((const float*)x, count, threads) : squares((const bf16*)x, count, threads);
 }
 
-// AdamW on float32 masters: clips by `factor`, reads gradients in their own type and writes a bfloat16 parameter.
+// AdamW on float32 weights: clips by `factor`, and reads gradients in their own type.
 struct Adam { float factor, lr, beta1, beta2, eps, decay, correction1, correction2; };
 template <typename T>
-static inline void adam16(float* master, const T* grad, float* first, float* second, bf16* parameter, const Adam& a, float root2, float rate, float keep) {
+static inline void adam16(float* master, const T* grad, float* first, float* second, const Adam& a, float root2, float rate, float keep) {
   v16 g = load(grad) * a.factor, m = load(first), v = load(second), x = load(master);
   m = madd(g - m, 1 - a.beta1, m);
   v = madd(g * g, 1 - a.beta2, v * a.beta2);
   x = x * keep - m * rate / (root(v) / root2 + a.eps);
   store(first, m), store(second, v), store(master, x);
-  if (parameter) store(parameter, x);
 }
 template <typename T>
-static void adamw(float* master, const T* grad, float* first, float* second, bf16* parameter, long count, const Adam& a, int threads) {
+static void adamw(float* master, const T* grad, float* first, float* second, long count, const Adam& a, int threads) {
   float root2 = std::sqrt(a.correction2), rate = a.lr / a.correction1, keep = 1 - a.lr * a.decay;
   long blocks = (count + 4095) / 4096;
 PARALLEL
@@ -253,24 +252,20 @@ PARALLEL
     for (; c < last; c += 16) {
       long n = std::min(16L, last - c);
       if (n == 16) {
-        adam16(master + c, grad + c, first + c, second + c, parameter ? parameter + c : nullptr, a, root2, rate, keep);
+        adam16(master + c, grad + c, first + c, second + c, a, root2, rate, keep);
         continue;
       }
       float x[16] = {}, g[16] = {}, m[16] = {}, v[16] = {};  // the last few, beside zeros
-      bf16 p[16];
       for (long i = 0; i < n; ++i) x[i] = master[c + i], g[i] = get(grad[c + i]), m[i] = first[c + i], v[i] = second[c + i];
-      adam16(x, g, m, v, p, a, root2, rate, keep);
-      for (long i = 0; i < n; ++i) {
-        master[c + i] = x[i], first[c + i] = m[i], second[c + i] = v[i];
-        if (parameter) parameter[c + i] = p[i];
-      }
+      adam16(x, g, m, v, a, root2, rate, keep);
+      for (long i = 0; i < n; ++i) master[c + i] = x[i], first[c + i] = m[i], second[c + i] = v[i];
     }
   }
 }
-EXPORT void whet_adamw(int wide, float* master, const void* grad, float* first, float* second, bf16* parameter, long count,
+EXPORT void whet_adamw(int wide, float* master, const void* grad, float* first, float* second, long count,
                        const Adam* a, int threads) {
-  if (wide) adamw(master, (const float*)grad, first, second, parameter, count, *a, threads);
-  else adamw(master, (const bf16*)grad, first, second, parameter, count, *a, threads);
+  if (wide) adamw(master, (const float*)grad, first, second, count, *a, threads);
+  else adamw(master, (const bf16*)grad, first, second, count, *a, threads);
 }
 
 // One token of every row through all layers of a Llama-like decoder.

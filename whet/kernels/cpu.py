@@ -58,7 +58,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "score_back": (c_int, *[c_void_p] * 7, *[c_long] * 3, c_float, c_int, c_int),
     "draw": (*[c_void_p] * 2, *[c_long] * 3, c_float, c_int),
     "squares": (c_int, c_void_p, c_long, c_int),
-    "adamw": (c_int, *[c_void_p] * 5, c_long, c_void_p, c_int),
+    "adamw": (c_int, *[c_void_p] * 4, c_long, c_void_p, c_int),
     "layers": (c_int, c_int, c_void_p, c_long, *[c_void_p] * 7),
     "layers_memory": (c_void_p,),
 }
@@ -414,7 +414,6 @@ def adamw(
     grad: torch.Tensor,
     first: torch.Tensor,
     second: torch.Tensor,
-    parameter: torch.Tensor | None,
     *,
     step: float,
     factor: float,
@@ -431,7 +430,6 @@ def adamw(
         grad: Gradient, float32 or bfloat16, contiguous.
         first: First moment, float32.
         second: Second moment, float32.
-        parameter: Bfloat16 parameter that takes the rounded master; None where the master is the parameter.
         step: Updates with this one.
         factor: What the gradient is multiplied by (clipping).
         lr: Learning rate.
@@ -443,4 +441,4 @@ def adamw(
     facts = _Adam(factor, lr, beta1, beta2, eps, decay, 1 - beta1**step, 1 - beta2**step)
     where = ctypes.byref(facts)
     count = master.numel()
-    call("adamw", _wide(grad), master, grad, first, second, parameter, count, where, _threads(count))
+    call("adamw", _wide(grad), master, grad, first, second, count, where, _threads(count))

@@ -133,7 +133,7 @@ def adamw(
     beta1, beta2 = betas
     if suits_kernel(gradient) and master.dtype == torch.float32:
         tensors, rates = (master, gradient, first, second), {"lr": lr, "beta1": beta1, "beta2": beta2}
-        cpu.adamw(*tensors, None, step=float(step), factor=factor, eps=eps, decay=decay, **rates)
+        cpu.adamw(*tensors, step=float(step), factor=factor, eps=eps, decay=decay, **rates)
         return
     wide = gradient.to(master.dtype)
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
