@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whet.report.plots import COLOURS, MUTED, STYLE
 from whet.telemetry.log import read_metrics
-from whet.telemetry.plots import COLOURS, MUTED, STYLE
 
 ROWS: dict[str, tuple[str, list[str]]] = {
     "GRPO": ("grpo", []),

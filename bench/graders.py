@@ -23,10 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from whet.isolation.graders import GraderPool
-from whet.rewards.equal import answers_equal
-from whet.rewards.extract import extract_answer
-from whet.rewards.symbolic import needs_symbols
+from whet.rewards.answers.equal import answers_equal
+from whet.rewards.answers.extract import extract_answer
+from whet.rewards.answers.symbolic import needs_symbols
+from whet.sandbox.graders.graders import GraderPool
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 GOALS_US = {"plain": 50.0, "LaTeX": 5000.0}
@@ -148,7 +148,7 @@ def compare(sets: dict[str, list[str]], peer: Judge | None, num_peer: int) -> li
 def pool_costs(golds: list[str]) -> None:
     """Print what a call through the pool costs, a start, and a batch in which some hang."""
     started = time.perf_counter()
-    with GraderPool("whet.rewards.equal:answers_equal") as pool:
+    with GraderPool("whet.rewards.answers.equal:answers_equal") as pool:
         ready_s = time.perf_counter() - started
         calls = [(gold, gold) for gold in golds]
         pool.map(calls)  # starts the workers

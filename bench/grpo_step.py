@@ -24,17 +24,17 @@ from typing import Any
 import sides
 import torch
 
+from whet.algo.config import AlgoConfig
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
 from whet.rewards.base import WeightedReward
-from whet.train.advantage import with_advantages
-from whet.train.algorithm import AlgoConfig
-from whet.train.objective import Objective
-from whet.train.order import data_order
-from whet.train.rollout import RolloutParams
-from whet.train.source import RolloutSource
-from whet.train.step import OptimConfig, Optimizer, Precision, parameter_dtype, prepare_model
+from whet.train.objective.advantage import with_advantages
+from whet.train.objective.objective import Objective
+from whet.train.optim.step import OptimConfig, Optimizer, Precision, parameter_dtype, prepare_model
+from whet.train.rollout.order import data_order
+from whet.train.rollout.rollout import RolloutParams
+from whet.train.rollout.source import RolloutSource
 from whet.types import Group, Problem
 
 LR = 1e-5

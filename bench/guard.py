@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from whet.inspect.bench import PROGRAMS, results
-from whet.kernels import build
-from whet.telemetry.environment import describe_environment
+from whet.kernels.cpu import build
+from whet.telemetry.provenance import describe_environment
 
 FOLDER = Path(__file__).resolve().parent
 FILE = FOLDER.parent / "docs" / "results" / "bench.json"

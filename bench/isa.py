@@ -26,10 +26,11 @@ import torch
 
 from whet.algo.packing import TrainingSequence
 from whet.generate import kernel_speed
-from whet.kernels import build, choice
+from whet.kernels import choice
 from whet.kernels.choice import Choice
+from whet.kernels.cpu import build
+from whet.train.optim.step import OptimConfig, Optimizer
 from whet.train.sft import train_step
-from whet.train.step import OptimConfig, Optimizer
 
 NAMES = ("product", "attention", "decode", "train")
 TRIES = 3

@@ -30,7 +30,7 @@ import sides
 import torch
 import torch.nn.functional as F
 
-from whet.train.step import Precision, lean
+from whet.train.optim.step import Precision, lean
 
 TARGETS = {"fastest": 0.4, "leanest": 0.6}
 STEPS = 2

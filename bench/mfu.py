@@ -19,8 +19,8 @@ import sides
 import torch
 
 from whet.algo.packing import TrainingSequence
+from whet.train.optim.step import OptimConfig, Optimizer, Precision, parameter_dtype
 from whet.train.sft import train_step
-from whet.train.step import OptimConfig, Optimizer, Precision, parameter_dtype
 
 LENGTH, TOKENS = 256, 4096
 TARGET = {"float32": 0.60, "bfloat16_master": 0.45}

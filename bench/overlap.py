@@ -22,16 +22,16 @@ import sides
 import torch
 from grpo_step import LR, WordTask, reward
 
+from whet.algo.config import AlgoConfig
 from whet.generate.sampling import SamplingParams
 from whet.rewards.base import WeightedReward
-from whet.train.advantage import with_advantages
-from whet.train.algorithm import AlgoConfig
-from whet.train.objective import Objective
-from whet.train.order import data_order
-from whet.train.overlap import Mode, OverlapConfig, part_groups
-from whet.train.rollout import RolloutParams
-from whet.train.source import RolloutSource
-from whet.train.step import OptimConfig, Optimizer
+from whet.train.objective.advantage import with_advantages
+from whet.train.objective.objective import Objective
+from whet.train.optim.step import OptimConfig, Optimizer
+from whet.train.rollout.order import data_order
+from whet.train.rollout.overlap import Mode, OverlapConfig, part_groups
+from whet.train.rollout.rollout import RolloutParams
+from whet.train.rollout.source import RolloutSource
 from whet.types import Problem
 
 NUM_PROMPTS, GROUP_SIZE, NEW_TOKENS, STOP_SHARE = 8, 8, 128, 48

@@ -25,7 +25,7 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from whet.model.tokenizer import Tokenizer
+from whet.model.text.tokenizer import Tokenizer
 
 GOALS_S = {"open": 3.0, "filter": 0.3}
 GROUP, GROUPS_PER_STEP = 8, 16
@@ -38,8 +38,8 @@ FLAGS = [
     "--no-first-run",
     "--disable-background-networking",
 ]
-WATCH = "import sys; from whet.inspect.watch import *; main(WatchConfig(run=sys.argv[1], open=False))"
-REPORT = "import sys; from whet.inspect.report import *; main(ReportConfig(run=sys.argv[1]))"
+WATCH = "import sys; from whet.report.watch import *; main(WatchConfig(run=sys.argv[1], open=False))"
+REPORT = "import sys; from whet.report.html import *; main(ReportConfig(run=sys.argv[1]))"
 TAGS = {
     "think_open": "<think>",
     "think_close": "</think>",

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from whet.isolation.battery import descendants
-from whet.sandbox import Sandbox
+from whet.sandbox.attacks.battery import descendants
+from whet.sandbox.programs import Sandbox
 
 CODE = "print(6 * 7)"
 TESTS = ("assert f(1) == 2", "assert f(2) == 3", "assert f(-1) == 0")

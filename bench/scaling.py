@@ -26,11 +26,11 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.generate.engine import Engine, Request
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
-from whet.inspect.meter import LiveTensors
+from whet.inspect.memory.meter import LiveTensors
 from whet.model.config import ModelConfig
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model
-from whet.telemetry.plots import COLOURS, MUTED, STYLE
+from whet.report.plots import COLOURS, MUTED, STYLE
 
 BASE = ModelConfig(
     family="qwen2", vocab_size=4096, hidden_size=256, intermediate_size=688, num_layers=4, num_heads=4,

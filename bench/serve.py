@@ -25,13 +25,13 @@ import torch
 
 from whet.generate.policy import Policy
 from whet.model.config import ModelConfig
-from whet.model.tokenizer import Tokenizer
+from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model
 from whet.schema import SCHEMAS
 
 SERVE = (
-    "import sys; from whet.inspect.serve import *; "
+    "import sys; from whet.serve.serve import *; "
     "main(ServeConfig(policy=PolicyConfig(init=sys.argv[1], max_rows=int(sys.argv[2]), num_threads=1), port=0))"
 )
 

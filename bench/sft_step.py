@@ -22,8 +22,8 @@ import torch
 
 from whet.__main__ import keep_freed_memory
 from whet.algo.packing import TrainingSequence
+from whet.train.optim.step import OptimConfig, Optimizer, Precision, parameter_dtype
 from whet.train.sft import train_step
-from whet.train.step import OptimConfig, Optimizer, Precision, parameter_dtype
 
 ROWS, SHORTEST, LONGEST = 32, 32, 256
 TARGET = 1.5

@@ -28,15 +28,16 @@ import torch
 
 from whet.__main__ import keep_freed_memory
 from whet.generate.policy import Policy
-from whet.kernels import build, choice
+from whet.kernels import choice
+from whet.kernels.cpu import build
 from whet.model.config import ModelConfig
-from whet.model.template import PLAIN_TEMPLATE
-from whet.model.tokenizer import Tokenizer
+from whet.model.text.template import PLAIN_TEMPLATE
+from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model, save_model
 from whet.schema import ResponseSchema
-from whet.train.precision import ADVANTAGE, measure
-from whet.train.step import Precision
+from whet.train.optim.precision import ADVANTAGE, measure
+from whet.train.optim.step import Precision
 
 SHAPES = {
     "a": ModelConfig(

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from whet.generate.policy import PolicyConfig
-from whet.kernels.build import library, reason
+from whet.kernels.cpu.build import library, reason
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
-from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.made.arithmetic import Arithmetic
 
 TINY_SHAPE = ModelConfig(
     hidden_size=32,
@@ -34,8 +34,8 @@ FEW = 200
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a compiler: no C++ kernels."""
-    monkeypatch.setattr("whet.kernels.cpu.library", lambda: None)
-    monkeypatch.setattr("whet.train.step.library", lambda: None)
+    monkeypatch.setattr("whet.kernels.cpu.ops.library", lambda: None)
+    monkeypatch.setattr("whet.train.optim.step.library", lambda: None)
 
 
 @pytest.fixture(params=["kernels", "eager"])

@@ -21,8 +21,8 @@ _context.set_forkserver_preload(
         "torch.distributed.checkpoint.state_dict_loader",
         "torch.distributed.checkpoint.state_dict_saver",
         "torch.distributed.fsdp",
-        "whet.launch",
-        "whet.sharded",
+        "whet.ranks.launch",
+        "whet.storage.checkpoint",
     ]
 )
 
@@ -92,7 +92,7 @@ def _be_rank(
 def launch_ranks(
     folder: Path, function: Callable[[], int], *, limit_s: float = 20.0
 ) -> list[tuple[int | None, str]]:
-    """Run `whet.launch.run_rank` in two processes, as torchrun would; return exit status and stderr of each."""
+    """Run `whet.ranks.launch.run_rank` in two processes, as torchrun would; return exit status and stderr of each."""
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)  # as torchrun holds it
     ranks = [
         _context.Process(target=_launch, args=(str(folder / f"{rank}"), rank, store.port, function))
@@ -111,7 +111,7 @@ def launch_ranks(
 def _launch(output: str, rank: int, port: int, function: Callable[[], int]) -> None:
     import torch
 
-    from whet.launch import run_rank
+    from whet.ranks.launch import run_rank
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

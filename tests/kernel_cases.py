@@ -54,7 +54,7 @@ ATTENTION_SHAPES = (
 
 
 def check_decode_attention(device: str, dtype: torch.dtype, shape: Any) -> None:
-    from whet.kernels import triton_attention
+    from whet.kernels.triton import attention as triton_attention
 
     rows, kv_heads, rep, capacity, channels, lengths = shape
     q = draw(rows, kv_heads * rep, channels, dtype=dtype, device=device)
@@ -75,7 +75,7 @@ def check_decode_attention(device: str, dtype: torch.dtype, shape: Any) -> None:
 
 def check_decode_attention_ignores(device: str, dtype: torch.dtype) -> None:
     """A row is bitwise the same alone, in a longer cache, among other rows, and with any tail behind its length."""
-    from whet.kernels.triton_attention import decode_attention as run
+    from whet.kernels.triton.attention import decode_attention as run
 
     rows, kv_heads, rep, capacity, channels = 3, 1, 2, 320, 16
     q = draw(rows, kv_heads * rep, channels, dtype=dtype, device=device)
@@ -116,7 +116,7 @@ def make_logits(rows: int, vocab: int, device: str) -> tuple[torch.Tensor, torch
 
 
 def check_logprob_entropy(device: str, shape: tuple[int, int], temperature: float) -> None:
-    from whet.kernels import triton_logprobs
+    from whet.kernels.triton import logprobs as triton_logprobs
 
     logits, targets = make_logits(*shape, device)
     exact = logits.double().requires_grad_()
@@ -154,7 +154,7 @@ def check_logprob_entropy(device: str, shape: tuple[int, int], temperature: floa
 
 def check_entropy_far_from_zero(device: str) -> None:
     """An offset that shifts every logit exactly (a power of two over multiples of 2^-10) changes no entropy much."""
-    from whet.kernels import triton_logprobs
+    from whet.kernels.triton import logprobs as triton_logprobs
 
     logits = (draw(2, 700, device=device) * 1024).round() / 1024
     targets = torch.tensor([3, 699], device=device)
@@ -175,7 +175,7 @@ RMS_CASES = (
 
 
 def check_rms_norm(device: str, case: tuple[int, int, torch.dtype, torch.dtype, torch.dtype | None]) -> None:
-    from whet.kernels import triton_layer
+    from whet.kernels.triton import layer as triton_layer
 
     rows, width, x_dtype, weight_dtype, residual_dtype = case
     shape = (rows, width) if rows != 4 else (2, 2, width)
@@ -215,7 +215,7 @@ def check_rms_norm(device: str, case: tuple[int, int, torch.dtype, torch.dtype, 
 def check_rope_into_cache(
     device: str, dtype: torch.dtype, weight_dtype: torch.dtype | None, channels: int
 ) -> None:
-    from whet.kernels import triton_layer
+    from whet.kernels.triton import layer as triton_layer
 
     rows, live, heads, kv_heads, capacity = 5, 3, 6, 2, 32
     fused = draw(rows, (heads + 2 * kv_heads) * channels, device=device, dtype=dtype)
@@ -255,7 +255,7 @@ def check_rope_into_cache(
 
 
 def check_swiglu(device: str, dtype: torch.dtype, rows: int, width: int) -> None:
-    from whet.kernels import triton_layer
+    from whet.kernels.triton import layer as triton_layer
 
     fused = draw(rows, 2 * width, device=device, dtype=dtype)
     fused[:, 0], fused[:, 1] = 60.0, -60.0
@@ -275,7 +275,7 @@ def check_swiglu(device: str, dtype: torch.dtype, rows: int, width: int) -> None
 
 
 def check_nf4(device: str, dtype: torch.dtype, shape: tuple[int, ...], double: bool) -> None:
-    from whet.kernels import triton_nf4
+    from whet.kernels.triton import nf4 as triton_nf4
 
     weights = draw(*shape, device=device) * 0.02
     packed = eager.nf4_quantize(weights, double=double)
@@ -285,7 +285,7 @@ def check_nf4(device: str, dtype: torch.dtype, shape: tuple[int, ...], double: b
 
 
 def check_linear(device: str, dtype: torch.dtype, with_bias: bool) -> None:
-    from whet.kernels import triton_matmul
+    from whet.kernels.triton import matmul as triton_matmul
 
     rows, columns, inner = 131, 150, 100
     x = draw(rows, inner, device=device, dtype=dtype)

@@ -35,7 +35,7 @@ from whet.config import from_dict, leaves, to_dict, unwrap
 from whet.generate.policy import load_policy
 from whet.recipes.models import demo_policy
 from whet.rewards import base
-from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.telemetry import display
 from whet.types import UserError
 
@@ -578,7 +578,7 @@ def work() -> Iterator[Path]:
             ("whet.eval.evaluate", "draw_evaluation"),
         ):
             patch.setattr(importlib.import_module(module), function, lambda *_: [], raising=False)
-        rollout = importlib.import_module("whet.train.rollout")
+        rollout = importlib.import_module("whet.train.rollout.rollout")
         grade = rollout.grade
 
         def lenient(policy: Any, task: Any, pairs: Any) -> Any:
@@ -590,7 +590,7 @@ def work() -> Iterator[Path]:
         def make(schema: Any, task: Any) -> Any:
             return lambda problem, text: 1.0 if schema.format_reward(text) == 1.0 else (len(text) % 7) / 10
 
-        for module in ("whet.train.rollout", "whet.train.curriculum"):
+        for module in ("whet.train.rollout.rollout", "whet.train.rollout.curriculum"):
             patch.setattr(importlib.import_module(module), "grade", lenient)
         patch.setitem(base.REWARDS, "format", base.Preset(make, best=1.0, worst=0.0))
         write_files(folder, few["train"])

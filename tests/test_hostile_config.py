@@ -10,8 +10,7 @@ import pytest
 
 from whet.config import load_yaml
 from whet.telemetry.log import read_rows
-from whet.telemetry.trackers import Link, TrackedRun
-from whet.telemetry.tracking import as_item, open_run, read_entries
+from whet.telemetry.trackers import Link, TrackedRun, as_item, open_run, read_entries
 from whet.types import UserError
 
 

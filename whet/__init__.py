@@ -26,10 +26,10 @@ if TYPE_CHECKING:
         rl_steps,
         sft,
     )
-    from whet.eval.stats import pass_at_k
-    from whet.rewards.equal import answers_equal
-    from whet.rewards.extract import extract_answer
-    from whet.sandbox import run_python
+    from whet.rewards.answers.equal import answers_equal
+    from whet.rewards.answers.extract import extract_answer
+    from whet.sandbox.programs import run_python
+    from whet.stats import pass_at_k
     from whet.types import UserError
 
 __version__ = "0.1.0"
@@ -56,10 +56,10 @@ __all__ = (
 )
 _ELSEWHERE = {
     "UserError": "whet.types",
-    "answers_equal": "whet.rewards.equal",
-    "extract_answer": "whet.rewards.extract",
-    "pass_at_k": "whet.eval.stats",
-    "run_python": "whet.sandbox",
+    "answers_equal": "whet.rewards.answers.equal",
+    "extract_answer": "whet.rewards.answers.extract",
+    "pass_at_k": "whet.stats",
+    "run_python": "whet.sandbox.programs",
 }
 
 

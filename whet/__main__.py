@@ -60,13 +60,13 @@ class Command:
 
 
 def _diagnose() -> Program:
-    from whet.inspect.diagnose import DiagnoseConfig, main
+    from whet.inspect.diagnose.diagnose import DiagnoseConfig, main
 
     return Program(config_class=DiagnoseConfig, main=main, positional="recipe")
 
 
 def _sweep() -> Program:
-    from whet.inspect.sweep import SweepConfig, main
+    from whet.inspect.sweep.sweep import SweepConfig, main
 
     return Program(config_class=SweepConfig, main=main, positional="recipe")
 
@@ -78,15 +78,15 @@ def _bench() -> Program:
 
 
 def _profile() -> Program:
-    from whet.inspect.profile import ProfileConfig, main
+    from whet.inspect.profile.profile import ProfileConfig, main
 
     return Program(config_class=ProfileConfig, main=main, positional="recipe")
 
 
 def _sft() -> Program:
     from whet.recipes.sft import RECIPES
+    from whet.train.optim.step import PRESETS
     from whet.train.sft import SFTConfig, main, plan
-    from whet.train.step import PRESETS
 
     return Program(
         config_class=SFTConfig,
@@ -102,7 +102,7 @@ def _sft() -> Program:
 def _dpo() -> Program:
     from whet.recipes.dpo import RECIPES
     from whet.train.dpo import DPOConfig, main, plan
-    from whet.train.step import PRESETS
+    from whet.train.optim.step import PRESETS
 
     return Program(
         config_class=DPOConfig,
@@ -117,8 +117,8 @@ def _dpo() -> Program:
 
 def _rft() -> Program:
     from whet.recipes.rft import RECIPES
+    from whet.train.optim.step import PRESETS
     from whet.train.rft import RFTConfig, main, plan
-    from whet.train.step import PRESETS
 
     return Program(
         config_class=RFTConfig,
@@ -133,9 +133,9 @@ def _rft() -> Program:
 
 def _rl() -> Program:
     from whet.recipes.rl import ALGORITHMS, RECIPES
+    from whet.train.optim.step import PRESETS
     from whet.train.rl import main
     from whet.train.rl_config import RLConfig, plan
-    from whet.train.step import PRESETS
 
     presets = {"algo": ALGORITHMS, "optim": PRESETS}
     return Program(
@@ -157,7 +157,7 @@ def _eval() -> Program:
 
 
 def _compare() -> Program:
-    from whet.eval.compare import CompareConfig, main, plan
+    from whet.eval.compare.compare import CompareConfig, main, plan
     from whet.recipes.evaluation import RECIPES
 
     presets = {"eval": RECIPES}
@@ -167,80 +167,80 @@ def _compare() -> Program:
 
 
 def _runs() -> Program:
-    from whet.inspect.registry import RunsConfig, main
+    from whet.report.runs import RunsConfig, main
 
     return Program(config_class=RunsConfig, main=main, positional="folder")
 
 
 def _report() -> Program:
-    from whet.inspect.report import ReportConfig, main
+    from whet.report.html import ReportConfig, main
 
     return Program(config_class=ReportConfig, main=main, positional="run")
 
 
 def _watch() -> Program:
-    from whet.inspect.watch import WatchConfig, main
+    from whet.report.watch import WatchConfig, main
 
     return Program(config_class=WatchConfig, main=main, positional="run")
 
 
 def _probe() -> Program:
-    from whet.eval.probe import ProbeConfig, main, plan
+    from whet.eval.probe.probe import ProbeConfig, main, plan
 
     return Program(config_class=ProbeConfig, main=main, plan=plan, positional="models")
 
 
 def _validate() -> Program:
-    from whet.inspect.validate import ValidateConfig, main, plan
+    from whet.inspect.validate.validate import ValidateConfig, main, plan
     from whet.recipes.validation import RECIPES
 
     return Program(config_class=ValidateConfig, main=main, recipes=RECIPES, plan=plan)
 
 
 def _chat() -> Program:
-    from whet.inspect.chat import ChatConfig, main
+    from whet.serve.chat import ChatConfig, main
 
     return Program(config_class=ChatConfig, main=main, positional="policy.init")
 
 
 def _serve() -> Program:
-    from whet.inspect.serve import ServeConfig, main
+    from whet.serve.serve import ServeConfig, main
 
     return Program(config_class=ServeConfig, main=main, positional="policy.init")
 
 
 def _plan() -> Program:
-    from whet.inspect.plan import PlanConfig, main
+    from whet.inspect.memory.plan import PlanConfig, main
 
     return Program(config_class=PlanConfig, main=main, positional="recipe")
 
 
 def _replay() -> Program:
-    from whet.inspect.replay import ReplayConfig, main
+    from whet.inspect.replay.replay import ReplayConfig, main
 
     return Program(config_class=ReplayConfig, main=main, positional="run")
 
 
 def _track() -> Program:
-    from whet.inspect.track import TrackRunConfig, main
+    from whet.report.track import TrackRunConfig, main
 
     return Program(config_class=TrackRunConfig, main=main, positional="run")
 
 
 def _audit() -> Program:
-    from whet.eval.audit import AuditConfig, main, plan
+    from whet.eval.audit.audit import AuditConfig, main, plan
 
     return Program(config_class=AuditConfig, main=main, plan=plan, positional="task.name")
 
 
 def _data() -> Program:
-    from whet.inspect.data import DataReportConfig, main
+    from whet.inspect.data.data import DataReportConfig, main
 
     return Program(config_class=DataReportConfig, main=main)
 
 
 def _doctor() -> Program:
-    from whet.inspect.doctor import DoctorConfig, main
+    from whet.inspect.doctor.doctor import DoctorConfig, main
 
     return Program(config_class=DoctorConfig, main=main, positional="check")
 
@@ -252,13 +252,13 @@ def _demo() -> Program:
 
 
 def _explain() -> Program:
-    from whet.inspect.explain import ExplainConfig, main
+    from whet.inspect.explain.explain import ExplainConfig, main
 
     return Program(config_class=ExplainConfig, main=main)
 
 
 def _seeds() -> Program:
-    from whet.inspect.seeds import SeedsConfig, main, plan
+    from whet.inspect.seeds.seeds import SeedsConfig, main, plan
 
     return Program(config_class=SeedsConfig, main=main, plan=plan, resumable=True)
 
@@ -397,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep_freed_memory()
     words = sys.argv[1:] if argv is None else argv
     if _is_rank():
-        from whet.launch import run_rank
+        from whet.ranks.launch import run_rank
 
         run_rank(lambda: run(words))
     return cli.guard(lambda: run(words))

@@ -25,22 +25,23 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from whet.algo.config import AlgoConfig
 from whet.algo.packing import TrainingSequence, pack
 from whet.config import cache_folder, closest, from_dict, to_dict
-from whet.eval import paired
+from whet.eval.compare import paired
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import EvalResult
 from whet.eval.measure import evaluate as measure
 from whet.eval.record import as_row, read_lines
-from whet.eval.stats import Interval
 from whet.generate.engine import Request
 from whet.generate.policy import Policy as LoadedPolicy
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
-from whet.isolation.shipping import ship_function
-from whet.model.adapter_files import find_model
+from whet.model.lora.files import find_model
 from whet.recipes.rl import ALGORITHMS
 from whet.rewards.base import OwnReward, own_name
+from whet.sandbox.graders.shipping import ship_function
+from whet.stats import Interval
 from whet.tasks import base as tasks
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.jsonl import MESSAGES, PROMPT_FIELDS
@@ -50,13 +51,12 @@ from whet.train import dpo as dpo_program
 from whet.train import rft as rft_program
 from whet.train import rl as rl_program
 from whet.train import sft as sft_program
-from whet.train.algorithm import AlgoConfig
 from whet.train.dpo import DPOConfig
+from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.rft import RFTConfig
 from whet.train.rl_config import RLConfig
 from whet.train.session import OnStep, Stopped, TrainStep, finish
 from whet.train.sft import SFTConfig
-from whet.train.step import PRESETS, OptimConfig
 from whet.types import Problem, UserError
 
 C = TypeVar("C")

@@ -1,7 +1,7 @@
 """ResponseSchema: one object makes system prompt, template prefix, stop strings, parser and format reward.
 
 Runs have scored zero throughout because the prompt asked for one pair of tags while the reward looked for
-another. Here nothing but this object knows the tags; the preflight of `whet.eval.audit` proves it before a run starts.
+another. Here nothing but this object knows the tags; the preflight (`whet.eval.audit`) proves it before a run starts.
 """
 
 from __future__ import annotations

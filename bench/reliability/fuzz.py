@@ -39,7 +39,7 @@ from fuzz_mutations import CANARY
 from fuzz_surfaces import SURFACES, Case, Surface
 
 from whet.cli import escape
-from whet.kernels.build import library
+from whet.kernels.cpu.build import library
 from whet.types import UserError
 
 MAX_CPU_S, MAX_CLOCK_S = 5.0, 20.0
@@ -95,7 +95,7 @@ class Watch:
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.home:
             return
-        if event in FORBIDDEN and "grader_worker.py" not in str(args):  # where whet itself renders templates
+        if event in FORBIDDEN and "graders/worker.py" not in str(args):  # where whet itself renders templates
             self.seen.append(f"{event} {str(args)[:200]}")
         elif event == "open" and isinstance(args[0], str) and isinstance(args[2], int):
             writes = args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)

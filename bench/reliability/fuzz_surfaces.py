@@ -33,27 +33,26 @@ from fuzz_mutations import (
 from whet import cli
 from whet.__main__ import COMMANDS, Program
 from whet.config import default_data, dump_yaml, groups, leaves, load_yaml, unwrap
-from whet.eval.compare import CompareConfig
-from whet.eval.compare import main as compare
+from whet.eval.compare.compare import CompareConfig
+from whet.eval.compare.compare import main as compare
 from whet.generate.policy import PolicyConfig, load_policy
-from whet.inspect.registry import RunsConfig
-from whet.inspect.registry import main as runs
-from whet.inspect.report import ReportConfig
-from whet.inspect.report import main as report
-from whet.inspect.track import TrackRunConfig, send, track_settings
-from whet.model.adapter_files import read_adapter
-from whet.model.template import BASE_TEMPLATE
-from whet.model.tokenizer import Tokenizer
+from whet.model.lora.files import read_adapter
+from whet.model.text.template import BASE_TEMPLATE
+from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import load_model
-from whet.rewards.equal import answers_equal
-from whet.rewards.extract import extract_answer
-from whet.rewards.steps import audit_steps
+from whet.report.html import ReportConfig
+from whet.report.html import main as report
+from whet.report.runs import RunsConfig
+from whet.report.runs import main as runs
+from whet.report.track import TrackRunConfig, send, track_settings
+from whet.rewards.answers.equal import answers_equal
+from whet.rewards.answers.extract import extract_answer
+from whet.rewards.steps.audit import audit_steps
 from whet.schema import ResponseSchema
 from whet.tasks.base import TaskConfig, load_task
-from whet.tasks.quarantine import QUARANTINE, write_quarantine
-from whet.tasks.read import BadRow
+from whet.tasks.read import QUARANTINE, BadRow, write_quarantine
 from whet.telemetry.trackers import Link
-from whet.train.pairs import read_pairs
+from whet.train.data.pairs import read_pairs
 from whet.types import Problem
 
 MISSING, FOLDER, LOOP = b"@missing@", b"@folder@", b"@loop@"

@@ -56,7 +56,7 @@ PROGRAMS = {
         *(f"--policy.model.{part}" for part in SHAPE),
     ],
 }
-WORK = {"rl": "whet.train.objective:all_reduce_sum", "sft": "whet.train.sft:all_reduce_sum"}
+WORK = {"rl": "whet.train.objective.objective:all_reduce_sum", "sft": "whet.train.sft:all_reduce_sum"}
 """What is made unequal."""
 TOLERANCE = 1e-3
 """One rank adds in another order: rounding, and what ten steps of AdamW make of it."""
@@ -210,7 +210,9 @@ def be_rank(spec: str) -> None:
         if fault.unequal:
             patch(fault.unequal, lambda function: at_call(function, fault.call, one_more(function)))
     if is_fork:  # the agent waits for what its fork returns
-        patch("whet.launch:_end", lambda end: lambda status: end(status) if status else return_to_agent())
+        patch(
+            "whet.ranks.launch:_end", lambda end: lambda status: end(status) if status else return_to_agent()
+        )
     with contextlib.suppress(Done):
         run_here(argv, Hook())
 

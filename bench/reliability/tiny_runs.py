@@ -29,17 +29,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-import whet.inspect.report
 import whet.recipes.dpo
 import whet.recipes.evaluation
 import whet.recipes.rft
 import whet.recipes.rl
 import whet.recipes.sft
+import whet.report.html
 import whet.train.dpo
 import whet.train.rft
 import whet.train.rl  # noqa: F401 - loaded before the fork, as all programs
 from whet.__main__ import main as whet_main
-from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.made.arithmetic import Arithmetic
 
 # ruff: noqa: SIM905 - command lines are read more easily as such
 FEW = 40
@@ -87,15 +87,15 @@ BASE = [
 
 POINTS: dict[str, list[str]] = {
     "sampling": ["whet.generate.engine:Engine._run"],
-    "grading": ["whet.train.rollout:grade", "whet.eval.measure:grade"],
+    "grading": ["whet.train.rollout.rollout:grade", "whet.eval.measure:grade"],
     "backward": ["torch:Tensor.backward"],
-    "optimizer": ["whet.train.step:Optimizer._update"],
-    "checkpoint write": ["whet.checkpoint:save_file"],
-    "hash": ["whet.commit:digest"],
+    "optimizer": ["whet.train.optim.step:Optimizer._update"],
+    "checkpoint write": ["whet.storage.checkpoint:save_file"],
+    "hash": ["whet.storage.commit:digest"],
     "fsync": ["os:fsync"],
     "rename": ["os:rename", "os:replace"],
     "purge": ["shutil:rmtree"],
-    "record": ["whet.train.recorded:Recorder.begin", "whet.train.recorded:Recorder.end"],
+    "record": ["whet.train.record:Recorder.begin", "whet.train.record:Recorder.end"],
     "log append": ["whet.telemetry.log:RunLog._append"],
     "torn append": ["os:write"],
     "report": [
@@ -274,7 +274,7 @@ def _bend_time(how: str) -> None:
     time.time_ns = lambda: int(bent() * 1e9)
 
 
-PLOTS = ("whet.telemetry.report:draw_figures", "whet.eval.evaluate:draw_evaluation")
+PLOTS = ("whet.report.markdown:draw_figures", "whet.eval.evaluate:draw_evaluation")
 """Left out: nothing is resumed from pictures, and they would take most of a tiny run's time."""
 NOISY = re.compile(
     r"(seconds|_per_second|memory|energy|power|hardware|time_s|start_utc|temperature|utilisation)"

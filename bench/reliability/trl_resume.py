@@ -42,7 +42,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.model.config import ModelConfig
-from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.made.arithmetic import Arithmetic
 
 # ruff: noqa: SIM905 - command lines are read more easily as such
 GENERATIONS, UPDATES, PROMPTS, GROUP, MAX_TOKENS = 6, 4, 4, 4, 12

@@ -21,8 +21,8 @@ from whet.algo.advantages import (
     rewards_to_go,
     standard_deviation,
 )
-from whet.train.advantage import with_advantages
-from whet.train.algorithm import AlgoConfig
+from whet.algo.config import AlgoConfig
+from whet.train.objective.advantage import with_advantages
 from whet.types import Group, Problem, Sample
 
 GRID = st.integers(-256, 256).map(lambda number: number / 64)

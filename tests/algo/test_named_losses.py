@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from reference import losses as reference
 
 from whet.algo.advantages import group_advantages
+from whet.algo.config import AlgoConfig, ValueConfig
 from whet.algo.losses import (
     aggregation_weight,
     kl_estimate,
@@ -25,8 +26,7 @@ from whet.algo.losses import (
     weighted_sum,
 )
 from whet.algo.packing import TrainingSequence
-from whet.train.advantage import token_advantages
-from whet.train.algorithm import AlgoConfig, ValueConfig
+from whet.train.objective.advantage import token_advantages
 
 GROUP_SIZE, MAX_LENGTH = 3, 11
 SURROGATES = ("clip", "geometric", "weight", "sigmoid", "logprob")

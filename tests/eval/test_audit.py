@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from whet.eval import audit as audit_module
-from whet.eval.audit import AuditConfig, audit_task, main, preflight
-from whet.eval.dispute import dispute, dispute_samples, plain_equal
+from whet.eval.audit import audit as audit_module
+from whet.eval.audit.audit import AuditConfig, audit_task, main, preflight
+from whet.eval.audit.dispute import dispute, dispute_samples, plain_equal
 from whet.rewards.base import WeightedReward, build_rewards
 from whet.schema import SCHEMAS, ResponseSchema
-from whet.tasks.arithmetic import Arithmetic
 from whet.tasks.base import TaskConfig
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
 
 SCHEMA = ResponseSchema()

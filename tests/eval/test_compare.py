@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from whet import cli
-from whet.eval.asked import read_prompts
-from whet.eval.compare import CompareConfig, locate, main, plan, short_names
-from whet.eval.compare_page import change, hardware_table, lengths
+from whet.eval.compare.asked import read_prompts
+from whet.eval.compare.compare import CompareConfig, locate, main, plan, short_names
+from whet.eval.compare.page import change, hardware_table, lengths
 from whet.eval.confidence import count_hedges, count_revisions
 from whet.eval.evaluate import EvalConfig
 from whet.eval.record import StoredEval
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.rewards.equal import answers_equal
+from whet.rewards.answers.equal import answers_equal
 from whet.schema import SCHEMAS
 from whet.types import UserError
 

@@ -20,7 +20,7 @@ from whet.eval.confidence import (
     token_span,
     vote_share,
 )
-from whet.model.tokenizer import Tokenizer
+from whet.model.text.tokenizer import Tokenizer
 from whet.schema import SCHEMAS
 
 SCHEMA = SCHEMAS["think_answer"]

@@ -13,7 +13,7 @@ from whet.eval.confidence import Confidence
 from whet.eval.grade import Grade, Judged
 from whet.eval.metrics import best_of_n, headline, summarise
 from whet.eval.show import describe
-from whet.eval.stats import detectable_difference, fisher_exact, minimum_detectable_effect
+from whet.stats import detectable_difference, fisher_exact, minimum_detectable_effect
 from whet.types import Problem
 
 

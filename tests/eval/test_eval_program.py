@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from whet.eval.evaluate import EvalConfig, main, plan, task_configs
-from whet.eval.identity import describe_weights
-from whet.eval.record import read_eval
-from whet.eval.work import Work, join_windows, show_work, total_work
+from whet.eval.measure import Work, join_windows, show_work, total_work
+from whet.eval.record import describe_weights, read_eval
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.tasks.arithmetic import Arithmetic
 from whet.tasks.base import TaskConfig
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 99)]

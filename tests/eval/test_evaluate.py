@@ -19,8 +19,8 @@ from whet.generate.engine import Completion, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.schema import SCHEMAS
-from whet.tasks.arithmetic import Arithmetic
 from whet.tasks.base import TaskConfig
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
 
 TASK = Arithmetic()

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats as _scipy_stats
 from statsmodels.stats.multitest import multipletests
 
-from whet.eval.paired import (
+from whet.eval.compare.paired import (
     Paired,
     compare_scores,
     compare_with_first,

@@ -13,9 +13,17 @@ import pytest
 import torch
 
 from whet import cli
-from whet.eval.off_domain import KINDS, PROMPTS, ProbePrompt, is_numeric, is_right, probe_model, stated_answer
-from whet.eval.perplexity import measure_perplexity
-from whet.eval.probe import GENERAL_TEXT, ProbeConfig, main, plan, summarise
+from whet.eval.probe.off_domain import (
+    KINDS,
+    PROMPTS,
+    ProbePrompt,
+    is_numeric,
+    is_right,
+    measure_perplexity,
+    probe_model,
+    stated_answer,
+)
+from whet.eval.probe.probe import GENERAL_TEXT, ProbeConfig, main, plan, summarise
 from whet.generate.engine import Completion, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams

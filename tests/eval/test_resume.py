@@ -34,7 +34,7 @@ from pathlib import Path
 from whet.config import load_yaml
 from whet.eval import measure
 from whet.eval.evaluate import EvalConfig, main
-from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.made.arithmetic import Arithmetic
 torch.set_num_threads(1)
 measure.CHUNK_ROUNDS = 1
 original = Arithmetic.problems

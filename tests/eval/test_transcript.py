@@ -12,8 +12,8 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from whet.eval.transcript import transcribe
-from whet.model.tokenizer import Tokenizer
+from whet.eval.probe.transcript import transcribe
+from whet.model.text.tokenizer import Tokenizer
 from whet.schema import SCHEMAS, ResponseSchema
 
 GPT2 = Path(__file__).parents[3] / "shared/data/tokenizers/gpt2"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_plain import make_model
 
+from whet.algo.config import AlgoConfig
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate import engine as engine_module
 from whet.generate.activations import Activations
@@ -17,17 +18,16 @@ from whet.generate.engine import Engine, Request
 from whet.generate.policy import load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_micro_batch
-from whet.kernels import cpu
-from whet.kernels.build import library, reason
-from whet.kernels.cpu_layers import KEPT
+from whet.kernels.cpu import ops as cpu
+from whet.kernels.cpu.build import library, reason
+from whet.kernels.cpu.layers import KEPT
 from whet.model.config import ModelConfig
 from whet.model.transformer import LanguageModel
 from whet.recipes.models import demo_policy
 from whet.telemetry.log import read_metrics
 from whet.train import rl
-from whet.train.algorithm import AlgoConfig
+from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
-from whet.train.step import OptimConfig
 from whet.types import MicroBatch
 
 pytestmark = pytest.mark.skipif(library() is None, reason=reason())

@@ -16,7 +16,7 @@ from whet.generate import engine as engine_module
 from whet.generate.engine import Completion, Engine, Request
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_micro_batch
-from whet.kernels.build import library, reason
+from whet.kernels.cpu.build import library, reason
 from whet.model.attention import AttentionKind
 from whet.model.config import Family, ModelConfig
 from whet.model.transformer import LanguageModel, init_weights

@@ -15,8 +15,8 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_devi
 from whet.generate.probe import ProbeResult, probe_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
-from whet.model.template import BASE_TEMPLATE, PLAIN_TEMPLATE
-from whet.model.tokenizer import Tokenizer
+from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
+from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model, save_model
 from whet.schema import SCHEMAS

@@ -99,7 +99,7 @@ def test_linear(dtype: torch.dtype, with_bias: bool) -> None:
 
 
 def test_a_gpu_gets_the_kernels() -> None:
-    from whet.kernels import triton_attention
+    from whet.kernels.triton import attention as triton_attention
 
     picked = dispatch.pick(eager.decode_attention, torch.device(CUDA), torch.bfloat16)
     assert picked is triton_attention.decode_attention

@@ -10,8 +10,8 @@ from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
+from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
-from whet.train.step import OptimConfig
 
 SHAPE = ModelConfig(
     hidden_size=32,

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from whet import __main__, cli
-from whet.inspect.data import DataReportConfig, find_repeated, main
-from whet.inspect.overlap import compare, fold, fold_prompts, ngrams, shared_ngrams
-from whet.tasks.arithmetic import Arithmetic
+from whet.inspect.data.data import DataReportConfig, find_repeated, main
+from whet.inspect.data.overlap import compare, fold, fold_prompts, ngrams, shared_ngrams
 from whet.tasks.base import TaskConfig
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
 
 DATA = Path(__file__).parents[2].parent / "shared/data"

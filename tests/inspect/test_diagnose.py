@@ -17,30 +17,35 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from whet import cli
+from whet.algo.config import AlgoConfig
 from whet.algo.losses import policy_loss
 from whet.algo.packing import TrainingSequence
 from whet.generate.sampling import SamplingParams
-from whet.inspect import diagnose, diagnose_objective, diagnose_speed, diagnose_step, diagnose_switches
-from whet.inspect.diagnose import DiagnoseConfig, examine, main
-from whet.inspect.diagnose_model import GPT2_PROMPT, forward, parameters, tokenizer
-from whet.inspect.diagnose_objective import objective, outside_clip
-from whet.inspect.diagnose_parts import Component, share, show, worst
-from whet.inspect.diagnose_speed import count_flops, memory, speed
-from whet.inspect.diagnose_step import Subject, captured
-from whet.inspect.diagnose_switches import toggles
-from whet.inspect.diagnose_update import gradients, learning_rate_at, optimizer
-from whet.inspect.plan import read_recipe
-from whet.kernels import cpu, cpu_attention, cpu_head
+from whet.inspect.diagnose import diagnose
+from whet.inspect.diagnose import objective as diagnose_objective
+from whet.inspect.diagnose import speed as diagnose_speed
+from whet.inspect.diagnose import step as diagnose_step
+from whet.inspect.diagnose import switches as diagnose_switches
+from whet.inspect.diagnose.diagnose import DiagnoseConfig, examine, main
+from whet.inspect.diagnose.model import GPT2_PROMPT, forward, parameters, tokenizer
+from whet.inspect.diagnose.objective import objective, outside_clip
+from whet.inspect.diagnose.speed import count_flops, memory, speed
+from whet.inspect.diagnose.step import Component, Subject, captured, share, show, worst
+from whet.inspect.diagnose.switches import toggles
+from whet.inspect.diagnose.update import gradients, learning_rate_at, optimizer
+from whet.inspect.memory.plan import read_recipe
+from whet.kernels.cpu import attention as cpu_attention
+from whet.kernels.cpu import head as cpu_head
+from whet.kernels.cpu import ops as cpu
 from whet.model.config import ModelConfig
-from whet.model.tokenizer import Tokenizer
+from whet.model.text.tokenizer import Tokenizer
 from whet.recipes.models import demo_policy
 from whet.recipes.rl import ALGORITHMS
-from whet.tasks.arithmetic import Arithmetic
-from whet.train import objective as objective_module
-from whet.train.algorithm import AlgoConfig
+from whet.tasks.made.arithmetic import Arithmetic
+from whet.train.objective import objective as objective_module
+from whet.train.optim.step import OptimConfig, Optimizer, learning_rate
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
-from whet.train.step import OptimConfig, Optimizer, learning_rate
 from whet.types import UserError
 
 SHAPE = ModelConfig(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from whet import __main__, cli
-from whet.inspect.doctor_determinism import BASE, SMALL, Trace, check_determinism, compare
+from whet.inspect.doctor.determinism import BASE, SMALL, Trace, check_determinism, compare
 from whet.types import UserError
 
 FAKE = """#!{python} -SE

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from whet import cli
-from whet.inspect import doctor
-from whet.inspect.doctor_hang import findings, read_ranks
+from whet.inspect.doctor import doctor
+from whet.inspect.doctor.hang import findings, read_ranks
 from whet.telemetry.heartbeat import Heartbeat, birth
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from whet import __main__
-from whet.inspect import explain, explain_maths
-from whet.inspect.explain_maths import (
+from whet.inspect.explain import explain
+from whet.inspect.explain import maths as explain_maths
+from whet.inspect.explain.maths import (
     ACTION_REWARDS,
     FORMATS,
     POLICIES,

@@ -11,22 +11,26 @@ from typing import Any
 import pytest
 import torch
 
+from whet.algo.config import AlgoConfig
 from whet.algo.packing import TrainingSequence, pack
 from whet.config import dump_yaml
 from whet.generate.cache import CacheSize, KVCache
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.inspect.memory import (
+from whet.inspect.memory.meter import LiveTensors, compare, measure
+from whet.inspect.memory.phases import (
+    Workload,
     cache_bytes,
     fit,
+    micro_batches,
     packed_bytes,
     parameter_sizes,
     peak,
     phases,
+    saved_bytes,
     sharded_budget,
 )
-from whet.inspect.meter import LiveTensors, compare, measure
-from whet.inspect.plan import (
+from whet.inspect.memory.plan import (
     SHAPES,
     PlanConfig,
     _advice,
@@ -36,14 +40,12 @@ from whet.inspect.plan import (
     read_recipe,
     workload,
 )
-from whet.inspect.workload import Workload, micro_batches, saved_bytes
 from whet.model.config import ModelConfig
 from whet.train import rl_config, sft
-from whet.train.algorithm import AlgoConfig
+from whet.train.optim.step import OptimConfig, dtypes, lean
 from whet.train.rl_config import RLConfig
+from whet.train.rollout.source import KEPT_CACHE
 from whet.train.sft import SFTConfig
-from whet.train.source import KEPT_CACHE
-from whet.train.step import OptimConfig, dtypes, lean
 from whet.types import UserError
 
 DIGITS = "0123456789+="
@@ -166,11 +168,11 @@ def check(run: RLConfig | SFTConfig) -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_logits_that_are_not_kept_are_made_in_chunks(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kept:
-        for module in ("whet.kernels.cpu_head", "whet.inspect.memory"):
+        for module in ("whet.kernels.cpu.head", "whet.inspect.memory.phases"):
             monkeypatch.setattr(f"{module}.KEEP_BYTES", 2**20)
         # 15 rows are less than one chunk: what is measured is that two chunks are there at once.
         monkeypatch.setattr("whet.algo.logprobs.chunk_rows", lambda *_: 512)
-        monkeypatch.setattr("whet.inspect.memory.chunk_rows", lambda *_: 512)
+        monkeypatch.setattr("whet.inspect.memory.phases.chunk_rows", lambda *_: 512)
     check(supervised(policy(MANY, num_layers=1)))
 
 

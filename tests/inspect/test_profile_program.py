@@ -20,17 +20,26 @@ from whet.__main__ import COMMANDS, Command, Program, run
 from whet.algo.packing import TrainingSequence
 from whet.config import dump_yaml
 from whet.generate.policy import Policy, load_policy
-from whet.inspect import profile, profile_trace
-from whet.inspect.meter import LiveTensors
-from whet.inspect.profile import ProfileConfig, main, phases, run_tool, take, tool_commands
-from whet.inspect.profile_page import OTHERS, stacked
-from whet.inspect.profile_trace import Traced, Tracer, covered, peaks, total
-from whet.tasks.arithmetic import Arithmetic
+from whet.inspect.memory.meter import LiveTensors
+from whet.inspect.profile import profile
+from whet.inspect.profile import trace as profile_trace
+from whet.inspect.profile.profile import (
+    OTHERS,
+    ProfileConfig,
+    main,
+    phases,
+    run_tool,
+    stacked,
+    take,
+    tool_commands,
+)
+from whet.inspect.profile.trace import Traced, Tracer, covered, peaks, total
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.telemetry.spans import NAMES, Range, TraceRanges, listening, span
 from whet.train import rl, session, sft
+from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
-from whet.train.step import OptimConfig
 from whet.types import UserError
 
 WARMUP, STEPS = 1, 2

@@ -16,21 +16,21 @@ import torch
 from recording import POLICY, rl_config
 from safetensors.torch import load_file, save_file
 
-from whet.commit import commit_folder
+from whet.algo.config import AlgoConfig
 from whet.config import dump_yaml, load_yaml
 from whet.generate.policy import PolicyConfig, load_policy
-from whet.inspect import replay_step
-from whet.inspect.replay import ReplayConfig, Replayed, conclusion, main, replay
-from whet.inspect.replay_compare import Stage, compare
+from whet.inspect.replay import step as replay_step
+from whet.inspect.replay.replay import ReplayConfig, Replayed, conclusion, main, replay
+from whet.inspect.replay.step import Stage, compare
 from whet.recipes.rl import ALGORITHMS
-from whet.rewards.judge import JudgeConfig
-from whet.tasks.arithmetic import Arithmetic
+from whet.rewards.judge.judge import JudgeConfig
+from whet.storage.commit import commit_folder
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import dpo, rft, rl, sft
-from whet.train.algorithm import AlgoConfig
-from whet.train.recorded import Recorder, fit_batch, read_record
+from whet.train.optim.safety import TokenBudget
+from whet.train.optim.step import OptimConfig, Optimizer
+from whet.train.record import Recorder, fit_batch, read_record
 from whet.train.rl_config import RLConfig
-from whet.train.safety import TokenBudget
-from whet.train.step import OptimConfig, Optimizer
 from whet.types import UserError
 
 OPTIM = OptimConfig(lr=3e-3, warmup_steps=2, token_budget=100)

@@ -20,9 +20,9 @@ import pytest
 from whet.config import dump_yaml, from_dict
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.inspect.outcome import Outcome
-from whet.inspect.seeds import SeedsConfig, _Seed, launch, plan, rules_of, sign_of
-from whet.inspect.spread import Curve, KillRules, band, first_reach, kill_reason, read_curve, spread
+from whet.inspect.seeds.outcome import Outcome
+from whet.inspect.seeds.seeds import SeedsConfig, _Seed, launch, plan, rules_of, sign_of
+from whet.inspect.seeds.spread import Curve, KillRules, band, first_reach, kill_reason, read_curve, spread
 from whet.train.rl_config import RLConfig
 from whet.types import UserError
 

@@ -17,17 +17,18 @@ from recording import POLICY, rl_config
 from whet.__main__ import COMMANDS, Command, Program, run
 from whet.algo.packing import pack
 from whet.config import dump_yaml, to_dict
-from whet.inspect import sweep, sweep_worker
-from whet.inspect.meter import LiveTensors
-from whet.inspect.sweep import AGAINST, Sweep, SweepConfig, main, with_reference
-from whet.inspect.sweep_page import as_text, charts
-from whet.inspect.sweep_points import Measured, Point, candidates, choose, grid, spread
-from whet.inspect.sweep_steps import FineTuning, Reinforcement, load, memory_errors
-from whet.inspect.sweep_worker import Worker, answer_safely
+from whet.inspect.memory.meter import LiveTensors
+from whet.inspect.sweep import sweep
+from whet.inspect.sweep import worker as sweep_worker
+from whet.inspect.sweep.page import as_text, charts
+from whet.inspect.sweep.points import Measured, Point, candidates, choose, grid, spread
+from whet.inspect.sweep.steps import FineTuning, Reinforcement, load, memory_errors
+from whet.inspect.sweep.sweep import AGAINST, Sweep, SweepConfig, main, with_reference
+from whet.inspect.sweep.worker import Worker, answer_safely
 from whet.tasks.base import TaskConfig
-from whet.train import safety
+from whet.train.optim import safety
+from whet.train.optim.step import OptimConfig, Optimizer
 from whet.train.sft import SFTConfig, demonstration, train_step
-from whet.train.step import OptimConfig, Optimizer
 from whet.types import UserError
 
 OWN = replace(POLICY, num_threads=1, device="cpu")

@@ -12,20 +12,29 @@ from typing import Any
 import pytest
 
 from whet import cli
-from whet.eval import evaluate, probe
+from whet.eval import evaluate
 from whet.eval.evaluate import EvalConfig
-from whet.eval.probe import ProbeConfig
+from whet.eval.probe import probe
+from whet.eval.probe.probe import ProbeConfig
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.inspect.validate import BEFORE, ValidateConfig, main, plan, verdict
-from whet.inspect.verdict import CHECKS, MEASURES, STAGES, Item, ThresholdConfig, declared, judge_stage
+from whet.inspect.validate.validate import BEFORE, ValidateConfig, main, plan, verdict
+from whet.inspect.validate.verdict import (
+    CHECKS,
+    MEASURES,
+    STAGES,
+    Item,
+    ThresholdConfig,
+    declared,
+    judge_stage,
+)
 from whet.recipes.validation import RECIPES
-from whet.tasks.arithmetic import Arithmetic
-from whet.telemetry import report
+from whet.report import markdown as report
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import rl, sft
+from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
-from whet.train.step import OptimConfig
 
 PROGRAMS = {"sft": sft, "rl": rl, "eval": evaluate, "probe": probe}
 

@@ -17,7 +17,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from whet.kernels import eager, triton_attention, triton_layer, triton_logprobs, triton_matmul, triton_nf4
+from whet.kernels import eager
+from whet.kernels.triton import attention as triton_attention
+from whet.kernels.triton import layer as triton_layer
+from whet.kernels.triton import logprobs as triton_logprobs
+from whet.kernels.triton import matmul as triton_matmul
+from whet.kernels.triton import nf4 as triton_nf4
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

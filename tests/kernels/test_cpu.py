@@ -15,7 +15,10 @@ import torch.nn.functional as F
 
 from whet.algo.logprobs import token_logprobs
 from whet.generate.sampling import counter_uniforms, draw_tokens
-from whet.kernels import build, cpu, cpu_attention, cpu_head
+from whet.kernels.cpu import attention as cpu_attention
+from whet.kernels.cpu import build
+from whet.kernels.cpu import head as cpu_head
+from whet.kernels.cpu import ops as cpu
 from whet.model.attention import Packed
 from whet.types import Segment
 

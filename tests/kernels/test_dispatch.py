@@ -43,7 +43,7 @@ def test_every_kernel_has_its_twins_signature(nvidia: None) -> None:
 
 
 def test_pick(nvidia: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from whet.kernels import triton_layer
+    from whet.kernels.triton import layer as triton_layer
 
     assert dispatch.pick(eager.swiglu, CUDA) is triton_layer.swiglu
     assert dispatch.pick(eager.swiglu, CUDA, torch.bfloat16) is triton_layer.swiglu

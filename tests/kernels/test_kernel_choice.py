@@ -12,12 +12,14 @@ from whet.generate import kernel_speed
 from whet.generate.engine import Engine
 from whet.generate.rows import Request
 from whet.generate.sampling import SamplingParams
-from whet.kernels import build, choice, cpu
+from whet.kernels import choice
 from whet.kernels.choice import Choice
+from whet.kernels.cpu import build
+from whet.kernels.cpu import ops as cpu
 from whet.model.config import ModelConfig
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model
-from whet.telemetry.environment import write_environment
+from whet.telemetry.provenance import write_environment
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason=build.reason())
 
@@ -146,7 +148,7 @@ def test_any_part_of_the_kernels_samples_what_it_scores(used: set) -> None:
 
 
 def test_the_doctor_shows_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from whet.inspect import doctor
+    from whet.inspect.doctor import doctor
 
     ratios = {"product": 0.5, "attention": 2.0, "decode": 3.0}
     monkeypatch.setattr(doctor, "measure", lambda shape, dtype: ratios)

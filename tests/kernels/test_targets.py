@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.kernels import build
+from whet.kernels.cpu import build
 from whet.types import UserError
 
 HOME = Path(build.__file__).parent

@@ -10,7 +10,7 @@ import pytest
 from whet.eval.evaluate import evaluate, take_problems
 from whet.generate.sampling import SamplingParams
 from whet.recipes import rl, sft
-from whet.tasks.products import Products
+from whet.tasks.made.products import Products
 from whet.train.rl import train as train_rl
 from whet.train.sft import train as train_sft
 

@@ -62,7 +62,7 @@ def test_structure(
 
 
 def test_stages_are_measured_on_problems_that_no_training_sees() -> None:
-    from whet.tasks.arithmetic import Arithmetic
+    from whet.tasks.made.arithmetic import Arithmetic
 
     task = Arithmetic()
     measured = {problem.uid for problem in task.problems(demo.DemoConfig().split)}

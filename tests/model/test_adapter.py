@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from whet.generate.policy import PolicyConfig, load_policy
-from whet.model.adapter import adapter_digest
-from whet.model.adapter_files import find_model, read_adapter
 from whet.model.config import ModelConfig
-from whet.model.tokenizer import Tokenizer
+from whet.model.lora.adapter import adapter_digest
+from whet.model.lora.files import find_model, read_adapter
+from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, load_model, save_model
 from whet.types import UserError

@@ -16,7 +16,7 @@ from whet.generate.engine import Engine, Request
 from whet.generate.sampling import SamplingParams
 from whet.model.attention import AttentionKind, Packed
 from whet.model.config import ModelConfig, RopeScaling
-from whet.model.tokenizer import Tokenizer
+from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, load_model, save_model
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from whet.model.template import BASE_TEMPLATE, render_template
-from whet.model.tokenizer import Tokenizer
+from whet.model.text.template import BASE_TEMPLATE, render_template
+from whet.model.text.tokenizer import Tokenizer
 from whet.types import UserError
 
 MESSAGES = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from whet.model.template import BASE_TEMPLATE, PLAIN_TEMPLATE
-from whet.model.tokenizer import Tokenizer
+from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
+from whet.model.text.tokenizer import Tokenizer
 from whet.types import UserError
 
 SHARED = Path(__file__).parents[2].parent / "shared"
@@ -393,7 +393,10 @@ def test_a_padding_of_terabytes_does_not_end_the_process(tmp_path: Path) -> None
     Tokenizer.characters("ab").save(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"padding": padding}))
-    code = "import sys; from whet.model.tokenizer import Tokenizer; print(Tokenizer.load(sys.argv[1]).encode('ab'))"
+    code = (
+        "import sys; from whet.model.text.tokenizer import Tokenizer; "
+        "print(Tokenizer.load(sys.argv[1]).encode('ab'))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
     )

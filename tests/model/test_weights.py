@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from whet.algo.logprobs import head_logits
-from whet.commit import MANIFEST, commit_folder
 from whet.model import files
 from whet.model.attention import Packed
 from whet.model.config import ModelConfig, RopeScaling, from_hf
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, load_model, model_folder, resize_vocabulary, save_model
+from whet.storage.commit import MANIFEST, commit_folder
 from whet.types import UserError
 
 TINY = ModelConfig(

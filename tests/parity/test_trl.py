@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from whet.algo.config import AlgoConfig
 from whet.generate.policy import Policy
-from whet.model.tokenizer import Tokenizer
+from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import load_model
 from whet.schema import ResponseSchema
-from whet.train.advantage import with_advantages
-from whet.train.algorithm import AlgoConfig
-from whet.train.objective import Objective
-from whet.train.step import OptimConfig, Optimizer
+from whet.train.objective.advantage import with_advantages
+from whet.train.objective.objective import Objective
+from whet.train.optim.step import OptimConfig, Optimizer
 from whet.types import Group, Problem, Sample
 
 peer: Any = pytest.importorskip("trl_peer", reason="TRL is not installed: pip install 'whet[peers]'")

@@ -9,7 +9,7 @@ import pytest
 
 from whet.rewards.base import REWARDS, WeightedReward, best_total, build_rewards, score_completion
 from whet.schema import ResponseSchema
-from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
 
 SCHEMA = ResponseSchema()

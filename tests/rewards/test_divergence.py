@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from whet.rewards.divergence import judge_diverges
+from whet.rewards.judge.divergence import judge_diverges
 
 EVERY = 5
 """Steps between validations."""

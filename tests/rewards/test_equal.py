@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.rewards.equal import answers_equal
-from whet.rewards.extract import from_box, from_hashes
-from whet.rewards.numbers import parse_literal
+from whet.rewards.answers.equal import answers_equal
+from whet.rewards.answers.extract import from_box, from_hashes
+from whet.rewards.answers.numbers import parse_literal
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 

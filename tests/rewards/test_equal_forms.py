@@ -2,7 +2,7 @@
 
 import pytest
 
-from whet.rewards.equal import answers_equal
+from whet.rewards.answers.equal import answers_equal
 
 EQUAL = r"""
 # double escapes, malformed and plain-text spellings

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.rewards.extract import (
+from whet.rewards.answers.extract import (
     DEFAULT_STEPS,
     STEPS,
     extract_answer,

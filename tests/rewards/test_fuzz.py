@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.rewards.equal import answers_equal
-from whet.rewards.extract import extract_answer, extract_answer_with_step
-from whet.rewards.numbers import spelled_number
+from whet.rewards.answers.equal import answers_equal
+from whet.rewards.answers.extract import extract_answer, extract_answer_with_step
+from whet.rewards.answers.numbers import spelled_number
 
 WRAPPERS = {
     "dollars": "${}$",

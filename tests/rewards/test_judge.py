@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 from whet.config import from_dict, to_dict
-from whet.rewards.endpoint import MAX_FAILURES_IN_A_ROW, MAX_REPLY_BYTES, ChatEndpoint, Meter
-from whet.rewards.judge import Judge, JudgeConfig, parse_score
-from whet.rewards.verdicts import VerdictCache
+from whet.rewards.judge.endpoint import MAX_FAILURES_IN_A_ROW, MAX_REPLY_BYTES, ChatEndpoint, Meter
+from whet.rewards.judge.judge import Judge, JudgeConfig, VerdictCache, parse_score
 from whet.types import Problem, UserError
 
 KEY = "sk-very-secret-1234567890"
@@ -322,7 +321,7 @@ def test_corrupt_lines_are_skipped_and_counted(tmp_path: Path, line: str) -> Non
 def test_a_killed_writer_leaves_a_readable_file(tmp_path: Path) -> None:
     path = tmp_path / "cache.jsonl"
     code = (
-        "import sys, itertools; from whet.rewards.verdicts import VerdictCache\n"
+        "import sys, itertools; from whet.rewards.judge.judge import VerdictCache\n"
         "cache = VerdictCache(sys.argv[1], (0, 10))\n"
         "for k in itertools.count(): cache.add(str(k), 'u', 1.0, 'x' * 300)"
     )

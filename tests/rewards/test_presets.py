@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from whet.rewards.presets import PRESETS, cosine_score, repeated_share
 from whet.schema import SCHEMAS, ResponseSchema
-from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem
 
 TASK = Arithmetic()

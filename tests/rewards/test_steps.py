@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.rewards.steps import audit_steps
-from whet.tasks.arithmetic import Arithmetic
+from whet.rewards.steps.audit import audit_steps
+from whet.tasks.made.arithmetic import Arithmetic
 
 TRUE = [
     "24 - 6 = 18",

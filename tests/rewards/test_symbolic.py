@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from whet.rewards import symbolic
-from whet.rewards.equal import answers_equal
-from whet.rewards.symbolic import answers_equal_symbolically, needs_symbols, symbolic_equal_pairs
+from whet.rewards.answers import symbolic
+from whet.rewards.answers.equal import answers_equal
+from whet.rewards.answers.symbolic import answers_equal_symbolically, needs_symbols, symbolic_equal_pairs
 from whet.types import UserError
 
 needs_math_verify = pytest.mark.skipif(
@@ -133,7 +133,7 @@ def test_hostile_answers_cost_one_deadline_together() -> None:
 @needs_math_verify
 def test_the_trainer_never_imports_sympy() -> None:
     code = (
-        "import sys\nfrom whet.rewards.symbolic import answers_equal_symbolically\n"
+        "import sys\nfrom whet.rewards.answers.symbolic import answers_equal_symbolically\n"
         f"assert answers_equal_symbolically('55', {SUM!r}, deadline_s=20.0)\n"
         "sys.exit(any(name in sys.modules for name in ('sympy', 'math_verify', 'torch')))"
     )

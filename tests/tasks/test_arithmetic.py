@@ -9,7 +9,7 @@ import pytest
 
 from whet.rewards.base import best_total, build_rewards, score_completion
 from whet.schema import ResponseSchema
-from whet.tasks.arithmetic import DEV_PERCENT, NUM_PROBLEMS, TEST_PERCENT, Arithmetic
+from whet.tasks.made.arithmetic import DEV_PERCENT, NUM_PROBLEMS, TEST_PERCENT, Arithmetic
 from whet.types import Problem
 
 TASK = Arithmetic()

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from whet.isolation.jobs import Verdict
 from whet.rewards.base import build_rewards, score_completion
-from whet.sandbox import TestResult, TestsVerdict
+from whet.sandbox.jobs import Verdict
+from whet.sandbox.programs import TestResult, TestsVerdict
 from whet.schema import ResponseSchema
 from whet.tasks import code
-from whet.tasks.arithmetic import Arithmetic
 from whet.tasks.code import MBPP_SPLITS, Code, program_of
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "code"

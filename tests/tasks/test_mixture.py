@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from whet import cli
-from whet.tasks.arithmetic import Arithmetic
 from whet.tasks.base import OPTIONS, TaskConfig, load_task
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.mixture import PART, Mixture
 from whet.types import UserError
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from whet.tasks.algebra import algebra
 from whet.tasks.base import TaskConfig, load_task
-from whet.tasks.countdown import countdown, evaluate, game24, is_right, solve
-from whet.tasks.draft import Draw, Generated
-from whet.tasks.letters import letters
-from whet.tasks.sudoku import pattern, solutions, sudoku
+from whet.tasks.made.algebra import algebra
+from whet.tasks.made.countdown import countdown, evaluate, game24, is_right, solve
+from whet.tasks.made.draft import Draw, Generated
+from whet.tasks.made.letters import letters
+from whet.tasks.made.sudoku import pattern, solutions, sudoku
 from whet.types import Problem, Task, UserError
 
 PUZZLES = Path(__file__).parents[2].parent / "shared/data/puzzles"

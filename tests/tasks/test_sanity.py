@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from whet.rewards.base import best_total, build_rewards, score_completion
-from whet.rewards.steps import audit_steps
+from whet.rewards.steps.audit import audit_steps
 from whet.schema import ResponseSchema
-from whet.tasks.sanity import Sanity
+from whet.tasks.made.sanity import Sanity
 from whet.tasks.selftest import hostile_answers, mutated_answer, rewritten_answers
 from whet.types import UserError
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from whet.schema import ResponseSchema
-from whet.tasks.arithmetic import Arithmetic
-from whet.tasks.products import Products
+from whet.tasks.made.arithmetic import Arithmetic
+from whet.tasks.made.products import Products
 from whet.tasks.tools import MAX_RESULT_CHARACTERS, ToolBox, calculate, environment_for, find_tool
 from whet.types import Turn, UserError
 

@@ -15,8 +15,19 @@ from typing import Any
 
 import pytest
 
-from whet.telemetry.hardware import HardwareMonitor, Readings, hardware_metrics, peak_memory_gib, rates
-from whet.telemetry.sensors import Device, amd_devices, cpu_devices, growing, nvidia_devices, visible
+from whet.telemetry.hardware import (
+    Device,
+    HardwareMonitor,
+    Readings,
+    amd_devices,
+    cpu_devices,
+    growing,
+    hardware_metrics,
+    nvidia_devices,
+    peak_memory_gib,
+    rates,
+    visible,
+)
 
 GIB = 2**30
 

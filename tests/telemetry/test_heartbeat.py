@@ -17,15 +17,15 @@ import pytest
 from whet.telemetry.heartbeat import EXIT_HUNG, Heartbeat, birth
 from whet.types import UserError
 
-# Without torch, which whet.distributed imports: most of the seconds would be its.
+# Without torch, which whet.ranks.collectives imports: most of the seconds would be its.
 BEGIN = """
 import ctypes, os, sys, time, types
 from pathlib import Path
-sys.modules["whet.distributed"] = types.ModuleType("whet.distributed")
-sys.modules["whet.distributed"].current_collective = lambda: ""
-sys.modules["whet.distributed"].world_size = lambda: 1
-sys.modules["whet.distributed"].is_distributed = lambda: False
-sys.modules["whet.distributed"].gather_json = lambda value: [value]
+sys.modules["whet.ranks.collectives"] = types.ModuleType("whet.ranks.collectives")
+sys.modules["whet.ranks.collectives"].current_collective = lambda: ""
+sys.modules["whet.ranks.collectives"].world_size = lambda: 1
+sys.modules["whet.ranks.collectives"].is_distributed = lambda: False
+sys.modules["whet.ranks.collectives"].gather_json = lambda value: [value]
 from whet.telemetry.heartbeat import Heartbeat
 run = Path(sys.argv[1])
 """
@@ -109,8 +109,8 @@ def test_no_processes_of_the_isolation_stay_behind(tmp_path: Path) -> None:
     process = start(
         tmp_path,
         """
-        from whet.isolation.graders import GraderPool
-        from whet.sandbox import Sandbox
+        from whet.sandbox.graders.graders import GraderPool
+        from whet.sandbox.programs import Sandbox
         pool, box = GraderPool("os.path:basename", num_workers=1), Sandbox(num_workers=1)
         assert pool.map([["a/b"]])[0].value == "b" and box.run("print(1)").stdout == "1\\n"
         with Heartbeat(run, 0, timeout_s=0.4):
@@ -204,7 +204,7 @@ def test_how_a_run_ended(tmp_path: Path, error: BaseException, expected: str, re
 
 
 def test_the_collective_that_a_rank_waits_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whet.distributed.current_collective", lambda: "sum of gradients")
+    monkeypatch.setattr("whet.ranks.collectives.current_collective", lambda: "sum of gradients")
     with Heartbeat(tmp_path, 0, timeout_s=60):
         assert state(tmp_path)["collective"] == "sum of gradients"
     assert state(tmp_path)["collective"] == ""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from whet.telemetry.environment import write_environment
 from whet.telemetry.provenance import (
     data_hash,
     describe_model,
@@ -17,6 +16,7 @@ from whet.telemetry.provenance import (
     parent_run,
     run_folders,
     run_id,
+    write_environment,
     write_provenance,
 )
 from whet.types import Problem, UserError

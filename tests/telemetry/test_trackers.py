@@ -21,15 +21,23 @@ import pytest
 from whet import cli
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.inspect import track
-from whet.inspect.track import TrackRunConfig
-from whet.telemetry import tracking
+from whet.report import track
+from whet.report.track import TrackRunConfig
+from whet.telemetry import trackers as tracking
 from whet.telemetry.log import RunLog, read_metrics
-from whet.telemetry.trackers import FINISH_SECONDS, TRACKERS, Link, TrackConfig, TrackedRun, WandB
-from whet.telemetry.tracking import Tracking, read_entries
+from whet.telemetry.trackers import (
+    FINISH_SECONDS,
+    TRACKERS,
+    Link,
+    TrackConfig,
+    TrackedRun,
+    Tracking,
+    WandB,
+    read_entries,
+)
 from whet.train import rl
+from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
-from whet.train.step import OptimConfig
 from whet.types import Group, Problem, Sample, UserError
 
 HOSTILE = "<script>alert(1)</script>|```\n# x\x1b[31m"
@@ -354,7 +362,7 @@ def test_wandb_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_run(folder, [1, 2], TrackConfig())
     code = (
-        "from whet.inspect.track import TrackRunConfig, main\n"
+        "from whet.report.track import TrackRunConfig, main\n"
         f"main(TrackRunConfig(run={str(folder)!r}, to=('wandb',), offline=True, project='p', name='n'))"
     )
     environment = {key: value for key, value in os.environ.items() if key != "WANDB_MODE"}
@@ -408,7 +416,7 @@ def test_trackio(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_run(folder, [1, 2], TrackConfig())
     code = (
-        "from whet.inspect.track import TrackRunConfig, main\n"
+        "from whet.report.track import TrackRunConfig, main\n"
         f"main(TrackRunConfig(run={str(folder)!r}, to=('trackio',), project='p'))\n"
     )
     done = subprocess.run(

@@ -12,7 +12,7 @@ from whet.generate.policy import PolicyConfig
 from whet.recipes.models import demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train import sft
-from whet.train.step import OptimConfig
+from whet.train.optim.step import OptimConfig
 
 
 @dataclass(frozen=True)

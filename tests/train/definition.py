@@ -15,10 +15,10 @@ import torch
 from padded import Weights, score_rows, value_rows
 from reference import losses as reference
 
+from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.generate.sampling import sequence_seed
 from whet.model.config import ModelConfig
-from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
-from whet.train.step import OptimConfig
+from whet.train.optim.step import OptimConfig
 from whet.types import Group, Sample
 
 

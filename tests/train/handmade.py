@@ -9,15 +9,15 @@ from functools import cache
 
 import torch
 
+from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.generate.policy import Policy, load_policy
 from whet.generate.scoring import score_micro_batch
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
-from whet.tasks.arithmetic import Arithmetic
-from whet.train.advantage import training_sequences, with_advantages
-from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
-from whet.train.objective import Objective, pack
-from whet.train.step import OptimConfig, Optimizer
+from whet.tasks.made.arithmetic import Arithmetic
+from whet.train.objective.advantage import training_sequences, with_advantages
+from whet.train.objective.objective import Objective, pack
+from whet.train.optim.step import OptimConfig, Optimizer
 from whet.types import Group, Problem, Sample
 
 SHAPE = ModelConfig(

@@ -35,14 +35,14 @@ from scene import (
     shuffled,
 )
 
-import whet.train.objective
+import whet.train.objective.objective
 from whet.algo.packing import pack
 from whet.eval.grade import Grade
 from whet.generate.policy import Policy
-from whet.train.advantage import is_informative, with_advantages
-from whet.train.objective import Objective
-from whet.train.rollout import Rollout, rollout_metrics
-from whet.train.step import OptimConfig, Optimizer, forward_backward
+from whet.train.objective.advantage import is_informative, with_advantages
+from whet.train.objective.objective import Objective
+from whet.train.optim.step import OptimConfig, Optimizer, forward_backward
+from whet.train.rollout.rollout import Rollout, rollout_metrics
 from whet.types import Group
 
 CUTS = (1, 2, 5)
@@ -132,7 +132,7 @@ def run(
             packed.append(list(sequences))
         return pack(sequences, **options)
 
-    objective_module = whet.train.objective
+    objective_module = whet.train.objective.objective
     with (
         islands_as(dtype),
         patch.object(objective_module, "forward_backward", counted),

@@ -11,15 +11,15 @@ from unittest.mock import patch
 import torch
 from padded import score_rows
 
+from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.algo.corrections import Correction
 from whet.generate.policy import Policy
 from whet.model.config import ModelConfig
-from whet.model.tokenizer import Tokenizer
+from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import build_model
 from whet.recipes.rl import ALGORITHMS
 from whet.schema import ResponseSchema
-from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
-from whet.train.step import OptimConfig
+from whet.train.optim.step import OptimConfig
 from whet.types import Group, Problem, Sample
 
 TEMPERATURE, MAX_LENGTH, GROUP_SIZE, SEED = 0.7, 12, 4, 2

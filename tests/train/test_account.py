@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from handmade import make_group, new_policy, problems
 
+from whet.algo.config import AlgoConfig
 from whet.generate.sampling import SamplingParams
 from whet.telemetry.metrics import find_metric
-from whet.train import source
-from whet.train.account import REASONS, PromptAccount
-from whet.train.algorithm import AlgoConfig
-from whet.train.order import EpochOrder
-from whet.train.rollout import Rollout, RolloutParams
-from whet.train.source import RolloutSource
+from whet.train.rollout import source
+from whet.train.rollout.order import EpochOrder
+from whet.train.rollout.rollout import Rollout, RolloutParams
+from whet.train.rollout.source import REASONS, PromptAccount, RolloutSource
 from whet.types import Group, Problem, UserError
 
 NUM_STEPS, NUM_PROMPTS = 7, 4

@@ -11,12 +11,12 @@ import pytest
 import torch
 from handmade import play
 
+from whet.algo.config import BOUNDS, AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.recipes.rl import ALGORITHMS
-from whet.train.algorithm import BOUNDS, AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
+from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
-from whet.train.step import OptimConfig
 
 STEP: dict[str, Any] = {"num_prompts": 6, "group_size": 4, "max_new_tokens": 128, "num_steps": 10}
 STEP["weights"] = {"correct": 1.0, "format": 0.1}

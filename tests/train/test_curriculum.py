@@ -14,9 +14,15 @@ from whet.generate.engine import Completion, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.schema import SCHEMAS
-from whet.tasks.arithmetic import Arithmetic
-from whet.train import curriculum
-from whet.train.curriculum import CurriculumConfig, histogram, measure_difficulty, percentile, select_problems
+from whet.tasks.made.arithmetic import Arithmetic
+from whet.train.rollout import curriculum
+from whet.train.rollout.curriculum import (
+    CurriculumConfig,
+    histogram,
+    measure_difficulty,
+    percentile,
+    select_problems,
+)
 from whet.types import Problem, UserError
 
 SAMPLING = SamplingParams(max_new_tokens=4)

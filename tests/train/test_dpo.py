@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from whet import __main__
-from whet.checkpoint import saved_steps
 from whet.config import dump_yaml
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.attention import Packed
+from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import TaskConfig, load_task
-from whet.train import dpo, harvest
+from whet.train import dpo
+from whet.train.data import harvest
+from whet.train.data.harvest import gather_rows, sample_judged
+from whet.train.data.pairs import Pair, is_held_out
 from whet.train.dpo import DPOConfig, main, plan, prepare_pairs, train, with_reference
-from whet.train.harvest import gather_rows, sample_judged
-from whet.train.pairs import Pair, is_held_out
-from whet.train.step import OptimConfig
+from whet.train.optim.step import OptimConfig
 from whet.types import UserError
 
 MACHINE = ("time_s", "_per_second", "_gib", "hardware/utilisation/cpu", "hardware/memory_gib/cpu")

@@ -11,10 +11,11 @@ import torch
 
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.attention import Packed
-from whet.train import dpo, pair_scores
+from whet.train import dpo
+from whet.train import dpo as pair_scores
+from whet.train.data.pairs import Pair
 from whet.train.dpo import DPOConfig, train_step, validate
-from whet.train.pairs import Pair
-from whet.train.step import OptimConfig
+from whet.train.optim.step import OptimConfig
 
 
 def make_pairs(vocab: int, count: int = 5) -> list[Pair]:

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+from whet.algo.config import AlgoConfig, ValueConfig
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
 from whet.recipes.models import calculator_policy
 from whet.recipes.rl import ALGORITHMS
-from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import setup
-from whet.train.advantage import token_advantages, training_sequences
-from whet.train.algorithm import AlgoConfig, ValueConfig
+from whet.train.objective.advantage import token_advantages, training_sequences
+from whet.train.optim.step import OptimConfig
 from whet.train.rl import train
 from whet.train.rl_config import RLConfig
 from whet.train.sft import demonstration
-from whet.train.step import OptimConfig
 from whet.types import Group, Problem, Sample, Turn, UserError
 
 pytestmark = pytest.mark.usefixtures("few_problems")

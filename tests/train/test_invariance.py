@@ -16,12 +16,12 @@ import pytest
 import scene
 import torch
 
+from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
 from whet.algo.packing import TrainingSequence
 from whet.model.transformer import rotary_tables
 from whet.recipes.rl import ALGORITHMS
-from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
+from whet.train.optim.step import OptimConfig
 from whet.train.sft import train_step
-from whet.train.step import OptimConfig
 
 DOUBLE, WIDE = torch.float64, 10**6
 

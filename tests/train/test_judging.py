@@ -15,12 +15,12 @@ import pytest
 
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.rewards.judge import JudgeConfig
+from whet.rewards.judge.judge import JudgeConfig
 from whet.train import rl
-from whet.train.judging import local_model
+from whet.train.optim.step import OptimConfig
 from whet.train.rl import train
 from whet.train.rl_config import RLConfig
-from whet.train.step import OptimConfig
+from whet.train.setup import local_model
 from whet.types import UserError
 
 pytestmark = pytest.mark.usefixtures("few_problems")

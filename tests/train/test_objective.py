@@ -11,13 +11,13 @@ import pytest
 import torch
 from handmade import WEIGHTS, make_group, new_policy, on_policy, play, problems, random_groups, weights_of
 
+from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.generate.policy import Policy
 from whet.recipes.rl import ALGORITHMS
-from whet.train.advantage import token_advantages, training_sequences, with_advantages
-from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
-from whet.train.objective import Objective
-from whet.train.reference import Coefficients
-from whet.train.step import OptimConfig, Optimizer
+from whet.train.objective.advantage import token_advantages, training_sequences, with_advantages
+from whet.train.objective.objective import Objective
+from whet.train.objective.reference import Coefficients
+from whet.train.optim.step import OptimConfig, Optimizer
 from whet.types import Group
 
 OPTIM = OptimConfig(lr=1e-2, token_budget=400)

@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import cpu
-from whet.kernels.cpu import PANELS
+from whet.kernels.cpu import ops as cpu
+from whet.kernels.cpu.ops import PANELS
 from whet.model.checkpointing import CheckpointKind
 from whet.model.config import ModelConfig
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model
-from whet.train import adam8bit
-from whet.train.adam8bit import BLOCK, Moments, code_of, decode, dynamic_code, encode
-from whet.train.optimizer import Master
-from whet.train.step import OptimConfig, Optimizer, prepare_model
+from whet.train.optim import adam8bit
+from whet.train.optim.adam8bit import BLOCK, Moments, code_of, decode, dynamic_code, encode
+from whet.train.optim.optimizer import Master
+from whet.train.optim.step import OptimConfig, Optimizer, prepare_model
 from whet.types import UserError
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def test_master_weights_are_float32_in_four_bytes_with_the_parameter() -> None:
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("bits", [32, 8])
 def test_master_weights_go_the_way_of_a_float32_model(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whet.train.step.CHUNK", {"cpu": 1024})
+    monkeypatch.setattr("whet.train.optim.step.CHUNK", {"cpu": 1024})
     config = replace(FREE, adam_bits=bits, max_grad_norm=0.5)
     narrow, wide = make(torch.bfloat16), make()
     with torch.no_grad():
@@ -452,7 +452,7 @@ def test_what_needs_a_gpu_or_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch
     for options in ({"offload_state": True}, {"offload_inputs": True, "checkpoint_layers": True}):
         with pytest.raises(UserError, match=f"optim.{next(iter(options))} = true on a CPU: expected a GPU"):
             prepare_model(model, OptimConfig(**options))
-    monkeypatch.setattr("whet.train.step.world_size", lambda: 2)
+    monkeypatch.setattr("whet.train.optim.step.world_size", lambda: 2)
     with pytest.raises(UserError, match="update_in_backward = true on 2 ranks: expected one"):
         prepare_model(model, replace(FREE, update_in_backward=True))
     prepare_model(model, FREE)

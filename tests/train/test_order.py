@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.mixture import Mixture
-from whet.train import order as order_module
-from whet.train.order import EpochOrder, MixtureOrder, data_order
+from whet.train.rollout import order as order_module
+from whet.train.rollout.order import EpochOrder, MixtureOrder, data_order
 from whet.types import UserError
 
 ITEMS = [f"item {number}" for number in range(23)]

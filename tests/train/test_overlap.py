@@ -15,24 +15,25 @@ import torch
 from gloo import run_ranks
 
 from whet import __main__
+from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.algo.packing import TrainingSequence, pack
-from whet.checkpoint import saved_steps
 from whet.generate.engine import Completion, Engine, Request
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
-from whet.kernels.cpu import panels, usable
+from whet.kernels.cpu.ops import panels, usable
 from whet.rewards import base
-from whet.tasks.arithmetic import Arithmetic
+from whet.storage.checkpoint import saved_steps
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.telemetry.spans import listening
-from whet.train import rl, source
-from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
-from whet.train.objective import Objective
-from whet.train.order import EpochOrder
-from whet.train.overlap import Beside, OverlapConfig, draw_groups, part_groups
+from whet.train import rl
+from whet.train.objective.objective import Objective
+from whet.train.optim.step import OptimConfig, Optimizer
 from whet.train.rl_config import RLConfig
-from whet.train.rollout import Rollout, RolloutParams
-from whet.train.step import OptimConfig, Optimizer
+from whet.train.rollout import source
+from whet.train.rollout.order import EpochOrder
+from whet.train.rollout.overlap import Beside, OverlapConfig, draw_groups, part_groups
+from whet.train.rollout.rollout import Rollout, RolloutParams
 from whet.types import Group, UserError
 
 OLD = OffPolicyConfig(staleness=1)

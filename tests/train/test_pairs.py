@@ -10,8 +10,8 @@ import pytest
 
 from whet.eval.grade import Grade
 from whet.generate.policy import PolicyConfig, load_policy
-from whet.train.harvest import choose
-from whet.train.pairs import Pairing, read_pairs
+from whet.train.data.harvest import choose
+from whet.train.data.pairs import Pairing, read_pairs
 from whet.types import Problem, Sample, UserError
 
 PROBLEM = Problem(uid="u", task="arithmetic", prompt="1+1=", answer="2")

@@ -10,10 +10,10 @@ import torch
 from handmade import MAX_LENGTH, WEIGHTS, new_policy, random_groups
 from scene import islands_as
 
-from whet.train.advantage import is_informative, with_advantages
-from whet.train.algorithm import AlgoConfig
-from whet.train.objective import Objective
-from whet.train.step import OptimConfig, Optimizer
+from whet.algo.config import AlgoConfig
+from whet.train.objective.advantage import is_informative, with_advantages
+from whet.train.objective.objective import Objective
+from whet.train.optim.step import OptimConfig, Optimizer
 from whet.types import Group
 
 

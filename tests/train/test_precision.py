@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from whet.algo.config import AlgoConfig
 from whet.config import load_yaml
 from whet.generate.policy import PolicyConfig
-from whet.train import precision, sft
-from whet.train.algorithm import AlgoConfig
-from whet.train.precision import CANDIDATES, measure, settle_precision
+from whet.train import sft
+from whet.train.optim import precision
+from whet.train.optim.precision import CANDIDATES, measure, settle_precision
+from whet.train.optim.step import OptimConfig, Precision
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
-from whet.train.step import OptimConfig, Precision
 
 
 def config(tmp_path: Path, policy: PolicyConfig, precision: Precision = "auto") -> SFTConfig:

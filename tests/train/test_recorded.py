@@ -13,13 +13,14 @@ import pytest
 import torch
 from handmade import new_policy, problems
 
-from whet.checkpoint import save_step, step_folder
-from whet.commit import DiskFullError, commit_folder
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.attention import Packed
-from whet.train import recorded
-from whet.train.pairs import Pair
-from whet.train.recorded import (
+from whet.storage.checkpoint import save_step, step_folder
+from whet.storage.commit import DiskFullError, commit_folder
+from whet.train import record as recorded
+from whet.train.data.pairs import Pair
+from whet.train.optim.step import OptimConfig
+from whet.train.record import (
     KEPT_FAULTS,
     Recorder,
     as_sequences,
@@ -30,7 +31,6 @@ from whet.train.recorded import (
     weight_sums,
 )
 from whet.train.sft import demonstration
-from whet.train.step import OptimConfig
 
 OPTIM = OptimConfig(token_budget=64)
 METRICS = {"sft/loss": 1 / 3, "sft/grad_norm": 0.1}

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from whet import __main__
-from whet.checkpoint import saved_steps
 from whet.config import dump_yaml
 from whet.eval.evaluate import evaluate, take_problems
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import load_task
 from whet.train import dpo, rft, rl
-from whet.train.harvest import sample_judged
+from whet.train.data.harvest import sample_judged
+from whet.train.optim.step import OptimConfig
 from whet.train.rft import RFTConfig, greedy_accuracy, main, plan, train
-from whet.train.step import OptimConfig
 from whet.types import UserError
 
 MACHINE = ("time_s", "_per_second", "_gib", "hardware/utilisation/cpu", "hardware/memory_gib/cpu")

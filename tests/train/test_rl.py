@@ -14,22 +14,23 @@ from typing import Any
 import pytest
 import torch
 
-from whet.checkpoint import saved_steps
+from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.recipes.rl import ALGORITHMS
 from whet.rewards import base
 from whet.schema import SCHEMAS, ResponseSchema
-from whet.tasks.arithmetic import Arithmetic
+from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import TaskConfig
-from whet.train import rl, setup, source
-from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig
-from whet.train.curriculum import CurriculumConfig
-from whet.train.objective import Objective
+from whet.tasks.made.arithmetic import Arithmetic
+from whet.train import rl, setup
+from whet.train.objective.objective import Objective
+from whet.train.optim.safety import SafetyConfig
+from whet.train.optim.step import OptimConfig
 from whet.train.rl import main, train
 from whet.train.rl_config import RLConfig, plan
-from whet.train.safety import SafetyConfig
-from whet.train.step import OptimConfig
+from whet.train.rollout import source
+from whet.train.rollout.curriculum import CurriculumConfig
 from whet.types import Group, Problem, Sample, Task, UserError
 
 pytestmark = pytest.mark.usefixtures("few_problems")

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from whet import commit
-from whet.checkpoint import LogHashes, Sameness, load_step, saved_steps, step_folder
 from whet.generate.policy import Policy, PolicyConfig
+from whet.storage import commit
+from whet.storage.checkpoint import LogHashes, Sameness, load_step, saved_steps, step_folder
 from whet.train import sft
-from whet.train.safety import SafetyConfig, TokenBudget, rehearse, set_deterministic
+from whet.train.optim.safety import SafetyConfig, TokenBudget, rehearse, set_deterministic
+from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.session import Stopped, Writer
 from whet.train.sft import SFTConfig, train
-from whet.train.step import OptimConfig, forward_backward
 from whet.types import UserError
 
 pytestmark = pytest.mark.usefixtures("few_problems")
@@ -295,7 +295,7 @@ def test_the_rehearsal_finds_the_budget_before_any_data(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward_backward(micro_batches, *arguments)
 
-    monkeypatch.setattr("whet.train.safety.forward_backward", spy)
+    monkeypatch.setattr("whet.train.optim.safety.forward_backward", spy)
     policy = train(make_config(tiny_policy, tmp_path, num_steps=1))
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     budget = TokenBudget(100, policy.model.parameters())

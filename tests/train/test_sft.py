@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from whet.algo.packing import TrainingSequence
-from whet.checkpoint import saved_steps
 from whet.config import dump_yaml
 from whet.generate.policy import PolicyConfig, load_policy
-from whet.tasks.arithmetic import Arithmetic
+from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import TaskConfig
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import sft
-from whet.train.order import EpochOrder
-from whet.train.safety import SafetyConfig
+from whet.train.optim.safety import SafetyConfig
+from whet.train.optim.step import OptimConfig, Optimizer
+from whet.train.rollout.order import EpochOrder
 from whet.train.sft import SFTConfig, is_empty, main, plan, train, train_step
-from whet.train.step import OptimConfig, Optimizer
 from whet.types import UserError
 
 pytestmark = pytest.mark.usefixtures("few_problems")
@@ -110,7 +110,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from whet.config import load_yaml
-from whet.tasks.arithmetic import Arithmetic
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import sft
 problems = Arithmetic.problems
 Arithmetic.problems = lambda self, split: problems(self, split)[:200]  # as the fixture few_problems does

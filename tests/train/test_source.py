@@ -13,6 +13,7 @@ import pytest
 import torch
 from handmade import make_group, new_policy, problems
 
+from whet.algo.config import AlgoConfig, OffPolicyConfig
 from whet.algo.packing import TrainingSequence, pack
 from whet.eval.grade import Grade
 from whet.generate.policy import PolicyConfig
@@ -20,14 +21,14 @@ from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
 from whet.rewards import base
 from whet.schema import SCHEMAS
-from whet.tasks.arithmetic import Arithmetic
-from whet.train import rl, setup, source
-from whet.train.algorithm import AlgoConfig, OffPolicyConfig
-from whet.train.objective import Objective
+from whet.tasks.made.arithmetic import Arithmetic
+from whet.train import rl, setup
+from whet.train.objective.objective import Objective
+from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
-from whet.train.rollout import HARD_PENALTY, Rollout, rollout_metrics
-from whet.train.source import Collected
-from whet.train.step import OptimConfig
+from whet.train.rollout import source
+from whet.train.rollout.rollout import HARD_PENALTY, Rollout, rollout_metrics
+from whet.train.rollout.source import Collected
 from whet.types import Group, UserError
 
 pytestmark = pytest.mark.usefixtures("few_problems")

@@ -17,7 +17,7 @@ from whet.model.checkpointing import Recompute
 from whet.model.config import ModelConfig
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model
-from whet.train.step import (
+from whet.train.optim.step import (
     OptimConfig,
     Optimizer,
     Precision,
@@ -26,7 +26,7 @@ from whet.train.step import (
     learning_rate,
     prepare_model,
 )
-from whet.train.step import parameter_dtype as dtype_of
+from whet.train.optim.step import parameter_dtype as dtype_of
 
 NUM_STEPS = 50
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import cpu_head, eager
+from whet.kernels import eager
+from whet.kernels.cpu import head as cpu_head
 from whet.kernels.dispatch import asked_for
 
 ROW_QUANTUM = 16

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from whet.eval.stats import majority_at_k
-from whet.rewards.extract import from_box, from_hashes, from_phrase
-from whet.rewards.numbers import parse_number
+from whet.rewards.answers.extract import from_box, from_hashes, from_phrase
+from whet.rewards.answers.numbers import parse_number
 from whet.schema import ResponseSchema
+from whet.stats import majority_at_k
 
 HEDGES = (
     "alternatively",

@@ -14,27 +14,23 @@ import torch
 
 from whet.config import align, dump_yaml
 from whet.eval.grade import AnswerFrom
-from whet.eval.identity import describe_weights
-from whet.eval.measure import Chunk, EvalResult, evaluate
-from whet.eval.plots import draw_evaluation
+from whet.eval.measure import Chunk, EvalResult, evaluate, total_work
 from whet.eval.progress import read_finished, save_chunk, start_progress
-from whet.eval.record import PROGRESS, SUMMARY, write_json, write_summary
-from whet.eval.show import describe, intervals, print_result
-from whet.eval.work import total_work
+from whet.eval.record import PROGRESS, SUMMARY, describe_weights, write_json, write_summary
+from whet.eval.show import describe, draw_evaluation, intervals, print_result
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.kernels import choice
+from whet.report.markdown import write_report
 from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
-from whet.run_folder import open_run
+from whet.storage.folder import open_run
 from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, load_task
-from whet.tasks.quarantine import write_quarantine
+from whet.tasks.read import write_quarantine
 from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
-from whet.telemetry.environment import write_environment
 from whet.telemetry.hardware import HardwareMonitor
 from whet.telemetry.log import RunLog
-from whet.telemetry.provenance import data_hash, write_provenance
-from whet.telemetry.report import write_report
+from whet.telemetry.provenance import data_hash, write_environment, write_provenance
 from whet.types import Problem, Task, UserError
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from whet.eval.confidence import Confidence
 from whet.generate.policy import Policy
-from whet.rewards.extract import extract_answer_with_step
+from whet.rewards.answers.extract import extract_answer_with_step
 from whet.schema import FormatVerdict
 from whet.types import ManyJudge, Problem, Task
 
@@ -24,7 +24,7 @@ class Grade:
         is_correct: Whether it is right.
         verdict: Format verdict of the schema.
         thinking_tokens: Tokens before the closing thinking tag; all tokens when there is none.
-        answer_step: Where the answer was found: 'schema', or a step of `whet.rewards.extract`.
+        answer_step: Where the answer was found: 'schema', or a step of `whet.rewards.answers.extract`.
         is_judged: False where the task could not say (its sandbox failed): then it is neither right nor wrong.
     """
 

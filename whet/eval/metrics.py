@@ -10,7 +10,7 @@ import numpy as np
 
 from whet.eval.confidence import answer_entropy, vote_score, vote_share
 from whet.eval.grade import Judged
-from whet.eval.stats import (
+from whet.stats import (
     Interval,
     bootstrap_interval,
     detectable_difference,

@@ -14,9 +14,8 @@ from typing import Any
 
 from whet.eval.confidence import Confidence
 from whet.eval.grade import Grade, Judged
-from whet.eval.measure import Chunk
+from whet.eval.measure import Chunk, Work
 from whet.eval.record import GREEDY, PROGRESS, SAMPLES, append_lines, append_rows, read_lines, unequal
-from whet.eval.work import Work
 from whet.types import Problem, UserError
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from whet.generate.rows import Request
-from whet.kernels import cpu
-from whet.kernels.cpu_layers import Layers
+from whet.kernels.cpu import ops as cpu
+from whet.kernels.cpu.layers import Layers
 from whet.model.config import ModelConfig
 from whet.model.transformer import LanguageModel, LlamaLike
 from whet.types import MicroBatch

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import cpu_attention, eager
-from whet.kernels.cpu_attention import TILE
+from whet.kernels import eager
+from whet.kernels.cpu import attention as cpu_attention
+from whet.kernels.cpu.attention import TILE
 from whet.kernels.dispatch import asked_for
 from whet.model.attention import (
     KEY_BLOCK,

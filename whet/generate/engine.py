@@ -33,9 +33,10 @@ from whet.generate.rows import (
     share_params,
 )
 from whet.generate.sampling import SamplingParams
-from whet.kernels import cpu, cpu_head
-from whet.kernels.cpu import CHANNELS
-from whet.kernels.cpu_layers import Layers
+from whet.kernels.cpu import head as cpu_head
+from whet.kernels.cpu import ops as cpu
+from whet.kernels.cpu.layers import Layers
+from whet.kernels.cpu.ops import CHANNELS
 from whet.model.attention import KEY_QUANTUM, AttentionKind, Packed, round_up
 from whet.model.transformer import LanguageModel
 from whet.telemetry.spans import spanned

@@ -8,10 +8,10 @@ import torch
 
 from whet.generate.cache import KVCache
 from whet.generate.rows import Rows
-from whet.kernels import cpu
 from whet.kernels.choice import uses
-from whet.kernels.cpu_head import RowState
-from whet.kernels.cpu_layers import Layers
+from whet.kernels.cpu import ops as cpu
+from whet.kernels.cpu.head import RowState
+from whet.kernels.cpu.layers import Layers
 from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
 
 CHUNK = 192

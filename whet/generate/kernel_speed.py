@@ -17,16 +17,18 @@ from pathlib import Path
 
 import torch
 
-from whet.distributed import on_main
 from whet.generate.engine import Engine
 from whet.generate.rows import Request
 from whet.generate.sampling import SamplingParams
-from whet.kernels import build, choice, cpu, dispatch
+from whet.kernels import choice, dispatch
 from whet.kernels.choice import OPERATIONS, Choice, Operation
+from whet.kernels.cpu import build
+from whet.kernels.cpu import ops as cpu
 from whet.model.attention import Packed
 from whet.model.config import ModelConfig
 from whet.model.transformer import LanguageModel
 from whet.model.weights import build_model
+from whet.ranks.collectives import on_main
 
 WIDEST, MOST_HEADS = 1024, 16
 """Wider models are measured as if they had these: what is faster does not change there, and time is short."""

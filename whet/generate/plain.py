@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from whet.generate.cache import KVCache
-from whet.kernels import cpu, eager
+from whet.kernels import eager
+from whet.kernels.cpu import ops as cpu
 from whet.model.attention import KEY_QUANTUM, MIN_QUERY_ROWS, ROW_QUANTUM, exact_attention, round_up
 from whet.model.config import ModelConfig
 from whet.model.transformer import (

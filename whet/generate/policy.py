@@ -19,13 +19,13 @@ from whet.generate.activations import Activations
 from whet.generate.engine import Engine
 from whet.generate.kernel_speed import choose_kernels
 from whet.generate.scoring import score_micro_batch
-from whet.model.adapter import Adapter
-from whet.model.adapter_files import find_model
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig
 from whet.model.files import read_json
-from whet.model.template import BASE_TEMPLATE, PLAIN_TEMPLATE
-from whet.model.tokenizer import Tokenizer
+from whet.model.lora.adapter import Adapter
+from whet.model.lora.files import find_model
+from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
+from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, load_model, resize_vocabulary, save_model
 from whet.schema import CALLS, SCHEMAS, AnswerType, ResponseSchema

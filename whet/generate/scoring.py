@@ -8,7 +8,7 @@ import torch
 
 from whet.algo.logprobs import token_logprobs
 from whet.generate.activations import Activations
-from whet.kernels.cpu import replaying
+from whet.kernels.cpu.ops import replaying
 from whet.model.attention import AttentionKind, Packed, positions_of
 from whet.model.transformer import LanguageModel
 from whet.telemetry.spans import span

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import dump_yaml
-from whet.pages.page import json_for_script, render
-from whet.run_folder import open_run
+from whet.report.page import json_for_script, render
+from whet.storage.folder import open_run
 from whet.telemetry.display import escape_controls
-from whet.telemetry.environment import describe_environment
+from whet.telemetry.provenance import describe_environment
 from whet.types import UserError
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"

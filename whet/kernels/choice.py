@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from whet.kernels import build
+from whet.kernels.cpu import build
 
 Operation = Literal["product", "attention", "decode"]
 OPERATIONS: tuple[Operation, ...] = ("product", "attention", "decode")

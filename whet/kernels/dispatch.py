@@ -49,7 +49,11 @@ def has_triton() -> bool:
 def _cuda_kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
     if not has_triton():
         return {}
-    from whet.kernels import triton_attention, triton_layer, triton_logprobs, triton_matmul, triton_nf4
+    from whet.kernels.triton import attention as triton_attention
+    from whet.kernels.triton import layer as triton_layer
+    from whet.kernels.triton import logprobs as triton_logprobs
+    from whet.kernels.triton import matmul as triton_matmul
+    from whet.kernels.triton import nf4 as triton_nf4
 
     return {
         eager.decode_attention: triton_attention.decode_attention,

@@ -23,7 +23,8 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import cpu_attention, eager
+from whet.kernels import eager
+from whet.kernels.cpu import attention as cpu_attention
 from whet.types import Segment
 
 AttentionKind = Literal["exact", "fast"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from whet.kernels import cpu
+from whet.kernels.cpu import ops as cpu
 
 CheckpointKind = Literal["layer", "mlp", "alternate"]
 PARTS = {"self_attn": ("input_layernorm", "post_attention_layernorm"), "attn": ("ln_1", "ln_2")}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from whet.commit import MANIFEST, verify_folder
+from whet.storage.commit import MANIFEST, verify_folder
 from whet.types import UserError
 
 MAX_FILE_BYTES = 64 * 2**20

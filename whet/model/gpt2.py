@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.kernels import cpu, eager
+from whet.kernels import eager
+from whet.kernels.cpu import ops as cpu
 from whet.model.attention import AttentionContext
 from whet.model.config import ModelConfig
 from whet.model.transformer import LanguageModel, Linear, embedding

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.kernels import cpu, eager
+from whet.kernels import eager
+from whet.kernels.cpu import ops as cpu
 from whet.kernels.dispatch import asked_for
 from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, round_up
 from whet.model.checkpointing import Recompute

@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from whet.commit import MANIFEST
 from whet.model.config import ModelConfig, from_hf, to_hf
 from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
 from whet.model.transformer import LanguageModel, LlamaLike
+from whet.storage.commit import MANIFEST
 from whet.types import UserError
 
 SHARD_BYTES = 4 * 10**9

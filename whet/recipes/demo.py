@@ -20,15 +20,15 @@ from whet.eval.record import write_result
 from whet.eval.show import print_result, show_metric
 from whet.generate.policy import Policy, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.inspect.report import write_page
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
-from whet.run_folder import open_run
-from whet.tasks.arithmetic import Arithmetic
+from whet.report.html import write_page
+from whet.report.markdown import write_report
+from whet.storage.folder import open_run
 from whet.tasks.base import TaskConfig
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.telemetry.display import advancing, open_display
-from whet.telemetry.environment import write_environment
-from whet.telemetry.report import write_report
+from whet.telemetry.provenance import write_environment
 from whet.train import rl, sft
 
 STAGES = {

@@ -9,7 +9,7 @@ from whet.generate.sampling import SamplingParams
 from whet.recipes.models import demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.dpo import DPOConfig
-from whet.train.step import OptimConfig
+from whet.train.optim.step import OptimConfig
 
 
 def demo() -> DPOConfig:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from whet.generate.policy import PolicyConfig
 from whet.model.config import ModelConfig
-from whet.tasks.arithmetic import Arithmetic
-from whet.tasks.products import Products
+from whet.tasks.made.arithmetic import Arithmetic
+from whet.tasks.made.products import Products
 
 STORIES = "../shared/data/models/stories260k"
 GSM8K = "../shared/data/gsm8k"

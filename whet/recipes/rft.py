@@ -8,8 +8,8 @@ from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.recipes.models import demo_policy
 from whet.tasks.base import TaskConfig
+from whet.train.optim.step import OptimConfig
 from whet.train.rft import RFTConfig
-from whet.train.step import OptimConfig
 
 
 def demo() -> RFTConfig:

@@ -9,9 +9,9 @@ from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.recipes.models import GSM8K, calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
-from whet.train.objective import AlgoConfig
+from whet.train.objective.objective import AlgoConfig
+from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
-from whet.train.step import OptimConfig
 
 
 def reinforce() -> AlgoConfig:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from whet.generate.policy import PolicyConfig
 from whet.recipes.models import GSM8K, STORIES, calculator_policy, demo_policy, gpt2_policy
 from whet.tasks.base import TaskConfig
+from whet.train.optim.step import OptimConfig
 from whet.train.sft import SFTConfig
-from whet.train.step import OptimConfig
 
 
 def demo() -> SFTConfig:

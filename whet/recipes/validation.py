@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whet.eval.evaluate import EvalConfig
-from whet.eval.probe import ProbeConfig
+from whet.eval.probe.probe import ProbeConfig
 from whet.generate.sampling import SamplingParams
-from whet.inspect.validate import BEFORE, ValidateConfig
-from whet.inspect.verdict import ThresholdConfig
+from whet.inspect.validate.validate import BEFORE, ValidateConfig
+from whet.inspect.validate.verdict import ThresholdConfig
 from whet.recipes import evaluation as evaluations
 from whet.recipes import rl, sft
 from whet.recipes.models import demo_policy

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from whet.isolation.graders import GraderPool
-from whet.rewards.presets import PRESETS, Preset
-from whet.rewards.program import program_keywords, program_loads, program_tests
+from whet.rewards.presets import PRESETS, Preset, program_keywords, program_loads, program_tests
+from whet.sandbox.graders.graders import GraderPool
 from whet.schema import ResponseSchema
 from whet.types import Problem, Reward, Task, UserError
 
 EPISODE = "episode"
 """Name of what an environment pays turn by turn; it is no function of the text."""
 JUDGE = "judge"
-"""Name of the score that a language model gives (`whet.rewards.judge`)."""
+"""Name of the score that a language model gives (`whet.rewards.judge.judge`)."""
 ELSEWHERE = (EPISODE, JUDGE)
 DEADLINE_S = 2.0
 """Time that one call of a user's own reward may take."""

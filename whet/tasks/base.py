@@ -9,20 +9,20 @@ from typing import Any
 
 from whet.config import closest, show
 from whet.schema import AnswerType
-from whet.tasks.algebra import algebra
-from whet.tasks.arithmetic import Arithmetic
 from whet.tasks.choice import choice, yes_no
 from whet.tasks.code import Code
-from whet.tasks.countdown import countdown, game24
 from whet.tasks.gsm8k import GSM8K
 from whet.tasks.gym import Gym
 from whet.tasks.jsonl import Jsonl
-from whet.tasks.letters import letters
+from whet.tasks.made.algebra import algebra
+from whet.tasks.made.arithmetic import Arithmetic
+from whet.tasks.made.countdown import countdown, game24
+from whet.tasks.made.letters import letters
+from whet.tasks.made.products import Products
+from whet.tasks.made.sanity import Sanity
+from whet.tasks.made.sudoku import sudoku
 from whet.tasks.math import MATH
 from whet.tasks.mixture import Mixture
-from whet.tasks.products import Products
-from whet.tasks.sanity import Sanity
-from whet.tasks.sudoku import sudoku
 from whet.tasks.symbolic import Symbolic
 from whet.tasks.user import UserTask, is_user_task
 from whet.types import Task, UserError

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from whet.tasks.draft import Draft, FromRows
+from whet.tasks.made.draft import Draft, FromRows
 from whet.tasks.read import Row, text_fault
 from whet.types import Problem, Task
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from whet.isolation.graders import num_cores
-from whet.sandbox import TestsVerdict, run_tests
+from whet.sandbox.graders.graders import num_cores
+from whet.sandbox.programs import TestsVerdict, run_tests
 from whet.schema import AnswerType
 from whet.tasks.read import BadRow, Check, Row, check_split, read_jsonl, select_split
 from whet.types import Problem, UserError, problem_uid

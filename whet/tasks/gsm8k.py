@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from whet.rewards.equal import answers_equal
+from whet.rewards.answers.equal import answers_equal
 from whet.tasks.read import BadRow, Row, check_path, check_split, read_part, select_split
 from whet.types import Problem, problem_uid
 

@@ -27,11 +27,11 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from whet.isolation.graders import GraderPool
-from whet.rewards.equal import answers_equal
+from whet.rewards.answers.equal import answers_equal
+from whet.sandbox.graders.graders import GraderPool
 from whet.schema import AnswerType
-from whet.tasks.countdown import MAX_CHARACTERS, evaluate
-from whet.tasks.draft import DEV_PERCENT, TEST_PERCENT
+from whet.tasks.made.countdown import MAX_CHARACTERS, evaluate
+from whet.tasks.made.draft import DEV_PERCENT, TEST_PERCENT
 from whet.tasks.read import check_split, split_of
 from whet.types import Problem, UserError, problem_uid
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from whet.rewards.equal import answers_equal
-from whet.rewards.extract import extract_answer
+from whet.rewards.answers.equal import answers_equal
+from whet.rewards.answers.extract import extract_answer
 from whet.schema import AnswerType, ResponseSchema
 from whet.tasks.read import BadRow, Row, first_row, read_file, select_files, text_fault
 from whet.types import Problem, UserError, problem_uid

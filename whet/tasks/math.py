@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from whet.rewards.equal import answers_equal
+from whet.rewards.answers.equal import answers_equal
 from whet.schema import AnswerType
 from whet.tasks.read import BadRow, Row, as_raw, check_path, check_split, read_part, select_split, text_fault
 from whet.types import Problem, problem_uid

@@ -11,7 +11,7 @@ PART = "part"
 
 
 class Mixture:
-    """The union of several tasks; `whet.train.order` draws from it by weight.
+    """The union of several tasks; `whet.train.rollout.order` draws from it by weight.
 
     Every problem carries the label of its part in `meta['part']`. Splits are those of the parts; an evaluation takes
     the union as it is, whatever the weights.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-from whet.rewards.symbolic import symbolic_equal_pairs
+from whet.rewards.answers.symbolic import symbolic_equal_pairs
 from whet.schema import AnswerType
 from whet.types import Problem, Task, UserError
 

@@ -9,11 +9,11 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from whet.isolation.graders import GraderPool, Outcome, num_cores
-from whet.rewards.calculator import NoValueError, evaluate_exactly
-from whet.rewards.expression import ParseError, parse_expression
-from whet.rewards.latex import clean
-from whet.sandbox import run_python
+from whet.rewards.answers.calculator import NoValueError, evaluate_exactly
+from whet.rewards.answers.expression import ParseError, parse_expression
+from whet.rewards.answers.latex import clean
+from whet.sandbox.graders.graders import GraderPool, Outcome, num_cores
+from whet.sandbox.programs import run_python
 from whet.schema import ResponseSchema
 from whet.types import Environment, Problem, Task, Turn, UserError
 

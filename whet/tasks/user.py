@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from whet.isolation.reentry import importing
+from whet.sandbox.reentry import importing
 from whet.schema import ANSWER_TYPE_WORDS
 from whet.types import Problem, Turn, UserError
 

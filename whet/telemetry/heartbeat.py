@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from whet import distributed
 from whet.cli import escape
+from whet.ranks import collectives as distributed
 from whet.telemetry.log import replace_file
 from whet.types import UserError
 

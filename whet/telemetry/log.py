@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from whet.distributed import gather_json, is_distributed
+from whet.ranks.collectives import gather_json, is_distributed
 from whet.telemetry.metrics import find_metric
 from whet.types import Group, Problem, Sample, UserError
 

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from whet.algo.packing import TrainingSequence
-from whet.checkpoint import Resume
-from whet.distributed import rank, shard
 from whet.generate.policy import Policy
 from whet.model.attention import AttentionKind
+from whet.ranks.collectives import rank, shard
+from whet.storage.checkpoint import Resume
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.hardware import HardwareMonitor, step_metrics
 from whet.telemetry.health import HISTORY_ROWS, health_warnings, past_rows
 from whet.telemetry.log import RunLog, read_metrics
 from whet.telemetry.spans import span, spanned
-from whet.telemetry.tracking import Tracking
-from whet.train.order import EpochOrder, MixtureOrder
-from whet.train.pairs import Pair
-from whet.train.recorded import Data, Kind, Recorder, fit_batch
-from whet.train.safety import TokenBudget, rehearse
+from whet.telemetry.trackers import Tracking
+from whet.train.data.pairs import Pair
+from whet.train.optim.safety import TokenBudget, rehearse
+from whet.train.optim.step import Optimizer, learning_rate
+from whet.train.record import Data, Kind, Recorder, fit_batch
+from whet.train.rollout.order import EpochOrder, MixtureOrder
 from whet.train.session import OnStep, RunConfig, Session, Skipped, TrainStep, restore_model
-from whet.train.step import Optimizer, learning_rate
 
 Item = TypeVar("Item")
 

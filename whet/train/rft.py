@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from whet.algo.packing import TrainingSequence
-from whet.checkpoint import Resume
 from whet.config import align
-from whet.distributed import all_reduce_sum, barrier, rank, shard
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard
+from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.telemetry.trackers import TrackConfig
-from whet.train.fit import Fit, StepResult
-from whet.train.harvest import (
+from whet.train.data.harvest import (
     Row,
     check_sampling,
     choose,
@@ -27,13 +26,14 @@ from whet.train.harvest import (
     sample_judged,
     write_rows,
 )
-from whet.train.order import EpochOrder
-from whet.train.precision import settle_precision
-from whet.train.rollout import RolloutParams, collect_groups, longest_sequence
-from whet.train.safety import SafetyConfig, TokenBudget
+from whet.train.fit import Fit, StepResult
+from whet.train.optim.precision import settle_precision
+from whet.train.optim.safety import SafetyConfig, TokenBudget
+from whet.train.optim.step import OptimConfig
+from whet.train.rollout.order import EpochOrder
+from whet.train.rollout.rollout import RolloutParams, collect_groups, longest_sequence
 from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
 from whet.train.sft import train_step
-from whet.train.step import OptimConfig
 from whet.types import Problem, Task, UserError
 
 KEPT, ROUNDS = "kept.jsonl", "rounds.jsonl"

@@ -14,29 +14,31 @@ from typing import Any
 
 import torch
 
-from whet.checkpoint import Resume
-from whet.commit import commit_folder
-from whet.distributed import all_reduce_sum, rank
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
 from whet.generate.policy import Policy
 from whet.generate.probe import ProbeResult, probe_policy
+from whet.ranks.collectives import all_reduce_sum, rank
 from whet.rewards.base import WeightedReward
-from whet.rewards.divergence import judge_diverges, thin
-from whet.rewards.judge import Judge
+from whet.rewards.judge.divergence import judge_diverges, thin
+from whet.rewards.judge.judge import Judge
+from whet.storage.checkpoint import Resume
+from whet.storage.commit import commit_folder
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.hardware import HardwareMonitor, step_metrics
 from whet.telemetry.health import HISTORY_ROWS, dead_reason, health_warnings, past_rows
 from whet.telemetry.log import RunLog
 from whet.telemetry.spans import span, spanned
-from whet.train.advantage import with_advantages, without_advantages
-from whet.train.curriculum import select_problems
-from whet.train.objective import Objective
-from whet.train.order import DataOrder, data_order
-from whet.train.precision import settle_precision
-from whet.train.recorded import Recorder, rl_batch
+from whet.train.objective.advantage import with_advantages, without_advantages
+from whet.train.objective.objective import Objective
+from whet.train.optim.precision import settle_precision
+from whet.train.optim.step import Optimizer, learning_rate
+from whet.train.record import Recorder, rl_batch
 from whet.train.rl_config import RLConfig
-from whet.train.rollout import Rollout, longest_sequence, rollout_metrics, sample_note
+from whet.train.rollout.curriculum import select_problems
+from whet.train.rollout.order import DataOrder, data_order
+from whet.train.rollout.rollout import Rollout, longest_sequence, rollout_metrics, sample_note
+from whet.train.rollout.source import Collected, RolloutSource
 from whet.train.session import (
     Session,
     Skipped,
@@ -48,8 +50,6 @@ from whet.train.session import (
     write_origin,
 )
 from whet.train.setup import audit_parts, load_rl
-from whet.train.source import Collected, RolloutSource
-from whet.train.step import Optimizer, learning_rate
 from whet.types import Group, Problem, Task, UserError
 
 HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")

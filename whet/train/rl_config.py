@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
 from whet.config import align
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.rewards.base import JUDGE, parse_own
-from whet.rewards.judge import JudgeConfig
+from whet.rewards.judge.judge import JudgeConfig
 from whet.tasks.base import TaskConfig
 from whet.telemetry.trackers import TrackConfig
-from whet.train.algorithm import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
-from whet.train.curriculum import CurriculumConfig
-from whet.train.overlap import OverlapConfig, check_overlap
-from whet.train.rollout import RolloutParams
-from whet.train.safety import SafetyConfig
-from whet.train.step import OptimConfig
+from whet.train.optim.safety import SafetyConfig
+from whet.train.optim.step import OptimConfig
+from whet.train.rollout.curriculum import CurriculumConfig
+from whet.train.rollout.overlap import OverlapConfig, check_overlap
+from whet.train.rollout.rollout import RolloutParams
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,24 +18,22 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from whet.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
-from whet.commit import DiskFullError, commit_folder
 from whet.config import dump_yaml
-from whet.distributed import all_reduce_max, is_distributed, on_main, rank
 from whet.generate.kernel_speed import keep_kernels
 from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device
-from whet.isolation.reentry import refuse_reentry
 from whet.model.weights import load_model
-from whet.run_folder import open_run
-from whet.tasks.quarantine import write_quarantine
-from whet.telemetry.environment import write_environment
+from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
+from whet.report.markdown import write_report
+from whet.sandbox.reentry import refuse_reentry
+from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
+from whet.storage.commit import DiskFullError, commit_folder
+from whet.storage.folder import open_run
+from whet.tasks.read import write_quarantine
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
-from whet.telemetry.provenance import write_provenance
-from whet.telemetry.report import write_report
-from whet.telemetry.trackers import TrackConfig
-from whet.telemetry.tracking import Tracking
-from whet.train.safety import SafetyConfig, set_deterministic
-from whet.train.step import OptimConfig, dtypes, parameter_dtype, prepare_model
+from whet.telemetry.provenance import write_environment, write_provenance
+from whet.telemetry.trackers import TrackConfig, Tracking
+from whet.train.optim.safety import SafetyConfig, set_deterministic
+from whet.train.optim.step import OptimConfig, dtypes, parameter_dtype, prepare_model
 from whet.types import Group, Problem, Task, UserError
 
 

@@ -9,22 +9,22 @@ import torch
 
 from whet.algo.losses import weighted_sum
 from whet.algo.packing import TrainingSequence, pack
-from whet.checkpoint import Resume
 from whet.config import align
-from whet.distributed import all_reduce_sum, shard, sum_gradients
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import sequence_seed
+from whet.ranks.collectives import all_reduce_sum, shard, sum_gradients
+from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.tools import environment_for
 from whet.telemetry.spans import span
 from whet.telemetry.trackers import TrackConfig
 from whet.train.fit import FIT_ATTENTION, Fit, StepResult
-from whet.train.order import data_order
-from whet.train.precision import settle_precision
-from whet.train.safety import SafetyConfig, TokenBudget
+from whet.train.optim.precision import settle_precision
+from whet.train.optim.safety import SafetyConfig, TokenBudget
+from whet.train.optim.step import OptimConfig, forward_backward
+from whet.train.rollout.order import data_order
 from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
-from whet.train.step import OptimConfig, forward_backward
 from whet.types import MicroBatch, Problem, UserError
 
 CACHED_DEMONSTRATIONS = 65_536

@@ -1,0 +1,142 @@
+"""How a job of two ranks ends: one message, the right status, and soon, whatever happens to a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from gloo import launch_ranks, start_server
+
+from whet.__main__ import run
+from whet.ranks import launch
+from whet.ranks.collectives import all_reduce_sum, barrier, on_main, rank
+from whet.types import UserError
+
+
+def work() -> int:
+    print(f"rank {rank()} speaks", flush=True)
+    assert all_reduce_sum(1.0) == [2.0]
+    return 0
+
+
+def stop() -> int:
+    barrier()
+    raise SystemExit(143)
+
+
+def user_error_on_all() -> int:
+    raise UserError("no such thing")
+
+
+def user_error_on_one() -> int:
+    if rank() == 1:
+        raise UserError("no such thing")
+    return work()
+
+
+def user_error_on_main() -> int:
+    def fail() -> None:
+        raise UserError("no such thing")
+
+    on_main(fail)
+    return work()
+
+
+def bug_on_one() -> int:
+    if rank() == 1:
+        raise ZeroDivisionError
+    return work()
+
+
+def killed() -> int:
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return work()
+
+
+def killed_while_busy() -> int:
+    launch.GRACE_S = 1.0
+    barrier()
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    return 0
+
+
+def stopped() -> int:
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return work()
+
+
+def late() -> int:
+    if rank() == 1:
+        time.sleep(6)
+    return work()
+
+
+def asked_to_end() -> int:
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return work()
+
+
+def unequal() -> int:
+    all_reduce_sum(*[1.0] * (1 + rank()))
+    return 0
+
+
+GONE = "whet: error: rank 1 is gone (killed?)"
+
+
+@pytest.mark.parametrize(
+    ("function", "statuses", "said"),
+    [
+        (work, [0, 0], ""),
+        (stop, [143, 143], ""),
+        (user_error_on_all, [2, 2], "whet: error: no such thing"),
+        (user_error_on_one, [1, 2], "whet: error: no such thing"),
+        (user_error_on_main, [2, 2], "whet: error: no such thing"),
+        (bug_on_one, [1, 1], "rank 1: Traceback"),
+        (killed, [1, -9], GONE),
+        (killed_while_busy, [1, -9], GONE),
+        (
+            stopped,
+            [1, -9],
+            "whet: error: rank 1 is stopped; rank 0 waited in all_reduce_sum of 1 values in test_launch",
+        ),
+        (
+            late,
+            [1, 1],
+            "whet: error: rank 1 did not come; rank 0 waited in all_reduce_sum of 1 values in test_launch",
+        ),
+        (
+            asked_to_end,
+            [1, 143],
+            "whet: error: told to end (SIGTERM); the same command with --resume goes on",
+        ),
+        (unequal, [1, 1], "whet: error: ranks are at different work: rank 0: all_reduce_sum of 1 values"),
+    ],
+)
+def test_the_end_of_a_job(function, statuses: list[int], said: str, tmp_path: Path) -> None:
+    start_server()
+    began = time.monotonic()
+    found = launch_ranks(tmp_path, function)
+    assert time.monotonic() - began < 15 + 5  # the limit, and two forks on a busy machine
+    assert [status for status, _ in found] == statuses, found
+    output = "".join(text for _, text in found)
+    lines = [line for line in output.splitlines() if line.startswith(("whet: ", "rank 0: ", "rank 1: "))]
+    assert len(lines) == (said != ""), output
+    assert said in output
+    assert output.count("rank 0 speaks") <= 1
+    assert "rank 1 speaks" not in output, "rank 0 speaks for all"
+
+
+def test_what_several_ranks_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="'whet explain' runs in one process"):
+        run(["explain"])

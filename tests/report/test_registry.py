@@ -1,0 +1,222 @@
+"""`whet runs`: what the small files of runs tell, as table, JSON, Markdown and page."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config import dump_yaml
+from whet.eval.evaluate import EvalConfig
+from whet.generate.policy import PolicyConfig
+from whet.recipes import dpo, rft, rl, sft
+from whet.report.runs import RunsConfig, lineage, main, read_runs, results_table
+from whet.telemetry.provenance import run_id, write_provenance
+from whet.types import UserError
+
+HOSTILE = "<script>alert(1)</script>|\x1b[31m`"
+
+
+def made(folder: Path, start: str, config: str, **files: Any) -> Path:
+    """Write a run folder; its samples are a folder, so that reading them would fail."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(config)
+    (folder / "environment.json").write_text(
+        json.dumps({"start_utc": start, "git_commit": "741352d8f08d43-dirty"})
+    )
+    (folder / "eval_samples.jsonl").mkdir()
+    (folder / "samples.jsonl").mkdir()
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def scored(folder: Path, start: str, init: Path, mean: float, task: str = "gsm8k", **more: Any) -> Path:
+    interval = {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
+    content = {
+        "label": str(init),
+        "num_problems": 200,
+        "num_samples": 16,
+        "metrics": {"pass@1": interval, "greedy": interval},
+        "identity": {"task": {"name": task}, "split": "test"},
+        "model": {"init": str(init), "sha256": "ab" * 32},
+    }
+    return made(folder, start, f"answer_from: schema\npolicy:\n  init: {init}\n", eval=content | more)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A base model, fine-tuned (old folder), reinforced (with provenance), and evaluated on two tasks."""
+    root = tmp_path / "runs"
+    first = made(
+        root / "sft-one", "2026-01-01T10:00:00+00:00", "empty_thinking_share: 0.0\npolicy:\n  init: o/base\n"
+    )
+    second = made(
+        root / "rl-one",
+        "2026-01-02T10:00:00+00:00",
+        f"group_size: 8\npolicy:\n  init: {first}\n",
+        summary={"peak_memory_gib": 3.25},
+        trackers=[{"name": "wandb", "id": "kga9ov93", "url": "https://wandb.ai/x"}],
+    )
+    write_provenance(second, base=str(first), config_yaml="x")
+    scored(root / "e1", "2026-01-03T10:00:00+00:00", second, 0.25)
+    scored(root / "e2", "2026-01-04T10:00:00+00:00", first, 0.125, "math")
+    scored(root / "e0", "2026-01-05T10:00:00+00:00", Path("o/base"), 0.0625)
+    return root
+
+
+def test_lineage_goes_from_the_base_to_the_evaluation(runs: Path) -> None:
+    found = read_runs(runs)
+    assert [run["folder"] for run in found] == ["sft-one", "rl-one", "e1", "e2", "e0"]
+    assert [run["kind"] for run in found] == ["sft", "rl", "eval", "eval", "eval"]
+    chains = [lineage(run, found) for run in found]
+    assert chains[2] == ["o/base", "sft-one", "rl-one", "e1"]
+    assert chains[4] == ["o/base", "e0"]
+    assert found[1]["links"] == [{"name": "wandb", "id": "kga9ov93", "url": "https://wandb.ai/x"}]
+
+
+def test_moved_runs_keep_their_recorded_parents(runs: Path, tmp_path: Path) -> None:
+    write_provenance(runs / "sft-one")
+    (runs / "rl-one" / "provenance.json").unlink()
+    write_provenance(runs / "rl-one", base=str(runs / "sft-one"))
+    moved = runs.rename(tmp_path / "elsewhere")
+    found = read_runs(moved)
+    assert lineage(found[1], found)[-2:] == ["sft-one", "rl-one"]
+
+
+def test_results_are_models_by_tasks_with_dashes_until_run(runs: Path) -> None:
+    main(RunsConfig(folder=str(runs)))
+    results = json.loads((runs / "registry.json").read_text())["results"]
+    assert results["tasks"] == ["gsm8k/test", "math/test"]
+    assert [row["model"] for row in results["rows"]] == ["o/base", "sft-one", "rl-one"]
+    lines = (runs / "registry.md").read_text().splitlines()
+    assert "| rl-one | 25.0 [15.0, 35.0], greedy 25.0 | – | 3.25 |" in lines
+    assert "| sft-one | – | 12.5 [2.5, 22.5], greedy 12.5 | – |" in lines
+    page = (runs / "runs.html").read_text()
+    assert "25.0 [15.0, 35.0]" in page
+    assert "kga9ov93" in page
+
+
+def test_the_newest_evaluation_of_a_model_counts(runs: Path) -> None:
+    scored(runs / "e9", "2026-02-01T10:00:00+00:00", runs / "rl-one", 0.5)
+    cells = next(row for row in results_table(read_runs(runs))["rows"] if row["model"] == "rl-one")["cells"]
+    assert cells["gsm8k/test"]["pass@1"]["mean"] == 0.5
+
+
+def test_registry_markdown_has_id_time_commit_and_notes(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(RunsConfig(folder=str(runs), note=("rl-one", "clip too | low")))
+    main(RunsConfig(folder=str(runs), note=("rl-one", "second")))
+    name = run_id(runs / "rl-one")
+    row = f"| {name} | 2026-01-02T10:00:00+00:00 | 741352d8f0-dirty | o/base → sft-one | clip too \\| low; second |"
+    assert row in (runs / "registry.md").read_text().splitlines()
+    out = capsys.readouterr().out
+    assert name in out
+    assert "\x1b" not in out
+
+
+def test_every_program_is_recognised_by_its_config(tmp_path: Path) -> None:
+    configs = {
+        "sft": sft.RECIPES["demo"](),
+        "rl": rl.RECIPES["demo"](),
+        "dpo": next(iter(dpo.RECIPES.values()))(),
+        "rft": next(iter(rft.RECIPES.values()))(),
+        "eval": EvalConfig(out="x", policy=PolicyConfig(init="x")),
+    }
+    for name, config in configs.items():
+        made(tmp_path / f"run-of-{name}", "2026-01-01T00:00:00+00:00", dump_yaml(config))
+    assert {run["folder"]: run["kind"] for run in read_runs(tmp_path)} == {f"run-of-{n}": n for n in configs}
+
+
+def test_hundreds_of_runs_are_read_quickly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = dump_yaml(rl.RECIPES["demo"]())
+    for number in range(200):
+        made(
+            tmp_path / f"rl-run-{number:03d}",
+            f"2026-01-01T00:{number // 60:02d}:{number % 60:02d}+00:00",
+            config,
+        )
+    began = time.process_time()
+    main(RunsConfig(folder=str(tmp_path)))
+    assert time.process_time() - began < 10, "2 s on an idle machine"
+    assert len(json.loads((tmp_path / "registry.json").read_text())["runs"]) == 200
+    assert capsys.readouterr().out.count("rl-run-") == 200
+
+
+def test_what_stands_in_old_or_foreign_files_is_text(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = scored(runs / "bad", "2026-03-01T00:00:00+00:00", Path("x"), 0.5, label=HOSTILE)
+    content = json.loads((bad / "eval.json").read_text())
+    content["model"], content["identity"]["task"] = {"init": HOSTILE}, HOSTILE
+    (bad / "eval.json").write_text(json.dumps(content))
+    (runs / "rl-one" / "trackers.json").write_text(
+        json.dumps([{"name": "x", "id": HOSTILE, "url": "javascript:alert(1)"}])
+    )
+    for number, text in enumerate(
+        ("[]", '{"metrics": {"pass@1": 3}, "model": "x", "identity": 4}', "{", '{"hardware": 5}')
+    ):
+        odd = made(
+            runs / f"odd-{number}", "2026-04-01T00:00:00+00:00", "- a\n- {b: !!python/object:os.system x}\n"
+        )
+        (odd / "eval.json").write_text(text)
+        (odd / "provenance.json").write_text('{"base": 3, "parent": "x", "links": 4, "run_id": 7}')
+    main(RunsConfig(folder=str(runs)))
+    page = (runs / "runs.html").read_text()
+    assert "<script>alert" not in page
+    assert 'href="javascript' not in page
+    assert "<script>alert" not in (runs / "registry.md").read_text()
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_mistakes_get_one_line(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"folder": str(tmp_path / "nowhere")}, "no such folder; name the one"),
+        ({"folder": str(tmp_path / "empty")}, "no run below it"),
+        ({"folder": str(runs), "note": ("zzz", "x")}, "no run of that id"),
+        ({"folder": str(runs), "note": ("runs-e", "x")}, "names 3 runs"),
+        ({"folder": str(runs), "note": ("rl-one", " ")}, "the text is empty"),
+        ({"folder": str(runs / "e1" / "config.yaml")}, "no such folder"),
+    ]
+    for fields, message in cases:
+        with pytest.raises(UserError, match=message) as caught:
+            main(RunsConfig(**fields))
+        assert "\n" not in str(caught.value)
+
+
+ODD = ["x" * 600, "~nobody/x", "a\0b", ["x"], {"a": 1}, True, 10**400, None]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=[str(value)[:9] for value in ODD])
+def test_wrongly_typed_fields_and_impossible_paths_stop_no_registry(
+    tmp_path: Path, odd: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.dumps({"policy": {"init": odd, "adapter": odd}, "group_size": 4})
+    facts = {
+        "run_id": odd,
+        "start_utc": odd,
+        "git_commit": odd,
+        "base": odd,
+        "adapter": {"name": odd, "commit": odd},
+    }
+    facts |= {"parent": {"folder": "elsewhere", "run_id": odd}, "links": [odd, {"name": odd}, {"url": odd}]}
+    made(tmp_path / "one", odd, config, summary={"rl/peak_memory_gib": odd})
+    made(tmp_path / "two", "2026-01-01", config, provenance=facts, trackers=[{"id": odd}])
+    estimate = {"mean": odd, "low": odd, "high": odd}
+    scores = {"metrics": {"pass@1": estimate, "greedy": estimate}, "num_problems": odd, "label": odd}
+    scores |= {
+        "identity": {"task": odd, "split": odd},
+        "hardware": {"devices": [{"memory_gib": {"max": odd}}, odd]},
+    }
+    made(tmp_path / "three", "2026-01-01", "x: 1\n", eval=scores)
+    main(RunsConfig(folder=str(tmp_path)))
+    assert {run["folder"] for run in json.loads((tmp_path / "registry.json").read_text())["runs"]} == {
+        "one",
+        "two",
+        "three",
+    }
+    assert "not recorded" in (tmp_path / "runs.html").read_text()
+    assert "Traceback" not in capsys.readouterr().err

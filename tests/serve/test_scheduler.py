@@ -1,0 +1,380 @@
+"""The scheduler: what is served is what the engine draws, whoever comes and goes; text never loses a character."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from whet.generate.engine import Completion, Engine, Request
+from whet.generate.policy import Policy
+from whet.generate.rows import Job, Rows, Token
+from whet.generate.sampling import SamplingParams
+from whet.model.config import ModelConfig
+from whet.model.text.template import BASE_TEMPLATE
+from whet.model.text.tokenizer import Tokenizer
+from whet.model.weights import build_model
+from whet.schema import SCHEMAS
+from whet.serve.scheduler import Ask, BusyError, Event, Scheduler
+from whet.serve.stream import ResponseText, StopText, TokenText, chat_prompt
+from whet.types import UserError
+
+SHAPE = ModelConfig(
+    vocab_size=258,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=256,
+)
+
+
+def make_policy(max_rows: int = 3) -> Policy:
+    model = build_model(SHAPE)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():  # logits of a few units: far from uniform
+            parameter.normal_(0.0, 0.3, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
+    return Policy(model.eval(), Tokenizer.bytes(), SCHEMAS["think_answer"], max_rows=max_rows)
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return make_policy()
+
+
+@pytest.fixture
+def scheduler(policy: Policy) -> Iterator[Scheduler]:
+    with Scheduler(policy, context=128, max_waiting=100) as made:
+        yield made
+
+
+PARAMS = (
+    SamplingParams(max_new_tokens=30),
+    SamplingParams(temperature=0.0, max_new_tokens=12),
+    SamplingParams(temperature=0.7, top_k=20, max_new_tokens=25),
+    SamplingParams(temperature=1.3, top_p=0.8, min_p=0.01, max_new_tokens=40),
+)
+
+
+class Inbox:
+    """Collects events and waits for the ends."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[tuple[int, Event]] = queue.Queue()
+        self.tokens: dict[int, list[Token]] = {}
+
+    def __call__(self, index: int, event: Event) -> None:
+        self.events.put((index, event))
+
+    def wait(self, count: int) -> dict[int, Completion | Exception]:
+        ends: dict[int, Completion | Exception] = {}
+        while len(ends) < count:
+            index, event = self.events.get(timeout=60)
+            if isinstance(event, Token):
+                self.tokens.setdefault(index, []).append(event)
+            else:
+                ends[index] = event
+        return ends
+
+
+def test_served_tokens_are_the_engines(policy: Policy, scheduler: Scheduler) -> None:
+    """Two dozen completions with four kinds of sampling over three rows: each as if it were alone, to the last bit."""
+    asks = [
+        Ask(
+            request=Request(prompt_ids=tuple(range(65, 67 + n)), seeds=(n, 1000 + n)),
+            params=PARAMS[n % 4],
+            stop_strings=("\n", "e") if n % 3 == 0 else (),
+            num_top=2 if n % 5 == 0 else None,
+        )
+        for n in range(12)
+    ]
+    inboxes = [Inbox() for _ in asks]
+    for ask, inbox in zip(asks, inboxes, strict=True):
+        scheduler.submit([ask], inbox)
+    served = [inbox.wait(2) for inbox in inboxes]
+    scheduler.close()
+    reasons = set()
+    for ask, inbox, ends in zip(asks, inboxes, served, strict=True):
+        engine = Engine(
+            policy.model,
+            stop_ids=policy.stop_ids,
+            stop_strings=(*policy.stop_strings, *ask.stop_strings),
+            decode=policy.tokenizer.decode,
+        )
+        (alone,) = engine.generate([ask.request], ask.params)
+        assert [ends[0], ends[1]] == alone
+        assert [[t.id for t in inbox.tokens[i]] for i in (0, 1)] == [list(done.ids) for done in alone]
+        reasons |= {done.finish_reason for done in alone}
+        assert all((token.logprob is not None) == (ask.num_top is not None) for token in inbox.tokens[0])
+    assert reasons == {"stop", "length"}
+
+
+def test_noted_logprobs_are_the_models_own(policy: Policy, scheduler: Scheduler) -> None:
+    """Temperature and filters do not touch them: the same as scoring the whole text afterwards."""
+    prompt = tuple(b"What is 1+1?")
+    inbox, params = Inbox(), SamplingParams(temperature=0.3, top_k=5, max_new_tokens=20)
+    scheduler.submit([Ask(request=Request(prompt_ids=prompt, seeds=(4,)), params=params, num_top=3)], inbox)
+    (end,) = inbox.wait(1).values()
+    assert isinstance(end, Completion)
+    (scored,) = scheduler.score([(*prompt, *end.ids)], 3).result(timeout=60)
+    assert scored[0] == Token(prompt[0])
+    assert inbox.tokens[0] == scored[len(prompt) :]
+    scheduler.close()
+    ids = torch.tensor([[*prompt, *end.ids]])
+    with torch.no_grad():
+        expected = torch.log_softmax(policy.model.logits(ids)[0, :-1].double(), -1)
+    for place, token in enumerate(scored[1:]):
+        assert token.logprob == pytest.approx(float(expected[place, token.id]), abs=1e-4)  # float32 sums
+        top = expected[place].topk(3)
+        assert [index for index, _ in token.top] == top.indices.tolist()
+        assert [logprob for _, logprob in token.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+    assert end.logprobs[0] != inbox.tokens[0][0].logprob  # that is under the sampled distribution
+
+
+def long_ask(seed: int = 0, length: int = 120) -> Ask:
+    params = SamplingParams(temperature=0.0, max_new_tokens=length)
+    return Ask(request=Request(prompt_ids=(65,), seeds=(seed,)), params=params)
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold every decode step until the event is set."""
+    go, original = threading.Event(), Engine.decode
+
+    def held(self: Engine, state: Any) -> None:
+        assert go.wait(60)
+        original(self, state)
+
+    monkeypatch.setattr(Engine, "decode", held)
+    return go
+
+
+def test_the_queue_is_bounded_and_cancelling_makes_room(endless: threading.Event) -> None:
+    with Scheduler(make_policy(max_rows=2), context=128, max_waiting=2) as scheduler:
+        with pytest.raises(UserError, match="5 completions at once; this server takes at most 4"):
+            scheduler.submit([long_ask(n) for n in range(5)], Inbox())
+        inbox, last = Inbox(), Inbox()
+        ticket = scheduler.submit([long_ask(n) for n in range(3)], inbox)
+        with pytest.raises(
+            BusyError, match="3 completions run or wait, and 2 more would pass the limit of 4"
+        ):
+            scheduler.submit([long_ask(n) for n in range(2)], Inbox())
+        scheduler.submit([long_ask()], last)
+        with pytest.raises(BusyError):
+            scheduler.score([(65, 66)], 0)
+        ticket.cancel()  # one of the three waits and is forgotten at once
+        scheduler.submit([long_ask()], Inbox())
+        endless.set()
+        (end,) = last.wait(1).values()
+        assert isinstance(end, Completion)
+        assert len(end.ids) == 120
+        assert all(len(tokens) < 5 for tokens in inbox.tokens.values())
+
+
+def test_a_cancelled_row_is_free_and_the_others_go_on(policy: Policy, scheduler: Scheduler) -> None:
+    first, second = Inbox(), Inbox()
+    ticket = scheduler.submit([long_ask()], first)
+    scheduler.submit([long_ask(1)], second)
+    assert isinstance(first.events.get(timeout=60)[1], Token)
+    ticket.cancel()
+    second.wait(1)
+    drawn = policy.model.config.max_positions
+    while not first.events.empty():
+        _, event = first.events.get()
+        drawn -= 1
+        assert isinstance(event, Token)  # no end was announced
+    assert drawn > policy.model.config.max_positions - 119
+    assert scheduler.num_pending == 0
+
+
+def test_a_listener_that_raises_is_dropped(scheduler: Scheduler) -> None:
+    def broken(index: int, event: Event) -> None:
+        raise RuntimeError("gone")
+
+    scheduler.submit([long_ask()], broken)
+    inbox = Inbox()
+    scheduler.submit([long_ask(1, length=5)], inbox)
+    assert len(inbox.wait(1)) == 1
+
+
+def test_a_failing_step_is_told_and_survived(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, failed = Engine.decode, threading.Event()
+
+    def fails_once(self: Engine, state: Any) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("CUDA out of memory")
+        original(self, state)
+
+    monkeypatch.setattr(Engine, "decode", fails_once)
+    inbox, after = Inbox(), Inbox()
+    scheduler.submit([long_ask()], inbox)
+    (error,) = inbox.wait(1).values()
+    assert str(error) == "CUDA out of memory"
+    scheduler.submit([long_ask(1, length=7)], after)
+    (end,) = after.wait(1).values()
+    assert isinstance(end, Completion)
+    assert len(end.ids) == 7
+    future = scheduler.score([(5, 10_000)], 1)  # an id that nobody checked
+    assert future.exception(timeout=60) is not None
+    assert scheduler.score([(5, 6)], 1).result(timeout=60)
+
+
+def test_closing_tells_everyone(endless: threading.Event) -> None:
+    scheduler = Scheduler(make_policy(), context=128, max_waiting=4)
+    inbox = Inbox()
+    scheduler.submit([long_ask(n) for n in range(6)], inbox)
+    inbox.events.get(timeout=60)
+    threading.Timer(0.1, endless.set).start()
+    scheduler.close()
+    assert {str(end) for end in inbox.wait(6).values()} == {"the server is closing"}
+    with pytest.raises(BusyError, match="closing"):
+        scheduler.submit([long_ask()], inbox)
+
+
+def test_prompts_that_do_not_fit(scheduler: Scheduler) -> None:
+    scheduler.check((65,) * 127)
+    with pytest.raises(UserError, match="has 128 tokens, the context served here holds 128"):
+        scheduler.check((65,) * 128)
+    scheduler.check((65,) * 128, room=0)
+    with pytest.raises(UserError, match="prompt 3 has token id 258"):
+        scheduler.check((258,), "prompt 3")
+
+
+# --- text ------------------------------------------------------------------------------------------------------
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    text = TokenText(tokenizer, (65,))
+    return [text.push(index) for index in ids] + [text.flush()]
+
+
+def test_characters_are_never_cut() -> None:
+    """Every token is one byte: a piece comes when its character is whole."""
+    tokenizer = Tokenizer.bytes()
+    for said in ("aé中😀b", "👩‍👩‍👧", "x\ufffdy"):
+        got = pieces(tokenizer, tokenizer.encode(said))
+        assert "".join(got) == said
+        assert [piece for piece in got if piece] == list(said) or "\ufffd" in said
+
+
+def test_broken_bytes_are_the_same_as_decoded_at_once() -> None:
+    tokenizer, generator = Tokenizer.bytes(), torch.Generator().manual_seed(3)
+    for length in (1, 2, 5, 40, 300):
+        ids = torch.randint(120, 256, (length,), generator=generator).tolist()
+        got = pieces(tokenizer, ids)
+        assert "".join(got) == tokenizer.decode(ids)
+    # Garbage does not pile up: it is let go of in time.
+    assert max(map(len, got)) < 40
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """SentencePiece spells unknown characters as <0x..> tokens, and marks word beginnings."""
+    words = {"<unk>": 0, "▁a": 1, "b": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    backend = Backend(models.BPE(vocab=words, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(backend, roles={})
+
+
+@pytest.mark.parametrize("stop", ["。", "😀", "中。", "b"])
+def test_a_stop_string_is_found_among_byte_tokens(policy: Policy, stop: str) -> None:
+    """A window that begins inside a character hides nothing: its decoder gives up a whole run of bytes."""
+    for num_before in range(9):
+        text = "中" * num_before + stop
+        ids = [2] if text == "b" else [3 + byte for byte in text.encode()]
+        engine = Engine(policy.model, stop_ids=(), decode=byte_fallback_tokenizer().decode)
+        state = Rows.empty(1, len(ids), torch.device("cpu"))
+        params = SamplingParams(max_new_tokens=len(ids))
+        request = Request(prompt_ids=(1,), seeds=(0,))
+        state.jobs.append(Job(request=request, seed=0, params=params, stop_strings=(stop,)))
+        state.tokens[0, : len(ids)] = torch.tensor(ids)
+        for count in range(1, len(ids) + 1):
+            state.counts[0] = count
+            engine.stop_on_text(state)
+            assert bool(state.stopped[0]) == (count == len(ids))
+
+
+def test_byte_fallback_tokens_become_characters() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    ids = [1, *(3 + byte for byte in "中😀".encode()), 2, 1]
+    assert [piece for piece in pieces(tokenizer, ids) if piece] == [" a", "中", "😀", "b", " a"]
+
+
+def test_stop_strings_are_cut_and_their_beginnings_held() -> None:
+    stops = StopText(["###", "END"])
+    assert [stops.push(text) for text in ("a#", "b##", "c E", "N", "d", "#", "##e")] == [
+        "a",
+        "#b",
+        "##c ",
+        "",
+        "ENd",
+        "",
+        "",
+    ]
+    assert stops.push("more") == stops.flush() == ""
+    open_end = StopText(["###"])
+    assert open_end.push("a##") + open_end.flush() == "a##"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+@pytest.mark.parametrize(
+    ("schema", "said", "thinking", "answer"),
+    [
+        ("think_answer", "1+1</think>\n<answer> 2 </answer>", "1+1", "2"),
+        ("think_answer", "never closed <answer>2</answer>", "never closed <answer>2</answer>", ""),
+        ("think_answer", "t</think>a < b <answer>c</answer> d\n", "t", "a < b c d"),
+        ("think_answer", "</think></think>x", "", "</think>x"),
+        ("reasoning_answer", "hm <reasoning>t</reasoning><answer>5</answer>", "t", "hm5"),
+        ("reasoning_answer", "<reason", "", "<reason"),
+    ],
+)
+def test_thinking_and_answer_part_however_they_come(
+    schema: str, said: str, thinking: str, answer: str, size: int
+) -> None:
+    response = ResponseText(SCHEMAS[schema])
+    got = [response.push(said[n : n + size]) for n in range(0, len(said), size)] + [
+        response.push("", last=True)
+    ]
+    assert "".join(piece.thinking for piece in got) == thinking
+    text = "".join(piece.answer for piece in got)
+    assert text == answer.replace("hm5", "hm 5")
+
+
+def test_conversations_are_asked_as_the_policy_is(policy: Policy) -> None:
+    with pytest.raises(UserError, match="bare question: send one user message"):
+        chat_prompt(policy, [{"role": "user", "content": "1+1"}])  # with the instruction in front
+    policy.system_prompt = False
+    asked = [{"role": "user", "content": "1+1="}]
+    assert policy.tokenizer.decode(chat_prompt(policy, asked)) == "1+1=<think>"
+    base = Policy(policy.model, policy.tokenizer.with_template(BASE_TEMPLATE), policy.schema)
+    text = base.tokenizer.decode(chat_prompt(base, asked))
+    assert text == f"{base.schema.system_prompt}\n\nQuestion: 1+1=\nAnswer:\n<think>"
+    own = chat_prompt(base, [{"role": "system", "content": "Be brief."}, *asked])
+    assert base.tokenizer.decode(own) == "Be brief.\n\nQuestion: 1+1=\nAnswer:\n<think>"
+    deaf = policy.tokenizer.with_template(
+        "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}\n{% endfor %}"
+    )
+    with pytest.raises(UserError, match=r"leaves out message 0 \(system\)"):
+        chat_prompt(Policy(policy.model, deaf, policy.schema), asked)
+
+
+def test_equal_params_are_one_group() -> None:
+    from whet.generate.rows import by_params
+
+    request = Request(prompt_ids=(1,), seeds=(0,))
+    jobs = [Job(request=request, seed=0, params=replace(PARAMS[n % 2])) for n in range(4)]
+    assert [members for _, members in by_params(jobs)] == [[0, 2], [1, 3]]
+    same = [Job(request=request, seed=0, params=PARAMS[0]) for _ in range(3)]
+    assert [members for _, members in by_params(same)] == [None]

@@ -1,0 +1,628 @@
+"""`whet serve` with its real clients: the official openai package, and lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, normalizers
+
+from whet.algo.packing import TrainingSequence, pack
+from whet.generate.engine import Request
+from whet.generate.policy import Policy, PolicyConfig
+from whet.generate.rows import Token
+from whet.generate.sampling import SamplingParams
+from whet.generate.scoring import score_micro_batch
+from whet.model.config import ModelConfig
+from whet.model.text.tokenizer import Tokenizer
+from whet.model.weights import build_model
+from whet.schema import SCHEMAS
+from whet.serve import api as serve_api
+from whet.serve import openai as serve_reply
+from whet.serve import serve
+from whet.serve.openai import choice_seeds
+from whet.serve.scheduler import Scheduler
+from whet.serve.serve import ServeConfig
+from whet.serve.stream import chat_prompt
+from whet.types import UserError
+
+for package in ("uvicorn", "starlette", "openai"):
+    pytest.importorskip(package, reason="whet serve is an extra: pip install 'whet[web]' openai")
+import openai  # noqa: E402
+import uvicorn  # noqa: E402
+
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+NAME = "tiny"
+
+
+def make_policy(max_rows: int = 8, *, endless: bool = False) -> Policy:
+    schema = SCHEMAS["think_answer"]
+    tokenizer = Tokenizer.bytes(schema.tags).with_template(CHATML)
+    shape = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_positions=4096,
+    )
+    model = build_model(shape)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():  # logits of a few units
+            parameter.normal_(0.0, 0.3, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
+        for tag in schema.tags:  # the tags are likely, so that completions have both parts
+            model.head_weight[tokenizer.encode(tag)] *= 2.0
+    policy = Policy(model.eval(), tokenizer, schema, max_rows=max_rows)
+    if endless:  # greedy decoding never draws what ends a completion
+        with torch.no_grad():
+            model.head_weight[list(policy.stop_ids)] = 0.0
+    return policy
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server in a thread of ours."""
+
+    policy: Policy
+    scheduler: Scheduler
+    url: str
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="x", max_retries=0, **options)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(
+            f"{self.url}{path}",
+            content=content,
+            headers={"content-type": "application/json"} | headers,
+            timeout=60,
+        )
+
+    def await_idle(self) -> None:
+        deadline = time.monotonic() + 60
+        while self.scheduler.num_pending and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert self.scheduler.num_pending == 0
+
+
+def run_server(
+    policy: Policy, *, max_waiting: int = 256, context: int = 1024, api_key: str = ""
+) -> Iterator[Running]:
+    with Scheduler(policy, context=context, max_waiting=max_waiting) as scheduler:
+        api = serve_api.Api(policy, scheduler, name=NAME, split_thinking=True)
+        app = serve_api.make_app(api, api_key=api_key, hosts=serve.LOCAL)
+        options = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+        server = uvicorn.Server(options)
+        listener = serve.listen("127.0.0.1", 0)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            deadline = time.monotonic() + 60
+            while not server.started and time.monotonic() < deadline:
+                time.sleep(0.01)
+            yield Running(policy, scheduler, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            listener.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    torch.set_num_threads(1)
+    yield from run_server(make_policy())
+
+
+@pytest.fixture(scope="module")
+def twin() -> Policy:
+    """The same policy once more: the server's belongs to its scheduler."""
+    return make_policy()
+
+
+def by_the_engine(
+    policy: Policy, prompt: tuple[int, ...], seed: int, params: SamplingParams, num_choices: int = 1
+) -> list[str]:
+    """What the engine makes of a prompt on its own, as text."""
+    request = Request(prompt_ids=prompt, seeds=choice_seeds(seed, num_choices))
+    (row,) = policy.engine().generate([request], params)
+    return [policy.completion_text(prompt, done.ids) for done in row]
+
+
+def split(text: str) -> tuple[str, str]:
+    """Part thinking and answer by hand."""
+    thinking, closed, rest = text.partition("</think>")
+    return thinking, rest.replace("<answer>", "").replace("</answer>", "").strip() if closed else ""
+
+
+def messages(text: str) -> list[Any]:
+    return [{"role": "system", "content": "Add."}, {"role": "user", "content": text}]
+
+
+def test_chat_with_the_official_client(server: Running, twin: Policy) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=60)
+    prompt = chat_prompt(twin, messages("1+1=é"))
+    with server.client() as client:
+        whole = client.chat.completions.create(
+            model=NAME, messages=messages("1+1=é"), seed=7, temperature=0.8, top_p=0.9, max_tokens=60, n=3
+        )
+        stream = client.chat.completions.create(
+            model=NAME,
+            messages=messages("1+1=é"),
+            seed=7,
+            temperature=0.8,
+            top_p=0.9,
+            max_completion_tokens=60,
+            n=3,
+            stream=True,
+            stream_options={"include_usage": True},
+            logprobs=True,
+            top_logprobs=2,
+        )
+        chunks = list(stream)
+    expected = [split(text) for text in by_the_engine(twin, prompt, 7, params, 3)]
+    assert len(set(expected)) == 3
+    got: list[Any] = [choice.message for choice in whole.choices]
+    assert [(message.reasoning_content, message.content) for message in got] == expected
+    streamed = [["", ""] for _ in expected]
+    reasons: dict[int, str] = {}
+    logprobs = 0
+    for chunk in chunks[:-1]:
+        for choice in chunk.choices:
+            delta: Any = choice.delta
+            streamed[choice.index][0] += getattr(delta, "reasoning_content", None) or ""
+            streamed[choice.index][1] += delta.content or ""
+            logprobs += len((choice.logprobs and choice.logprobs.content) or ())
+            reasons |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
+    assert [tuple(parts) for parts in streamed] == expected
+    assert [reasons[n] for n in range(3)] == [choice.finish_reason for choice in whole.choices]
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage == whole.usage
+    assert usage.prompt_tokens == len(prompt)
+    assert usage.completion_tokens == logprobs > 0
+    assert any(thinking and answer for thinking, answer in expected)  # or nothing was split
+
+
+def test_completions_with_the_official_client(server: Running, twin: Policy) -> None:
+    params = SamplingParams(max_new_tokens=20)
+    with server.client() as client:
+        prompts = ["2+2=", "Once"]
+        whole = client.completions.create(model=NAME, prompt=prompts, max_tokens=20, n=2, seed=3)
+        ids = client.completions.create(model=NAME, prompt=[list(b"2+2=")], max_tokens=20, n=2, seed=3)
+        stream = client.completions.create(
+            model=NAME, prompt="2+2=", max_tokens=20, seed=3, stream=True, echo=True
+        )
+        text = "".join(choice.text for chunk in stream for choice in chunk.choices)
+    expected = [by_the_engine(twin, tuple(prompt.encode()), 3, params, 2) for prompt in prompts]
+    assert [choice.text for choice in whole.choices] == [*expected[0], *expected[1]]
+    assert [choice.text for choice in ids.choices] == expected[0]  # other prompts beside it change nothing
+    assert text == "2+2=" + expected[0][0]
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == 8
+
+
+def test_a_stop_string_is_cut_from_the_text(server: Running, twin: Policy) -> None:
+    (free,) = by_the_engine(twin, tuple(b"abc"), 5, SamplingParams(max_new_tokens=80))
+    place = next(
+        n for n in range(5, len(free)) if free[n : n + 2].isascii() and free.find(free[n : n + 2]) == n
+    )
+    stop = free[place : place + 2]
+    with server.client() as client:
+        options: dict[str, Any] = {
+            "model": NAME,
+            "prompt": "abc",
+            "max_tokens": 80,
+            "seed": 5,
+            "stop": [stop],
+        }
+        whole = client.completions.create(**options)
+        streamed = "".join(c.choices[0].text for c in client.completions.create(**options, stream=True))
+    assert whole.choices[0].text == streamed == free[:place]
+    assert whole.choices[0].finish_reason == "stop"
+
+
+def test_sixty_four_streams_at_once(server: Running, twin: Policy) -> None:
+    """Eight rows, 64 clients, four kinds of sampling: nothing mixed, and the server is alive afterwards."""
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 30}]
+
+    async def one(client: openai.AsyncOpenAI, index: int) -> str:
+        kind: dict[str, Any] = dict(kinds[index % 4])
+        extra = {"extra_body": {"top_k": kind.pop("top_k")}} if "top_k" in kind else {}
+        stream = await client.completions.create(
+            model=NAME,
+            prompt=f"{index}+{index}=",
+            seed=index,
+            max_tokens=10 + index % 30,
+            stream=True,
+            **kind,
+            **extra,
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def everyone() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            return await asyncio.gather(*[one(client, index) for index in range(64)])
+
+    got = asyncio.run(everyone())
+    for index, text in enumerate(got):
+        params = SamplingParams(max_new_tokens=10 + index % 30, **kinds[index % 4])  # type: ignore[arg-type]
+        assert [text] == by_the_engine(twin, tuple(f"{index}+{index}=".encode()), index, params)
+    server.await_idle()
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "pending": 0}
+
+
+def trainer_scores(policy: Policy, ids: list[int], start: int) -> list[float]:
+    """Log-probabilities of ids[start:] by the trainer's code."""
+    sequence = TrainingSequence(
+        prompt_ids=tuple(ids[:start]),
+        completion_ids=tuple(ids[start:]),
+        sampler_logprobs=(0.0,) * (len(ids) - start),
+    )
+    (micro,) = pack([sequence], token_budget=10_000).micro_batches
+    with torch.no_grad():
+        return score_micro_batch(policy.model, micro)[0].tolist()
+
+
+def test_echo_scores_the_prompt(server: Running, twin: Policy) -> None:
+    """As harnesses measure likelihoods: token ids in, the logarithms of every token but the first out."""
+    prompt = list("2+2=é.".encode())
+    options: dict[str, Any] = {
+        "model": NAME,
+        "prompt": [prompt],
+        "echo": True,
+        "logprobs": 2,
+        "temperature": 0,
+    }
+    with server.client() as client:
+        (alone,) = client.completions.create(**options, max_tokens=0).choices
+        (more,) = client.completions.create(**options, max_tokens=1).choices
+    assert alone.logprobs is not None
+    assert more.logprobs is not None
+    scores = alone.logprobs.token_logprobs
+    assert scores is not None
+    assert scores[0] is None
+    assert scores[1:] == trainer_scores(twin, prompt, 1)  # exact arithmetic: to the last bit
+    assert more.logprobs.token_logprobs is not None
+    assert more.logprobs.token_logprobs[:-1] == scores
+    assert alone.logprobs.tokens == ["2", "+", "2", "=", "\ufffd", "\ufffd", "."]
+    assert alone.logprobs.text_offset == [0, 1, 2, 3, 4, 4, 5]
+    assert alone.text == "2+2=é."
+    assert (alone.finish_reason, more.finish_reason) == ("length", "length")
+    tops = more.logprobs.top_logprobs
+    assert tops is not None
+    assert tops[0] is None
+    assert more.logprobs.token_logprobs[-1] == max(tops[-1].values())  # greedy
+    # As OpenAI does it, the token itself is among them: up to one more than was asked for.
+    tokens = more.logprobs.tokens
+    assert tokens is not None
+    for place in range(1, len(tops)):
+        assert tops[place][tokens[place]] >= more.logprobs.token_logprobs[place]
+        assert len(tops[place]) <= 3
+
+
+def sentencepiece_policy() -> Policy:
+    """A policy as Llama's are: a BOS before every prompt, and a space that opens it and is not shown."""
+    words = {"<unk>": 0, "<s>": 1, "▁": 2, "a": 3, "b": 4}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = Tokenizer(backend, roles={"bos_token": "<s>", "unk_token": "<unk>"}, adds_bos=True)
+    return Policy(make_policy().model, tokenizer, SCHEMAS["think_answer"], max_rows=64)
+
+
+def test_offsets_of_an_echo_are_places_in_its_text() -> None:
+    """The BOS that the server put before a text has no place in it, nor has the space that opens it."""
+    policy = sentencepiece_policy()
+    for text, ids, offsets in (
+        ("ab a", [1, 2, 3, 4, 2, 3], [0, 0, 0, 1, 2, 3]),
+        ("<s> a", [1, 2, 3], [0, 3, 4]),
+    ):
+        echo = serve_reply.echo_of(policy, text, [Token(index) for index in ids])
+        assert [offset for _, offset in echo.tokens] == offsets
+
+
+def test_a_stop_string_that_begins_with_a_space_is_found_at_the_start() -> None:
+    policy = sentencepiece_policy()
+    engine = policy.engine()
+    engine.stop_strings = (" a",)
+    request = Request(prompt_ids=(1, 2, 4), seeds=tuple(range(300)))
+    (rows,) = engine.generate([request], SamplingParams(max_new_tokens=8))
+    texts = [policy.tokenizer.decode_completion(request.prompt_ids, row.ids) for row in rows]
+    assert " a" in texts  # two tokens, the first of the completion
+    for row, text in zip(rows, texts, strict=True):
+        assert (row.finish_reason == "stop") == (" a" in text)
+        assert " a" not in text[:-1]
+
+
+def test_a_client_that_leaves_frees_its_row() -> None:
+    with contextmanager(run_server)(make_policy(endless=True)) as server:
+        for body in ({"stream": True}, {"n": 2}):
+            asked = {"model": NAME, "temperature": 0, "prompt": "a", "max_tokens": 1000}
+            data = json.dumps(asked | body).encode()
+            host, port = server.url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port))) as connection:
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+                connection.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+                deadline = time.monotonic() + 60
+                while not server.scheduler.num_pending and time.monotonic() < deadline:
+                    time.sleep(0.001)
+            server.await_idle()
+        stats = server.scheduler._engine.stats
+        assert stats.decode_steps < 1900  # to the end they would be 999 for either
+
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+GOOD_CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+GOOD_TEXT = {"model": NAME, "prompt": "hi", "max_tokens": 2}
+BAD: list[tuple[str, dict[str, Any], int, str]] = [
+    (CHAT, {"model": "gpt-5"}, 404, "the model 'gpt-5' does not exist; this server has 'tiny'"),
+    (CHAT, {"model": None}, 400, "model: expected a name"),
+    (CHAT, {"messages": []}, 400, "messages: expected a list with at least one message, got []"),
+    (
+        CHAT,
+        {"messages": [{"role": "robot", "content": "x"}]},
+        400,
+        "messages[0].role: expected system, developer,",
+    ),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content: expected text, got 5"),
+    (CHAT, {"messages": [{"role": "assistant", "content": "x"}]}, 400, "expected user for the last message"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "text holds a lone surrogate"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "x" * 5000}]},
+        400,
+        "the context served here holds 1024",
+    ),
+    (CHAT, {"temperature": "hot"}, 400, 'temperature: expected a number, got "hot"'),
+    (CHAT, {"temperature": -1}, 400, "temperature = -1: expected 0 (greedy) to 10"),
+    (CHAT, {"top_p": 0}, 400, "top_p = 0: expected above 0"),
+    (CHAT, {"n": 0}, 400, "n = 0: expected 1 to 128"),
+    (CHAT, {"n": True}, 400, "n: expected a whole number, got true"),
+    (CHAT, {"max_tokens": 0}, 400, "max_tokens = 0: expected 1 or more"),
+    (CHAT, {"stop": [1]}, 400, "stop: expected a text or at most 16 texts, got [1]"),
+    (CHAT, {"top_logprobs": 3}, 400, "top_logprobs needs logprobs = true"),
+    (CHAT, {"frequency_penalty": 0.5}, 400, "frequency_penalty is not supported by this server"),
+    (CHAT, {"tools": [{"type": "function"}]}, 400, "tools is not supported"),
+    (CHAT, {"temprature": 1}, 400, "Unrecognized request argument supplied: temprature"),
+    (CHAT, {"seed": 2**70}, 400, "seed = 1180591620717411303424: expected"),
+    (TEXT, {"prompt": ""}, 400, "the prompt is empty: expected at least one token"),
+    (TEXT, {"prompt": None}, 400, "prompt: expected a text, token ids, or a list"),
+    (TEXT, {"prompt": [1, 99999]}, 400, "has token id 99999, the model's vocabulary has 262 rows"),
+    (TEXT, {"prompt": [10**30]}, 400, "has token id 1000000000000000000000000000000"),
+    (TEXT, {"prompt": ["a", [1, "b"]]}, 400, "prompt[1]: expected a text or a list of token ids"),
+    (TEXT, {"logprobs": 50}, 400, "logprobs = 50: expected 0 to 20"),
+    (TEXT, {"max_tokens": 0}, 400, "max_tokens = 0: expected 1"),
+    (TEXT, {"prompt": ["a"] * 4, "n": 128}, 400, "512 completions at once; this server takes at most 264"),
+    (TEXT, {"stream": 1}, 400, "stream: expected true or false, got 1"),
+]
+
+
+@pytest.mark.parametrize(("path", "changes", "status", "message"), BAD)
+def test_mistakes_are_told_in_one_line(
+    server: Running, path: str, changes: dict[str, Any], status: int, message: str
+) -> None:
+    reply = server.post(path, (GOOD_CHAT if path == CHAT else GOOD_TEXT) | changes)
+    error = reply.json()["error"]
+    assert reply.status_code == status
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_bodies_that_are_no_requests(server: Running) -> None:
+    for body, message in (
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"model": NaN}', "NaN is not JSON"),
+        (b"[]", "a JSON list; expected an object"),
+        (b"\xff\xfe", "not JSON"),
+        # Half a character: in a stop string it would have failed everyone who is being served.
+        (b'{"model": "tiny", "prompt": "a", "stop": "\\ud83d"}', "holds a lone surrogate"),
+        (b'{"model": "tiny", "prompt": "a", "\\udc00": 1}', "holds a lone surrogate"),
+        (b'{"model": "tiny", "prompt": "a", "max_tokens": 0}', "max_tokens = 0: expected 1 or more"),
+    ):
+        reply = server.post(TEXT, body)
+        assert reply.status_code == 400
+        assert message in reply.json()["error"]["message"]
+    assert server.post(TEXT, b" " * (serve_api.MAX_BODY_BYTES + 1)).status_code == 413
+    form = httpx.post(f"{server.url}{TEXT}", data={"prompt": "x"})
+    assert (form.status_code, "application/json" in form.text) == (415, True)
+    assert httpx.get(f"{server.url}{TEXT}").status_code == 405
+    missing = httpx.get(f"{server.url}/v1/embeddings")
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
+    # A web page whose host name was made to point here.
+    assert server.post(TEXT, GOOD_TEXT, host="evil.example").status_code == 403
+    assert server.post(TEXT, GOOD_TEXT).status_code == 200
+
+
+def test_errors_reach_the_official_client(server: Running) -> None:
+    with server.client() as client:
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.completions.create(model="x", prompt="a")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=NAME, prompt="a" * 2000)
+        assert caught.value.code == "context_length_exceeded"
+        assert [model.id for model in client.models.list()] == [NAME]
+        assert client.models.retrieve(NAME).id == NAME
+
+
+def test_a_slow_body_is_cut_off(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_api, "RECEIVE_S", 0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{{"
+        connection.sendall(head.encode())
+        assert b" 408 " in connection.recv(4096).partition(b"\r\n")[0]
+
+
+def test_a_full_server_says_so_and_a_key_is_asked_for() -> None:
+    with contextmanager(run_server)(
+        make_policy(max_rows=1, endless=True), max_waiting=0, api_key="secret"
+    ) as server:
+        assert server.post(TEXT, GOOD_TEXT).status_code == 401
+        assert server.post(TEXT, GOOD_TEXT, authorization="Bearer wrong").status_code == 401
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        with httpx.Client(headers={"authorization": "Bearer secret"}, timeout=60) as client:
+            body = GOOD_TEXT | {"max_tokens": 1000, "stream": True, "temperature": 0}
+            with client.stream("POST", f"{server.url}{TEXT}", json=body) as first:
+                lines = first.iter_lines()
+                next(lines)
+                refused = client.post(f"{server.url}{TEXT}", json=GOOD_TEXT)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "overloaded"
+            assert refused.headers["retry-after"] == "1"
+            server.await_idle()
+            assert client.post(f"{server.url}{TEXT}", json=GOOD_TEXT).status_code == 200
+
+
+# --- lm-evaluation-harness -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("lm_eval", "tenacity", "aiohttp"))),
+    reason="lm_eval is not installed (pip install 'lm-eval[api]')",
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_harness_measures_what_the_trainer_measures(
+    server: Running, twin: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own client classes: likelihoods through echo, and texts until a stop string, plain and as a chat."""
+    monkeypatch.setenv("OPENAI_API_KEY", "x")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+    twin.tokenizer.save(tmp_path)
+    text: Any = LocalCompletionsAPI(
+        base_url=f"{server.url}{TEXT}",
+        model=NAME,
+        tokenizer=str(tmp_path),
+        tokenizer_backend="huggingface",
+        num_concurrent=4,
+        max_length=512,
+        seed=1,
+    )
+
+    def asked(kind: str, rows: list[tuple[Any, ...]]) -> list[Any]:
+        return [
+            Instance(request_type=kind, doc={}, arguments=row, idx=index)  # type: ignore[arg-type]
+            for index, row in enumerate(rows)
+        ]
+
+    pairs = [("Question: 2+2=", " 4"), ("Question: 2+2=", " five"), ("A", "AAA")]
+    for (context, continuation), (logprob, greedy) in zip(
+        pairs, text.loglikelihood(asked("loglikelihood", pairs)), strict=True
+    ):
+        ids = list((context + continuation).encode())
+        scores = trainer_scores(twin, ids, len(context.encode()))
+        assert logprob == pytest.approx(sum(scores), abs=1e-4)
+        (best,) = twin.engine().generate(
+            [Request(prompt_ids=tuple(context.encode()), seeds=(0,))],
+            SamplingParams(temperature=0, max_new_tokens=len(scores)),
+        )
+        assert greedy == (list(best[0].ids) == ids[-len(scores) :])
+    rules = {"until": ["\n"], "max_gen_toks": 30, "temperature": 0}
+    (said,) = text.generate_until(asked("generate_until", [("Once", rules)]))
+    (free,) = by_the_engine(twin, tuple(b"Once"), 1, SamplingParams(temperature=0, max_new_tokens=30))
+    assert said == free.partition("\n")[0]
+    chat: Any = LocalChatCompletion(
+        base_url=f"{server.url}{CHAT}", model=NAME, tokenizer_backend=None, num_concurrent=1
+    )
+    from lm_eval.models.api_models import JsonChatStr
+
+    row = (JsonChatStr(json.dumps([{"role": "user", "content": "hi"}])), rules | {"until": ["~~"]})
+    (reply,) = chat.generate_until(asked("generate_until", [row]))
+    prompt = chat_prompt(twin, [{"role": "user", "content": "hi"}])
+    (raw,) = by_the_engine(twin, prompt, 1, SamplingParams(temperature=0, max_new_tokens=30))
+    assert reply == split(raw)[1]
+
+
+# --- the program -----------------------------------------------------------------------------------------------
+
+
+def test_configs_that_cannot_be_served() -> None:
+    for options, message in (
+        ({"host": "0.0.0.0"}, "host = '0.0.0.0' can be reached from other machines: give --api-key KEY"),
+        ({"host": "example.com"}, "can be reached from other machines"),
+        ({"port": -1}, "port = -1: expected 0"),
+        ({"context": 1}, "context = 1: expected 2 or more"),
+        ({"max_waiting": -1}, "max_waiting = -1: expected 0 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ServeConfig(policy=PolicyConfig(init="x"), **options)
+    ServeConfig(policy=PolicyConfig(init="x"), host="0.0.0.0", api_key="k")
+    ServeConfig(policy=PolicyConfig(init="x"), host="::1")
+    with pytest.raises(ValueError, match="no model: name a run folder"):
+        ServeConfig()
+
+
+def test_addresses_that_cannot_be_had() -> None:
+    with serve.listen("127.0.0.1", 0) as taken:
+        with socket.create_connection(taken.getsockname()[:2], timeout=10):
+            pass  # the address can be printed now: nobody who reads it is refused
+        with pytest.raises(UserError, match="cannot listen at 127.0.0.1 port .*: Address already in use"):
+            serve.listen("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UserError, match="cannot listen at 192.0.2.1"):
+        serve.listen("192.0.2.1", 0)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(UserError, match=r"whet serve needs uvicorn: pip install 'whet\[web\]'"):
+        serve.main(ServeConfig(policy=PolicyConfig(init="x")))
+
+
+def test_the_program_serves_a_folder_until_interrupted(tmp_path: Path) -> None:
+    make_policy(endless=True).save(tmp_path / "mine")
+    code = (
+        "import sys; from whet.serve.serve import *; "
+        "main(ServeConfig(policy=PolicyConfig(init=sys.argv[1], max_rows=4), port=0, context=4096))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "mine")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "(4 rows of 4,096 tokens); Ctrl-C ends it" in line, line
+        url = line.split(" at ")[1].split(" ")[0]
+        body = {"model": "mine", "prompt": "a", "max_tokens": 3}
+        assert (
+            httpx.post(f"{url}/completions", json=body, timeout=60).json()["usage"]["completion_tokens"] <= 3
+        )
+        body |= {"max_tokens": 4000, "temperature": 0, "stream": True, "n": 4}
+        with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            rest = "".join(lines)  # an open stream is ended, not torn off
+        assert "the server is closing" in rest or "[DONE]" in rest
+        assert process.stdout.read() == "stopped\n"
+        assert process.wait(60) == 0

@@ -1,0 +1,301 @@
+"""Checkpoints are whole or absent, and a damaged one is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.storage import commit
+from whet.storage.checkpoint import load_step, save_step, saved_steps, step_folder
+from whet.storage.commit import MANIFEST, commit_folder, recover, verify_folder
+from whet.storage.folder import open_run
+from whet.types import UserError
+
+
+def write_model(folder: Path) -> None:
+    (folder / "model.bin").write_bytes(bytes(range(256)) * 8)
+    (folder / "config.json").write_text("{}")
+
+
+def save(run: Path, step: int, keep: int = 2) -> Path:
+    tensors = {"w/exp_avg": torch.full((3, 2), float(step)), "w/step": torch.tensor(float(step))}
+    return save_step(
+        run, step, write_model=write_model, tensors=tensors, state={"cursor": 10 * step}, keep=keep
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    assert load_step(tmp_path) is None
+    folder = save(tmp_path, 7)
+    verify_folder(folder)
+    found = load_step(tmp_path)
+    assert found is not None
+    assert found.folder == folder == step_folder(tmp_path, 7)
+    tensors = found.read({})
+    assert torch.equal(tensors["w/exp_avg"], torch.full((3, 2), 7.0))
+    assert tensors["w/step"].shape == ()
+    assert found.state == {"step": 7, "cursor": 70}
+
+
+def write(final: Path, content: str, error: BaseException | None = None) -> None:
+    with commit_folder(final) as folder:
+        (folder / "a").write_text(content)
+        if error is not None:
+            raise error
+
+
+def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    final = tmp_path / "step_00000001"
+    for error in (RuntimeError("disk"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            write(final, "new", error)
+        assert names(tmp_path) == []
+    write(final, "old")
+    with pytest.raises(RuntimeError):
+        write(final, "new", RuntimeError("disk"))
+    assert names(tmp_path) == ["step_00000001"]
+    assert (final / "a").read_text() == "old"
+    verify_folder(final)
+
+
+def test_a_commit_replaces_the_whole_folder(tmp_path: Path) -> None:
+    for content in ("old", "new"):
+        with commit_folder(tmp_path / "best") as folder:
+            (folder / content).write_text(content)
+            assert not (tmp_path / "best" / content).exists()
+    assert names(tmp_path) == ["best"]
+    assert names(tmp_path / "best") == [MANIFEST, "new"]
+
+
+def test_everything_is_on_disk_before_the_name_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    sync, rename = commit.sync, Path.rename
+    monkeypatch.setattr(commit, "sync", lambda path: (events.append(f"sync {path.name}"), sync(path)))
+    monkeypatch.setattr(Path, "rename", lambda a, b: (events.append("rename"), rename(a, b))[1])
+    with commit_folder(tmp_path / "best") as folder:
+        write_model(folder)
+        inner = folder.name
+    before = set(events[: events.index("rename")])
+    assert before == {"sync model.bin", "sync config.json", f"sync {MANIFEST}", f"sync {inner}"}
+    assert events[-1] == f"sync {tmp_path.name}"
+
+
+def flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+DAMAGES = (flip_bit, cut, Path.unlink)
+FILES = ("model.bin", "config.json", "training/optimizer.safetensors", "training/state.json")
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, grow])
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_noticed_and_the_checkpoint_before_is_used(
+    damage: Callable[[Path], None], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    damage(step_folder(tmp_path, 2) / name)
+    with pytest.raises(UserError, match=name):
+        verify_folder(step_folder(tmp_path, 2))
+    found = load_step(tmp_path)
+    assert found is not None
+    assert found.state["step"] == 1
+    assert "warning" in (output := capsys.readouterr().out)
+    assert name in output
+    assert saved_steps(tmp_path) == [1]
+    assert ".corrupt-step_00000002" in names(tmp_path / "checkpoints")
+    # The run reaches the step again, and it happens again.
+    save(tmp_path, 2)
+    damage(step_folder(tmp_path, 2) / name)
+    assert load_step(tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"files": 3}', '{"files": {"a": {}}}', '{"files": {"a": 1}}']
+)
+def test_a_broken_manifest_is_noticed(text: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    (step_folder(tmp_path, 2) / MANIFEST).write_text(text)
+    with pytest.raises(UserError, match="no readable manifest"):
+        verify_folder(step_folder(tmp_path, 2))
+    found = load_step(tmp_path)
+    assert found is not None
+    assert found.state["step"] == 1
+
+
+def test_any_flipped_byte_of_a_manifest_is_noticed_or_harmless(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    path = folder / MANIFEST
+    whole = path.read_bytes()
+    generator = random.Random(0)
+    for _ in range(100):
+        data = bytearray(whole)
+        data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+        path.write_bytes(data)
+        try:
+            verify_folder(folder)
+        except UserError:
+            continue
+        # Accepted: then every file is still named with its size and hash.
+        assert json.loads(data)["files"] == json.loads(whole)["files"]
+
+
+def test_no_readable_checkpoint_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    for step in (1, 2):
+        cut(save(tmp_path, step) / "model.bin")
+    with pytest.raises(UserError, match=r"no checkpoint can be read.*model\.bin"):
+        load_step(tmp_path)
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(2, [4, 5]), (0, [4, 5]), (3, [3, 4, 5])])
+def test_the_newest_are_kept(keep: int, kept: list[int], tmp_path: Path) -> None:
+    with commit_folder(tmp_path / "checkpoints" / "best") as folder:
+        write_model(folder)
+    for step in range(1, 6):
+        save(tmp_path, step, keep=keep)
+    assert saved_steps(tmp_path) == kept
+    assert names(tmp_path / "checkpoints") == ["best", *(f"step_{step:08d}" for step in kept)]
+
+
+def test_unfinished_folders_are_no_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    shutil.copytree(step_folder(tmp_path, 1), step_folder(tmp_path, 2))
+    (step_folder(tmp_path, 2) / MANIFEST).unlink()
+    (tmp_path / "checkpoints" / "step_x").mkdir()
+    assert saved_steps(tmp_path) == [1]
+
+
+def test_recover_undoes_half_a_replacement(tmp_path: Path) -> None:
+    for name in ("best", ".old-step_00000003-77", ".old-best-77", ".tmp-best-78"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "was").write_text(name)
+    recover(tmp_path)
+    assert names(tmp_path) == ["best", "step_00000003"]
+    assert (tmp_path / "best" / "was").read_text() == "best"
+    recover(tmp_path / "missing")
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+import torch
+from whet.storage.checkpoint import save_step
+from whet.storage.commit import commit_folder
+run = Path(sys.argv[1])
+def write_model(folder):
+    for number in range(4):
+        (folder / f"part{number}").write_text(str(step) * 20000)
+step = 0
+while True:
+    step += 1
+    save_step(run, step, write_model=write_model, tensors={"a": torch.full((1000,), float(step))}, state={})
+    with commit_folder(run / "checkpoints" / "best") as folder:
+        write_model(folder)
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_any_time_old_or_new_is_whole(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    for attempt in range(3):
+        run = tmp_path / str(attempt)
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(run)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        reported = [process.stdout.readline()]
+        time.sleep(generator.uniform(0.0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        reported += process.communicate(timeout=30)[0].split()
+        last = int(reported[-1])
+        checkpoints = run / "checkpoints"
+        found = load_step(run)  # before any recovery
+        assert found is not None
+        # The report may have been cut off just before or after the save; nothing older comes back.
+        assert last <= found.state["step"] <= last + 1
+        recover(checkpoints)
+        verify_folder(checkpoints / "best")
+        assert {path.read_text() for path in (checkpoints / "best").glob("part*")} in (
+            {str(last) * 20000},
+            {str(last + 1) * 20000},
+        )
+        for step in saved_steps(run):
+            verify_folder(step_folder(run, step))
+        assert not [name for name in names(checkpoints) if name.startswith(".")]
+
+
+def test_open_run(tmp_path: Path) -> None:
+    run = tmp_path / "deep" / "run"
+    with pytest.raises(UserError, match="nothing to resume"):
+        open_run(run, "a: 1\n", resume=True)
+    open_run(run, "a: 1\nb: 2\n", resume=False)
+    assert (run / "config.yaml").read_text() == "a: 1\nb: 2\n"
+    (run / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"already exists and is never overwritten.*--resume"):
+        open_run(run, "a: 1\nb: 2\n", resume=False)
+    with pytest.raises(UserError, match="choose another --out$"):
+        open_run(run, "a: 1\nb: 2\n", resumable=False)
+    open_run(run, "a: 1\nb: 2\n", resume=True)
+    with pytest.raises(UserError, match="config.yaml line 2 has 'b: 2', you gave 'b: 3'"):
+        open_run(run, "a: 1\nb: 3\n", resume=True)
+    with pytest.raises(UserError, match="number of fields"):
+        open_run(run, "a: 1\nb: 2\nc: 3\n", resume=True)
+
+
+@pytest.mark.parametrize("rest", [[], ["environment.json"], ["metrics.jsonl", "samples.jsonl"]])
+def test_a_run_that_ended_before_its_first_result_blocks_nobody(tmp_path: Path, rest: list[str]) -> None:
+    open_run(tmp_path / "run", "a: 1\n")
+    for name in rest:
+        (tmp_path / "run" / name).write_text("{}" if name == "environment.json" else "")
+    open_run(tmp_path / "run", "a: 2\n")
+    assert (tmp_path / "run" / "config.yaml").read_text() == "a: 2\n"
+    assert os.listdir(tmp_path / "run") == ["config.yaml"]
+
+
+@pytest.mark.parametrize("name", ["eval.json", "checkpoints", "notes.txt"])
+def test_a_folder_with_anything_else_is_left_alone(tmp_path: Path, name: str) -> None:
+    open_run(tmp_path / "run", "a: 1\n")
+    (tmp_path / "run" / name).write_text("")
+    with pytest.raises(UserError, match="already exists"):
+        open_run(tmp_path / "run", "a: 1\n")
+
+
+def test_open_run_takes_an_empty_folder_and_refuses_a_file(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    open_run(tmp_path / "empty", "a: 1\n", resume=False)
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(UserError, match="already exists"):
+        open_run(tmp_path / "file", "a: 1\n", resume=False)
+    with pytest.raises(UserError, match="cannot be written"):
+        open_run(tmp_path / "file" / "run", "a: 1\n", resume=False)
+    assert (tmp_path / "file").read_text() == "precious"
+    assert os.listdir(tmp_path / "empty") == ["config.yaml"]

@@ -1,0 +1,316 @@
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from whet import stats
+from whet.stats import (
+    Interval,
+    bootstrap_interval,
+    majority_at_k,
+    mcnemar_exact,
+    minimum_detectable_effect,
+    paired_bootstrap,
+    pass_at_k,
+    wilson_interval,
+)
+
+
+def test_pass_at_k_equals_exhaustive_enumeration():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            samples = [True] * c + [False] * (n - c)
+            for k in range(1, n + 1):
+                subsets = [any(subset) for subset in itertools.combinations(samples, k)]
+                assert pass_at_k(n, c, k) == sum(subsets) / len(subsets)
+
+
+def test_pass_at_k_is_correctly_rounded_for_large_n():
+    for n, c, k in [(100_000, 1, 10), (10_000, 3, 5_000), (4_096, 4_000, 64)]:
+        product = Fraction(1)  # an independent form: the k samples are drawn one after the other
+        for i in range(min(k, n)):
+            product *= Fraction(max(n - c - i, 0), n - i)
+            if not product:
+                break
+        assert pass_at_k(n, c, k) == float(1 - product)
+
+
+def test_pass_at_1_is_the_mean_and_never_the_first_sample():
+    assert pass_at_k(8, 3, 1) == 3 / 8
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k"), [(4, 1, 5), (4, 5, 1), (4, -1, 1), (4, 1, 0), (0, 0, 1), (-3, 0, -4)]
+)
+def test_pass_at_k_refuses(n, c, k):
+    with pytest.raises(ValueError, match="num_correct|num_samples"):
+        pass_at_k(n, c, k)
+
+
+@pytest.mark.parametrize(
+    ("answers", "credit"),
+    [
+        (["7", "7", "3"], 1.0),
+        (["7", "3", "3"], 0.0),
+        (["7", "3"], 0.5),
+        (["7", "3", "4"], 1 / 3),
+        (["7", "7", "3", "3", "4"], 0.5),
+        ([None, None, None, "7"], 1.0),  # no answer has no vote, however often
+        ([None, None, "3", "7"], 0.5),
+        ([None, None], 0.0),
+    ],
+)
+def test_majority_gives_expected_credit_on_ties(answers, credit):
+    for order in (answers, answers[::-1]):
+        assert majority_at_k(order, lambda answer: answer == "7") == credit
+
+
+def test_majority_counts_every_correct_winner():
+    assert majority_at_k(["1/2", "0.5", "3", "3", "1/2", "0.5"], lambda answer: answer != "3") == 2 / 3
+
+
+def test_majority_refuses_no_samples():
+    with pytest.raises(ValueError, match="at least one"):
+        majority_at_k([], bool)
+
+
+COVERAGE = 0.015
+"""95 % +- 1.5 points over 2,000 draws: three standard errors of the simulation (0.49 points)."""
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "num_problems"),
+    [(2, 3, 60), (0.5, 0.5, 200), (1, 9, 100), (0.1, 4.9, 200)],
+    ids=["middling", "mixed", "hard", "nearly hopeless (2 %)"],
+)
+def test_bootstrap_interval_covers_the_truth(a, b, num_problems):
+    # Scores c/8 of problems with different difficulty; the mean of Beta(a, b) is a / (a + b).
+    rng = np.random.default_rng(0)
+    hits = 0
+    for trial in range(2000):
+        values = rng.binomial(8, rng.beta(a, b, size=num_problems)) / 8
+        interval = bootstrap_interval(values, num_resamples=500, seed=trial)
+        hits += interval.low <= a / (a + b) <= interval.high
+    assert abs(hits / 2000 - 0.95) <= COVERAGE
+
+
+def test_paired_interval_covers_the_true_difference():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for trial in range(2000):
+        difficulty = rng.beta(1, 2, size=100)  # the second system solves a third of what the first one fails
+        first, second = (
+            rng.binomial(8, difficulty) / 8,
+            rng.binomial(8, difficulty + (1 - difficulty) / 3) / 8,
+        )
+        interval, _ = paired_bootstrap(first, second, num_resamples=1000, seed=trial)
+        hits += interval.low <= (2 / 3) / 3 <= interval.high
+    assert abs(hits / 2000 - 0.95) <= COVERAGE
+
+
+def test_wilson_interval_covers_the_truth():
+    # Exact: the binomial's probabilities of the counts whose interval holds p, averaged over p (it oscillates with p).
+    for n in (50, 200):
+        covered = []
+        for p in np.linspace(0.02, 0.98, 193):
+            log_odds = math.log(p / (1 - p))
+            weights = [math.comb(n, k) * math.exp(k * log_odds + n * math.log1p(-p)) for k in range(n + 1)]
+            holds = [wilson_interval(k, n).low <= p <= wilson_interval(k, n).high for k in range(n + 1)]
+            covered.append(sum(w for w, inside in zip(weights, holds, strict=True) if inside))
+        assert abs(np.mean(covered) - 0.95) <= COVERAGE
+
+
+def test_bootstrap_interval_equals_scipys():
+    scipy_stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(0)
+    for values in (rng.binomial(8, rng.beta(1, 9, 120)) / 8, rng.random(80), rng.exponential(size=60)):
+        ours = bootstrap_interval(values, num_resamples=20_000)
+        theirs = scipy_stats.bootstrap(
+            (values,), np.mean, n_resamples=20_000, method="BCa", rng=np.random.default_rng(1)
+        ).confidence_interval
+        # Two sets of 20,000 resamples: a quantile errs by about 0.013 standard errors, the widening adds up to 0.06.
+        slack = 0.12 * values.std() / math.sqrt(values.size)
+        assert ours.low == pytest.approx(theirs.low, abs=slack)
+        assert ours.high == pytest.approx(theirs.high, abs=slack)
+
+
+def test_paired_p_value_is_near_the_permutation_tests():
+    scipy_stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(3)
+    first = rng.binomial(8, rng.beta(1, 2, 150)) / 8
+    second = np.clip(first + rng.choice([-0.125, 0, 0.125], 150, p=[0.25, 0.4, 0.35]), 0, 1)
+    _, ours = paired_bootstrap(first, second, num_resamples=20_000)
+    theirs = scipy_stats.permutation_test(
+        (second, first),
+        lambda b, a, axis: np.mean(b - a, axis=axis),
+        permutation_type="samples",
+        n_resamples=20_000,
+        vectorized=True,
+        rng=np.random.default_rng(0),
+    ).pvalue
+    assert 0.01 < theirs < 0.3  # a case in which the two could differ
+    assert ours == pytest.approx(theirs, abs=0.02)
+
+
+def test_mcnemar_equals_statsmodels():
+    tables = pytest.importorskip("statsmodels.stats.contingency_tables")
+    for b, c in itertools.product(range(9), range(9)):
+        theirs = tables.mcnemar([[5, b], [c, 7]], exact=True).pvalue
+        assert mcnemar_exact(b, c) == pytest.approx(theirs, rel=1e-12)
+
+
+def test_wilson_equals_statsmodels():
+    proportion = pytest.importorskip("statsmodels.stats.proportion")
+    for successes, n in itertools.product(range(0, 41, 5), (40, 200)):
+        low, high = proportion.proportion_confint(successes, n, method="wilson")
+        ours = wilson_interval(successes, n)
+        assert (ours.low, ours.high) == (pytest.approx(low, abs=1e-12), pytest.approx(high, abs=1e-12))
+
+
+def test_bootstrap_interval_agrees_with_the_normal_approximation():
+    values = np.arange(400) % 2
+    interval = bootstrap_interval(values, num_resamples=20_000)
+    half = 1.959964 * math.sqrt(0.25 / 400)
+    assert interval.mean == 0.5
+    # The quantile error of 20,000 resamples is about 0.0005, the grid of means 0.0025.
+    assert interval.low == pytest.approx(0.5 - half, abs=0.003)
+    assert interval.high == pytest.approx(0.5 + half, abs=0.003)
+
+
+def test_bootstrap_is_seeded_and_independent_of_the_memory_bound(monkeypatch):
+    values = np.random.default_rng(1).random(50)
+    whole = bootstrap_interval(values, num_resamples=500, seed=3)
+    assert bootstrap_interval(values, num_resamples=500, seed=3) == whole
+    assert bootstrap_interval(values, num_resamples=500, seed=4) != whole
+    monkeypatch.setattr(stats, "MAX_RESAMPLED_VALUES", 333)
+    assert bootstrap_interval(values, num_resamples=500, seed=3) == whole
+
+
+def test_bootstrap_of_a_single_problem_is_a_point():
+    assert bootstrap_interval([0.25]) == Interval(0.25, 0.25, 0.25)
+
+
+@pytest.mark.parametrize("values", [[], [float("nan")], [[0.0, 1.0]]])
+def test_bootstrap_refuses_bad_scores(values):
+    with pytest.raises(ValueError, match="values_P"):
+        bootstrap_interval(values)
+
+
+@pytest.mark.parametrize("options", [{"confidence": 1.0}, {"confidence": 0}, {"num_resamples": 0}])
+def test_bootstrap_refuses_bad_options(options):
+    with pytest.raises(ValueError, match="confidence|num_resamples"):
+        bootstrap_interval([0.0, 1.0], **options)
+
+
+# Newcombe 1998, Statistics in Medicine 17:857, table I, method 3 (four decimals printed).
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_interval_has_the_published_values(successes, n, low, high):
+    interval = wilson_interval(successes, n)
+    assert interval.mean == successes / n
+    assert (interval.low, interval.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+    mirrored = wilson_interval(n - successes, n)
+    assert (mirrored.low, mirrored.high) == (
+        pytest.approx(1 - interval.high),
+        pytest.approx(1 - interval.low),
+    )
+
+
+def test_wilson_interval_holds_its_estimate_at_the_ends():
+    for n in range(1, 60):
+        assert wilson_interval(0, n).low == 0.0
+        assert wilson_interval(n, n).high == 1.0
+
+
+@pytest.mark.parametrize("arguments", [(1, 0), (3, 2), (-1, 2), (1, 2, 1.5)])
+def test_wilson_interval_refuses(arguments):
+    with pytest.raises(ValueError, match="Wilson|confidence"):
+        wilson_interval(*arguments)
+
+
+def test_paired_bootstrap_sees_a_paired_difference_and_its_direction():
+    rng = np.random.default_rng(0)
+    difficulty = rng.random(200)
+    a, b = difficulty, difficulty + 0.05 + 0.02 * rng.standard_normal(200)
+    delta, p_value = paired_bootstrap(a, b)
+    assert (
+        0.04 < delta.low < delta.mean < delta.high < 0.06
+    )  # spread between problems (0.29) has left the interval
+    assert p_value == 1 / 2001
+    reverse, _ = paired_bootstrap(b, a)
+    assert (reverse.low, reverse.high) == (pytest.approx(-delta.high), pytest.approx(-delta.low))
+
+
+def test_paired_bootstrap_p_value_is_uniform_under_the_null():
+    rng = np.random.default_rng(0)
+    p_values = np.array(
+        [
+            paired_bootstrap(rng.random(40), rng.random(40), num_resamples=200, seed=trial)[1]
+            for trial in range(400)
+        ]
+    )
+    # 5 % nominal, 400 trials: standard error 1.1 %; the bootstrap is slightly liberal at P=40.
+    assert 0.02 <= (p_values <= 0.05).mean() <= 0.10
+    assert 0.42 <= (p_values <= 0.5).mean() <= 0.58
+
+
+def test_paired_bootstrap_of_equal_systems_is_certain():
+    assert paired_bootstrap([0, 1, 1], [0, 1, 1]) == (Interval(0.0, 0.0, 0.0), 1.0)
+
+
+def test_paired_bootstrap_refuses_different_problems():
+    with pytest.raises(ValueError, match="2 and 3"):
+        paired_bootstrap([0, 1], [0, 1, 1])
+
+
+def test_mcnemar_has_its_closed_form():
+    assert mcnemar_exact(0, 0) == 1.0
+    assert mcnemar_exact(0, 5) == 2 / 32
+    assert mcnemar_exact(1, 7) == 2 * (1 + 8) / 256
+    assert mcnemar_exact(6, 2) == mcnemar_exact(2, 6) == 2 * (1 + 8 + 28) / 256
+    assert mcnemar_exact(4, 4) == 1.0
+    for b, c in itertools.product(range(12), repeat=2):
+        tail = sum(math.comb(b + c, i) for i in range(min(b, c) + 1))
+        assert mcnemar_exact(b, c) == min(1.0, 2 * tail / 2 ** (b + c))
+
+
+def test_mcnemar_stands_large_counts():
+    assert mcnemar_exact(5_000, 6_000) == pytest.approx(
+        2 * 0.5 * math.erfc(999 / math.sqrt(11_000) / math.sqrt(2)), rel=0.02
+    )
+
+
+def test_mcnemar_refuses_negative_counts():
+    with pytest.raises(ValueError, match=">= 0"):
+        mcnemar_exact(-1, 3)
+
+
+def test_minimum_detectable_effect_golden():
+    # requirements 6.10: n=200, p=2 % -> 3.9 points unpaired at 80 % power, 95 % half-width 1.9 points.
+    assert round(100 * minimum_detectable_effect(0.02, 200), 1) == 3.9
+    assert round(100 * 1.959964 * math.sqrt(0.02 * 0.98 / 200), 1) == 1.9
+    assert minimum_detectable_effect(0.5, 100) == pytest.approx(
+        (1.959964 + 0.841621) * math.sqrt(0.5 / 100), rel=1e-6
+    )
+
+
+def test_minimum_detectable_effect_is_seen_with_the_promised_power():
+    rng = np.random.default_rng(0)
+    n, p = 400, 0.4
+    effect = minimum_detectable_effect(p + 0.05, n)
+    a, b = rng.binomial(n, p, 20_000) / n, rng.binomial(n, p + effect, 20_000) / n
+    pooled = (a + b) / 2
+    seen = np.abs(b - a) / np.sqrt(2 * pooled * (1 - pooled) / n) > 1.959964
+    assert seen.mean() == pytest.approx(
+        0.8, abs=0.015
+    )  # standard error 0.003, plus the common-variance approximation
+
+
+@pytest.mark.parametrize("arguments", [(1.5, 10), (0.5, 0), (0.5, 10, 1.0), (0.5, 10, 0.8, 0.0)])
+def test_minimum_detectable_effect_refuses(arguments):
+    with pytest.raises(ValueError, match="power|confidence"):
+        minimum_detectable_effect(*arguments)

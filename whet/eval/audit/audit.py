@@ -1,0 +1,376 @@
+"""`whet audit`: put a task and its rewards to the test before any training. Before `whet rl` a short form runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from whet.config import align, dump_yaml
+from whet.eval.audit.dispute import Disputed, dispute, dispute_samples, has_math_verify
+from whet.eval.evaluate import take_problems
+from whet.eval.grade import judge_answers
+from whet.rewards.base import WeightedReward, best_total, build_rewards, score_completion, score_completions
+from whet.schema import SCHEMAS, ResponseSchema
+from whet.storage.folder import open_run
+from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.selftest import hostile_answers, mutated_answer, rewritten_answers
+from whet.telemetry.display import escape_controls
+from whet.types import Problem, Task, UserError
+
+T = TypeVar("T")
+
+TOLERANCE = 1e-6
+SECONDS_PER_CALL = 1.0
+"""A judgement that takes longer than this on hostile text is a fault."""
+NEAR_MISSES = 0.5
+"""Share of near misses that may count as right: some tasks have several answers."""
+NUM_PREFLIGHT = 3
+NUM_SHOWN = 5
+SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """A test of a task and its rewards: right answers must pay most, wrong ones least, hostile ones nothing more."""
+
+    out: str = ""
+    """Folder for audit.json and the sheet of disputed answers; empty for runs/audit-DATE-TIME."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """The problems."""
+    schema: str = "think_answer"
+    """Tags of a response: think_answer, reasoning_answer or working_out_solution."""
+    rewards: dict[str, float] = field(default_factory=lambda: {"correct": 1.0, "format": 0.1})
+    """Weight of each built-in reward by name."""
+    reward: tuple[str, ...] = ()
+    """Rewards of your own: path.py:function, or path.py:function=0.5."""
+    split: str = "train"
+    """Part of the data."""
+    num_problems: int = 100
+    """Problems that are tried; 0 for all."""
+    samples: str = ""
+    """An eval_samples.jsonl of real completions; what a second verifier would judge otherwise goes to the sheet."""
+
+    def __post_init__(self) -> None:
+        if self.num_problems < 0:
+            raise ValueError(f"num_problems = {self.num_problems}: expected 0 (all) or more")
+        if self.schema not in SCHEMAS:
+            raise ValueError(f"schema = {self.schema!r}: expected one of {', '.join(SCHEMAS)}")
+
+
+@dataclass(slots=True)
+class Check:
+    """One claim about a task and its rewards.
+
+    Attributes:
+        name: The claim.
+        is_required: Whether a failure refutes it; otherwise it is for the reader to judge.
+        num_cases: How often it was tried.
+        failures: What went against it, in one line each.
+        tolerated: Share of the cases that may fail before it is refuted.
+    """
+
+    name: str
+    is_required: bool = True
+    tolerated: float = 0.0
+    num_cases: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether a required claim does not hold."""
+        return self.is_required and len(self.failures) > self.tolerated * self.num_cases
+
+    def add(self, holds: bool, failure: Callable[[], str]) -> None:
+        """Count one case."""
+        self.num_cases += 1
+        if not holds:
+            self.failures.append(failure())
+
+
+@dataclass(slots=True)
+class Audit:
+    """What came of it.
+
+    Attributes:
+        checks: The claims, in the order of the report.
+        best: Largest total that a right answer reached.
+        maximum: Largest total that the rewards promise; None where one of the user's own does not tell.
+        seconds: Times of single judgements and scores.
+        peak_bytes: Most memory that one score took above what was there before.
+        disputed: Rows of the sheet.
+    """
+
+    checks: list[Check]
+    best: float = -math.inf
+    maximum: float | None = None
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    disputed: list[Disputed] = field(default_factory=list)
+
+
+class _Auditor:
+    """The claims, tried problem after problem."""
+
+    def __init__(self, task: Task, rewards: Sequence[WeightedReward], schema: ResponseSchema) -> None:
+        self.task = task
+        # What an environment or a judge pays is no function of the text that could be tried here.
+        self.rewards = [reward for reward in rewards if reward.function or reward.many]
+        self.is_whole = len(self.rewards) == len(rewards)
+        self.schema = schema
+        self.gold = Check("a right answer in the right format reaches the maximum")
+        self.paying = Check("the rewards pay for the answer, not for the format alone", is_required=False)
+        self.spelled = Check("another spelling of a right answer counts as right", is_required=False)
+        # A changed answer may be right where several are; not in most cases.
+        self.mutated = Check("a near miss counts as wrong and pays less", tolerated=NEAR_MISSES)
+        self.hostile = Check("a hostile answer counts as wrong and pays less")
+        self.empty = Check("an empty completion pays no more than a wrong answer, and less than a right one")
+        self.limit_s = float(getattr(task, "seconds_per_answer", SECONDS_PER_CALL))
+        self.quick = Check(f"no judgement takes longer than {self.limit_s:g} s")
+        checks = [self.gold, self.paying, self.spelled, self.mutated, self.hostile, self.empty, self.quick]
+        self.audit = Audit(checks, maximum=best_total(self.rewards) if self.is_whole else None)
+
+    def try_problem(self, problem: Problem, *, is_measured: bool) -> None:
+        """Try every claim on one problem."""
+        ideal = self.schema.render(problem.solution or "...", problem.answer)
+        best = self._total(problem, ideal)
+        self._try_gold(problem, best, ideal)
+        if best is None:
+            return
+        spellings = getattr(self.task, "other_spellings", lambda p: rewritten_answers(p.answer))(problem)
+        for spelling in spellings:
+            self.spelled.add(
+                self._is_right(problem, spelling) is True,
+                lambda text=spelling: f"{problem.uid}: {_show(text)} for {_show(problem.answer)}",
+            )
+        nothing = self._total(problem, self.schema.render("...", "no answer"))
+        pays = self.is_whole and (nothing is None or nothing < best - TOLERANCE)
+        if self.is_whole:
+            self.paying.add(
+                pays,
+                lambda: f"{problem.uid}: 'no answer' in the right format pays {_number(nothing)} of {best:g}",
+            )
+        wrong = getattr(self.task, "wrong_answer", lambda p: mutated_answer(p.answer))(problem)
+        hostile = [(name, text) for name, text in hostile_answers(problem, wrong) if name != "near miss"]
+        for check, name, text in [
+            (self.mutated, "near miss", wrong),
+            *((self.hostile, name, text) for name, text in hostile),
+        ]:
+            verdict = self._is_right(problem, text)
+            total = self._total(problem, self.schema.render("...", text))
+            check.add(
+                verdict is not True and (total is None or total < best - TOLERANCE or not pays),
+                lambda n=name, t=text, v=verdict, s=total: (
+                    f"{problem.uid}: {n} {_show(t)}: judged {'right' if v else 'wrong'}, pays {_number(s)} of {best:g}"
+                ),
+            )
+        self._try_empty(problem, best, nothing)
+        if is_measured:
+            self._measure(problem, [ideal, *(text for _, text in hostile)])
+
+    def _try_gold(self, problem: Problem, best: float | None, ideal: str) -> None:
+        maximum = self.audit.maximum
+        if best is not None:
+            self.audit.best = max(self.audit.best, best)
+        reaches = best is not None and (maximum is None or abs(best - maximum) <= TOLERANCE)
+        self.gold.add(
+            reaches and self._is_right(problem, problem.answer) is not False,
+            lambda: (
+                self._no_score(problem, ideal)
+                or (
+                    f"a perfect completion of problem {problem.uid} scores {_number(best)}, expected the maximum "
+                    f"{_number(maximum)}; the rewards do not accept what the schema asks for: {_show(ideal, 120)}"
+                )
+            ),
+        )
+
+    def _try_empty(self, problem: Problem, best: float, wrong: float | None) -> None:
+        empty = self._total(problem, "")
+        self.empty.add(
+            not self.is_whole
+            or empty is not None
+            and empty < best - TOLERANCE
+            and (wrong is None or empty <= wrong + TOLERANCE),
+            lambda: (
+                f"an empty completion of problem {problem.uid} scores {_number(empty)}, a wrong one {_number(wrong)}, "
+                f"a perfect one {best:g}; expected empty <= wrong and empty < perfect: mend the rewards or weights"
+            ),
+        )
+
+    def _no_score(self, problem: Problem, ideal: str) -> str:
+        """Say which reward gives a perfect completion no score, and why; '' when all give one."""
+        for reward in self.rewards:
+            if score_completion([reward], problem, ideal)[1] is None:
+                reason = reward.failures.latest or "it returned None"
+                return f"reward '{reward.name}' gives a perfect completion of problem {problem.uid} no score: {reason}"
+        return ""
+
+    def _total(self, problem: Problem, completion: str) -> float | None:
+        ((_, total),) = self._timed(
+            lambda: score_completions(self.rewards, [(problem, completion)]), completion
+        )
+        return total
+
+    def _is_right(self, problem: Problem, answer: str) -> bool | None:
+        seen = self.schema.parse(self.schema.render("...", answer)).answer  # what the rewards see of it
+        return self._timed(lambda: judge_answers(self.task, [(problem, seen)]), answer)[0]
+
+    def _timed(self, call: Callable[[], T], text: str) -> T:
+        began = time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - began
+        self.audit.seconds.append(seconds)
+        self.quick.add(seconds <= self.limit_s, lambda: f"{seconds:.1f} s for {_show(text)}")
+        return result
+
+    def _measure(self, problem: Problem, completions: Sequence[str]) -> None:
+        """Note the most memory that one score takes."""
+        for completion in completions:
+            tracemalloc.start()
+            score_completions(self.rewards, [(problem, completion)])
+            self.audit.peak_bytes = max(self.audit.peak_bytes, tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+
+
+def audit_task(
+    task: Task,
+    rewards: Sequence[WeightedReward],
+    schema: ResponseSchema,
+    problems: Sequence[Problem],
+    *,
+    num_measured: int = 3,
+) -> Audit:
+    """Try every claim on every problem.
+
+    Args:
+        task: Judges answers. Where it has them, its `wrong_answer(problem)` makes the near misses, its
+            `other_spellings(problem)` the right answers, and `seconds_per_answer` bounds the time.
+        rewards: The run's rewards; what an environment pays is left out.
+        schema: The schema that prompts and rewards share.
+        problems: The problems.
+        num_measured: Problems whose memory is measured, which is slow.
+
+    Raises:
+        UserError: If there is no problem, or a reward cannot go on.
+    """
+    if not problems:
+        raise UserError(f"task {task.name}: nothing to audit, the split has no problems; try another --split")
+    auditor = _Auditor(task, rewards, schema)
+    judge_answers(task, [(problems[0], problems[0].answer)])  # workers that have to start are not timed
+    score_completions(auditor.rewards, [(problems[0], schema.render("...", problems[0].answer))])
+    for number, problem in enumerate(problems):
+        auditor.try_problem(problem, is_measured=number < num_measured)
+    return auditor.audit
+
+
+def preflight(
+    task: Task, rewards: Sequence[WeightedReward], schema: ResponseSchema, problems: Sequence[Problem]
+) -> None:
+    """Stop a run whose rewards cannot tell right from wrong: the audit on a few problems.
+
+    Raises:
+        UserError: With the first failure of a required claim.
+    """
+    audit = audit_task(task, rewards, schema, problems[:NUM_PREFLIGHT], num_measured=0)
+    for check in audit.checks:
+        if check.is_refuted:
+            raise UserError(
+                f"preflight: {check.failures[0]} (claim: {check.name}; see `whet audit`, or --preflight warn)"
+            )
+
+
+def plan(config: AuditConfig) -> str:
+    """Describe the work without doing it."""
+    return align("work", {"task": config.task.name, "problems": config.num_problems or "all"})
+
+
+def main(config: AuditConfig) -> None:
+    """Run the audit, print its table and write its folder.
+
+    Raises:
+        UserError: If a required claim fails.
+    """
+    folder = Path(config.out or time.strftime("runs/audit-%Y%m%d-%H%M%S"))
+    task = load_task(config.task)
+    schema = SCHEMAS[config.schema]
+    rewards = build_rewards(config.rewards, schema, task, config.reward)
+    problems = take_problems(task, config.split, config.num_problems)
+    audit = audit_task(task, rewards, schema, problems)
+    audit.disputed += dispute(task, problems)
+    if config.samples:
+        everything = task.problems(config.split)
+        audit.disputed += dispute_samples(task, everything, Path(config.samples))
+    open_run(folder, dump_yaml(config), resumable=False)
+    _write(folder, audit)
+    print(_table(f"audit of {task.name}: {len(problems)} problems", audit))
+    print(f"disputed answers, for you to judge: {folder / 'disputed.csv'} ({len(audit.disputed)} rows)")
+    failed = [check for check in audit.checks if check.is_refuted]
+    if failed:
+        raise UserError(
+            f"{len(failed)} of {sum(check.is_required for check in audit.checks)} required claims fail, first: "
+            f"{failed[0].failures[0]}"
+        )
+
+
+def _table(title: str, audit: Audit) -> str:
+    """Return the report as text."""
+    lines = [title, ""]
+    for check in audit.checks:
+        share = f"{check.num_cases - len(check.failures):,} of {check.num_cases:,}"
+        mark = "FAIL" if check.is_refuted else "look" if check.failures else "ok  "
+        lines.append(f"  {mark}  {share:>16}  {check.name}")
+        lines += [f"{'':26}{escape_controls(failure)}" for failure in check.failures[:NUM_SHOWN]]
+        if len(check.failures) > NUM_SHOWN:
+            lines.append(f"{'':26}and {len(check.failures) - NUM_SHOWN:,} more")
+    median, worst = statistics.median(audit.seconds), max(audit.seconds)
+    second = (
+        "math-verify"
+        if has_math_verify()
+        else "plain text and numbers (pip install 'whet[math]' for math-verify)"
+    )
+    facts = {
+        "reachable maximum": f"{_number(audit.best)} of {_number(audit.maximum)}",
+        "time of a call": f"median {1e6 * median:,.0f} us, at most {1e3 * worst:,.1f} ms",
+        "memory of a call": f"at most {audit.peak_bytes / 2**20:.1f} MiB",
+        "second verifier": second,
+    }
+    return "\n".join([*lines, "", align("facts", facts)])
+
+
+def _write(folder: Path, audit: Audit) -> None:
+    """Write audit.json and the sheet."""
+    content = {
+        "checks": [
+            {"claim": c.name, "required": c.is_required, "cases": c.num_cases, "failures": c.failures}
+            for c in audit.checks
+        ],
+        "best": audit.best if math.isfinite(audit.best) else None,
+        "maximum": audit.maximum,
+        "median_seconds": statistics.median(audit.seconds),
+        "longest_seconds": max(audit.seconds),
+        "peak_bytes": audit.peak_bytes,
+        "num_disputed": len(audit.disputed),
+    }
+    (folder / "audit.json").write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
+    with (folder / "disputed.csv").open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["uid", "source", "answer", "gold", "task_says", "second_verifier_says", "prompt"])
+        for row in audit.disputed:
+            writer.writerow(
+                [row.uid, row.source, row.answer, row.gold, row.task_says, row.other_says, row.prompt]
+            )
+
+
+def _show(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+    return repr(text if len(text) <= limit else f"{text[:limit]}...")
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"

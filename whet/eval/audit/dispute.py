@@ -1,0 +1,129 @@
+"""A second verifier beside a task's own: where the two differ, a person should look."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.eval.grade import judge_answers
+from whet.sandbox.graders.graders import GraderPool
+from whet.tasks.selftest import mutated_answer, rewritten_answers
+from whet.types import Problem, Task, UserError
+
+DEADLINE_S = 3.0
+
+
+def has_math_verify() -> bool:
+    """Say whether the second verifier is math-verify (extra 'math'), or a plain comparison."""
+    return importlib.util.find_spec("math_verify") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Disputed:
+    """An answer about which two judges differ: a row of the sheet."""
+
+    uid: str
+    prompt: str
+    gold: str
+    answer: str
+    source: str
+    task_says: bool | None
+    other_says: bool | None
+
+
+def dispute(task: Task, problems: Sequence[Problem]) -> list[Disputed]:
+    """Hold the task's judgement of spellings and near misses against a second verifier.
+
+    Args:
+        task: Judges answers.
+        problems: Their gold answers are spelt anew and changed.
+
+    Returns:
+        Where the two differ; nothing for programs, which no text comparison can judge.
+    """
+    if getattr(task, "answer_type", "") == "program":
+        return []
+    rows = [
+        (problem, answer, source)
+        for problem in problems
+        for source, answers in (
+            ("gold", [problem.answer]),
+            ("spelling", rewritten_answers(problem.answer)),
+            ("near miss", [mutated_answer(problem.answer)]),
+        )
+        for answer in answers
+    ]
+    return _compare(task, rows)
+
+
+def dispute_samples(task: Task, problems: Sequence[Problem], path: Path) -> list[Disputed]:
+    """Hold the task's judgement of a model's answers against a second verifier.
+
+    Args:
+        task: Judges answers.
+        problems: Problems that the samples are of, found by their uid.
+        path: An eval_samples.jsonl.
+
+    Raises:
+        UserError: If the file cannot be read or has no row of these problems.
+    """
+    known = {problem.uid: problem for problem in problems}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+        found = [(row["uid"], row["answer"]) for row in rows]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check --samples") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: not the samples of an evaluation ({type(error).__name__}: {error}); expected eval_samples.jsonl"
+        ) from None
+    kept = [(known[uid], answer, "sample") for uid, answer in dict.fromkeys(found) if uid in known and answer]
+    if not kept:
+        raise UserError(f"{path}: no answer to a problem of this task and split; check --task and --split")
+    return _compare(task, kept)
+
+
+def _compare(task: Task, rows: Sequence[tuple[Problem, str, str]]) -> list[Disputed]:
+    first = judge_answers(task, [(problem, answer) for problem, answer, _ in rows])
+    second = second_opinions([(answer, problem.answer) for problem, answer, _ in rows])
+    return [
+        Disputed(problem.uid, problem.prompt, problem.answer, answer, source, mine, other)
+        for (problem, answer, source), mine, other in zip(rows, first, second, strict=True)
+        if other is not None and bool(mine) != other
+    ]
+
+
+def second_opinions(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
+    """Judge (answer, gold) by math-verify where it is installed, else as plain text and plain numbers.
+
+    Returns:
+        The verdicts; None where it had none in time.
+    """
+    if not has_math_verify():
+        return [plain_equal(*pair) for pair in pairs]
+    prepare = "whet.rewards.answers.symbolic:prepare_worker"
+    with GraderPool(f"{__name__}:math_verify_equal", deadline_s=DEADLINE_S, prepare=prepare) as pool:
+        return [outcome.value if outcome.kind == "ok" else None for outcome in pool.map(pairs)]
+
+
+def math_verify_equal(answer: str, gold: str) -> bool:
+    """Judge by math-verify alone, with its own leniency. It may hang: only for a worker that can be killed."""
+    import math_verify
+
+    judge: Any = math_verify
+    sides = [judge.parse(f"${text}$", parsing_timeout=None) for text in (gold, answer)]
+    return bool(judge.verify(*sides, timeout_seconds=None))
+
+
+def plain_equal(answer: str, gold: str) -> bool:
+    """Judge by text without case and spaces, and by plain numbers."""
+    left, right = ("".join(text.lower().split()) for text in (answer, gold))
+    try:
+        return left == right or float(left.replace(",", "")) == float(right.replace(",", ""))
+    except (ValueError, OverflowError):
+        return False

@@ -1,0 +1,492 @@
+"""`whet compare A B [C ...]`: models on the same problems; what differs, how certain that is, and what they wrote."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from whet.config import align, dump_yaml, load_yaml
+from whet.eval import evaluate
+from whet.eval.compare.asked import ask, read_prompts
+from whet.eval.compare.page import (
+    HARDWARE_NOTE,
+    count_verdicts,
+    devices,
+    hardware_table,
+    lengths,
+    number,
+    pass_curve,
+    side_by_side,
+    write_page,
+)
+from whet.eval.compare.paired import (
+    Paired,
+    compare_scores,
+    compare_with_first,
+    holm,
+    score_problems,
+    show,
+    show_p,
+    unit,
+    verdict,
+)
+from whet.eval.evaluate import EvalConfig
+from whet.eval.metrics import BREAKDOWN
+from whet.eval.record import ROW, StoredEval, differences, read_eval
+from whet.generate.policy import PolicyConfig
+from whet.generate.sampling import SamplingParams
+from whet.model.config import ModelConfig
+from whet.model.files import is_hub_name
+from whet.storage.folder import open_run
+from whet.telemetry.display import escape_controls
+from whet.telemetry.provenance import find_run
+from whet.types import UserError
+
+# A comparison as tables in the terminal. Whatever a model or a file name says is text, never markup.
+
+SPOKEN = ("pass@1", "greedy", "maj", "format", "thinking_tokens")
+"""Metrics whose verdict is said in a sentence."""
+TOLD = ("speed", "energy per token", "energy per request", "power", "memory activity")
+"""Hardware quantities whose difference is said in a sentence."""
+SHOWN_TEXT = 600
+
+
+def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[str, Any]]) -> None:
+    """Print a comparison.
+
+    Args:
+        content: What compare.json holds.
+        transcripts: Of `whet.eval.compare.page.side_by_side`; the first is shown where there are no scores.
+    """
+    console = Console()
+    names = [model["name"] for model in content["models"]]
+    for model in content["models"]:
+        left = f"; {model['left_out']} of its problems are not in all, left out" if model["left_out"] else ""
+        remark = f"; {model['remark']}" if model["remark"] else ""
+        _say(console, f"{model['name']}: {model['folder']}, {model['num_problems']} problems{left}{remark}")
+    for note in content["different"]:
+        console.print(_text(f"NOT ALIKE, compared by --force: {note}"), style="bold red")
+    for table, counts in zip(content["tables"], content.get("verdicts", ()), strict=True):
+        _significance(console, names[0], table, content)
+        _say(console, "greedy: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+    if content.get("matrix"):
+        cells = [[_cell(cell) for cell in row] for row in content["matrix"]]
+        rows = [[name, *row] for name, row in zip(names, cells, strict=True)]
+        _table(console, "pass@1, row minus column, points (p, Holm over all pairs)", ["", *names], rows)
+    _print_hardware(console, names, content["hardware"])
+    if not content["tables"]:
+        _print_transcript(console, names, transcripts)
+
+
+def _significance(console: Console, first: str, table: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    rows = []
+    for row in table["rows"]:
+        text = row["text"]
+        name = row["metric"].removesuffix("_tokens").replace("_", " ")
+        star = " *" if row["is_shown"] else ""
+        rows.append(
+            [
+                name,
+                text["a"],
+                text["b"],
+                f"{text['difference']}{star}",
+                text["interval"],
+                text["p"],
+                text["detectable"] or "-",
+            ]
+        )
+    corrected = ", corrected for several models (Holm)" if len(content["tables"]) > 1 else ""
+    title = (
+        f"{len(content['uids'])} problems that all have x {content['num_samples']} samples; shares in percent, "
+        f"differences in points, lengths in tokens; 95 % intervals over problems; * p < 0.05{corrected}"
+    )
+    head = ["", first, table["name"], "difference", "95 %", "p", "unseen\nbelow"]
+    _table(console, title, head, rows)
+    for row in table["rows"]:
+        if row["metric"].partition("@")[0] in SPOKEN or row["metric"] in SPOKEN:
+            _say(console, f"  {row['metric'].replace('_', ' ')}: {row['verdict']}")
+
+
+def _print_hardware(console: Console, names: Sequence[str], table: Sequence[Mapping[str, Any]]) -> None:
+    if not table:
+        _say(console, "hardware: not recorded")
+        return
+    rows = []
+    seen = [row for row in table if any(value is not None for value in row["values"])]
+    for row in seen:
+        values = ["not recorded" if value is None else number(value) for value in row["values"]]
+        rows.append([f"{row['name']}, {row['unit']}", *values])
+    _table(console, "hardware, each over the window in which it generated", ["", *names], rows)
+    if len(seen) < len(table):
+        _say(console, "not recorded: " + ", ".join(row["name"] for row in table if row not in seen))
+    for row in table:
+        for name, text in zip(names[1:], row["changes"], strict=True):
+            if text and "%" in text and row["name"] in TOLD:
+                _say(console, f"  {row['name']}, {name} against {names[0]}: {text}")
+    _say(console, HARDWARE_NOTE, style="dim")
+
+
+def _print_transcript(
+    console: Console, names: Sequence[str], transcripts: Sequence[Mapping[str, Any]]
+) -> None:
+    for problem in transcripts[:3]:
+        console.print(_text(problem["prompt"][:SHOWN_TEXT]), style="bold")
+        for name, column in zip(names, problem["columns"], strict=True):
+            row = column["rows"][0]
+            text = row.get("text") or f"{row.get('thinking', '')}\n-> {row['answer']}"
+            facts = f"{row['format']}, {row['tokens']} tokens"
+            console.print(_text(f"{name} ({facts}): {text[:SHOWN_TEXT]}"))
+
+
+def _cell(cell: Mapping[str, Any] | None) -> str:
+    return "" if cell is None else f"{cell['text']} ({cell['p']})"
+
+
+def _table(console: Console, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="", pad_edge=False)
+    for place, name in enumerate(head):
+        table.add_column(
+            _text(name), justify="right" if place else "left", overflow="fold", no_wrap=place > 0
+        )
+    for row in rows:
+        table.add_row(*map(_text, row))
+    console.print(table)
+
+
+def _say(console: Console, text: str, *, style: str = "") -> None:
+    console.print(_text(text), style=style, soft_wrap=False)
+
+
+def _text(text: str) -> Text:
+    return Text(escape_controls(text))
+
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Two or more models on the same problems: what differs, how certain that is, and what they wrote."""
+
+    models: tuple[str, ...] = ()
+    """Evaluation folders; or models (run or Hugging Face folder, adapter, run id, hub name), evaluated first."""
+    out: str = ""
+    """Folder to make; empty for runs/compare-DATE-TIME."""
+    eval: EvalConfig | None = None
+    """How models are evaluated: --eval RECIPE of `whet eval`; without it, as the first evaluation folder was. Its out
+    and policy.init are set for each model."""
+    force: bool = False
+    """Compare although protocol, task, split or sampling differ; the page then says so in red."""
+    prompts: tuple[str, ...] = ()
+    """Ask these instead of a task's problems: texts, or files with a prompt per line (.jsonl: its field prompt)."""
+    prompt_samples: int = 3
+    """Completions per prompt of `prompts`, besides the greedy one."""
+    sampling: SamplingParams = field(
+        default_factory=lambda: SamplingParams(temperature=0.7, max_new_tokens=512)
+    )
+    """How completions of `prompts` are drawn."""
+    shown_problems: int = 500
+    """Problems whose transcripts are on the page, the first by uid: a fixed random sample."""
+    shown_samples: int = 3
+    """Samples of each shown problem, besides the greedy completion."""
+    num_resamples: int = 2000
+    """Rounds of the bootstrap, 2000 or more."""
+    seed: int = 0
+    """Seed of the bootstrap and of completions of `prompts`."""
+
+    def __post_init__(self) -> None:
+        if len(self.models) == 1:
+            raise ValueError(f"models = {self.models[0]}: expected two or more, as in `whet compare A B`")
+        least = {"num_resamples": 2000, "shown_problems": 1, "shown_samples": 0, "prompt_samples": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected {low} or more")
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature = 0: a greedy completion is drawn anyway; expected above 0"
+            )
+
+
+def plan(config: CompareConfig) -> str:
+    """Describe the work without doing it."""
+    places = [locate(word) for word in config.models]
+    rows = {place: "read" if _is_evaluation(place) else "model" for place in places}
+    if config.prompts:
+        rows["prompts"] = str(len(read_prompts(config.prompts)))
+    return align("models", rows)
+
+
+def main(config: CompareConfig, *, resume: bool = False) -> None:
+    """Compare, print the tables, and write compare.json and compare.html; `resume` goes on with evaluations begun."""
+    if not config.models:
+        raise UserError("nothing to compare: name two models or evaluation folders, as in `whet compare A B`")
+    places = [locate(word) for word in config.models]
+    if len({Path(place).resolve() for place in places}) < len(places):
+        raise UserError(f"models = {', '.join(config.models)}: one of them stands there twice")
+    folder = Path(config.out or time.strftime("runs/compare-%Y%m%d-%H%M%S"))
+    names = short_names(places)
+    needs_work = bool(config.prompts) or not all(map(_is_evaluation, places))
+    prompts = read_prompts(config.prompts)
+    jobs = {} if prompts else _jobs(config, places, names, folder)
+    policies = [_policy_of(config, place) for place in places] if prompts else []
+    if needs_work:  # else the folder is made when there is something to put into it
+        open_run(folder, dump_yaml(config), resume=resume)
+    if prompts:
+        sides = ask(policies, names, prompts, config.prompt_samples, config.sampling, config.seed, folder)
+        content = describe(sides, names, list(sides[0].greedy))
+    else:
+        for job in jobs.values():
+            evaluate.main(job, resume=(Path(job.out) / "config.yaml").is_file())
+        sides = [read_eval(jobs[i].out if i in jobs else place, ROW) for i, place in enumerate(places)]
+        content = compare(sides, names, config)
+    if not needs_work:
+        open_run(folder, dump_yaml(config), resume=resume)
+    shown = content["uids"][: config.shown_problems]
+    transcripts = side_by_side(sides, shown, config.shown_samples)
+    (folder / "compare.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_page(folder / "compare.html", content, transcripts, len(content["uids"]) - len(shown))
+    print_comparison(content, transcripts)
+    print(f"page: {folder / 'compare.html'}")
+
+
+def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareConfig) -> dict[str, Any]:
+    """Compare evaluations on the problems that all have.
+
+    Args:
+        sides: Two or more; every other one is compared with the first.
+        names: What they are called.
+        config: Gives seed, rounds of the bootstrap and whether differing protocols may pass.
+
+    Returns:
+        What compare.json holds.
+
+    Raises:
+        UserError: If they are not alike, or no problem is in all of them.
+    """
+    uids = [uid for uid in sorted(sides[0].samples) if all(uid in side.samples for side in sides[1:])]
+    if not uids:
+        raise UserError(f"{' and '.join(names)} have no problem in common: evaluate them on the same task")
+    unlike = {note for side in sides[1:] for note in differences(sides[0], side)}
+    if unlike and not config.force:
+        raise UserError(
+            f"{', '.join(names)} are not alike: {'; '.join(sorted(unlike))}. Numbers of different protocols do not "
+            "compare: evaluate them alike, or say --force"
+        )
+    num_samples = min(len(side.samples[uid]) for side in sides for uid in uids)
+    scores = [
+        score_problems([side.samples[uid] for uid in uids], [side.greedy[uid] for uid in uids], num_samples)
+        for side in sides
+    ]
+    options = {"num_resamples": config.num_resamples, "seed": config.seed}
+    tables = compare_with_first(scores, **options)
+    content = describe(sides, names, uids) | {"different": sorted(unlike), "num_samples": num_samples}
+    content["tables"] = [
+        {
+            "name": name,
+            "rows": [_shown(row, names[0], name) for row in table.values()],
+            "reasoning": _reasoning(table.get("thinking_tokens"), names[0], name),
+        }
+        for name, table in zip(names[1:], tables, strict=True)
+    ]
+    content["matrix"] = _matrix(scores, options) if len(sides) > 2 else None
+    content["verdicts"] = [count_verdicts(sides[0], side, uids) for side in sides[1:]]
+    content["by"] = _by_label(sides, scores, uids, options)
+    content["pass@k"] = {
+        name: pass_curve(side, uids, num_samples) for name, side in zip(names, sides, strict=True)
+    }
+    content["lengths"] = {name: lengths(side, uids) for name, side in zip(names, sides, strict=True)}
+    return content
+
+
+def describe(sides: Sequence[StoredEval], names: Sequence[str], uids: Sequence[str]) -> dict[str, Any]:
+    """Say what is compared, and what the hardware did meanwhile; no scores yet."""
+    models = [
+        {
+            "name": name,
+            "folder": str(side.folder),
+            "label": side.label,
+            "num_problems": len(side.samples),
+            "left_out": len(side.samples) - len(uids),
+            "remark": side.summary.get("remark", ""),
+            "model": side.summary.get("model"),
+            "devices": devices(side.summary),
+        }
+        for name, side in zip(names, sides, strict=True)
+    ]
+    return {
+        "models": models,
+        "uids": list(uids),
+        "different": [],
+        "tables": [],
+        "matrix": None,
+        "by": {},
+        "hardware": hardware_table([side.summary for side in sides]),
+    }
+
+
+def locate(word: str) -> str:
+    """Understand a word of the command line: the path of a folder, of a run by its id, or a hub name.
+
+    Raises:
+        UserError: If it is none of them, or a folder with neither evaluation nor model.
+    """
+    path = Path(word).expanduser()
+    if path.is_dir():
+        if _is_evaluation(word) or any(
+            (path / name).exists() for name in ("config.json", "adapter_config.json", "checkpoints")
+        ):
+            return str(path)
+        below = sorted(
+            str(found.parent) for found in [*path.glob("*/eval.json"), *path.glob("*/*/eval.json")]
+        )
+        hint = f"; it holds evaluations, name them: {' '.join(below[:4])}" if below else ""
+        raise UserError(f"{word}: neither an evaluation (eval.json) nor a model{hint}")
+    if path.exists():
+        raise UserError(f"{word}: is a file; expected the folder of an evaluation or of a model")
+    if "/" not in word and RUNS.is_dir():
+        return str(find_run(RUNS, word))
+    if word.count("/") == 1 and is_hub_name(word) and not word.startswith("runs/"):
+        return word
+    raise UserError(
+        f"{word!r}: no such folder, no run id below {RUNS}/, and not a hub name such as owner/name"
+    )
+
+
+def short_names(places: Sequence[str]) -> list[str]:
+    """Name different places by as few last parts of their paths as tell them apart."""
+    parts = [Path(place).parts for place in places]
+    depth = 1
+    while len(names := {Path(*part[-depth:]) for part in parts}) < len(parts) and depth < max(
+        map(len, parts)
+    ):
+        depth += 1
+    assert len(names) == len(parts), places
+    return [str(Path(*part[-depth:])) for part in parts]
+
+
+def _is_evaluation(place: str) -> bool:
+    return (Path(place).expanduser() / "eval.json").is_file()
+
+
+def _jobs(
+    config: CompareConfig, places: Sequence[str], names: Sequence[str], folder: Path
+) -> dict[int, EvalConfig]:
+    """Return the evaluations that are still to be run, into folder/evals/NAME, by the place of their model."""
+    jobs: dict[int, EvalConfig] = {}
+    for index, place in enumerate(places):
+        if not _is_evaluation(place):
+            start = _protocol(config, places)
+            if start.tasks:
+                raise UserError(
+                    "eval.tasks: one task at a time is compared; leave it out and set eval.task.name"
+                )
+            out = str(folder / "evals" / quote(names[index], safe=""))
+            jobs[index] = replace(start, out=out, policy=_with_init(start.policy, place))
+    return jobs
+
+
+def _protocol(config: CompareConfig, places: Sequence[str]) -> EvalConfig:
+    """Return how models are to be evaluated."""
+    if config.eval is not None:
+        return config.eval
+    folders = [Path(place) for place in places if _is_evaluation(place)]
+    stored = next((path for place in folders if (path := place / "config.yaml").is_file()), None)
+    if stored is None:
+        raise UserError(
+            f"{places[0]}: is a model, so it is evaluated first; say how: --eval gsm8k, or any recipe of `whet eval`"
+        )
+    return load_yaml(stored, EvalConfig)
+
+
+def _policy_of(config: CompareConfig, place: str) -> PolicyConfig:
+    """Return the policy that answers own prompts: a model, or that of an evaluation."""
+    if not _is_evaluation(place):
+        return _with_init(config.eval.policy, place) if config.eval else PolicyConfig(init=place)
+    stored = Path(place) / "config.yaml"
+    if not stored.is_file():
+        raise UserError(f"{place}: has no config.yaml that names its model; with --prompts name the model")
+    return load_yaml(stored, EvalConfig).policy
+
+
+def _with_init(policy: PolicyConfig, init: str) -> PolicyConfig:
+    if policy.init:
+        return replace(policy, init=init, adapter="")
+    made = {"tokenizer": "", "alphabet": "", "tags_as_tokens": False, "padded_vocab_size": 0}
+    return replace(policy, init=init, adapter="", model=ModelConfig(), **made)
+
+
+def _shown(row: Paired, name_a: str, name_b: str) -> dict[str, Any]:
+    """Return a row of the table as JSON, with its words and printed numbers."""
+    low, high = row.difference.low, row.difference.high
+    return asdict(row) | {
+        "unit": unit(row.metric),
+        "is_shown": row.is_shown,
+        "verdict": verdict(row, name_a, name_b),
+        "text": {
+            "a": show(row.metric, row.a),
+            "b": show(row.metric, row.b),
+            "difference": show(row.metric, row.difference.mean, signed=True),
+            "interval": f"{show(row.metric, low, signed=True)}, {show(row.metric, high, signed=True)}",
+            "p": show_p(row.p_holm),
+            "detectable": "" if row.detectable is None else show(row.metric, row.detectable),
+        },
+    }
+
+
+def _reasoning(row: Paired | None, name_a: str, name_b: str) -> str:
+    """Say whether the reasoning got shorter, with both lengths and the interval."""
+    if row is None:
+        return ""
+    text = _shown(row, name_a, name_b)["text"]
+    lengths = f"{name_a} {text['a']} tokens, {name_b} {text['b']}, difference {text['difference']}"
+    return f"{lengths} [{text['interval']}]: {verdict(row, name_a, name_b)}"
+
+
+def _matrix(scores: Sequence[Mapping[str, Sequence[float | None]]], options: Mapping[str, int]) -> list[Any]:
+    """Compare pass@1 of every pair, corrected for the number of pairs; row minus column, None on the diagonal."""
+    pairs = list(combinations(range(len(scores)), 2))
+    rows = [compare_scores("pass@1", scores[i]["pass@1"], scores[j]["pass@1"], **options) for i, j in pairs]
+    found = [row for row in rows if row is not None]
+    cells: list[list[Any]] = [[None] * len(scores) for _ in scores]
+    for (i, j), row, p in zip(pairs, found, holm([row.p for row in found]), strict=True):
+        for top, left, sign in ((i, j, -1), (j, i, 1)):
+            mean = sign * row.difference.mean
+            cells[top][left] = {
+                "text": show("pass@1", mean, signed=True),
+                "p": show_p(p),
+                "mean": mean,
+                "p_holm": p,
+            }
+    return cells
+
+
+def _by_label(
+    sides: Sequence[StoredEval],
+    scores: Sequence[Mapping[str, Sequence[float | None]]],
+    uids: Sequence[str],
+    options: Mapping[str, int],
+) -> dict[str, list[dict[str, Any]]]:
+    """Compare pass@1 within each value of a label (subject, level), every other model with the first."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for label in BREAKDOWN:
+        places: dict[str, list[int]] = {}
+        for place, uid in enumerate(uids):
+            if value := (sides[0].greedy[uid].get("meta") or {}).get(label):
+                places.setdefault(str(value), []).append(place)
+        for value, inside in sorted(places.items() if len(places) > 1 else ()):
+            parts = [[score["pass@1"][place] for place in inside] for score in scores]
+            rows = [compare_scores("pass@1", parts[0], part, **options) for part in parts[1:]]
+            cells = [_shown(row, "", "") for row in rows if row is not None]
+            found.setdefault(label, []).append({"value": value, "num_problems": len(inside), "cells": cells})
+    return found

@@ -1,0 +1,250 @@
+"""What a comparison shows besides its statistics: transcripts side by side, curves, lengths, hardware; JSON values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.eval.compare.paired import percent
+from whet.eval.confidence import vote_share
+from whet.eval.record import StoredEval
+from whet.report.page import render
+from whet.schema import ResponseSchema
+from whet.stats import pass_at_k
+from whet.telemetry.hardware import rates
+
+MAX_CHARACTERS = 20_000
+"""Longest text of one completion on the page."""
+VERDICTS = ("both right", "fixed", "broken", "both wrong")
+HARDWARE_NOTE = (
+    "Utilisation is the share of time in which some kernel was resident on the device: 100 % is reached at any load, "
+    "also by one that waits for memory. Memory activity is the share of time in which memory was read or written. All "
+    "are averages over the window in which that model generated; they say nothing about why they differ. Models that "
+    "write fewer tokens have shorter windows with other batches. Compare tokens per second, joules per token and "
+    "joules per request."
+)
+SENSORS = {
+    "utilisation": ("utilisation", "%", False),
+    "memory_activity": ("memory activity", "%", False),
+    "power_w": ("power", "W", True),
+    "temperature_c": ("temperature", "°C", False),
+    "memory_gib": ("memory used", "GiB", True),
+}
+"""Sensor -> what it is called, unit, and whether devices add up (else they are averaged)."""
+
+
+def write_page(
+    path: Path, content: Mapping[str, Any], transcripts: Sequence[Mapping[str, Any]], left_out: int
+) -> None:
+    """Write compare.html: one file, no network.
+
+    Args:
+        path: The file.
+        content: What compare.json holds.
+        transcripts: Of `side_by_side`.
+        left_out: Problems whose transcripts are not on the page.
+    """
+    names = [model["name"] for model in content["models"]]
+    data = {
+        "names": names,
+        "transcripts": transcripts,
+        "curves": content.get("pass@k", {}),
+        "scored": bool(content["tables"]),
+    }
+    page = render(
+        "compare.html",
+        title=" vs ".join(names),
+        data=data,
+        scripts=("uplot.js", "compare.js"),
+        styles=("uplot.css", "compare.css"),
+        content=content,
+        hardware_note=HARDWARE_NOTE,
+        number=number,
+        left_out=left_out,
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: int) -> list[dict[str, Any]]:
+    """Collect the completions of the same prompts, thinking and answer apart.
+
+    Args:
+        sides: The models.
+        uids: The problems wanted, which all have.
+        num_samples: Samples of each problem besides the greedy one.
+
+    Returns:
+        One object per problem: prompt, gold, labels, and for each model its completions and vote share.
+    """
+    schemas = [_schema(side) for side in sides]
+    found: list[dict[str, Any]] = []
+    for uid in uids:
+        first = sides[0].greedy[uid]
+        columns = []
+        for side, schema in zip(sides, schemas, strict=True):
+            rows = side.samples[uid]
+            columns.append(
+                {
+                    "rows": [_completion(row, schema) for row in [side.greedy[uid], *rows[:num_samples]]],
+                    "votes": vote_share([row["answer"] for row in rows]) if len(rows) > 1 else None,
+                    "right": sum(bool(row["correct"]) for row in rows),
+                    "count": len(rows),
+                }
+            )
+        labels = {str(name): str(value)[:200] for name, value in (first.get("meta") or {}).items()}
+        found.append(
+            {
+                "uid": uid,
+                "prompt": first["prompt"][:MAX_CHARACTERS],
+                "gold": first["gold"],
+                "labels": labels,
+                "columns": columns,
+            }
+        )
+    return found
+
+
+def count_verdicts(a: StoredEval, b: StoredEval, uids: Sequence[str]) -> dict[str, int]:
+    """Count what became of the problems under greedy decoding: both right, fixed, broken, both wrong."""
+    names = {(True, True): 0, (False, True): 1, (True, False): 2, (False, False): 3}
+    counts = Counter(
+        VERDICTS[names[bool(a.greedy[uid]["correct"]), bool(b.greedy[uid]["correct"])]] for uid in uids
+    )
+    return {name: counts[name] for name in VERDICTS}
+
+
+def pass_curve(side: StoredEval, uids: Sequence[str], num_samples: int) -> list[float]:
+    """Return pass@k for k = 1 ... num_samples, averaged over problems."""
+    counts = [sum(bool(row["correct"]) for row in side.samples[uid][:num_samples]) for uid in uids]
+    times = Counter(counts)
+    return [
+        sum(pass_at_k(num_samples, count, k) * number for count, number in times.items()) / len(uids)
+        for k in range(1, num_samples + 1)
+    ]
+
+
+def lengths(side: StoredEval, uids: Sequence[str]) -> dict[str, dict[str, float | None]]:
+    """Return tokens of right and of wrong samples, thinking and whole, averaged as in eval.json; and their number."""
+    found: dict[str, dict[str, float | None]] = {}
+    for name, is_right in (("right", True), ("wrong", False)):
+        kept = [[row for row in side.samples[uid] if bool(row["correct"]) == is_right] for uid in uids]
+        kept = [rows for rows in kept if rows]
+        found[name] = {"count": sum(map(len, kept))} | {
+            key: sum(sum(row[key] for row in rows) / len(rows) for rows in kept) / len(kept) if kept else None
+            for key in ("thinking_tokens", "completion_tokens")
+        }
+    return found
+
+
+def hardware_table(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Put the hardware readings of evaluations side by side, each over the window in which it generated.
+
+    Args:
+        summaries: eval.json of each model.
+
+    Returns:
+        One object per quantity: 'name', 'unit', 'values' (None: not recorded), and 'changes' from the first model to
+        each other one (`change`; None where there is none). Empty where nothing was recorded at all.
+    """
+    columns = [_readings(summary) for summary in summaries]
+    units = {name: unit for column in columns for name, (_, unit) in column.items()}
+    table: list[dict[str, Any]] = []
+    for name, unit in units.items():
+        values = [column[name][0] for column in columns]
+        base = values[0]
+        pairs = [None if base is None or value is None else change(base, value, unit) for value in values[1:]]
+        table.append({"name": name, "unit": unit, "values": values, "changes": pairs})
+    return table if any(value is not None for row in table for value in row["values"]) else []
+
+
+def devices(summary: Mapping[str, Any]) -> str:
+    """Name the devices that an evaluation was measured on."""
+    names = [str(device.get("name")) for device in _window(summary).get("devices", [])]
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(names).items())
+
+
+def change(base: float, value: float, unit: str) -> str:
+    """Write a difference with every percentage that could be meant, each with its base; degrees have no percentage."""
+    difference = value - base
+    text = f"{number(difference, '+')} {'points' if unit == '%' else unit}"
+    if unit == "°C" or not difference or base <= 0 or value <= 0:
+        return text
+    back = f"{number(-difference, '+')} {'points' if unit == '%' else unit}"
+    return (
+        f"{text}, {percent(base, value)} (of {number(base)}); the other way round {back}, {percent(value, base)} "
+        f"(of {number(value)})"
+    )
+
+
+def number(value: float, sign: str = "") -> str:
+    """Write a number with four digits, or whole with thousands marked where it has more; sign '+' is always written."""
+    return f"{value:{sign}.4g}" if abs(value) < 10_000 else f"{value:{sign},.0f}"
+
+
+def _window(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the hardware's window of an evaluation; empty where none was recorded, or it is none of ours."""
+    window = summary.get("hardware")
+    if isinstance(window, dict) and isinstance(window.get("devices"), list) and "seconds" in window:
+        return window
+    return {}
+
+
+def _readings(summary: Mapping[str, Any]) -> dict[str, tuple[float | None, str]]:
+    """Return quantity -> (value, unit) of one evaluation; everything of one window."""
+    window = _window(summary)
+    tokens = (summary.get("tokens") or {}).get("completion") or 0
+    requests = summary.get("requests") or summary["num_problems"] * (summary["num_samples"] + 1)
+    seconds = window.get("seconds") or summary.get("generation_seconds")
+    shown = window if window else {"seconds": seconds or 0, "devices": []}
+    found = rates(shown, tokens, requests)
+    readings: dict[str, tuple[float | None, str]] = {
+        "window": (seconds, "s"),
+        "tokens written": (tokens or None, "tokens"),
+        "speed": (found["tokens_per_second"] if tokens else None, "tokens/s"),
+        "energy per token": (found["joules_per_token"], "J"),
+        "energy per request": (found["joules_per_request"], "J"),
+    }
+    all_devices = window.get("devices", [])
+    counted = [device for device in all_devices if device.get("kind") == "gpu"] or all_devices
+    for sensor, (name, unit, adds_up) in SENSORS.items():
+        values = [device[sensor]["mean"] for device in counted if device.get(sensor)]
+        mean = None
+        if values and len(values) == len(counted):
+            mean = sum(values) / (1 if adds_up else len(values)) * (100 if unit == "%" else 1)
+        readings[name] = (mean, unit)
+    return readings
+
+
+def _schema(side: StoredEval) -> ResponseSchema | None:
+    """Return the tags that a model was asked for; None where they are not recorded."""
+    try:
+        return ResponseSchema(**side.summary["identity"]["protocol"]["schema"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _completion(row: Mapping[str, Any], schema: ResponseSchema | None) -> dict[str, Any]:
+    """Shorten a stored completion to what the page shows; text outside perfect tags stays whole."""
+    shown: dict[str, Any] = {
+        "sample": row["sample"],
+        "correct": row["correct"],
+        "format": row["format"],
+        "answer": row["answer"] if row["answer"] is None else row["answer"][:MAX_CHARACTERS],
+        "thinking_tokens": row["thinking_tokens"],
+        "tokens": row["completion_tokens"],
+        "cut": row["finish_reason"] == "length",
+        "logprob": row.get("answer_logprob"),
+        "hedges": row.get("hedges"),
+        "revisions": row.get("revisions"),
+    }
+    text = row["text"]
+    parsed = schema.parse(text) if schema else None
+    if parsed is not None and parsed.thinking is not None and parsed.verdict == "perfect":
+        shown["thinking"] = parsed.thinking[:MAX_CHARACTERS]
+    else:
+        shown["text"] = text[:MAX_CHARACTERS]
+    if len(text) > MAX_CHARACTERS:
+        shown["left_out"] = len(text) - MAX_CHARACTERS
+    return shown

@@ -1,0 +1,377 @@
+"""`whet data`: look at a task's data before training: lengths, repetitions, overlap of train and test."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from whet.config import dump_yaml
+from whet.inspect.data.overlap import VIEWS, Overlap, Texts, View, compare, fold_prompts
+from whet.model.text.tokenizer import Tokenizer
+from whet.report.plots import COLOURS, MUTED, STYLE
+from whet.storage.folder import open_run
+from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.mixture import Mixture
+from whet.telemetry.display import escape_controls
+from whet.train.rollout.curriculum import percentile
+from whet.types import Problem, Task, UserError
+
+SPLITS = ("train", "dev", "test")
+HELD_OUT = ("dev", "test")
+PERCENTS = (50, 90, 99, 100)
+SHOWN_TEXT = 600
+SHOWN_IN_TERMINAL = 160
+NUM_BINS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataReportConfig:
+    """A report on a task's data: lengths, repeated and contradicting problems, and what of dev and test is in train."""
+
+    out: str = ""
+    """Run folder to make; empty for runs/data-DATE-TIME."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """The problems."""
+    tokenizer: str = "bytes"
+    """What lengths are counted with: bytes, or a tokenizer's folder or hub name."""
+    ngram: int = 13
+    """Words per n-gram of prompts with at least twice as many words (13 is GPT-3's, arXiv:2005.14165, appendix C)."""
+    short_ngram: int = 8
+    """Words per n-gram of shorter prompts; those with fewer words are compared as a whole only."""
+    overlap_share: float = 0.5
+    """A held-out prompt counts as overlapping when at least this share of its n-grams stands in training prompts."""
+    num_shown: int = 5
+    """Worst pairs and repeated prompts that are shown."""
+    fail_on_overlap: bool = False
+    """End with exit status 2 when a dev or test prompt overlaps with train as it is written."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.short_ngram <= self.ngram:
+            raise ValueError(
+                f"ngram = {self.ngram}, short_ngram = {self.short_ngram}: expected 1 <= short_ngram <= ngram"
+            )
+        if not 0 < self.overlap_share <= 1:
+            raise ValueError(f"overlap_share = {self.overlap_share}: expected above 0, at most 1")
+        if self.num_shown < 0:
+            raise ValueError(f"num_shown = {self.num_shown}: expected 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Problems of one split with the same folded prompt.
+
+    Attributes:
+        problems: At least two.
+        answers: Their gold answers that the task does not take for each other, at least one.
+    """
+
+    problems: list[Problem]
+    answers: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A table for terminal and report: title, head, rows, and what to know about it."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    remark: str = ""
+
+
+def main(config: DataReportConfig) -> None:
+    """Print the report and write its folder.
+
+    Raises:
+        UserError: If data cannot be read; in the end, if something overlaps and `fail_on_overlap` is set.
+    """
+    folder = Path(config.out or time.strftime("runs/data-%Y%m%d-%H%M%S"))
+    task = load_task(config.task)
+    splits = {split: task.problems(split) for split in SPLITS}
+    lengths = _lengths(splits, config.tokenizer)
+    texts = {split: fold_prompts(problems) for split, problems in splits.items()}
+    repeated = {split: find_repeated(task, splits[split], texts[split]) for split in SPLITS}
+    overlaps: dict[tuple[str, View], Overlap] = {
+        (split, view): compare(
+            texts[split],
+            texts["train"],
+            view,
+            ngram=config.ngram,
+            short_ngram=config.short_ngram,
+            num_pairs=config.num_shown,
+        )
+        for split in HELD_OUT
+        for view in VIEWS
+    }
+    open_run(folder, dump_yaml(config), resumable=False)
+    content = _content(config, task, splits, lengths, repeated, overlaps)
+    (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
+    _draw_lengths({split: prompts for split, (prompts, _) in lengths.items()}, _unit(config), folder)
+    sheets = list(_sheets(config, content))
+    _write_markdown(folder, config, sheets)
+    _print(sheets)
+    print(f"report: {folder / 'report.md'}")
+    flagged = {split: content["overlap"][split]["text"]["overlapping"] for split in HELD_OUT}
+    if config.fail_on_overlap and any(flagged.values()):
+        found = " and ".join(
+            f"{count:,} of {len(splits[split]):,} {split}" for split, count in flagged.items()
+        )
+        raise UserError(f"{found} prompts overlap with train; see {folder / 'report.md'}, and leave them out")
+
+
+def _unit(config: DataReportConfig) -> str:
+    return "bytes" if config.tokenizer == "bytes" else "tokens"
+
+
+def _lengths(
+    splits: Mapping[str, Sequence[Problem]], tokenizer: str
+) -> dict[str, tuple[list[int], list[int]]]:
+    """Return by split the lengths of prompts, and of solutions where there is one."""
+    coder = None if tokenizer == "bytes" else Tokenizer.load(tokenizer)
+
+    def count(text: str) -> int:
+        return len(text.encode() if coder is None else coder.encode(text))
+
+    return {
+        split: ([count(p.prompt) for p in problems], [count(p.solution) for p in problems if p.solution])
+        for split, problems in splits.items()
+    }
+
+
+def find_repeated(task: Task, problems: Sequence[Problem], texts: Texts) -> list[Repeated]:
+    """Find prompts that occur more than once, contradicting ones first, then by number of copies.
+
+    Args:
+        task: Says whether two gold answers are the same.
+        problems: Problems of a split.
+        texts: Their folded prompts.
+    """
+    groups: dict[bytes, list[Problem]] = {}
+    for key, problem in zip(texts.keys["text"], problems, strict=True):
+        groups.setdefault(key, []).append(problem)
+    found = []
+    for group in groups.values():
+        if len(group) > 1:
+            different: list[Problem] = []
+            for problem in group:
+                if not any(task.is_correct(other, problem.answer) for other in different):
+                    different.append(problem)
+            found.append(Repeated(group, [problem.answer for problem in different]))
+    return sorted(found, key=lambda repeated: (-len(repeated.answers), -len(repeated.problems)))
+
+
+def _content(
+    config: DataReportConfig,
+    task: Task,
+    splits: Mapping[str, Sequence[Problem]],
+    lengths: Mapping[str, tuple[Sequence[int], Sequence[int]]],
+    repeated: Mapping[str, Sequence[Repeated]],
+    overlaps: Mapping[tuple[str, View], Overlap],
+) -> dict[str, Any]:
+    """Gather everything that the report says, as it stands in report.json."""
+    parts = task.parts.values() if isinstance(task, Mixture) else [task]
+
+    def overlap_of(split: str, view: View) -> dict[str, Any]:
+        overlap = overlaps[split, view]
+        score = np.nan_to_num(overlap.score)
+        return {
+            "equal": int(overlap.is_equal.sum()),
+            "too_short": int(np.isnan(overlap.score).sum()),
+            "any_ngram": int((score > 0).sum()),
+            "overlapping": int((score >= config.overlap_share).sum()),
+            "pairs": [
+                {
+                    "share": float(score[held]),
+                    "prompt": splits[split][held].prompt,
+                    "answer": splits[split][held].answer,
+                    "train_prompt": splits["train"][twin].prompt,
+                    "train_answer": splits["train"][twin].answer,
+                }
+                for held, twin in overlap.pairs
+            ],
+        }
+
+    return {
+        "task": task.name,
+        "unit": _unit(config),
+        "bad_rows": sum(len(getattr(part, "bad_rows", ())) for part in parts),
+        "repeated_rows": sum(getattr(part, "num_duplicates", 0) for part in parts),
+        "splits": {
+            split: {
+                "problems": len(problems),
+                "solutions": len(lengths[split][1]),
+                "prompt_length": _percentiles(lengths[split][0]),
+                "solution_length": _percentiles(lengths[split][1]),
+                "extra_copies": sum(len(group.problems) - 1 for group in repeated[split]),
+                "contradicting": sum(len(group.answers) > 1 for group in repeated[split]),
+                "repeated": [
+                    {"copies": len(g.problems), "prompt": g.problems[0].prompt, "answers": g.answers}
+                    for g in repeated[split][: config.num_shown]
+                ],
+            }
+            for split, problems in splits.items()
+        },
+        "overlap": {split: {view: overlap_of(split, view) for view in VIEWS} for split in HELD_OUT},
+    }
+
+
+def _percentiles(lengths: Sequence[int]) -> dict[str, int]:
+    return {f"{percent}": percentile(lengths, percent) for percent in PERCENTS} if lengths else {}
+
+
+def _sheets(config: DataReportConfig, content: Mapping[str, Any]) -> Iterator[Sheet]:
+    """Lay the content out as tables."""
+    splits, overlap = content["splits"], content["overlap"]
+
+    def row(name: str, *keys: str) -> list[str]:
+        return [name, *(_number(_dig(splits[split], keys)) for split in SPLITS)]
+
+    yield Sheet(
+        f"Problems of {content['task']}",
+        ["", *SPLITS],
+        [
+            row("problems", "problems"),
+            row("with a worked solution", "solutions"),
+            row("further copies of a prompt", "extra_copies"),
+            row("prompts with contradicting answers", "contradicting"),
+            *(
+                row(f"{name}, {content['unit']}: {_quantile(percent)}", f"{name}_length", str(percent))
+                for name in ("prompt", "solution")
+                for percent in PERCENTS
+            ),
+        ],
+        f"Rows that the task left out while reading: {content['bad_rows']:,} malformed or without an answer, "
+        f"{content['repeated_rows']:,} repeated.",
+    )
+    share = f"{100 * config.overlap_share:g} %"
+    names = {
+        "equal": "whole prompt",
+        "overlapping": f"overlapping: whole, or {share} of n-grams",
+        "any_ngram": "whole, or at least one n-gram",
+        "too_short": "too short for n-grams",
+    }
+    yield Sheet(
+        "Held-out prompts in train",
+        ["", *(f"{split}, {_view(view)}" for split in HELD_OUT for view in VIEWS)],
+        [
+            [name, *(_number(overlap[split][view][key]) for split in HELD_OUT for view in VIEWS)]
+            for key, name in names.items()
+        ],
+        f"n-grams of {config.ngram} words; of {config.short_ngram} in prompts of fewer than {2 * config.ngram} words. "
+        "Case, white space and punctuation do not count.",
+    )
+    for split in HELD_OUT:
+        for view in VIEWS:
+            pairs = overlap[split][view]["pairs"]
+            rows = [
+                [f"{100 * p['share']:.0f} %", p["prompt"], p["answer"], p["train_prompt"], p["train_answer"]]
+                for p in pairs
+            ]
+            head = ["share", split, "answer", "nearest in train", "answer"]
+            yield Sheet(f"Worst pairs: {split}, {_view(view)}", head, rows)
+    for split in SPLITS:
+        rows = [
+            [_number(g["copies"]), g["prompt"], " | ".join(g["answers"])] for g in splits[split]["repeated"]
+        ]
+        yield Sheet(f"Repeated prompts: {split}", ["copies", "prompt", "answers"], rows)
+
+
+def _dig(value: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        value = value.get(key)
+    return value
+
+
+def _number(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _quantile(percent: int) -> str:
+    return {50: "median", 100: "longest"}.get(percent, f"{percent} % up to")
+
+
+def _view(view: View) -> str:
+    return {"text": "as written", "template": "numbers aside"}[view]
+
+
+def _short(text: str, width: int) -> str:
+    line = escape_controls(" ".join(text.split()))
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def _print(sheets: Sequence[Sheet]) -> None:
+    """Print the tables that have rows; data is never read as markup."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for sheet in sheets:
+        if not sheet.rows:
+            continue
+        is_text = len(sheet.head) > 2 and max(len(cell) for row in sheet.rows for cell in row[1:]) > 20
+        table = Table(title=sheet.title, box=SIMPLE_HEAD, title_justify="left", show_lines=is_text)
+        for index, name in enumerate(sheet.head):
+            table.add_column(name, justify="right" if index and not is_text else "left", overflow="fold")
+        for row in sheet.rows:
+            table.add_row(*(Text(_short(cell, SHOWN_IN_TERMINAL)) for cell in row))
+        console.print(table)
+        if sheet.remark:
+            console.print(Text(sheet.remark, style="dim"))
+
+
+def _write_markdown(folder: Path, config: DataReportConfig, sheets: Sequence[Sheet]) -> None:
+    """Write report.md; data is escaped in its cells."""
+    blocks = [
+        f"# Data of {config.task.name}",
+        f"![lengths of prompts in {_unit(config)}](prompt_lengths.png)",
+    ]
+    for sheet in sheets:
+        if sheet.rows:
+            lines = [f"| {' | '.join(sheet.head)} |", "|---" * len(sheet.head) + "|"]
+            lines += [f"| {' | '.join(map(_cell, row))} |" for row in sheet.rows]
+            blocks += [f"## {sheet.title}", "\n".join(lines), sheet.remark]
+    text = "\n\n".join(block for block in blocks if block) + "\n"
+    (folder / "report.md").write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def _cell(text: str) -> str:
+    """Write text as literal inline markdown."""
+    return re.sub(r"([\\`*_\[\]<>|$&~])", r"\\\1", _short(text, SHOWN_TEXT))
+
+
+def _draw_lengths(lengths: Mapping[str, Sequence[int]], unit: str, folder: Path) -> None:
+    """Draw how long the prompts of each split are; the longest 0.5 % stand in the last bin."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    longest = max(percentile(values, 99.5) for values in lengths.values() if values)
+    width = max(1, -(-longest // NUM_BINS))
+    edges = np.arange(0, longest + width + 1, width)
+    with matplotlib.rc_context(cast(Any, STYLE)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure = Figure(figsize=(6.4, 3.2), layout="constrained", facecolor="white")
+        axes = figure.add_subplot()
+        for (split, values), colour in zip(lengths.items(), COLOURS, strict=False):
+            if values:
+                counts, _ = np.histogram(np.minimum(values, edges[-1] - 1), bins=edges)
+                label = f"{split} ({len(values):,})"
+                axes.stairs(counts / len(values), edges, color=colour, linewidth=1.6, label=label)
+        axes.set_title("prompt lengths")
+        axes.text(
+            0, 1.03, f"share of each split, by {unit}", transform=axes.transAxes, color=MUTED, fontsize=8
+        )
+        axes.set_xlabel(unit)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 2):g}%"))
+        axes.legend()
+        figure.savefig(folder / "prompt_lengths.png", dpi=140)

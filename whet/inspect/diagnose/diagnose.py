@@ -1,0 +1,187 @@
+"""`whet diagnose RECIPE`: one real training step, component by component, each with its verdict and the reasons."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from whet.config import dump_yaml, to_dict
+from whet.inspect.diagnose.model import environment, forward, parameters, tokenizer
+from whet.inspect.diagnose.objective import objective
+from whet.inspect.diagnose.speed import memory, speed
+from whet.inspect.diagnose.step import ORDER, Component, Status, Subject, captured, show, worst
+from whet.inspect.diagnose.switches import toggles
+from whet.inspect.diagnose.update import gradients, optimizer
+from whet.inspect.memory.plan import PlanConfig, read_recipe
+from whet.report.page import json_for_script, render
+from whet.storage.folder import open_run
+from whet.telemetry.display import escape_controls
+from whet.types import UserError
+
+STYLES: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseConfig:
+    """One real step of a recipe, component by component: pass, warn or fail, with reasons.
+
+    Exit status 1 when a component fails, 2 when the step could not be done.
+    """
+
+    recipe: str
+    """Recipe, .yaml file or run folder, as the program takes it."""
+    of: Literal["rl", "sft"] = "rl"
+    """Program that runs it."""
+    set: tuple[str, ...] = ()
+    """Fields of the program to override, each written field=value, such as num_prompts=4."""
+    out: str = ""
+    """Folder to make for diagnose.log, .json and .html; empty for runs/diagnose-DATE-TIME."""
+    repeats: int = 5
+    """Steps that are timed."""
+    rounds: int = 3
+    """Times that each switch (bfloat16, checkpointing ...) is timed in turn with the recipe as it is; 0 tries none."""
+    compile: bool = False
+    """Try torch.compile among the switches; it takes minutes."""
+
+    def __post_init__(self) -> None:
+        PlanConfig(recipe=self.recipe, of=self.of, set=self.set)
+        if self.repeats < 1:
+            raise ValueError(f"repeats = {self.repeats}: expected 1 or more")
+        if self.rounds < 0:
+            raise ValueError(f"rounds = {self.rounds}: expected 0 or more")
+        if self.compile and not self.rounds:
+            raise ValueError("compile is read with rounds only: leave it out, or give 1 or more rounds")
+
+
+def main(config: DiagnoseConfig) -> None:
+    """Do the step, look at it, and write diagnose.log, diagnose.json and diagnose.html.
+
+    Raises:
+        UserError: If the step cannot be done.
+        SystemExit: With status 1 when a component fails.
+    """
+    run = read_recipe(PlanConfig(recipe=config.recipe, of=config.of, set=config.set))
+    console, title = Console(), f"{config.of} {config.recipe}"
+    folder = Path(config.out or time.strftime("runs/diagnose-%Y%m%d-%H%M%S"))
+    with console.status("loading") as status:
+        subject = Subject(run)
+        open_run(folder, dump_yaml(config), resumable=False)
+        with (folder / "diagnose.log").open("w", encoding="utf-8", errors="backslashreplace") as file:
+
+            def say(text: str) -> None:
+                lines = escape_controls(text).splitlines()
+                status.update(escape(lines[0]))
+                file.writelines(f"{time.strftime('%F %T')}  {line}\n" for line in lines)
+                file.flush()
+
+            say(f"whet diagnose {title}\n{dump_yaml(run)}")
+            components = examine(subject, config, say)
+            verdict = worst([component.verdict for component in components.values()])
+            say(f"verdict: {verdict}")
+    content = {
+        "verdict": verdict,
+        "program": config.of,
+        "recipe": config.recipe,
+        "components": {name: component.to_json() for name, component in components.items()},
+        "config": to_dict(run),
+    }
+    text = json.dumps(json.loads(json_for_script(content)), indent=1)
+    (folder / "diagnose.json").write_text(text + "\n", encoding="ascii")
+    page = render(
+        "diagnose.html", title=f"Diagnosis of {title}", styles=("diagnose.css",), content=content, show=show
+    )
+    (folder / "diagnose.html").write_text(page, encoding="utf-8", errors="backslashreplace")
+    _print(console, title, components)
+    console.print(Text(f"verdict: {verdict}; {folder / 'diagnose.html'} shows everything"))
+    if verdict == "fail":
+        raise SystemExit(1)
+
+
+def examine(subject: Subject, config: DiagnoseConfig, say: Callable[[str], None]) -> dict[str, Component]:
+    """Look at every component of the first step.
+
+    Args:
+        subject: The recipe, loaded.
+        config: How often is timed, and which switches are tried.
+        say: Told what comes next.
+
+    Returns:
+        Components by name, in the order of the report.
+    """
+    found: dict[str, Component] = {}
+    gc.freeze()  # what is there now would be searched again in every measurement
+
+    def look(name: str, work: Callable[[], Component]) -> None:
+        say(f"{name} ...")
+        try:
+            found[name] = work()
+        except Exception as error:  # what is wrong with a step may end it; that is then the finding
+            if isinstance(error, UserError):
+                reason = str(error)
+            else:
+                reason = f"{type(error).__name__}: {error}"
+                say(traceback.format_exc())
+            subject.reset()
+            found[name] = Component(name.capitalize())
+            found[name].check("could be examined", False, " ".join(reason.split())[:300], "no error")
+        say(as_text(found[name]))
+
+    look("environment", lambda: environment(subject))
+    look("tokenizer", lambda: tokenizer(subject))
+    look("parameters", lambda: parameters(subject))
+    look("memory", lambda: memory(subject))
+    look("forward", lambda: forward(subject))
+    look("objective", lambda: objective(subject))
+    with captured(subject, apply=True) as updates:
+        subject.prepare()()
+    if not updates:
+        raise UserError("the step makes no update: no token of it teaches anything")
+    look("optimizer", lambda: optimizer(subject, updates[0]))
+    subject.reset()
+    look("gradients", lambda: gradients(subject, updates[0]))
+    updates.clear()
+    found["optimizer"] = found.pop("optimizer")
+    look("time", lambda: speed(subject, config.repeats))
+    if config.rounds:
+        look("switches", lambda: toggles(subject, config.rounds, compiles=config.compile))
+    gc.unfreeze()
+    return found
+
+
+def as_text(component: Component) -> str:
+    """Write a component with all that was found."""
+    lines = [f"{component.name}: {component.verdict}; {component.headline}"]
+    lines += [f"  {name}: {show(value)}" for name, value in component.facts.items()]
+    lines += [f"  [{c.status}] {c.name}: {c.found}; expected {c.expected}" for c in component.checks]
+    for title, rows in component.tables.items():
+        lines += [f"  {title}", *(f"    {show(row)}" for row in rows)]
+    return "\n".join(lines)
+
+
+def _print(console: Console, title: str, components: Mapping[str, Component]) -> None:
+    """Print a line for each component, and the reasons of what did not pass, the worst first."""
+    table = Table(title=Text(f"one step of {title}"), box=SIMPLE_HEAD, title_justify="left")
+    for name in ("component", "verdict", "found"):
+        table.add_column(name, overflow="fold")
+    for component in components.values():
+        verdict = Text(component.verdict, style=STYLES[component.verdict])
+        table.add_row(component.name, verdict, Text(escape_controls(component.headline)))
+    console.print(table)
+    for status in ORDER[:0:-1]:
+        for component in components.values():
+            for check in component.checks:
+                if check.status == status:
+                    reason = f"{component.name}: {check.name}: {check.found}; expected {check.expected}"
+                    console.print(Text(status, style=STYLES[status]), Text(escape_controls(reason)))

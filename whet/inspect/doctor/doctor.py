@@ -1,0 +1,190 @@
+"""`whet doctor`: time the kernels, attack the sandbox, run training twice and compare, or look at a run that hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from whet.config import show
+from whet.generate.kernel_speed import measure, small
+from whet.inspect.doctor.determinism import check_determinism
+from whet.inspect.doctor.hang import check_hang
+from whet.kernels import choice
+from whet.kernels.cpu import build
+from whet.model.config import ModelConfig
+from whet.sandbox.attacks.attacks import all_attacks
+from whet.sandbox.attacks.battery import Finding, run_battery
+from whet.sandbox.programs import Sandbox
+from whet.telemetry.display import escape_controls
+from whet.types import UserError
+
+SHOWN_HOW = 60
+WIDTHS = (128, 512, 1024)
+"""Widths of the models that the kernels are timed for."""
+READ = {
+    "kernels": (),
+    "sandbox": ("backend", "only", "num_workers"),
+    "determinism": ("program", "recipe"),
+    "hang": (),
+}
+"""The fields that each check reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    """Checks: 'kernels', 'sandbox' (attacks this machine's), 'determinism' (trains twice), 'hang RUN' (looks at a run).
+
+    Exit status 1 when the check found something, 2 when it could not be made.
+    """
+
+    check: tuple[str, ...] = ()
+    """kernels: the C++ kernels beside PyTorch on this machine. sandbox: programs that try to get out, take too much, or
+    cheat their tests. determinism: three steps of training, twice, compared bit by bit. hang RUN [RUN ...]: what the
+    ranks of a run do, and where a hung one stood."""
+    backend: Literal["auto", "bwrap", "landlock"] = "auto"
+    """sandbox: the wall to attack; auto for the one that training would use here."""
+    only: str = ""
+    """sandbox: run only attacks with this text in their name or group."""
+    num_workers: int = 0
+    """sandbox: attacks at the same time; 0 for one per core."""
+    program: Literal["rl", "sft", "dpo"] = "rl"
+    """determinism: what is run."""
+    recipe: str = ""
+    """determinism: recipe, config.yaml or run folder of that program; empty for a small form of the demo's."""
+
+    def __post_init__(self) -> None:
+        name = self.check[0] if self.check else ""
+        if name not in READ:
+            raise ValueError(f"check = {show(name)}: expected kernels, sandbox, determinism, or hang RUN")
+        if name == "hang" and len(self.check) == 1:
+            raise ValueError(
+                "check = hang: expected the folder of a run, as in 'whet doctor hang runs/demo-rl'"
+            )
+        if name != "hang" and len(self.check) > 1:
+            raise ValueError(f"check = {show(' '.join(self.check))}: expected nothing after {name}")
+        for field in fields(self):
+            if field.name not in ("check", *READ[name]) and getattr(self, field.name) != field.default:
+                raise ValueError(f"{field.name} is not read by the check {name}; leave it out")
+        if self.num_workers < 0:
+            raise ValueError(f"num_workers = {self.num_workers}: expected 0 or more")
+
+
+def main(config: DoctorConfig) -> None:
+    """Run the check.
+
+    Raises:
+        UserError: If it cannot be made (exit status 2).
+        SystemExit: With status 1 when it found something.
+    """
+    name, *runs = config.check
+    if name == "kernels":
+        is_well = check_kernels()
+    elif name == "sandbox":
+        is_well = check_sandbox(config.backend, config.only, config.num_workers)
+    elif name == "determinism":
+        is_well = check_determinism(config.program, config.recipe)
+    else:
+        is_well = check_hang(runs)
+    if not is_well:
+        raise SystemExit(1)
+
+
+def check_kernels() -> bool:
+    """Print how fast the C++ kernels are beside PyTorch for some widths, and which of them runs would use here.
+
+    Returns:
+        Whether there are C++ kernels that can be used.
+    """
+    console = Console()
+    console.print(f"CPU targets: {', '.join(build.runnable())} (choose one with {build.VARIABLE})")
+    if build.library() is None:
+        console.print(f"kernels: {choice.describe()}", soft_wrap=True)
+        return False
+    table = Table("width", "numbers", *choice.OPERATIONS, "kernels", box=SIMPLE_HEAD)
+    for width in WIDTHS:
+        shape = small(
+            ModelConfig(
+                hidden_size=width,
+                intermediate_size=3 * width,
+                num_heads=width // 64,
+                num_kv_heads=width // 64,
+                head_dim=64,
+            )
+        )
+        for dtype in (torch.float32, torch.bfloat16):
+            ratios = measure(shape, dtype)
+            cells = [f"{ratios[name]:.1f}x" for name in choice.OPERATIONS]
+            name = str(dtype).removeprefix("torch.")
+            table.add_row(str(width), name, *cells, choice.describe(choice.Choice.of(ratios)))
+    console.print(table)
+    console.print("speed of the C++ kernels over PyTorch's own; what is slower is not used", soft_wrap=True)
+    return True
+
+
+def check_sandbox(backend: Literal["auto", "bwrap", "landlock"], only: str, num_workers: int) -> bool:
+    """Print a table of attacks and what became of them.
+
+    Args:
+        backend: The wall to attack.
+        only: Part of a name or group.
+        num_workers: Attacks at the same time; 0 for one per core.
+
+    Returns:
+        Whether all were contained.
+
+    Raises:
+        UserError: If this machine has no usable sandbox.
+    """
+    attacks = [attack for attack in all_attacks() if only in attack.name or only in attack.group]
+    if not attacks:
+        groups = ", ".join(dict.fromkeys(attack.group for attack in all_attacks()))
+        raise UserError(f"only = {only!r}: no such attack; expected a part of a name, or of {groups}")
+    console = Console()
+    start = time.monotonic()
+    with Sandbox(backend=backend, num_workers=num_workers) as sandbox:
+        console.print(f"sandbox: {sandbox.backend}, {len(attacks)} attacks")
+        columns = (TextColumn("attacking"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task("", total=len(attacks))
+            findings = run_battery(
+                sandbox, attacks, lambda _: progress.advance(bar), num_workers=sandbox.num_workers
+            )
+        console.print(_table(findings))
+        breaches = [finding for finding in findings if finding.breach]
+        for finding in breaches:
+            print(f"not contained: {finding.name} ({finding.group}): {_line(finding.breach)}")
+        print(
+            f"{sandbox.backend}: {len(findings)} checks, {len(breaches)} breaches, "
+            f"{time.monotonic() - start:.1f} s"
+        )
+    return not breaches
+
+
+def _line(text: str) -> str:
+    return escape_controls(" ".join(text.split()))
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    """Lay the findings out; what a program wrote is shown escaped and never read as markup."""
+    table = Table(box=SIMPLE_HEAD)
+    for name, width in (("attack", 28), ("group", 12), ("contained", 9), ("ms", 5), ("how", None)):
+        table.add_column(name, no_wrap=True, min_width=width, justify="right" if name == "ms" else "left")
+    for finding in findings:
+        how = _line(finding.breach or finding.how)
+        table.add_row(
+            finding.name,
+            finding.group,
+            Text("NO", style="bold red") if finding.breach else "yes",
+            f"{1000 * finding.seconds:.0f}",
+            Text(how if len(how) <= SHOWN_HOW else f"{how[: SHOWN_HOW - 1]}…"),
+        )
+    return table

@@ -1,0 +1,196 @@
+"""The bytes that one real step of longest sequences holds: what a plan is measured against."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from whet.algo.packing import TrainingSequence
+from whet.generate.activations import Activations
+from whet.generate.engine import Engine
+from whet.generate.policy import Policy
+from whet.generate.rows import Completion, Request
+from whet.inspect.memory.phases import Phase, Workload
+from whet.train.objective.objective import Objective
+from whet.train.optim.step import Optimizer, prepare_model
+from whet.train.rl_config import RLConfig
+from whet.train.rollout.source import KEPT_CACHE
+from whet.train.sft import SFTConfig, train_step
+from whet.types import Group, Problem, Sample
+
+
+class LiveTensors(TorchDispatchMode):
+    """Meter of the tensors that are alive: counts every storage once, from the operation that returns it to its end.
+
+    What an operation allocates inside and frees again is not seen.
+
+    Args:
+        device: Only storages there are counted.
+
+    Attributes:
+        now: Bytes alive.
+        peak: Most bytes alive since the start, or since `restart`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._device = device
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return result
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that was there before the meter."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()  # pyright: ignore[reportPrivateUsage]
+        if tensor.device.type != self._device.type or key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def restart(self) -> int:
+        """Return the peak, and begin a new one at what is alive."""
+        before, self.peak = self.peak, self.now
+        return before
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+class _CudaPeak(AbstractContextManager["_CudaPeak"]):
+    """What `LiveTensors` says, from PyTorch's own allocator of a GPU: it also sees what operations free inside."""
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def restart(self) -> int:
+        """Return the peak, and begin a new one."""
+        torch.cuda.synchronize()
+        before = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return before
+
+
+def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[str, int]:
+    """Run one real step of longest sequences and return the most bytes alive in each phase.
+
+    Args:
+        run: The recipe; its folder is not made and nothing is saved.
+        policy: Its policy, loaded; the step changes it.
+        work: What the prediction was made for.
+    """
+    prepare_model(policy.model, run.optim)
+    meter = LiveTensors(policy.device) if policy.device.type == "cpu" else _CudaPeak()
+    found: dict[str, int] = {}
+    with meter:
+        if isinstance(meter, LiveTensors):
+            for tensor in policy.model.parameters():
+                meter.add(tensor)
+        optimizer = Optimizer(policy.model, run.optim)
+        step = _metered(optimizer, meter, found)
+        meter.restart()
+        if isinstance(run, SFTConfig):
+            ids = [
+                _ids(place, work.length, policy.model.num_valid_tokens) for place in range(work.num_sequences)
+            ]
+            optimizer.begin(run.optim.lr)
+            train_step(
+                policy, [TrainingSequence(prompt_ids=i[:2], completion_ids=i[2:]) for i in ids], run.optim
+            )
+            step(run.optim.lr)
+            return found
+        objective = Objective.of(run, policy, value=replace(run.value, warmup_steps=0))
+        policy.max_rows = work.rows
+        policy.activations = Activations(int(work.kept_gib * 2**30)) if work.kept_bytes else None
+        engine = policy.engine(stops=False, keeps=True)
+        groups = _longest_groups(run, engine, work)
+        engine.release(above=KEPT_CACHE)
+        found["rollout"] = meter.restart()
+        objective.update(groups, optimizer, run.optim.lr)
+        meter.restart()
+        short = replace(run, sampling=replace(run.sampling, max_new_tokens=2))
+        _longest_groups(short, engine, work)  # now beside all that the update has made
+        found["rollout"] = max(found["rollout"], meter.restart())
+    return found
+
+
+def _metered(
+    optimizer: Optimizer, meter: LiveTensors | _CudaPeak, found: dict[str, int]
+) -> Callable[..., float]:
+    """Make the optimizer's step end the phase before it, and note its own."""
+    plain = optimizer.step
+
+    def step(lr: float, *, loss: float = 0.0) -> float:
+        found["backward"] = max(found.get("backward", 0), meter.restart())
+        norm = plain(lr, loss=loss)
+        found["optimizer step"] = max(found.get("optimizer step", 0), meter.restart())
+        return norm
+
+    optimizer.step = step
+    return step
+
+
+def _longest_groups(run: RLConfig, engine: Engine, work: Workload) -> list[Group]:
+    """Draw longest completions of longest prompts, with advantages of either sign."""
+    prompts = [
+        _ids(place, work.length - work.num_trained, engine.model.num_valid_tokens)
+        for place in range(run.num_prompts)
+    ]
+    requests = [
+        Request(prompt_ids=prompt, seeds=tuple(range(place * run.group_size, (place + 1) * run.group_size)))
+        for place, prompt in enumerate(prompts)
+    ]
+
+    def sample(prompt: tuple[int, ...], index: int, done: Completion) -> Sample:
+        return Sample(
+            uid="",
+            index=index,
+            prompt_ids=prompt,
+            completion_ids=done.ids,
+            sampler_logprobs=done.logprobs,
+            text="",
+            finish_reason="length",
+            reward=float(index % 2),
+            advantage=1.0 if index % 2 else -1.0,
+        )
+
+    return [
+        Group(
+            problem=Problem(uid=str(place), task="plan", prompt="", answer=""),
+            samples=tuple(sample(prompts[place], index, done) for index, done in enumerate(row)),
+        )
+        for place, row in enumerate(engine.generate(requests, run.sampling))
+    ]
+
+
+def _ids(place: int, length: int, vocabulary: int) -> tuple[int, ...]:
+    """Return tokens that begin otherwise at every place: what has the same prompt would share it."""
+    digits = (place % vocabulary, place // vocabulary % vocabulary)[:length]
+    return (*digits, *(index % vocabulary for index in range(length - len(digits))))
+
+
+def compare(predicted: Sequence[Phase], measured: dict[str, int]) -> str:
+    """Lay out predicted against measured bytes; scoring and backward are measured as one."""
+    lines = [f"{'bytes alive':<18}{'predicted':>18}{'measured':>18}{'error':>9}"]
+    for name, value in measured.items():
+        names = ("scoring", "backward") if name == "backward" else (name,)
+        total = max(phase.total for phase in predicted if phase.name in names)
+        lines.append(f"{name:<18}{total:18,}{value:18,}{100 * (total / value - 1):+8.1f}%")
+    return "\n".join(lines)

@@ -1,0 +1,699 @@
+"""Bytes that a run holds at once, phase by phase, computed from shapes alone.
+
+The formulas follow what `whet.train`, `whet.algo.logprobs` and `whet.generate` allocate: tensors that are alive, not
+what an allocator keeps besides. tests/inspect/test_memory.py holds them against `whet.inspect.memory.meter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from whet.algo.logprobs import COLUMN_QUANTUM, ROW_QUANTUM, chunk_rows
+from whet.algo.packing import split_by_budget
+from whet.generate.activations import bytes_per_token, is_known
+from whet.generate.cache import CacheSize
+from whet.generate.engine import PREFILL_TOKENS
+from whet.generate.sampling import SMALL_VOCABULARY
+from whet.kernels.cpu.attention import TILE
+from whet.kernels.cpu.head import KEEP_BYTES
+from whet.kernels.cpu.ops import CHANNELS, QUANTUM
+from whet.kernels.eager import SLICE
+from whet.model.attention import (
+    KEY_BLOCK,
+    KEY_QUANTUM,
+    MIN_QUERY_ROWS,
+    QUERY_BLOCK,
+    TILE_SCORES,
+    AttentionKind,
+    round_up,
+)
+from whet.model.checkpointing import CheckpointKind
+from whet.model.config import ModelConfig
+from whet.model.weights import build_model
+from whet.train.optim import adam8bit
+from whet.train.optim.adam8bit import BLOCK, MIN_NUMBERS
+from whet.train.optim.optimizer import CHUNK
+from whet.train.optim.step import Precision
+from whet.train.rollout.overlap import Mode
+from whet.train.rollout.source import KEPT_CACHE
+
+# What decides the memory of a run, and the bytes that one layer of its model takes in training and in sampling.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What decides the memory of a run: shapes, precision, and how much is done at once.
+
+    Attributes:
+        shape: Shape of the model.
+        precision: Precision of the step.
+        device: 'cpu' or 'cuda'.
+        attention: Kernel of the training passes.
+        has_kernels: Whether the C++ kernels run.
+        checkpoint: What the backward pass recomputes; None for nothing.
+        offload_inputs: Whether layers' inputs are in host memory meanwhile.
+        adam_bits: Bits of a number of the moments.
+        update_in_backward: Whether each gradient is dropped as soon as it is there.
+        offload_state: Whether moments and master weights are in host memory.
+        length: Longest sequence, prompt and completion, in tokens.
+        num_trained: Trained tokens of such a sequence.
+        num_sequences: Sequences of an update, on one rank.
+        group_size: Sequences of one prompt.
+        token_budget: Tokens of a micro-batch.
+        rows: Sequences decoded together; 0 where nothing is sampled.
+        num_prompts: Different prompts among the rows.
+        overlap: What is sampled while the trainer works: 'async' draws from a copy of the weights.
+        has_reference: Whether a frozen copy of the model is held.
+        has_critic: Whether a value model with its own optimizer is.
+        has_measuring: Whether tokens are scored before the first update.
+        has_entropy: Whether the entropy is part of the loss.
+        temperature: Temperature of the sampled distribution.
+        widens: Whether bfloat16 products go through float32, the CPU having none.
+        num_requests: Different prompts of a rollout.
+        kept_gib: Memory for what the sampler keeps of its activations for the update; 0 where it keeps none.
+    """
+
+    shape: ModelConfig
+    precision: Precision
+    device: str
+    attention: AttentionKind
+    has_kernels: bool = False
+    checkpoint: CheckpointKind | None = None
+    offload_inputs: bool = False
+    adam_bits: int = 32
+    update_in_backward: bool = False
+    offload_state: bool = False
+    length: int
+    num_trained: int
+    num_sequences: int
+    group_size: int = 1
+    token_budget: int
+    rows: int = 0
+    num_prompts: int = 0
+    overlap: Mode = "off"
+    has_reference: bool = False
+    has_critic: bool = False
+    has_measuring: bool = False
+    has_entropy: bool = False
+    temperature: float = 1.0
+    widens: bool = False
+    num_requests: int = 0
+    kept_gib: float = 0.0
+
+    @property
+    def micro_sequences(self) -> int:
+        """Longest sequences that one micro-batch takes at most; one that exceeds the budget has it for itself."""
+        return micro_batches(self).sequences
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of a parameter, of a gradient, and of a number between layers in bfloat16."""
+        return 2 if self.precision == "bfloat16_master" else 4
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of what a matrix product returns."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of a number that products of PyTorch read in attention."""
+        return 4 if self.widens else self.product_bytes
+
+    @property
+    def is_native(self) -> bool:
+        """Whether norms, the head and products that read the residual stream are those of the C++ kernels."""
+        return self.has_kernels and self.shape.hidden_size % QUANTUM == 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what the sampler keeps of its activations (`whet.generate.activations`), all being longest."""
+        is_fused = self.is_native and self.has_native_gate and self.has_native_attention
+        is_plain = self.checkpoint is None and self.precision != "bfloat16_autocast" and is_known(self.shape)
+        if not (is_fused and is_plain):
+            return 0
+        prompt = self.length - self.num_trained
+        tokens = 1 + self.num_requests * (prompt + self.group_size * self.num_trained)
+        total = tokens * bytes_per_token(self.shape, self.parameter_bytes)
+        return total if total <= self.kept_gib * 2**30 else 0
+
+    @property
+    def has_native_gate(self) -> bool:
+        """Whether the gated unit is the C++ kernels'."""
+        is_plain = self.shape.family != "gpt2" and self.shape.intermediate_size % QUANTUM == 0
+        return self.has_kernels and is_plain
+
+    @property
+    def has_native_attention(self) -> bool:
+        """Whether attention is the C++ kernels', which keep no scores and pad nothing."""
+        return self.has_kernels and self.shape.head_dim in CHANNELS
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """An update's micro-batches, all sequences being longest; a prompt stands once for its sequences.
+
+    Attributes:
+        count: How many there are.
+        tokens: Tokens of the largest.
+        sequences: Sequences of the largest.
+        all_tokens: Tokens of all.
+    """
+
+    count: int
+    tokens: int
+    sequences: int
+    all_tokens: int
+
+
+@cache
+def micro_batches(work: Workload) -> MicroBatches:
+    """Cut an update as `whet.algo.packing.pack` does."""
+    prompt = work.length - work.num_trained
+    most = max(1, (work.token_budget - prompt) // max(1, work.num_trained))
+    families = []
+    for first in range(0, work.num_sequences, work.group_size):
+        left = min(work.group_size, work.num_sequences - first)
+        families += [min(most, left - start) for start in range(0, left, most)]
+    rows = [prompt + count * work.num_trained for count in families]
+    bins = split_by_budget(rows, work.token_budget)
+    return MicroBatches(
+        count=len(bins),
+        tokens=max(sum(rows[place] for place in members) for members in bins),
+        sequences=max(sum(families[place] for place in members) for members in bins),
+        all_tokens=sum(rows),
+    )
+
+
+def saved_bytes(work: Workload, tokens: int, sequences: int) -> int:
+    """Return the bytes that autograd keeps of one layer.
+
+    Args:
+        work: Says the shape.
+        tokens: Tokens of a micro-batch.
+        sequences: Its sequences, equally long.
+    """
+    shape, a = work.shape, work.product_bytes
+    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    per_token = shape.hidden_size * norm_bytes(work, 1 if shape.family == "gpt2" else 3) + 4
+    per_token += a * heads  # what the output projection reads
+    if shape.family == "qwen3":
+        per_token += (heads + keys) * a + 4 * (shape.num_heads + shape.num_kv_heads)
+    if work.has_native_attention:
+        return tokens * (per_token + a * (heads + 2 * keys) + 4 * shape.num_heads) + feed_bytes(work, tokens)
+    if work.attention == "exact":
+        attention = tokens * a * (heads + 2 * keys)
+        attention += shape.num_heads * _Rows.of(work, tokens, sequences).scores * work.score_bytes
+    else:
+        padded = sequences * padded_length(work.length)
+        attention = padded * (2 * a * heads + 2 * a * keys + 4 * shape.num_heads)
+    return tokens * per_token + attention + feed_bytes(work, tokens)
+
+
+def feed_bytes(work: Workload, tokens: int) -> int:
+    """Return the bytes that autograd keeps of a layer's feed-forward part, its norm and its input included."""
+    shape, is_gpt2 = work.shape, work.shape.family == "gpt2"
+    per_token = shape.hidden_size * norm_bytes(work, 1 if is_gpt2 else 2) + 4
+    per_token += work.product_bytes * _kept_widths(work) * shape.intermediate_size
+    return tokens * per_token
+
+
+def _kept_widths(work: Workload) -> int:
+    """Tensors of the feed-forward width that are kept: gate, up and their product."""
+    return 2 if work.shape.family == "gpt2" else 3
+
+
+def norm_bytes(work: Workload, num_readers: int) -> int:
+    """Return the bytes per channel that a norm and the products that read it keep.
+
+    Under autocast each reader has its own copy.
+
+    Args:
+        work: Says the family and the precision.
+        num_readers: Products that read it.
+    """
+    residual = work.parameter_bytes
+    copies = 2 * num_readers if work.precision == "bfloat16_autocast" else residual * (num_readers > 0)
+    return residual + copies
+
+
+def padded_length(length: int) -> int:
+    """Return the length of a sequence's row in padded attention."""
+    return round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of one head in exact attention without the C++ kernels, padding included (`whet.model.attention`).
+
+    Attributes:
+        queries: Queries of all sequences, a shared prompt's once.
+        keys: Keys, each sequence having its prompt's for itself.
+        scores: Pairs of them that are computed: blocks of queries read the keys up to their own end.
+        tile: Scores of all heads in the largest call.
+    """
+
+    queries: int
+    keys: int
+    scores: int
+    tile: int
+
+    @classmethod
+    def of(cls, work: Workload, tokens: int, sequences: int) -> _Rows:
+        """Count those of a micro-batch, as `whet.algo.packing` lays it out.
+
+        Args:
+            work: Says the lengths.
+            tokens: Its tokens.
+            sequences: Its sequences.
+        """
+        prompt = work.length - work.num_trained
+        families = (tokens - sequences * work.num_trained) // prompt
+        if families >= sequences:
+            return cls.add_up(work, [(sequences, 0, work.length)])
+        return cls.add_up(work, [(families, 0, prompt), (sequences, prompt, work.num_trained)])
+
+    @classmethod
+    def add_up(cls, work: Workload, kinds: Sequence[tuple[int, int, int]]) -> _Rows:
+        """Add up rows of several kinds: how many, position of the first query, queries."""
+        queries = keys = scores = tile = 0
+        for count, first, length in kinds:
+            width = padded_length(length)
+            blocks = range(first, first + width, min(width, QUERY_BLOCK))
+            ends = [min(begin + QUERY_BLOCK, first + width) for begin in blocks]
+            each = [
+                (end - begin) * round_up(end, KEY_QUANTUM) for begin, end in zip(blocks, ends, strict=True)
+            ]
+            queries += count * width
+            keys += count * round_up(first + width, KEY_QUANTUM)
+            scores += count * sum(each)
+            one = work.shape.num_heads * max(each)
+            tile = max(tile, min(count * one, max(one, TILE_SCORES)))
+        return cls(queries, keys, scores, tile)
+
+
+def passing_bytes(work: Workload, tokens: int, sequences: int = 0, length: int = 1) -> int:
+    """Return the bytes of a forward pass without autograd in its fullest moment: the widest part of one layer.
+
+    Args:
+        work: Says the shape.
+        tokens: Tokens of all sequences.
+        sequences: Sequences that they belong to; 0 in decoding, where nothing is padded.
+        length: Tokens of each of them.
+    """
+    shape, a = work.shape, work.product_bytes
+    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    residual = work.parameter_bytes * shape.hidden_size
+    mlp = tokens * (2 * residual + 3 * a * shape.intermediate_size)
+    attention = tokens * (2 * residual + a * (heads + 2 * keys))
+    if sequences and not work.has_native_attention:
+        rows = _Rows.add_up(work, [(sequences, 0, length)])
+        attention += work.score_bytes * (2 * rows.queries * heads + 2 * rows.keys * keys)
+        attention += 4 * rows.tile if work.attention == "exact" else 0
+    norm = tokens * (2 * residual if work.is_native else 4 * 4 * shape.hidden_size)
+    return max(mlp, attention, norm) + tokens * table_bytes(work)
+
+
+def table_bytes(work: Workload) -> int:
+    """Return the bytes of a token's rotary angles."""
+    return 0 if work.shape.family == "gpt2" else 2 * 4 * work.shape.head_dim
+
+
+def backward_bytes(work: Workload, tokens: int, sequences: int) -> int:
+    """Return the bytes that the backward pass of a layer needs besides what was kept.
+
+    Args:
+        work: Says the shape.
+        tokens: Tokens of a micro-batch.
+        sequences: Its sequences, equally long.
+    """
+    shape, a = work.shape, work.product_bytes
+    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    residual = work.parameter_bytes * shape.hidden_size
+    feed = a * shape.intermediate_size
+    # The gradients of gate and up beside that of their product, whose own numbers are gone.
+    mlp = tokens * (residual + 2 * feed)
+    if not work.has_native_gate and shape.family != "gpt2":
+        mlp += 2 * a * min(tokens * shape.intermediate_size, SLICE)
+    if work.widens and a == 2:  # the last product's gradients in float32, with what they are made of
+        mlp = max(mlp, 6 * tokens * (shape.hidden_size + shape.intermediate_size))
+    attention = tokens * (residual + a * (heads + 2 * keys) + 8 * keys)
+    if not work.has_native_attention:
+        rows = _Rows.of(work, tokens, sequences)
+        attention = tokens * residual + work.score_bytes * (3 * rows.queries * heads + 4 * rows.keys * keys)
+        attention += tokens * a * (2 * heads + 2 * keys)
+        if work.attention == "exact":
+            attention += rows.tile * (4 if work.score_bytes == 4 else 6)
+    freed = feed_bytes(work, tokens)  # by the feed-forward part, which comes first
+    return max(mlp, attention - freed)
+
+
+GIB = 2**30
+COLUMN_BYTES = 3 * 8 + 7 * 4
+PANEL = 32
+CHUNK_COPIES = 11
+"""Float32 copies of a chunk of 8-bit moments while it is updated and packed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes by what they are for, all held in the phase's fullest moment."""
+
+    name: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(self.parts.values())
+
+
+@cache
+def parameter_shapes(shape: ModelConfig) -> tuple[tuple[str, torch.Size], ...]:
+    """Return the name and the shape of every parameter; a tied head counts once."""
+    with torch.device("meta"):
+        return tuple((name, parameter.shape) for name, parameter in build_model(shape).named_parameters())
+
+
+def parameter_sizes(shape: ModelConfig) -> tuple[int, ...]:
+    """Return the number of elements of every parameter; a tied head counts once."""
+    return tuple(size.numel() for _, size in parameter_shapes(shape))
+
+
+def sharded_budget(num_parameters: int, num_devices: int) -> dict[str, float]:
+    """Return the textbook budget of a device in bytes, model and optimizer sharded evenly.
+
+    Args:
+        num_parameters: Trained parameters.
+        num_devices: Devices that share them.
+
+    Source: source 001's table (bfloat16 weights and gradients, float32 Adam). Deviation: it leaves out the float32
+        master weights without which small updates are lost to rounding; they are listed apart.
+    """
+    share = num_parameters / num_devices
+    return {
+        "weights, bfloat16": 2 * share,
+        "gradients, bfloat16": 2 * share,
+        "Adam's two moments, float32": 8 * share,
+        "master weights, float32": 4 * share,
+    }
+
+
+def phases(work: Workload) -> list[Phase]:
+    """Predict the fullest moment of each phase of a step, in the order in which they come."""
+    sizes = parameter_sizes(work.shape)
+    kept = _kept(work, sizes)
+    packed = {"packed weights": packed_bytes(work)} if work.is_native else {}
+    found = []
+    if work.kept_bytes:
+        kept = kept | {"kept activations": work.kept_bytes}
+    if work.rows:
+        cache = {"kv cache": cache_bytes(work)}
+        found.append(Phase("rollout", kept | packed | cache | _rollout(work)))
+        if work.overlap != "off" or cache_bytes(work) <= KEPT_CACHE:
+            kept = kept | cache  # the run's engine keeps it while it trains
+    if work.has_measuring:
+        found.append(Phase("scoring", kept | packed | _scoring(work, sum(sizes))))
+    beside = {} if work.overlap == "off" else {"rollout beside": _rollout(work)["activations"]}
+    found.append(Phase("backward", kept | _backward(work, sizes) | beside))
+    if work.is_native:
+        packed = {"packed weights": packed_bytes(work, in_training=True)}
+    found.append(Phase("optimizer step", kept | packed | _update(work, sizes)))
+    return found
+
+
+def peak(work: Workload) -> int:
+    """Return the bytes of the fullest phase."""
+    return max(phase.total for phase in phases(work))
+
+
+def fit(work: Workload, num_bytes: int) -> Workload | None:
+    """Return the workload with as many rows and then as long micro-batches as fit in memory; None if none do.
+
+    Neither changes the mathematics. No more rows are taken than asked for, no more tokens than the update has.
+    """
+    least = replace(work, rows=min(work.rows, 1), token_budget=work.length)
+    if peak(least) > num_bytes:
+        return None
+    rows = _largest(work.rows, lambda n: peak(replace(least, rows=n)) <= num_bytes) if work.rows else 0
+    least = replace(least, rows=rows)
+    count = _largest(
+        work.num_sequences, lambda n: peak(replace(least, token_budget=n * work.length)) <= num_bytes
+    )
+    return replace(least, token_budget=count * work.length)
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number from 1 to `most` that fits, 1 being known to; all below one that fits fit."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def cache_bytes(work: Workload) -> int:
+    """Return the bytes of keys and values of all rows."""
+    shape, prompt = work.shape, work.length - work.num_trained
+    size = CacheSize(
+        rows=work.rows,
+        prompt=prompt,
+        completion=work.num_trained,
+        context=shape.max_positions,
+        prompts=min(work.rows, work.num_requests),
+    )
+    per_position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * work.product_bytes
+    if not work.has_native_attention:
+        return size.rows * size.whole * per_position
+    return (size.rows * size.own + size.prompts * round_up(prompt, TILE)) * per_position
+
+
+def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
+    """Bytes that stay from the first step to the last."""
+    shape, model = work.shape, sum(sizes) * work.parameter_bytes
+    state = 0 if work.offload_state else state_bytes(work, sizes)
+    tables = table_bytes(work) * shape.max_positions
+    parts = {"weights": model + tables, "optimizer": state}
+    if work.overlap != "off":
+        parts["sampler"] = packed_bytes(work) + (model + tables if work.overlap == "async" else 0)
+    if work.has_reference:
+        parts["reference"] = model + tables + packed_bytes(work)
+    if work.has_critic:
+        parts["critic"] = model + tables + state + packed_bytes(work, has_head=False)
+    return parts
+
+
+def state_bytes(work: Workload, sizes: Sequence[int]) -> int:
+    """Return the bytes of moments and of what master weights have beyond the parameters."""
+    masters = 2 * sum(sizes) if work.precision == "bfloat16_master" else 0
+    packed = [n for n in sizes if work.adam_bits == 8 and n >= MIN_NUMBERS]
+    return masters + 8 * (sum(sizes) - sum(packed)) + sum(2 * (n + 4 * -(-n // BLOCK)) for n in packed)
+
+
+def packed_bytes(work: Workload, *, has_head: bool = True, in_training: bool = False) -> int:
+    """Return the bytes of the weights' copies that the C++ kernels read; 0 without them.
+
+    Args:
+        work: Says the shape and the precision.
+        has_head: Whether the head is used, too.
+        in_training: Without those that are given back after each use, of parts that are recomputed.
+    """
+    if not work.is_native:
+        return 0
+    shape = work.shape
+    total = sum(
+        size
+        for layer, sizes in enumerate(_packed_layers(work))
+        for part, size in sizes.items()
+        if not (in_training and _is_recomputed(work, layer, part))
+    )
+    head = round_up(shape.vocab_size, PANEL) * shape.hidden_size * work.parameter_bytes
+    return total + (head if has_head else 0)
+
+
+def _packed_layers(work: Workload) -> list[dict[str, int]]:
+    """Return for each layer the bytes of packed weights of its feed-forward part, and of the rest."""
+    shape = work.shape
+    layers = [{"mlp": 0, "attention": 0} for _ in range(shape.num_layers)]
+    for name, size in parameter_shapes(shape):
+        is_table = "embed" in name or "wte" in name or "wpe" in name or "lm_head" in name
+        if len(size) == 2 and not is_table:
+            layer = next(int(word) for word in name.split(".") if word.isdigit())
+            rows, width = reversed(size) if shape.family == "gpt2" else size
+            held = 0 if width % QUANTUM else round_up(rows, PANEL) * width * work.product_bytes
+            layers[layer]["mlp" if ".mlp." in name else "attention"] += held
+    return layers
+
+
+def _is_recomputed(work: Workload, layer: int, part: str) -> bool:
+    if work.checkpoint == "mlp":
+        return part == "mlp"
+    return work.checkpoint == "layer" or (work.checkpoint == "alternate" and layer % 2 == 1)
+
+
+def _rollout(work: Workload) -> dict[str, int]:
+    shape = work.shape
+    vocabulary = round_up(shape.vocab_size, COLUMN_QUANTUM)
+    draw = 30 if vocabulary <= SMALL_VOCABULARY else 12
+    copies = draw + (4 if work.temperature != 1 else 0)
+    logits = (
+        work.rows * vocabulary * 4
+        if work.is_native
+        else round_up(work.rows, ROW_QUANTUM) * vocabulary * copies
+    )
+    states = work.rows * (6 * 8 + 2 + 12 * (work.num_trained + 1))
+    prompt = work.length - work.num_trained
+    tokens = min(work.num_prompts * prompt, max(prompt, PREFILL_TOKENS))
+    heads = shape.num_kv_heads * max(shape.num_heads // shape.num_kv_heads, MIN_QUERY_ROWS)
+    is_fused = work.attention == "fast" and work.device == "cuda"
+    scores = 0 if is_fused else 3 * 4 * work.rows * heads * round_up(work.length, KEY_QUANTUM)
+    if work.has_native_attention:
+        scores = 0
+    decode = logits + max(0, scores + passing_bytes(work, work.rows) - logits)
+    prefill = passing_bytes(work, tokens, -(-tokens // prompt), prompt)
+    if work.is_native:  # the logits of the prompts, once more for each row
+        prefill = max(prefill, logits + work.num_prompts * vocabulary * 4)
+    parts = {"activations": states + max(decode, prefill)}
+    if work.precision == "bfloat16_master" and work.device == "cpu" and not work.is_native:
+        parts["float32 head"] = 4 * shape.vocab_size * shape.hidden_size
+    return parts
+
+
+def _scoring(work: Workload, count: int) -> dict[str, int]:
+    micro = micro_batches(work)
+    chunk = (1 if work.is_native else 3) * 4 * _chunk_elements(work)
+    passing = passing_bytes(work, micro.tokens, micro.sequences, work.length)
+    return {
+        "activations": _batch_bytes(work) + passing,
+        "head": max(0, chunk - passing),
+    } | _copies(work, count)
+
+
+def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
+    shape, micro, count = work.shape, micro_batches(work), sum(sizes)
+    tokens, trained = micro.tokens, micro.sequences * work.num_trained
+    residual = work.parameter_bytes * shape.hidden_size
+    stored, again = _stored(work)
+    frame = tokens * table_bytes(work) + _batch_bytes(work)
+    ends = tokens * norm_bytes(work, 0) * shape.hidden_size + trained * residual
+    table = shape.vocab_size * shape.hidden_size
+    earlier = count if micro.count > 1 and not work.update_in_backward else 0
+    whole = max(sizes) if work.update_in_backward else max(count, earlier)
+    # The fullest moment is in the head (all activations, logits), in the last layer, or at the end (all gradients).
+    inside = again + backward_bytes(work, tokens, micro.sequences)
+    packed = packed_bytes(work, in_training=True)
+    one = max(
+        sum(size for part, size in sizes.items() if _is_recomputed(work, layer, part))
+        for layer, sizes in enumerate(_packed_layers(work))
+    )
+    moments = [
+        {
+            "activations": stored + frame + ends,
+            "head": _head(work, trained),
+            "gradients": earlier * work.parameter_bytes,
+            "packed weights": packed,
+        },
+        {
+            "activations": stored + frame + inside,
+            "gradients": (earlier + table) * work.parameter_bytes,
+            "packed weights": packed + (one if work.is_native else 0),
+        },
+        {
+            "activations": _batch_bytes(work) + residual * tokens,
+            "gradients": (whole + table) * work.parameter_bytes,
+            "packed weights": packed,
+        },
+    ]
+    if work.rows:  # before the first layer: what the rollout has packed is there
+        moments.append({"activations": frame, "packed weights": packed_bytes(work)})
+    if not work.is_native:
+        for parts in moments:
+            del parts["packed weights"]
+    fullest = max(moments, key=lambda parts: sum(parts.values()))
+    return fullest | _copies(work, count)
+
+
+def _stored(work: Workload) -> tuple[int, int]:
+    """Return what all layers keep until the backward pass, and what it computes again of the last one."""
+    micro, layers = micro_batches(work), work.shape.num_layers
+    layer = saved_bytes(work, micro.tokens, micro.sequences)
+    row = work.parameter_bytes * work.shape.hidden_size * micro.tokens
+    if work.checkpoint is None:
+        return layers * layer, 0
+    if work.checkpoint == "mlp":
+        feed = feed_bytes(work, micro.tokens)
+        return layers * (layer - feed + row), feed - row
+    if work.checkpoint == "alternate":
+        return (layers + 1) // 2 * layer + layers // 2 * row, 0 if layers % 2 else layer - row
+    return (min(2, layers) if work.offload_inputs else layers) * row, layer - row
+
+
+def _head(work: Workload, trained: int) -> int:
+    """Bytes of the head's backward pass, the logits that it kept included, or of its forward pass."""
+    shape, p = work.shape, work.parameter_bytes
+    table, logits = shape.vocab_size * shape.hidden_size, _chunk_elements(work)
+    if work.is_native:
+        if trained * shape.vocab_size * 4 <= KEEP_BYTES:
+            logits = trained * round_up(shape.vocab_size, COLUMN_QUANTUM)
+            chunk, share = trained, table * p
+        else:
+            chunk, share = logits // round_up(shape.vocab_size, COLUMN_QUANTUM), table * (4 + p)
+            logits *= 2
+        hidden = trained * shape.hidden_size * p
+        return (
+            logits * (4 if p == 4 or work.widens else 6) + hidden + max(chunk * shape.hidden_size * p, share)
+        )
+    every = trained * round_up(shape.vocab_size, COLUMN_QUANTUM)
+    if work.device == "cpu" and trained * shape.vocab_size * 4 <= KEEP_BYTES:
+        logits = every
+    copies = 5 if work.has_entropy else 2
+    backward = 4 * copies * logits + table * (4 if p == 4 else 8) + trained * shape.hidden_size * p
+    return max(backward, 4 * 3 * logits)  # the forward pass measures the entropy
+
+
+def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
+    """Gradients, and where they are not read where they are, copies of them; or the moments that are unpacked."""
+    parts = {"activations": _batch_bytes(work) if work.rows else 0}
+    if work.update_in_backward:
+        return parts
+    count = sum(sizes)
+    has_kernels = work.device == "cpu" and work.has_kernels
+    if work.offload_state:
+        copies = 0
+    elif work.adam_bits == 8:
+        copies = 4 * CHUNK_COPIES * min(max(sizes), adam8bit.CHUNK)
+    elif (
+        work.precision == "bfloat16_master"
+    ):  # weights, and where PyTorch updates them the gradient, as is and scaled
+        copies = (4 if has_kernels else 12) * min(max(sizes), CHUNK[work.device])
+    else:
+        copies = 0 if has_kernels else 4 * count  # scaled by clipping
+    return parts | {"gradients": count * work.parameter_bytes + copies}
+
+
+def _chunk_elements(work: Workload) -> int:
+    """Logits that the head holds at once."""
+    vocabulary = round_up(work.shape.vocab_size, COLUMN_QUANTUM)
+    trained = micro_batches(work).sequences * work.num_trained
+    rows = min(trained, chunk_rows(work.shape.vocab_size, torch.device(work.device)))
+    return (rows if work.is_native else round_up(rows, ROW_QUANTUM)) * vocabulary
+
+
+def _batch_bytes(work: Workload) -> int:
+    """Bytes of a step's packed tokens and columns, all micro-batches."""
+    return 8 * micro_batches(work).all_tokens + work.num_sequences * COLUMN_BYTES * work.num_trained
+
+
+def _copies(work: Workload, count: int) -> dict[str, int]:
+    """Bytes of autocast's copies of the weights, which the graph keeps (in inference mode there are none to keep)."""
+    is_kept = work.precision == "bfloat16_autocast" and work.checkpoint != "layer"
+    if not is_kept or work.is_native or work.widens:
+        return {}
+    shape = work.shape
+    tables = shape.vocab_size * shape.hidden_size * (1 if shape.tie_embeddings else 2)
+    tables += shape.max_positions * shape.hidden_size if shape.family == "gpt2" else 0
+    return {"bfloat16 weights": 2 * (count - tables)}

@@ -1,0 +1,342 @@
+"""`whet plan RECIPE`: how much memory each phase of a run will need, before any of it is spent, and what fits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from whet.config import load_yaml, show
+from whet.generate.policy import PolicyConfig, load_policy, resolve_device
+from whet.inspect.memory.meter import compare, measure
+from whet.inspect.memory.phases import (
+    GIB,
+    Phase,
+    Workload,
+    fit,
+    parameter_sizes,
+    phases,
+    sharded_budget,
+)
+from whet.kernels import eager
+from whet.kernels.cpu import ops as cpu
+from whet.model.attention import AttentionKind
+from whet.model.config import ModelConfig, from_hf
+from whet.model.files import find_files, is_hub_name, read_json
+from whet.model.text.tokenizer import Tokenizer
+from whet.model.weights import model_folder
+from whet.schema import SCHEMAS
+from whet.telemetry.display import escape_controls
+from whet.train.fit import FIT_ATTENTION
+from whet.train.optim.precision import settle_precision
+from whet.train.optim.step import dtypes
+from whet.train.rl_config import RLConfig
+from whet.train.sft import SFTConfig
+from whet.types import UserError
+
+PROMPT_TOKENS = 256
+WHET = (sys.executable, "-m", "whet")
+
+
+def _qwen25(width: int, feed: int, layers: int, heads: int, kv_heads: int, *, context: int) -> ModelConfig:
+    is_large = width > 2048
+    return ModelConfig(
+        family="qwen2",
+        vocab_size=152_064 if is_large else 151_936,
+        hidden_size=width,
+        intermediate_size=feed,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width // heads,
+        max_positions=context,
+        tie_embeddings=not is_large,
+    )
+
+
+# Of models that recipes start from, so that a plan needs no network; any other name is looked up on the hub.
+SHAPES: dict[str, ModelConfig] = {
+    "Qwen/Qwen2.5-0.5B": _qwen25(896, 4864, 24, 14, 2, context=32_768),
+    "Qwen/Qwen2.5-1.5B": _qwen25(1536, 8960, 28, 12, 2, context=131_072),
+    "Qwen/Qwen2.5-3B": _qwen25(2048, 11_008, 36, 16, 2, context=32_768),
+    "Qwen/Qwen2.5-7B": _qwen25(3584, 18_944, 28, 28, 4, context=131_072),
+    "openai-community/gpt2": ModelConfig(
+        family="gpt2",
+        vocab_size=50_257,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        max_positions=1024,
+    ),
+}
+
+CHECKPOINT, MASTER = "--optim.checkpoint-layers", "--optim.precision bfloat16_master"
+BOTH: dict[str, Any] = {"checkpoint": "layer", "precision": "bfloat16_master"}
+# What makes a model fit, the cheapest first.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--kept-gib 0": {"kept_gib": 0.0},
+    CHECKPOINT: {"checkpoint": "layer"},
+    MASTER: {"precision": "bfloat16_master"},
+    f"{CHECKPOINT} {MASTER}": BOTH,
+    f"{CHECKPOINT} {MASTER} --optim.adam-bits 8": BOTH | {"adam_bits": 8},
+    f"{CHECKPOINT} {MASTER} --optim.offload-state": BOTH | {"offload_state": True},
+    f"{CHECKPOINT} {MASTER} --optim.offload-state --optim.offload-inputs": BOTH
+    | {"offload_state": True, "offload_inputs": True},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Peak memory of a recipe by phase, before it runs, and how much of it fits a device."""
+
+    recipe: str
+    """Recipe, .yaml file or run folder, as the program takes it; with --of model a folder or hub name."""
+    of: Literal["rl", "sft", "model"] = "rl"
+    """Program that would run it; model prints the sharded budget alone."""
+    set: tuple[str, ...] = ()
+    """Fields of the program to override, each written field=value, such as policy.init=Qwen/Qwen2.5-3B."""
+    length: int = 0
+    """Longest sequence, prompt and completion, in tokens; 0 takes 256 of prompt and the recipe's longest completion
+    (sft: a whole micro-batch), within the context."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Kind of device to plan for; auto takes the recipe's."""
+    memory_gib: float = 0.0
+    """Memory of the device in GiB: the largest rows and micro-batches that fit are suggested; 0 suggests none."""
+    num_devices: int = 1
+    """Devices over which the textbook budget is sharded (whet itself keeps a whole copy on each)."""
+    measure: bool = False
+    """Run one step of longest sequences here and print predicted against measured."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("length", 0), ("memory_gib", 0), ("num_devices", 1)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected {least} or more")
+        for item in self.set:
+            if not item.partition("=")[0] or "=" not in item:
+                raise ValueError(f"set: got {show(item)}, expected field=value")
+        if self.of == "model" and (self.set or self.length or self.memory_gib or self.measure):
+            raise ValueError(
+                "of = model reads num_devices only: leave out set, length, memory_gib and measure"
+            )
+
+
+def main(config: PlanConfig) -> None:
+    """Print the plan."""
+    if config.of == "model":
+        print(_budget_text(find_shape(config.recipe), config.num_devices))
+        return
+    run = read_recipe(config)
+    policy = None
+    if config.measure:
+        policy = load_policy(run.policy, seed=run.seed, **dtypes(run.optim.precision))
+        if config.device not in ("auto", policy.device.type):
+            raise UserError(
+                f"device = {config.device} with measure: the step runs on {policy.device.type}; leave it out"
+            )
+    shape = policy_shape(run.policy) if policy is None else policy.model.config
+    work = workload(run, shape, config)
+    predicted = phases(work)
+    print(_headline(config, work))
+    print(_table(predicted))
+    if config.memory_gib:
+        print(f"\n{_advice(work, config.memory_gib)}")
+    print(f"\n{_budget_text(shape, config.num_devices)}")
+    if policy is not None:
+        print(f"\n{compare(predicted, measure(run, policy, work))}")
+
+
+def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig | SFTConfig:
+    """Let the program itself resolve recipe and overrides, as --dry-run prints them.
+
+    Args:
+        config: What to plan.
+        command: What runs the program.
+
+    Raises:
+        UserError: With the program's own words, if it refuses.
+    """
+    overrides = [f"--{item}" for item in config.set]
+    words = [*command, config.of, config.recipe, *overrides, "--dry-run"]
+    result = subprocess.run(words, capture_output=True, text=True, errors="replace")
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if line.strip()] or ["it says nothing"]
+        said = escape_controls(lines[-1].strip().removeprefix("whet: error: "))
+        raise UserError(f"whet {config.of} refuses: {said}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(result.stdout.partition("\nbatch of one step\n")[0] + "\n", encoding="utf-8")
+        run = load_yaml(path, RLConfig) if config.of == "rl" else load_yaml(path, SFTConfig)
+    return settle_precision(run, policy_shape)
+
+
+def find_shape(source: str) -> ModelConfig:
+    """Return the shape of a model without its weights.
+
+    Args:
+        source: Model folder, run folder or hub name.
+
+    Raises:
+        UserError: If its config.json cannot be had.
+    """
+    if source in SHAPES:
+        return SHAPES[source]
+    try:
+        if (
+            "/" in source
+            and is_hub_name(source)
+            and not source.startswith("runs/")
+            and not Path(source).exists()
+        ):
+            path = find_files(source, ["config.json"])["config.json"]
+        else:
+            path = model_folder(source) / "config.json"
+    except UserError as error:
+        known = (name for name in SHAPES if name.rpartition("/")[2].lower() in source.lower())
+        start = next(known, "FOLDER, or a hub name")
+        raise UserError(f"{error}; to plan before it is there: --set policy.init={start}") from None
+    return from_hf(read_json(path), where=str(path))
+
+
+def policy_shape(policy: PolicyConfig) -> ModelConfig:
+    """Return the shape of a policy's model, its vocabulary as grown as the config alone tells."""
+    if policy.init:
+        shape = find_shape(policy.init)
+        return replace(shape, vocab_size=max(shape.vocab_size, policy.padded_vocab_size))
+    schema = SCHEMAS["think_answer" if policy.schema == "inherit" else policy.schema]
+    schema = replace(schema, tools=() if policy.tools == ("none",) else policy.tools)
+    tags = (*schema.tags, *schema.tool_tags) if policy.tags_as_tokens else ()
+    if policy.tokenizer == "characters":
+        tokenizer = Tokenizer.characters(policy.alphabet, tags)
+    elif policy.tokenizer == "bytes":
+        tokenizer = Tokenizer.bytes(tags)
+    else:
+        tokenizer = Tokenizer.load(policy.tokenizer)
+    return replace(policy.model, vocab_size=max(tokenizer.vocab_size, policy.padded_vocab_size))
+
+
+def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) -> Workload:
+    """Say what a run holds at once, its sequences being as long as they can be.
+
+    Raises:
+        UserError: If a length leaves no room for a prompt, or exceeds the context.
+    """
+    device = config.device if config.device != "auto" else _device_type(run.policy)
+    context, budget = shape.max_positions, run.optim.token_budget
+    longest = PROMPT_TOKENS + run.sampling.max_new_tokens if isinstance(run, RLConfig) else budget
+    length = config.length or min(context, longest)
+    least = 2 if isinstance(run, SFTConfig) else 1 + min(run.sampling.max_new_tokens, context - 1)
+    if not least <= length <= context:
+        raise UserError(f"length = {length}: expected {least} to the context's {context} tokens")
+    shared = Workload(
+        shape=shape,
+        precision=run.optim.precision,
+        device=device,
+        attention=FIT_ATTENTION,
+        has_kernels=device == "cpu" and cpu.library() is not None,
+        checkpoint=run.optim.checkpoint_kind if run.optim.checkpoint_layers else None,
+        offload_inputs=run.optim.offload_inputs,
+        adam_bits=run.optim.adam_bits,
+        update_in_backward=run.optim.update_in_backward,
+        offload_state=run.optim.offload_state,
+        length=length,
+        num_trained=length - 1,
+        widens=device == "cpu" and not eager.has_bfloat16_products(),
+        num_sequences=0,
+        token_budget=budget,
+    )
+    if isinstance(run, SFTConfig):
+        return replace(shared, num_sequences=run.batch_size)
+    algo, samples = run.algo, run.num_prompts * run.group_size
+    automatic: AttentionKind = "exact" if device == "cpu" else "fast"
+    has_reference, has_critic = algo.kl != "none", algo.baseline == "value"
+    is_measured = run.off_policy.proximal == "recomputed" or algo.entropy_top_share < 1
+    rows = min(run.policy.max_rows, samples)
+    return replace(
+        shared,
+        attention=automatic if run.policy.attention == "auto" else run.policy.attention,
+        num_trained=least - 1,
+        num_sequences=-(-samples // algo.num_minibatches),
+        group_size=run.group_size,
+        rows=rows,
+        num_prompts=-(-rows // run.group_size),
+        overlap=run.overlap.mode,
+        has_reference=has_reference,
+        has_critic=has_critic,
+        has_measuring=has_reference or has_critic or is_measured,
+        has_entropy=algo.has_entropy_bonus,
+        temperature=run.sampling.temperature,
+        num_requests=run.num_prompts,
+        kept_gib=run.kept_gib if run.overlap.mode == "off" and not run.off_policy.staleness else 0.0,
+    )
+
+
+def _device_type(policy: PolicyConfig) -> str:
+    try:
+        return resolve_device(policy.device).type
+    except UserError:  # the device is elsewhere: a plan is made before one is there
+        return "cuda"
+
+
+def _headline(config: PlanConfig, work: Workload) -> str:
+    sampled = f", {work.rows:,} rows decoded together" if work.rows else ""
+    return (
+        f"whet {config.of} {config.recipe} on {work.device}, {work.precision}, {work.attention} attention\n"
+        f"sequences of {work.length:,} tokens{sampled}; {work.num_sequences:,} sequences an update, "
+        f"{work.micro_sequences:,} in a micro-batch\n"
+    )
+
+
+def _table(found: Sequence[Phase]) -> str:
+    """Lay out parts by phases, in GiB, and say which phase is the fullest."""
+    names = list(dict.fromkeys(name for phase in found for name in phase.parts))
+    lines = [f"{'GiB':<18}" + "".join(f"{phase.name:>16}" for phase in found)]
+    for name in names:
+        cells = (
+            f"{phase.parts[name] / GIB:16.3f}" if name in phase.parts else f"{'-':>16}" for phase in found
+        )
+        lines.append(f"{name:<18}" + "".join(cells))
+    lines.append(f"{'in all':<18}" + "".join(f"{phase.total / GIB:16.3f}" for phase in found))
+    fullest = max(found, key=lambda phase: phase.total)
+    return "\n".join(
+        [*lines, f"\npeak: {fullest.total / GIB:.3f} GiB ({fullest.total:,} bytes), in: {fullest.name}"]
+    )
+
+
+def _advice(work: Workload, memory_gib: float) -> str:
+    """Say what fits, and where nothing does, which option would make it fit."""
+    found = fit(work, int(memory_gib * GIB))
+    if found is not None:
+        rows = f" --policy.max-rows {found.rows}" if work.rows else ""
+        return f"fits {memory_gib:g} GiB with at most: --optim.token-budget {found.token_budget}{rows}"
+    for words, options in OPTIONS.items():
+        if "offload" in words and work.device != "cuda":
+            continue
+        if (found := fit(replace(work, **options), int(memory_gib * GIB))) is not None:
+            rows = f" --policy.max-rows {found.rows}" if work.rows else ""
+            return (
+                f"fits {memory_gib:g} GiB only with {words} --optim.token-budget {found.token_budget}{rows}"
+            )
+    least = replace(work, rows=min(work.rows, 1), token_budget=work.length, kept_gib=0.0)
+    need = max(phase.total for phase in phases(least)) / GIB
+    return (
+        f"does not fit {memory_gib:g} GiB: one row and one sequence a micro-batch need {need:.1f} GiB already"
+    )
+
+
+def _budget_text(shape: ModelConfig, num_devices: int) -> str:
+    count = sum(parameter_sizes(shape))
+    letter, unit, power = ("B", "GB", 9) if count >= 10**8 else ("M", "MB", 6)
+    lines = [
+        f"{count / 10**power:.2f} {letter} parameters ({count:,}); textbook budget, sharded over {num_devices} "
+        f"device{'s' * (num_devices > 1)}, in {unit} (10^{power} bytes) on each:"
+    ]
+    budget = sharded_budget(count, num_devices)
+    lines += [f"  {name:<28}{value / 10**power:7.2f}" for name, value in budget.items()]
+    return "\n".join(lines)

@@ -1,0 +1,412 @@
+"""`whet profile RECIPE`: where the time and the memory of a step go, phase by phase, and what Nsight is to be asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from whet.config import show
+from whet.generate.policy import resolve_device
+from whet.inspect.memory.plan import PlanConfig, read_recipe
+from whet.inspect.profile.trace import Traced, Tracer
+from whet.report.page import render
+from whet.telemetry.spans import NAMES, STEP, VARIABLE, Listener, Range, Recorder, TraceRanges, listening
+from whet.telemetry.trackers import TrackConfig
+from whet.train import rl, sft
+from whet.train.rl_config import RLConfig
+from whet.train.sft import SFTConfig
+from whet.types import UserError
+
+# The page of a profile: steps as bars of their phases, and the tables.
+
+REST = "rest of the step"
+NUM_COLOURS = 6
+OTHERS = "everything else"
+Part = dict[str, Any]
+
+
+def write_page(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the page of what `whet.inspect.profile.profile.describe` returns."""
+    bars, legend = stacked(content["phases"], content["steps"])
+    title = f"Profile of {content['program']} {content['recipe']}"
+    page = render(
+        "profile.html",
+        title=title,
+        styles=("profile.css",),
+        content=content,
+        bars=bars,
+        legend=legend,
+        names=NAMES,
+        rest=REST,
+        mean=sum(content["steps"]) / len(content["steps"]),
+    )
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
+
+
+def stacked(
+    phases: Sequence[Mapping[str, Any]], steps: Sequence[float]
+) -> tuple[list[list[Part]], list[Part]]:
+    """Cut each step into its phases, in the order in which they come.
+
+    Args:
+        phases: Phases as JSON values, the step itself first.
+        steps: Seconds of each step.
+
+    Returns:
+        For each step its parts {name, colour, x, width, seconds}, x and width in percent of the longest step; and the
+        legend {name, colour, seconds}, seconds of all steps. The longest phases have a colour of their own.
+    """
+    outer = [phase for phase in phases if len(phase["path"]) == 2 and phase["share"] is not None]
+    longest = sorted(outer, key=lambda phase: -phase["seconds"])[: NUM_COLOURS - 1]
+    series = [(phase["path"][-1], phase["by_step"]) for phase in outer if phase in longest]
+    rest = [seconds - sum(values[step] for _, values in series) for step, seconds in enumerate(steps)]
+    series.append((OTHERS, rest))
+    scale = 100 / max(steps)
+    bars: list[list[Part]] = []
+    for step in range(len(steps)):
+        x, bar = 0.0, []
+        for colour, (name, values) in enumerate(series, start=NUM_COLOURS + 1 - len(series)):
+            width = scale * values[step]
+            part = {"name": name, "colour": colour, "x": x, "width": width, "seconds": values[step]}
+            bar.append(part)
+            x += width
+        bars.append(bar)
+    legend = [
+        {**part, "seconds": sum(bar[place]["seconds"] for bar in bars)} for place, part in enumerate(bars[0])
+    ]
+    return bars, legend
+
+
+NUM_SHOWN = 15
+"""Operators and kernels that are printed; the page shows more, profile.json all."""
+
+GEMMS = "regex:gemm|nvjet|xmma|cutlass"
+SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats")
+FILTERS = {"rl": ("policy_loss_backward",), "sft": ("forward", "backward")}
+TOOLS = {"nsys": "Nsight Systems", "ncu": "Nsight Compute"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Time and memory of a recipe's steps by phase, with a trace for Perfetto and a page."""
+
+    recipe: str
+    """Recipe, .yaml file or run folder, as the program takes it."""
+    of: Literal["rl", "sft"] = "rl"
+    """Program that would run it."""
+    set: tuple[str, ...] = ()
+    """Fields of the program to override, each written field=value, such as sampling.max_new_tokens=64."""
+    warmup: int = 2
+    """Steps before anything is measured."""
+    steps: int = 3
+    """Steps that are timed; one more is traced."""
+    tool: Literal["", "nsys", "ncu"] = ""
+    """Run these steps under Nsight Systems or Nsight Compute instead."""
+    out: str = ""
+    """Folder; results go to profiles/ in it. Empty: that of the recipe with -profile behind its name."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("warmup", 0), ("steps", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected {least} or more")
+        for item in self.set:
+            if not item.partition("=")[0] or "=" not in item:
+                raise ValueError(f"set: got {show(item)}, expected field=value")
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of a step; all numbers are means over the timed steps.
+
+    Attributes:
+        path: Names from the step's to its own.
+        calls: How often it came.
+        seconds: What it took, with the phases inside it.
+        own_seconds: What it took without them.
+        share: Its part of the step's time; None where it ran beside the step, in a thread of its own.
+        peak_bytes: Most bytes of tensors alive in it, in the traced step; None where that one had no such phase.
+        by_step: Seconds in each timed step.
+    """
+
+    path: tuple[str, ...]
+    calls: float
+    seconds: float
+    own_seconds: float
+    share: float | None
+    peak_bytes: int | None
+    by_step: list[float]
+
+
+class _EnoughError(Exception):
+    """All steps that were wanted are done."""
+
+
+class _Steps:
+    """Lets some steps pass, times some, traces one, and then ends the run before its next step."""
+
+    def __init__(self, device: torch.device, warmup: int, steps: int) -> None:
+        self.recorder, self.tracer = Recorder(device), Tracer(device)
+        self._begin, self._end, self._count = warmup, warmup + steps, 0
+        self._listener: Listener | None = None
+
+    def enter(self, name: str) -> None:
+        """Pass a range on to who listens in this step."""
+        if name == STEP and self._count == self._begin:
+            self._listener = self.recorder
+        if name == STEP and self._count == self._end:
+            self.tracer.start()
+            self._listener = TraceRanges()
+        if name == STEP and self._count > self._end:
+            raise _EnoughError
+        if self._listener is not None:
+            self._listener.enter(name)
+
+    def exit(self, name: str) -> None:
+        """Pass its end on."""
+        if self._listener is not None:
+            self._listener.exit(name)
+        if name == STEP:
+            self._count += 1
+            if self._count > self._end:
+                self.tracer.stop()
+                self._listener = None
+
+
+def main(config: ProfileConfig) -> None:
+    """Run the steps, write the files and print the tables."""
+    run = read_recipe(PlanConfig(recipe=config.recipe, of=config.of, set=config.set))
+    if run.num_steps <= config.warmup + config.steps:
+        raise UserError(
+            f"num_steps = {run.num_steps} of {config.of} {config.recipe}: {config.warmup} steps of warm-up, "
+            f"{config.steps} timed and 1 traced need {config.warmup + config.steps + 1}; lower --warmup or --steps"
+        )
+    out = Path(config.out or f"{run.out.rstrip('/')}-profile")
+    folder = out / "profiles"
+    commands = tool_commands(config, out, tracks=bool(run.track.to))
+    if config.tool:
+        run_tool(config.tool, commands[config.tool], config, folder)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    ranges, traced = take(run, config.warmup, config.steps, folder / "trace.json.gz")
+    content = describe(config, run, phases(ranges, traced.peaks), traced, commands)
+    (folder / "profile.json").write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
+    write_page(folder / "profile.html", content)
+    print(tables(content))
+    for name, text in content["commands"].items():
+        print(f"\n{TOOLS[name]} (or --tool {name}):\n{text}")
+    print(f"\n{folder}: profile.html, profile.json, trace.json.gz (open it in https://ui.perfetto.dev)")
+
+
+def take(run: RLConfig | SFTConfig, warmup: int, steps: int, trace: Path) -> tuple[list[Range], Traced]:
+    """Run a recipe's first steps by the program itself, in a folder that is thrown away.
+
+    Args:
+        run: The recipe. Nothing in it changes but where it writes, and that no tracker hears of it.
+        warmup: Steps before anything is measured.
+        steps: Steps that are timed.
+        trace: File for the trace of the step after them.
+
+    Returns:
+        The ranges of the timed steps, and what the traced one tells.
+    """
+    listener = _Steps(resolve_device(run.policy.device), warmup, steps)
+    with tempfile.TemporaryDirectory() as folder, listening(listener), suppress(_EnoughError):
+        run = replace(run, out=str(Path(folder) / "run"), track=TrackConfig())
+        _ = rl.train(run) if isinstance(run, RLConfig) else sft.train(run)
+    return listener.recorder.ranges(), listener.tracer.write(trace)
+
+
+def phases(ranges: Sequence[Range], peaks: Mapping[tuple[str, ...], int]) -> list[Phase]:
+    """Add up ranges by phase: each followed by those inside it, in the order in which they came.
+
+    Args:
+        ranges: Ranges of whole steps.
+        peaks: Most bytes alive, by path.
+    """
+    num_steps = 1 + max(item.step for item in ranges)
+    by_step: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0] * num_steps)
+    calls: dict[tuple[str, ...], int] = defaultdict(int)
+    inside: dict[tuple[str, ...], float] = defaultdict(float)
+    for item in ranges:
+        by_step[item.path][item.step] += item.seconds
+        calls[item.path] += 1
+        inside[item.path[:-1]] += item.seconds
+    step_seconds = sum(by_step[STEP,])
+    children: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
+    for path in by_step:
+        children[path[:-1]].append(path)
+    found: list[Phase] = []
+
+    def add(path: tuple[str, ...]) -> None:
+        seconds = sum(by_step[path])
+        found.append(
+            Phase(
+                path,
+                calls[path] / num_steps,
+                seconds / num_steps,
+                (seconds - inside[path]) / num_steps,
+                seconds / step_seconds if path[0] == STEP else None,
+                peaks.get(path),
+                by_step[path],
+            )
+        )
+        for child in children[path]:
+            add(child)
+
+    for root in sorted(children[()], key=lambda path: path != (STEP,)):
+        add(root)
+    return found
+
+
+def describe(
+    config: ProfileConfig,
+    run: RLConfig | SFTConfig,
+    found: Sequence[Phase],
+    traced: Traced,
+    commands: Mapping[str, Sequence[str]],
+) -> dict[str, Any]:
+    """Return all that was found, as JSON values."""
+    device = resolve_device(run.policy.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    threads = torch.get_num_threads()
+    return {
+        "program": config.of,
+        "recipe": config.recipe,
+        "set": list(config.set),
+        "machine": f"{name}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}, {run.optim.precision}",
+        "warmup": config.warmup,
+        "steps": found[0].by_step,
+        "traced_seconds": traced.seconds,
+        "gpu_busy": traced.busy,
+        "phases": [asdict(phase) for phase in found],
+        "operators": [asdict(work) for work in traced.operators],
+        "kernels": [asdict(work) for work in traced.kernels],
+        "commands": {
+            tool: f"{VARIABLE}={_window(config)} {shlex.join(words)}" for tool, words in commands.items()
+        },
+    }
+
+
+def tables(content: Mapping[str, Any]) -> str:
+    """Lay out phases, operators and kernels as text."""
+    steps = content["steps"]
+    mean = statistics.fmean(steps)
+    lines = [
+        f"whet {content['program']} {content['recipe']} on {content['machine']}",
+        f"{len(steps)} steps after {content['warmup']} of warm-up: {mean:.4f} s a step ({min(steps):.4f} to "
+        f"{max(steps):.4f}); traced, {content['traced_seconds']:.4f} s",
+        "",
+        f"{'phase':<40}{'calls':>9}{'seconds':>11}{'share':>8}{'own':>11}{'memory, MiB':>14}",
+    ]
+    for phase in content["phases"]:
+        depth = len(phase["path"]) - 1
+        share = "beside" if phase["share"] is None else f"{phase['share']:.1%}"
+        peak = "" if phase["peak_bytes"] is None else f"{phase['peak_bytes'] / 2**20:,.1f}"
+        lines.append(
+            f"{'  ' * depth + phase['path'][-1]:<40}{phase['calls']:>9,.4g}{phase['seconds']:>11.4f}{share:>8}"
+            f"{phase['own_seconds']:>11.4f}{peak:>14}"
+        )
+    rest = content["phases"][0]["own_seconds"]
+    lines.append(f"{'  ' + REST:<40}{'':>9}{rest:>11.4f}{rest / mean:>8.1%}")
+    for title, works in (("operators", content["operators"]), ("GPU kernels", content["kernels"])):
+        if works:
+            lines += ["", f"{title + ' of the traced step':<62}{'calls':>9}{'seconds':>11}{'share':>8}"]
+            lines += [
+                f"{work['name'][:60]:<62}{work['calls']:>9,}{work['seconds']:>11.4f}"
+                f"{work['seconds'] / content['traced_seconds']:>8.1%}"
+                for work in works[:NUM_SHOWN]
+            ]
+    if content["gpu_busy"] is None:
+        share = sum(work["seconds"] for work in content["operators"]) / content["traced_seconds"]
+        lines += [
+            "",
+            f"operators take {share:.1%} of the traced step; the rest is Python, and native code that is no operator",
+        ]
+    else:
+        lines += ["", f"the GPU is at work in {content['gpu_busy']:.1%} of the traced step"]
+    return "\n".join(lines)
+
+
+def tool_commands(config: ProfileConfig, out: Path, *, tracks: bool) -> dict[str, list[str]]:
+    """Return the command lines that run the same steps under NVIDIA's tools, by tool.
+
+    The program itself is run, one step longer than what is captured: its last step validates and saves.
+
+    Args:
+        config: What is profiled.
+        out: Its folder.
+        tracks: Whether the recipe sends its metrics to trackers.
+    """
+    own = {"num_steps", "out"}
+    overrides = [f"--{item}" for item in config.set if item.partition("=")[0].replace("-", "_") not in own]
+    folder = out / "profiles"
+
+    def run(tool: str) -> list[str]:
+        names = (
+            out / (f"{tool}-run" if number == 1 else f"{tool}-run-{number}") for number in range(1, 10_000)
+        )
+        free = next(path for path in names if not path.exists())
+        words = ["whet", config.of, config.recipe, *overrides, f"--out={free}"]
+        words.append(f"--num-steps={config.warmup + config.steps + 1}")
+        return words + (["--track.to"] if tracks else [])
+
+    nsys = "nsys profile -t cuda,nvtx,osrt --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi"
+    ncu = "ncu --nvtx --clock-control none --profile-from-start off --launch-count 20"
+    filters = [word for name in FILTERS[config.of] for word in ("--nvtx-include", f"{name}/")]
+    sections = [word for name in SECTIONS for word in ("--section", name)]
+    return {
+        "nsys": [
+            *nsys.split(),
+            *("--capture-range-end=stop", "--force-overwrite=true", "-o", str(folder / "nsys")),
+            *run("nsys"),
+        ],
+        "ncu": [
+            *ncu.split(),
+            *filters,
+            *("--kernel-name", GEMMS, *sections, "--force-overwrite", "-o", str(folder / "ncu")),
+            *run("ncu"),
+        ],
+    }
+
+
+def run_tool(tool: str, command: Sequence[str], config: ProfileConfig, folder: Path) -> None:
+    """Run a command line of `tool_commands` and say where its report is.
+
+    Raises:
+        UserError: If the tool or a GPU is missing, or it fails.
+    """
+    program = shutil.which(tool)
+    if program is None:
+        raise UserError(
+            f"--tool {tool}: not found on PATH; install {TOOLS[tool]} (developer.nvidia.com), or leave it out"
+        )
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"--tool {tool}: this PyTorch sees no NVIDIA GPU; leave it out, the trace works on a CPU"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    place = command.index("whet")
+    words = [program, *command[1:place], sys.executable, "-m", *command[place:]]
+    code = subprocess.run(words, env=os.environ | {VARIABLE: _window(config)}, check=False).returncode
+    if code:
+        raise UserError(f"--tool {tool}: it ended with status {code}; the command was: {shlex.join(command)}")
+    found = sorted(str(path) for path in folder.glob(f"{tool}.*"))
+    print(f"{TOOLS[tool]}: {', '.join(found) or 'no report was written'}")
+
+
+def _window(config: ProfileConfig) -> str:
+    return f"{config.warmup}:{config.steps}"

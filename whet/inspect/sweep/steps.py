@@ -1,0 +1,303 @@
+"""The steps that a sweep times and measures: a recipe's own, again and again, from the same weights."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from whet.algo.packing import TrainingSequence
+from whet.generate.engine import Engine
+from whet.generate.policy import Policy, resolve_device
+from whet.generate.rows import Completion, Request
+from whet.inspect.memory.meter import LiveTensors
+from whet.inspect.sweep.points import Run
+from whet.tasks.base import answer_type_of, load_task
+from whet.train.objective.advantage import is_informative, with_advantages
+from whet.train.objective.objective import Objective
+from whet.train.optim import safety
+from whet.train.optim.step import Optimizer, autocast_dtype
+from whet.train.rl_config import RLConfig
+from whet.train.rollout.order import data_order
+from whet.train.rollout.source import KEPT_CACHE
+from whet.train.session import load_trained
+from whet.train.setup import load_rl
+from whet.train.sft import SFTConfig, demonstration, fitting, is_empty, train_step
+from whet.types import Group, Problem, Sample, UserError
+
+LR = 0.0
+"""No weight moves, so that every step is the same work at every point; AdamW takes as long with it."""
+
+Item = TypeVar("Item")
+Mark = Callable[[str], None]
+Work = Callable[[Mark], dict[str, float]]
+"""Does one step: calls `mark` at the end of each phase; returns tokens and samples."""
+
+
+class Steps(ABC):
+    """A recipe, loaded, with the problems of its first step and its longest ones.
+
+    Of the recipe's settings, those of a sweep may be others in each call below, but `optim.compile`, and
+    `optim.precision` where the parameters' own dtype depends on it, must stay.
+
+    Args:
+        policy: Its policy, loaded.
+
+    Attributes:
+        policy: Its policy.
+        longest: Tokens of the longest sequence that there can be.
+        update: Tokens of an update whose sequences are the longest ones.
+        num_samples: Sequences of a step.
+    """
+
+    longest: int
+    update: int
+    num_samples: int
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    @abstractmethod
+    def _prepare(self, run: Any, *, longest: bool) -> Work:
+        """Make optimizer and engine, and return what does a step."""
+
+    def prepare(self, run: Run, *, longest: bool = False) -> Work:
+        """Return what does a step with the settings of a recipe.
+
+        Args:
+            run: The recipe with the settings of a point.
+            longest: Take the longest problems, and let no completion end early.
+        """
+        if run.policy.num_threads:
+            torch.set_num_threads(run.policy.num_threads)
+        self.policy.model.checkpoint_layers = run.optim.checkpoint_layers
+        self.policy.max_rows = run.policy.max_rows
+        self.policy.autocast = autocast_dtype(run.optim.precision)
+        return self._prepare(run, longest=longest)
+
+    def time(self, run: Run, count: int) -> list[dict[str, float]]:
+        """Do one step unwatched, to warm up, and time `count` more.
+
+        Returns:
+            Of each its seconds, those of sampling (with rewards) and of training, tokens, samples and micro-batches.
+        """
+        work, passes = self.prepare(run), 0
+
+        def count_pass(*_: object) -> None:
+            nonlocal passes
+            passes += torch.is_grad_enabled()
+
+        hook = self.policy.model.register_forward_pre_hook(count_pass)
+        work(lambda name: None)
+        hook.remove()
+        return [self._timed(work) | {"micro_batches": passes} for _ in range(count)]
+
+    def _timed(self, work: Work) -> dict[str, float]:
+        found = {"sample_seconds": 0.0, "train_seconds": 0.0}
+        began = since = time.perf_counter()
+
+        def mark(name: str) -> None:
+            nonlocal since
+            if self.policy.device.type == "cuda":
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            found[f"{name}_seconds"] += now - since
+            since = now
+
+        found |= work(mark)
+        return found | {"seconds": time.perf_counter() - began}
+
+    def memory(self, run: Run) -> tuple[dict[str, int], float]:
+        """Do one step of the longest sequences; return the most bytes alive in each phase, and its seconds."""
+        gc.collect()
+        device, found = self.policy.device, dict[str, int]()
+        meter = LiveTensors(device) if device.type == "cpu" else None
+        if meter is None:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+        def mark(name: str) -> None:
+            if meter is not None:
+                found[name] = meter.restart()
+                return
+            torch.cuda.synchronize()
+            found[name] = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+
+        with meter or nullcontext():
+            if meter is not None:
+                for tensor in (*self.policy.model.parameters(), *self.policy.model.buffers()):
+                    meter.add(tensor)
+            work = self.prepare(run, longest=True)
+            began = time.perf_counter()
+            work(mark)
+        return found, time.perf_counter() - began
+
+
+class FineTuning(Steps):
+    """Steps of `whet sft`."""
+
+    def __init__(self, run: SFTConfig) -> None:
+        _fix_order(run)
+        super().__init__(load_trained(run))
+        task = load_task(run.task)
+        self.policy.expect(answer_type_of(task))
+        kept = fitting(self.policy, task.problems("train"))
+        if not kept:
+            raise UserError("no demonstration of the train split fits the context")
+        drawn = data_order(task, kept, run.seed).next(run.batch_size)
+        self._first = [demonstration(self.policy, p, empty=is_empty(run, epoch, p)) for epoch, p in drawn]
+        every = [demonstration(self.policy, problem) for problem in kept]
+        self._longest = _top(every, run.batch_size, lambda sequence: sequence.num_tokens)
+        self.longest = self._longest[0].num_tokens
+        self.update = sum(sequence.num_tokens for sequence in self._longest)
+        self.num_samples = run.batch_size
+
+    def _prepare(self, run: SFTConfig, *, longest: bool) -> Work:
+        optimizer = Optimizer(self.policy.model, run.optim)
+        rows: list[TrainingSequence] = self._longest if longest else self._first
+
+        def work(mark: Mark) -> dict[str, float]:
+            optimizer.begin(LR)
+            loss, _, tokens = train_step(self.policy, rows, run.optim)
+            optimizer.step(LR, loss=loss)
+            mark("train")
+            return {"tokens": tokens, "samples": len(rows)}
+
+        return work
+
+
+class Reinforcement(Steps):
+    """Steps of `whet rl`: a curriculum, refills and overlap are left out.
+
+    Args:
+        run: The recipe.
+        stack: Closes its judge, where it has one.
+
+    Attributes:
+        is_substituted: Whether no reward of the last step differed, so that all groups were given advantages of 1 and
+            -1 in turn.
+    """
+
+    def __init__(self, run: RLConfig, stack: ExitStack) -> None:
+        _fix_order(run)
+        self._setup = setup = load_rl(run)
+        super().__init__(setup.policy)
+        policy, kept = setup.policy, setup.problems
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self._rewards, _ = stack.enter_context(setup.open_judge(folder))
+        self._prompts = _top([policy.prompt_ids(problem) for problem in kept], run.num_prompts, len)
+        new, group = run.sampling.max_new_tokens, run.group_size
+        self.longest = len(self._prompts[0]) + new
+        tokens = sum(group * (len(ids) + new) for ids in self._prompts)
+        self.update = -(-tokens // run.algo.num_minibatches)
+        self.num_samples = run.num_prompts * group
+        self.is_substituted = False
+
+    def _prepare(self, run: RLConfig, *, longest: bool) -> Work:
+        optimizer = Optimizer(self.policy.model, run.optim)
+        objective = Objective.of(run, self.policy)
+        engine = self.policy.engine(stops=not longest)
+        sample = self._longest_groups(run, engine) if longest else self._first_groups(run, engine)
+
+        def work(mark: Mark) -> dict[str, float]:
+            groups, tokens = sample()
+            engine.release(above=KEPT_CACHE)
+            mark("sample")
+            objective.update(groups, optimizer, LR, step=run.value.warmup_steps)
+            mark("train")
+            return {"tokens": tokens, "samples": self.num_samples}
+
+        return work
+
+    def _first_groups(self, run: RLConfig, engine: Engine) -> Callable[[], tuple[list[Group], int]]:
+        def sample() -> tuple[list[Group], int]:
+            rollout = replace(self._setup, config=run).first_rollout(engine, self._rewards)
+            informative = is_informative(rollout.groups, run.algo, run.reward_weights)
+            is_kept = run.algo.uninformative == "keep"
+            used = [g for g, teaches in zip(rollout.groups, informative, strict=True) if teaches or is_kept]
+            groups = with_advantages(used, run.algo, run.reward_weights)
+            self.is_substituted = not any(s.advantage for group in groups for s in group.samples)
+            samples = [s for group in rollout.groups for s in group.samples]
+            tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+            return list(map(_taught, rollout.groups)) if self.is_substituted else groups, tokens
+
+        return sample
+
+    def _longest_groups(self, run: RLConfig, engine: Engine) -> Callable[[], tuple[list[Group], int]]:
+        size = run.group_size
+        requests = [
+            Request(prompt_ids=ids, seeds=tuple(range(place * size, (place + 1) * size)))
+            for place, ids in enumerate(self._prompts)
+        ]
+
+        def sample() -> tuple[list[Group], int]:
+            rows = engine.generate(requests, run.sampling)
+            groups = [
+                _taught(_group(str(place), ids, row))
+                for place, (ids, row) in enumerate(zip(self._prompts, rows, strict=True))
+            ]
+            return groups, sum(len(s.prompt_ids) + len(s.completion_ids) for g in groups for s in g.samples)
+
+        return sample
+
+
+def _fix_order(run: Run) -> None:
+    """Compute as the recipe asks for, before anything is loaded."""
+    sameness = run.safety.sameness(resolve_device(run.policy.device))
+    safety.set_deterministic(sameness, compiles=run.optim.compile)
+
+
+def load(run: Run, stack: ExitStack) -> FineTuning | Reinforcement:
+    """Load a recipe; what it opens is closed with the stack."""
+    return FineTuning(run) if isinstance(run, SFTConfig) else Reinforcement(run, stack)
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Let running out of memory be an error: a training step would go on with smaller micro-batches."""
+    plain = safety.is_out_of_memory
+    safety.is_out_of_memory = lambda error: False
+    try:
+        yield
+    finally:
+        safety.is_out_of_memory = plain
+
+
+def _top(items: Sequence[Item], count: int, size: Callable[[Item], int]) -> list[Item]:
+    """Return the `count` largest items, from the beginning again where there are not so many."""
+    ordered = sorted(items, key=size, reverse=True)
+    return [ordered[place % len(ordered)] for place in range(count)]
+
+
+def _group(uid: str, prompt_ids: tuple[int, ...], row: Sequence[Completion]) -> Group:
+    samples = [
+        Sample(
+            uid=uid,
+            index=index,
+            prompt_ids=prompt_ids,
+            completion_ids=done.ids,
+            sampler_logprobs=done.logprobs,
+            text="",
+            finish_reason="length",
+        )
+        for index, done in enumerate(row)
+    ]
+    return Group(problem=Problem(uid=uid, task="sweep", prompt="", answer=""), samples=tuple(samples))
+
+
+def _taught(group: Group) -> Group:
+    """Return a group whose samples have rewards 1 and 0, and advantages 1 and -1, in turn."""
+    samples = (
+        replace(sample, reward=float(index % 2 == 0), advantage=1.0 if index % 2 == 0 else -1.0)
+        for index, sample in enumerate(group.samples)
+    )
+    return replace(group, samples=tuple(samples))

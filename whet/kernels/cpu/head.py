@@ -1,0 +1,164 @@
+"""The language-model head by the C++ kernels: logits, log-probabilities with entropies and their gradients, draws."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from typing import Any
+
+import torch
+
+from whet.kernels.cpu.ops import QUANTUM, _threads, _wide, call, matmul, panels, product, usable
+from whet.kernels.eager import product_dtype
+
+KEEP_BYTES = 256 * 2**20
+"""Logits that the backward pass finds still there; more are computed again."""
+
+
+def can_score(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> bool:
+    """Say whether the kernels can score with this head: float32 rows and weight, or a bfloat16 weight."""
+    return usable(hidden_MD, weight_VD)
+
+
+def logits(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """Return float32 logits [M, V'], V' = V rounded up to 16; columns from V on are left to the caller.
+
+    Products are those of the weight's dtype with float32 sums: bfloat16 logits would be too coarse.
+    """
+    vocab = weight_VD.shape[0]
+    out = torch.empty(hidden_MD.shape[0], -(-vocab // QUANTUM) * QUANTUM)
+    rows = hidden_MD.detach().to(weight_VD.dtype).contiguous()
+    return product(rows, panels(weight_VD, weight_VD.dtype), vocab, out=out)
+
+
+def can_select(logits_MV: torch.Tensor) -> bool:
+    """Say whether `select` can score these logits."""
+    return logits_MV.dtype == torch.float32 and not logits_MV.requires_grad and usable(logits_MV)
+
+
+def select(logits_MV: torch.Tensor, targets_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log softmax(logits)[target] and the log-normaliser, both [M], as `score` computes them."""
+    z, (rows, whole) = logits_MV.contiguous(), logits_MV.shape
+    logprobs, normalisers = torch.empty(2, rows).unbind(0)
+    call("score", z, targets_M.contiguous(), logprobs, normalisers, None, rows, whole, whole, 1.0, _threads())
+    return logprobs, normalisers
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        valid: int,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = hidden.shape[0]
+        logprobs, normalisers, entropies = torch.empty(3, rows).unbind(0)
+        needs_grad = any(ctx.needs_input_grad[:2])
+        keeps = needs_grad and rows * weight.shape[0] * 4 <= KEEP_BYTES
+        step = rows if keeps else chunk
+        z = hidden
+        for start in range(0, rows, step):
+            part = slice(start, min(start + step, rows))
+            z = logits(hidden[part], weight)
+            columns = logprobs[part], normalisers[part], entropies[part]
+            call("score", z, targets[part], *columns, z.shape[0], valid, z.shape[1], temperature, _threads())
+        kept = (z,) if keeps else ()
+        ctx.save_for_backward(hidden, weight, targets, normalisers, entropies, *kept)
+        ctx.facts = temperature, valid, step
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, normalisers, entropies, *kept = ctx.saved_tensors
+        temperature, valid, step = ctx.facts
+        g, e = (grad.contiguous() for grad in upstream)
+        e = e if bool((e != 0).any()) else None
+        vocab, dtype = weight.shape[0], weight.dtype
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight: torch.Tensor | None = None
+        for start in range(0, hidden.shape[0], step):
+            part = slice(start, min(start + step, hidden.shape[0]))
+            z = kept[0] if kept else logits(hidden[part], weight)
+            dz = z if product_dtype(weight) == torch.float32 else torch.empty(z.shape, dtype=dtype)
+            columns = (
+                targets[part],
+                normalisers[part],
+                entropies[part],
+                g[part],
+                None if e is None else e[part],
+            )
+            sizes = z.shape[0], valid, z.shape[1], temperature, int(bool(kept)), _threads()
+            call("score_back", _wide(dz), z, *columns, dz, *sizes)
+            dz = dz[:, :vocab]
+            if grad_hidden is not None:
+                grad_hidden[part] = matmul(dz, weight).to(hidden.dtype)
+            if ctx.needs_input_grad[1]:
+                share = matmul(dz.t(), hidden[part].to(dtype))
+                if step >= hidden.shape[0]:
+                    grad_weight = share
+                else:
+                    grad_weight = share.float() if grad_weight is None else grad_weight.add_(share)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(dtype)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def score(
+    hidden_MD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_M: torch.Tensor,
+    *,
+    temperature: float,
+    num_valid: int,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities and entropies [M]; the arguments are those of `whet.algo.logprobs.token_logprobs`."""
+    arguments = hidden_MD, weight_VD, targets_M.contiguous(), temperature, num_valid, chunk
+    return _Score.apply(*arguments)  # pyright: ignore[reportReturnType]
+
+
+class RowState(ctypes.Structure):
+    """Where an engine keeps its rows."""
+
+    _fields_ = (
+        *(
+            (name, c_void_p)
+            for name in (
+                "seeds",
+                "positions",
+                "counts",
+                "limits",
+                "last",
+                "tokens",
+                "logprobs",
+                "done",
+                "stopped",
+            )
+        ),
+        ("width", c_int64),
+        ("stops", c_void_p),
+        ("num_stops", c_int64),
+    )
+
+
+def draw(
+    logits_MV: torch.Tensor,
+    state: RowState,
+    *,
+    num_valid: int,
+    temperature: float,
+) -> None:
+    """Draw a token for the first B rows from their own noise, note it, and end the rows that are done.
+
+    Args:
+        logits_MV: What `logits` returned, changed in place.
+        state: The rows; row r has the noise of its seed and count (`whet.generate.sampling.counter_uniforms`).
+        num_valid: Ids at and above this are never drawn.
+        temperature: Divides the logits; 0 takes the likeliest token, and scores it at temperature 1.
+    """
+    sizes = logits_MV.shape[0], num_valid, logits_MV.shape[1]
+    call("draw", logits_MV, ctypes.byref(state), *sizes, temperature, _threads())

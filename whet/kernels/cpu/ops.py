@@ -1,0 +1,444 @@
+"""The C++ kernels as functions of tensors, and their gradients.
+
+Every function here gives a row the same bits whatever rows stand beside it and however many threads work, so that a
+sampler and a trainer that both call them agree exactly. `usable` says for which tensors they are; all others take the
+eager code of the caller. Weights are packed once into panels (`packed`), again when they have changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, c_double, c_float, c_int, c_long, c_void_p
+from typing import Any
+
+import torch
+
+from whet.kernels.choice import Operation, uses
+from whet.kernels.cpu.build import library
+from whet.kernels.eager import product_dtype
+
+QUANTUM = 16
+ENOUGH = 8192
+"""Numbers that are worth a thread."""
+SMALL, MANY_ROWS = 1024, 256
+"""Up to this width, and for so many rows, packing a weight for its input's gradient pays (float32)."""
+CHANNELS = (16, 32, 64, 128)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Weight(ctypes.Structure):
+    """A packed weight and where its product goes."""
+
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("columns", c_long),
+        ("stride", c_long),
+    )
+
+
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "attend": (c_int, *[c_void_p] * 5, *[c_long] * 3, c_void_p, c_long, c_int),
+    "attend_back": (c_int, *[c_void_p] * 9, *[c_long] * 3, c_void_p, c_long, c_int),
+    "write_cache": (c_int, *[c_void_p] * 6, *[c_long] * 4, c_int),
+    "decode": (c_int, *[c_void_p] * 4, *[c_long] * 4, c_int),
+    "pack": (c_int, c_int, c_void_p, c_void_p, c_long, c_long, c_int),
+    "packed_size": (c_int, c_long, c_long),
+    "linear": (c_int, c_int, c_void_p, c_long, c_long, POINTER(Weight), c_int, c_int),
+    "norm": (c_int, *[c_void_p] * 4, c_long, c_long, c_float, c_int),
+    "norm_back": (c_int, *[c_void_p] * 6, c_long, c_long, c_int),
+    "rotate": (c_int, *[c_void_p] * 4, *[c_long] * 3, c_float, c_int),
+    "gate": (c_int, *[c_void_p] * 3, c_long, c_long, c_int),
+    "gate_back": (c_int, *[c_void_p] * 5, c_long, c_long, c_int),
+    "score": (*[c_void_p] * 5, *[c_long] * 3, c_float, c_int),
+    "score_back": (c_int, *[c_void_p] * 7, *[c_long] * 3, c_float, c_int, c_int),
+    "draw": (*[c_void_p] * 2, *[c_long] * 3, c_float, c_int),
+    "squares": (c_int, c_void_p, c_long, c_int),
+    "adamw": (c_int, *[c_void_p] * 4, c_long, c_void_p, c_int),
+    "layers": (c_int, c_int, c_void_p, c_long, *[c_void_p] * 7),
+    "layers_memory": (c_void_p,),
+}
+PANELS = "_whet_panels"
+RESULTS = {"packed_size": c_long, "layers_memory": c_long, "squares": c_double}
+
+
+def _functions() -> dict[str, Any]:
+    loaded = library()
+    found: dict[str, Any] = {}
+    for name, arguments in SIGNATURES.items() if loaded is not None else ():
+        function = getattr(loaded, f"whet_{name}")
+        function.argtypes = arguments
+        function.restype = RESULTS.get(name)
+        found[name] = function
+    return found
+
+
+_table: dict[str, Any] | None = None
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Call an entry point of the library; tensors are passed as their addresses, None as a null pointer."""
+    global _table
+    if _table is None:
+        _table = _functions()
+    plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+    if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+        # A profiler sees PyTorch's operators only.
+        with torch.profiler.record_function(f"whet::{name}"):
+            return _table[name](*plain)
+    return _table[name](*plain)
+
+
+def usable(*tensors: torch.Tensor, operation: Operation = "product") -> bool:
+    """Say whether the kernels are to run on tensors: on the CPU, float32 or bfloat16, rows of a multiple of 16."""
+    if torch.compiler.is_compiling() or not uses(operation):
+        return False
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.dtype not in DTYPES or tensor.shape[-1] % QUANTUM:
+            return False
+    return library() is not None
+
+
+def _wide(tensor: torch.Tensor) -> int:
+    return int(tensor.dtype == torch.float32)
+
+
+def _wide_dtype(dtype: torch.dtype) -> int:
+    return int(dtype == torch.float32)
+
+
+def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return left @ right by PyTorch; bfloat16 goes through float32 where the CPU has no products for it."""
+    wide = product_dtype(right)
+    if wide == right.dtype:
+        return left @ right
+    return (left.to(wide) @ right.to(wide)).to(right.dtype)
+
+
+def _threads(work: int = sys.maxsize) -> int:
+    """Return how many threads to use for so many numbers: waking others costs more than a little work."""
+    return max(1, min(torch.get_num_threads(), work // ENOUGH))
+
+
+def panels(weight_FD: torch.Tensor, dtype: torch.dtype, *, transposed: bool = False) -> torch.Tensor:
+    """Return a weight packed for `linear`; packed again only when the weight has changed since.
+
+    Args:
+        weight_FD: Weight [F, D], or [D, F] where `transposed`.
+        dtype: Dtype of the product.
+        transposed: Whether the weight is stored as GPT-2 stores it.
+    """
+    kept: dict[torch.dtype, tuple[Any, torch.Tensor]] = getattr(weight_FD, PANELS, None) or {}
+    setattr(weight_FD, PANELS, kept)
+    key = weight_FD.data_ptr(), weight_FD._version
+    found = kept.get(dtype)
+    if found is not None and found[0] == key:
+        return found[1]
+    source = weight_FD.detach()
+    packed = _pack(source.t() if transposed else source, dtype, found[1] if found is not None else None)
+    kept[dtype] = key, packed
+    return packed
+
+
+def _pack(weight_FD: torch.Tensor, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
+    source = weight_FD.contiguous()
+    rows, width = source.shape
+    if packed is None:
+        packed = torch.empty(call("packed_size", _wide_dtype(dtype), rows, width), dtype=dtype)
+    call("pack", _wide(source), _wide_dtype(dtype), source, packed, rows, width, _threads())
+    return packed
+
+
+def forget(tensors: Iterable[torch.Tensor]) -> None:
+    """Give back the memory of the weights' packed copies."""
+    for tensor in tensors:
+        if hasattr(tensor, PANELS):
+            delattr(tensor, PANELS)
+
+
+def product(
+    x_ND: torch.Tensor,
+    packed: torch.Tensor,
+    columns: int,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply rows by a packed weight.
+
+    Args:
+        x_ND: Contiguous rows in the dtype of the panels.
+        packed: Panels.
+        columns: Rows of the weight, F.
+        bias: Bias [F] in the same dtype.
+        out: Where it goes, [N, at least F], the same dtype, or float32; made where there is none.
+    """
+    rows, width = x_ND.shape
+    if out is None:
+        out = torch.empty(rows, columns, dtype=x_ND.dtype)
+    weight = Weight(
+        packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), columns, out.stride(0)
+    )
+    wide, out_wide = _wide(x_ND), _wide(out)
+    call("linear", wide, out_wide, x_ND, rows, width, ctypes.byref(weight), 1, _threads())
+    return out
+
+
+class Tape:
+    """What a forward pass returned step by step, for one that is only to be differentiated.
+
+    Where one is open (`replaying`), norms, products, rotations, attention and gates take the next result instead of
+    computing it; their backward passes are what they always are.
+
+    Args:
+        results: In the order of the calls: the result of each, and what else its backward pass needs; None for a
+            result that nobody reads.
+    """
+
+    def __init__(self, results: Iterable[tuple[torch.Tensor | None, ...]]) -> None:
+        self._results = iter(results)
+
+    def next(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the next result."""
+        return next(self._results)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all results were taken."""
+        return next(self._results, None) is None
+
+
+_tape: Tape | None = None
+
+
+@contextmanager
+def replaying(tape: Tape | None) -> Iterator[None]:
+    """Take results from a tape; None computes them."""
+    global _tape
+    before, _tape = _tape, tape
+    try:
+        yield
+        assert tape is None or tape.is_over, "the forward pass made fewer calls than the tape has"
+    finally:
+        _tape = before
+
+
+def recorded() -> tuple[torch.Tensor | None, ...] | None:
+    """Return the next result of the tape that is open; None without one."""
+    return None if _tape is None else _tape.next()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        transposed: bool,
+    ) -> torch.Tensor:
+        x = x_ND.to(dtype).contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.facts = x_ND.dtype, bias is not None, transposed
+        columns = weight.shape[1] if transposed else weight.shape[0]
+        if (found := recorded()) is not None:
+            return (
+                torch.empty(1, 1, dtype=dtype).expand(x.shape[0], columns) if found[0] is None else found[0]
+            )
+        packed = panels(weight, dtype, transposed=transposed)
+        return product(x, packed, columns, bias=None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dtype, has_bias, transposed = ctx.facts
+        grad = upstream[0]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = None
+        is_small = max(weight.shape) <= SMALL and x.shape[0] >= MANY_ROWS
+        is_small = is_small and grad.dtype == x.dtype == weight.dtype == torch.float32
+        if needs_x:
+            cast = weight.to(grad.dtype).t() if transposed else weight.to(grad.dtype)
+            if is_small:
+                grad_x = product(grad.contiguous(), _pack(cast.detach().t(), dtype), cast.shape[1])
+            else:
+                grad_x = matmul(grad, cast).to(dtype)
+        if needs_weight:
+            grad_weight = (matmul(x.t(), grad) if transposed else matmul(grad.t(), x)).to(weight.dtype)
+        if has_bias and needs_bias:
+            grad_bias = grad.sum(0).to(weight.dtype)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def linear(
+    x_ND: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool = False
+) -> torch.Tensor | None:
+    """Return x W^T + b by the kernels, in the dtype of autocast where that is on; None where they cannot be used."""
+    if x_ND.dim() != 2 or not usable(x_ND, weight):
+        return None
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x_ND.dtype
+    if dtype not in DTYPES or (dtype != weight.dtype and not torch.is_autocast_enabled("cpu")):
+        return None
+    needs_grad = x_ND.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if needs_grad and torch.is_grad_enabled():
+        return _Linear.apply(x_ND, weight, bias, dtype, transposed)  # pyright: ignore[reportReturnType]
+    # Autograd's bookkeeping takes as long as a small product.
+    x = x_ND.to(dtype).contiguous()
+    packed = panels(weight, dtype, transposed=transposed)
+    columns = weight.shape[1] if transposed else weight.shape[0]
+    return product(x, packed, columns, bias=None if bias is None else bias.to(dtype))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.contiguous()
+        width = x.shape[-1]
+        rows = x.numel() // width
+        if (found := recorded()) is not None:
+            out, rstd = found
+            assert out is not None
+            ctx.save_for_backward(x, weight, rstd)
+            return out
+        out, rstd = torch.empty_like(x), torch.empty(rows)
+        call("norm", _wide(x), x, weight, out, rstd, rows, width, eps, _threads(x.numel()))
+        ctx.save_for_backward(x, weight, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        grad, width = upstream[0].contiguous(), x.shape[-1]
+        grad_x, grad_weight = torch.empty_like(x), torch.empty(width)
+        rows = x.numel() // width
+        call(
+            "norm_back",
+            _wide(x),
+            x,
+            weight,
+            rstd,
+            grad,
+            grad_x,
+            grad_weight,
+            rows,
+            width,
+            _threads(x.numel()),
+        )
+        return grad_x, grad_weight.to(weight.dtype), None
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+    """Return the root-mean-square norm of the last axis times `weight`; None where the kernels cannot be used."""
+    if x.dtype != weight.dtype or not usable(x, weight):
+        return None
+    return _Norm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NHC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        if (found := recorded()) is not None and found[0] is not None:
+            return found[0].view(x_NHC.shape)
+        return _rotated(x_NHC, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(upstream[0], cos, sin, -1.0), None, None
+
+
+def _rotated(x_NHC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    x = x_NHC.contiguous()
+    out = torch.empty_like(x)
+    call("rotate", _wide(x), x, out, cos, sin, *x.shape, sign, _threads(x.numel()))
+    return out
+
+
+def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor | None:
+    """Apply rotary positions to heads, cos and sin in float32; None where the kernels cannot be used."""
+    if not usable(x_NHC) or cos_N1C.dtype != torch.float32:
+        return None
+    cos, sin = cos_N1C.contiguous(), sin_N1C.contiguous()
+    return _Rotate.apply(x_NHC, cos, sin)  # pyright: ignore[reportReturnType]
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        if (found := recorded()) is not None and found[0] is not None:
+            return found[0]
+        out = torch.empty_like(gate)
+        call("gate", _wide(gate), gate, up, out, *gate.shape, _threads(gate.numel()))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        grad = upstream[0].contiguous()
+        call(
+            "gate_back", _wide(gate), gate, up, grad, grad_gate, grad_up, *gate.shape, _threads(gate.numel())
+        )
+        return grad_gate, grad_up
+
+
+def swiglu(gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor | None:
+    """Return silu(gate) * up; None where the kernels cannot be used."""
+    if gate_NF.dim() != 2 or gate_NF.dtype != up_NF.dtype or not usable(gate_NF, up_NF):
+        return None
+    return _Gate.apply(gate_NF, up_NF)  # pyright: ignore[reportReturnType]
+
+
+class _Adam(ctypes.Structure):
+    _fields_ = tuple(
+        (name, c_float)
+        for name in ("factor", "lr", "beta1", "beta2", "eps", "decay", "correction1", "correction2")
+    )
+
+
+def sum_of_squares(x: torch.Tensor) -> float:
+    """Return the sum of squares of a contiguous float32 or bfloat16 tensor, in float64 beyond blocks of 4,096."""
+    return call("squares", _wide(x), x, x.numel(), _threads(x.numel()))
+
+
+def adamw(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    *,
+    step: float,
+    factor: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> None:
+    """Update in place by AdamW (1711.05101), reading each number once.
+
+    Args:
+        master: Float32 weights.
+        grad: Gradient, float32 or bfloat16, contiguous.
+        first: First moment, float32.
+        second: Second moment, float32.
+        step: Updates with this one.
+        factor: What the gradient is multiplied by (clipping).
+        lr: Learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the denominator.
+        decay: Decoupled weight decay.
+    """
+    facts = _Adam(factor, lr, beta1, beta2, eps, decay, 1 - beta1**step, 1 - beta2**step)
+    where = ctypes.byref(facts)
+    count = master.numel()
+    call("adamw", _wide(grad), master, grad, first, second, count, where, _threads(count))

@@ -1,0 +1,220 @@
+"""Adapter folders as the peft library writes them: JSON and safetensors, read strictly, nothing that can execute."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
+from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter, LoRAPair
+from whet.model.weights import model_folder
+from whet.types import UserError
+
+HUB_PATTERNS = (
+    CONFIG,
+    WEIGHTS,
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "protocol.json",
+)
+READ = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "rank_pattern"}
+READ |= {"alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "ensure_weight_tying"}
+READ |= {"init_lora_weights"}
+# What these say is told by the tensors themselves, or speaks of training only. fan_in_fan_out follows from the module.
+IRRELEVANT = {"auto_mapping", "bias", "eva_config", "fan_in_fan_out", "inference_mode", "layers_pattern"}
+IRRELEVANT |= {"lora_dropout", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size"}
+IRRELEVANT |= {"runtime_config", "task_type", "loftq_config", "corda_config", "lora_ga_config"}
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the base, too
+LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
+MAX_PATTERN_CHARS, MAX_BRANCHES = (
+    200,
+    2,
+)  # a hostile pattern with more, or with a repeated group, could match for ever
+
+
+def find_model(init: str, adapter: str = "") -> tuple[Path, Adapter | None]:
+    """Find the base and the adapter that a user means.
+
+    Args:
+        init: A model (run folder, Hugging Face folder, hub name), or an adapter that names its base.
+        adapter: Adapter folder or hub name; empty for none.
+
+    Returns:
+        The base's folder, and the adapter.
+
+    Raises:
+        UserError: If something is missing or malformed, or both are adapters.
+    """
+    path = Path(init).expanduser()
+    if not (path / CONFIG).is_file() or (path / "config.json").is_file():
+        folder = model_folder(init)
+        if path.exists() or (folder / "config.json").is_file():
+            return folder, read_adapter(adapter) if adapter else None
+    if adapter:
+        raise UserError(
+            f"policy.init = {init!r} is an adapter itself: give its base there, or leave out policy.adapter"
+        )
+    found = read_adapter(init)
+    advice = "give the base as policy.init and the adapter as policy.adapter"
+    if not found.base:
+        raise UserError(f"{found.folder}: the adapter does not name its base; {advice}")
+    if found.revision:
+        raise UserError(
+            f"{found.folder}: the adapter wants revision {found.revision[:40]!r} of its base: download that, {advice}"
+        )
+    try:
+        return model_folder(found.base), found
+    except UserError as error:
+        raise UserError(f"{found.folder}: its base is not there ({error}); {advice}") from None
+
+
+def read_adapter(source: str | Path) -> Adapter:
+    """Read an adapter: adapter_config.json and adapter_model.safetensors, nothing that can execute.
+
+    Args:
+        source: Folder or hub name.
+
+    Returns:
+        The adapter, which may still not fit a model.
+
+    Raises:
+        UserError: If a file is missing or malformed, or the adapter is of a kind that is not supported.
+
+    Source: LoRA 2106.09685, rsLoRA 2312.03732, in the layout of the peft library (0.21).
+    """
+    folder = _adapter_folder(source)
+    check_manifest(folder)
+    config = read_json(folder / CONFIG)
+    _check_config(config, folder / CONFIG)
+    sides: dict[str, dict[str, torch.Tensor]] = {}
+    saved: dict[str, torch.Tensor] = {}
+    for stored, tensor in _tensors(folder / WEIGHTS):
+        name = stored.removeprefix("base_model.model.")
+        if name == stored:
+            raise UserError(
+                f"{folder / WEIGHTS}: unexpected tensor {stored[:80]!r}: names begin with base_model.model."
+            )
+        match = LORA_NAME.fullmatch(name)
+        place, key = (sides.setdefault(match["module"], {}), match["side"]) if match else (saved, "")
+        key = key or name.replace(".base_layer.", ".")
+        if key in place:
+            raise UserError(f"{folder / WEIGHTS}: tensor {stored[:80]!r} occurs twice")
+        place[key] = tensor
+    if not sides:
+        raise UserError(f"{folder / WEIGHTS}: no LoRA tensors")
+    pairs = {module: _pair(module, found, config, folder) for module, found in sides.items()}
+    idle = sum(not (pair.a_RF.any() and pair.b_FR.any()) for pair in pairs.values())
+    if idle:
+        warnings.warn(
+            f"{folder}: {idle} of {len(pairs)} changes are all zero: was the adapter trained, and saved whole?",
+            stacklevel=2,
+        )
+    return Adapter(folder, config, pairs, saved)
+
+
+def _adapter_folder(source: str | Path) -> Path:
+    folder = Path(source).expanduser()
+    if not folder.exists() and "/" in str(source) and is_hub_name(str(source)):
+        folder = hub_folder(str(source), HUB_PATTERNS)
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder}: no {CONFIG} there; point at the folder that peft's save_pretrained wrote")
+    if not (folder / WEIGHTS).is_file():
+        pickle = (folder / "adapter_model.bin").is_file()
+        hint = (
+            "; adapter_model.bin is a pickle, which whet never reads: save it as safetensors"
+            if pickle
+            else ""
+        )
+        raise UserError(f"{folder}: no {WEIGHTS}{hint}")
+    return folder
+
+
+def _check_config(config: Mapping[str, Any], where: Path) -> None:
+    """Refuse what would change the arithmetic in a way that is not supported."""
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{where}: peft_type = {str(config.get('peft_type'))[:40]!r}: only LORA is supported")
+    strange = sorted(key for key, value in config.items() if value and key not in READ | IRRELEVANT)
+    if strange:
+        raise UserError(
+            f"{where}: {strange[0][:40]!r} is set, which whet does not support: merge the adapter with peft, and give "
+            "the result"
+        )
+    if config.get("init_lora_weights") not in PLAIN_STARTS:
+        raise UserError(
+            f"{where}: init_lora_weights = {str(config['init_lora_weights'])[:40]!r} changes the base, too: "
+            "convert the adapter to plain LoRA with peft (path_initial_model_for_weight_conversion)"
+        )
+    for key, most in (("rank_pattern", 2**16), ("alpha_pattern", 2**20)):
+        pattern = config.get(key) or {}
+        if not isinstance(pattern, dict):
+            raise UserError(f"{where}: {key} is no object")
+        for text, value in pattern.items():
+            _check_number(f"{key}[{text[:40]!r}]", value, most, where)
+            is_wild = len(re.findall(r"[*+?{|]", text)) > MAX_BRANCHES or re.search(r"\)[*+?{]", text)
+            if is_wild or len(text) > MAX_PATTERN_CHARS or not _compiles(text):
+                raise UserError(f"{where}: {key}: {text[:40]!r} is no simple pattern of a module name")
+    _check_number("r", config.get("r"), 2**16, where)
+    _check_number("lora_alpha", config.get("lora_alpha"), 2**20, where)
+
+
+def _check_number(name: str, value: object, most: int, where: Path) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise UserError(f"{where}: {name} = {str(value)[:40]}: expected a number above 0, at most {most:,}")
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        return bool(
+            re.compile(rf"(.*\.)?({pattern})")
+        )  # as `_pattern` uses it: flags are for the beginning only
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a safetensors file as float32, finite."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open has no iterator)
+                tensor = file.get_tensor(name)
+                if not tensor.is_floating_point():
+                    raise UserError(f"{path}: tensor {name[:80]!r} is {tensor.dtype}, expected floats")
+                tensor = tensor.float()
+                if not tensor.isfinite().all():
+                    raise UserError(f"{path}: tensor {name[:80]!r} holds NaN or infinity")
+                yield name, tensor
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({str(error)[:300]})") from None
+
+
+def _pair(
+    module: str, found: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path
+) -> LoRAPair:
+    """Join A and B, checking their rank."""
+    if set(found) != {"A", "B"}:
+        raise UserError(
+            f"{folder}: {module[:80]!r} has lora_{min(found)} only; the adapter was not saved whole"
+        )
+    a_RF, b_FR = found["A"], found["B"]
+    rank = int(_pattern(config.get("rank_pattern"), module, config["r"]))
+    if a_RF.dim() != 2 or b_FR.dim() != 2 or a_RF.shape[0] != rank or b_FR.shape[1] != rank:
+        shapes = f"A {list(a_RF.shape)} and B {list(b_FR.shape)}"
+        raise UserError(f"{folder}: {module[:80]!r} has {shapes}, {CONFIG} says rank {rank}")
+    alpha = float(_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
+    return LoRAPair(a_RF, b_FR, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _pattern(patterns: Mapping[str, float] | None, module: str, default: float) -> float:
+    """Return the value of the first pattern that the end of a module's name matches, as peft does it."""
+    for pattern, value in (patterns or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return default

@@ -1,0 +1,205 @@
+"""Chat templates of strangers, rendered in jinja2's sandbox within bounds; and the two of our own."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.filters import do_indent
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from whet.sandbox.graders.graders import GraderPool
+from whet.types import UserError
+
+BASE_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"
+    "{% elif message['role'] == 'user' %}{{ 'Question: ' + message['content'] + '\nAnswer:\n' }}"
+    "{% else %}{{ message['content'] + '\n\n' }}{% endif %}"
+    "{% endfor %}"
+)
+"""For base models without a template, any domain. The cue ends with a line break: a trailing space would be a
+token that no training text has there, since BPE joins a space to the word behind it."""
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages if message['role'] != 'system' %}{{ message['content'] }}{% endfor %}"
+)
+"""Nothing but the user text: for from-scratch models, which read no instructions."""
+
+MAX_TEMPLATE_CHARS = 64 * 2**10
+MAX_RENDERED_CHARS = 2**22
+MAX_RANGE = 100_000
+MAX_RENDER_S = 10.0
+TRIAL_S, TRIAL_MIB = 2.0, 512
+"""Bounds of the first rendering of a stranger's template, in a process of its own."""
+
+
+def failure(source: str, values: Mapping[str, Any]) -> str:
+    """Render, and return what is wrong with the template, '' when nothing is."""
+    try:
+        render_template(source, values)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def try_template(source: str, calls: Sequence[Mapping[str, Any]]) -> None:
+    """Render a stranger's template in a process that can be killed, before this one renders it.
+
+    Args:
+        source: Jinja source; our own are trusted.
+        calls: Values of `render_template`, each tried.
+
+    Raises:
+        UserError: If the template fails, or takes too long or too much memory.
+    """
+    if source in (BASE_TEMPLATE, PLAIN_TEMPLATE):
+        return
+    with GraderPool(f"{__name__}:failure", deadline_s=TRIAL_S, memory_mib=TRIAL_MIB, num_workers=1) as pool:
+        for outcome in pool.map([(source, dict(values)) for values in calls]):
+            if outcome.kind != "ok" or outcome.value:
+                raise UserError(outcome.value or f"chat template fails: {outcome.message[:200]}")
+
+
+def check_template(source: str) -> None:
+    """Refuse a template that is too long to be one."""
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise UserError(
+            f"chat template has {len(source):,} characters; expected at most {MAX_TEMPLATE_CHARS:,}"
+        )
+
+
+class _Generation(jinja2.ext.Extension):
+    """Let `{% generation %}` blocks (marks of assistant text for trainers) through as their body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Unfolded(CodeGenerator):
+    """Computes nothing while it compiles: what a template never renders, it must not cost either."""
+
+    def _output_child_to_const(self, node: jinja2.nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """No attribute escapes, no mutation, and none of the cheap ways to fill memory."""
+
+    code_generator_class = _Unfolded
+    intercepted_binops = frozenset(
+        {"**", "*", "%"}
+    )  # intercepted operators are not folded at compile time either
+    padding_methods = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Allow small arithmetic only."""
+        sizes = [len(side) if isinstance(side, (str, list, tuple)) else abs(side) for side in (left, right)]
+        if (
+            operator == "**"
+            or (operator == "%" and isinstance(left, str))
+            or (operator == "*" and sizes[0] * sizes[1] > 2**53)
+        ):
+            raise SecurityError(f"operator {operator} is not allowed on {left!r:.40} and {right!r:.40}")
+        if (
+            operator == "*"
+            and not all(isinstance(side, (int, float)) for side in (left, right))
+            and sizes[0] * sizes[1] > MAX_RANGE
+        ):
+            raise SecurityError("repetition too long")
+        return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """Leave `str.format` to `is_safe_attribute`, which refuses it."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Refuse string methods that pad to any width."""
+        return super().is_safe_attribute(obj, attr, value) and not (
+            isinstance(obj, str) and attr in self.padding_methods
+        )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> jinja2.Template:
+    """Compile as transformers does (block trimming, loop controls, helpers), minus the filters that pad."""
+    extensions = [_Generation, jinja2.ext.loopcontrols]
+    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
+    for name in ("center", "format", "wordwrap"):
+        del sandbox.filters[name]
+    sandbox.filters["indent"] = lambda text, width=4, first=False, blank=False: do_indent(
+        text, min(int(width), 80), first, blank
+    )
+    del sandbox.globals["lipsum"]
+    sandbox.filters["tojson"] = _to_json
+    sandbox.globals["raise_exception"] = _raise_exception
+    sandbox.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+    return sandbox.from_string(source)
+
+
+def render_template(source: str, values: Mapping[str, Any]) -> str:
+    """Render within bounds on output, ranges and time.
+
+    Loops that write nothing, and strings doubled by `~` or `+`, escape these bounds: `try_template` comes first.
+
+    Args:
+        source: Jinja source.
+        values: Names that the template sees: messages, add_generation_prompt, bos_token, eos_token, ...
+
+    Returns:
+        The text.
+
+    Raises:
+        UserError: If the template fails or exceeds a bound.
+    """
+    budget = MAX_RANGE
+
+    def bounded_range(*arguments: int) -> range:
+        nonlocal budget
+        numbers = range(*arguments)
+        budget -= len(numbers)
+        if budget < 0:
+            raise SecurityError(f"ranges of more than {MAX_RANGE:,} steps in all")
+        return numbers
+
+    deadline = time.monotonic() + MAX_RENDER_S
+    pieces, num_chars = [], 0
+    try:
+        for piece in _compile(source).generate(tools=None, documents=None, range=bounded_range, **values):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > MAX_RENDERED_CHARS or time.monotonic() > deadline:
+                raise SecurityError(f"more than {MAX_RENDERED_CHARS:,} characters or {MAX_RENDER_S:g} s")
+    except Exception as error:  # whatever a stranger's template raises
+        raise UserError(f"chat template fails: {type(error).__name__}: {str(error)[:200]}") from error
+    return "".join(pieces)

@@ -1,0 +1,400 @@
+"""Tokenizer: text <-> ids and messages -> prompt, over the `tokenizers` library."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from whet.model.files import find_files, read_json, read_text
+from whet.model.text.template import PLAIN_TEMPLATE, check_template, render_template, try_template
+from whet.types import UserError
+
+MAX_ID = 2**24
+CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+FILES = ("tokenizer.json", *CONFIGS, "chat_template.jinja")
+ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """Token ids of text, text of token ids, and prompts from a chat template; the `with_...` methods return copies.
+
+    Attributes:
+        bos_id: Id that opens a text, or None.
+        eos_id: Id that ends a text, or None.
+        unk_id: Id of characters outside the vocabulary, or None.
+        pad_id: Id for padding, or None (also where the config names one that tokenizer.json lacks).
+        stop_ids: Every id that ends a generation: `eos_id` and those of generation_config.json.
+        adds_bos: Whether prompts begin with `bos_id`.
+        special_ids: Control tokens; they keep their text in `decode`.
+        vocab_size: Highest id that decodes, plus 1.
+        chat_template: Jinja source, or None.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        roles: Mapping[str, str],
+        adds_bos: bool = False,
+        chat_template: str | None = None,
+        stop_ids: Iterable[int] = (),
+    ) -> None:
+        """Wrap a backend.
+
+        Args:
+            backend: The library's tokenizer; owned by this object from now on.
+            roles: Token text by role (`ROLES`); absent where the model has none.
+            adds_bos: Whether prompts begin with BOS even if the post-processor adds none.
+            chat_template: Jinja source.
+            stop_ids: Further ids that end a generation.
+
+        Raises:
+            UserError: If a role's token is unknown, an id is absurd, or the template is too long.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._texts = {index: text for text, index in backend.get_vocab(with_added_tokens=True).items()}
+        self.vocab_size = max(self._texts, default=-1) + 1
+        if self.vocab_size > MAX_ID:
+            raise UserError(f"tokenizer.json: {self.vocab_size:,} ids; expected at most {MAX_ID:,}")
+        self._roles = dict(roles)
+        ids = {role: backend.token_to_id(text) for role, text in roles.items()}
+        for role, index in ids.items():
+            if index is None:
+                raise UserError(
+                    f"tokenizer_config.json: {role} {roles[role][:80]!r} is not in tokenizer.json"
+                )
+        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (ids.get(role) for role in ROLES)
+        flagged = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(flagged | {index for index in ids.values() if index is not None})
+        self.stop_ids = frozenset(stop_ids) | ({self.eos_id} if self.eos_id is not None else frozenset())
+        leads = backend.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+        self.adds_bos = self.bos_id is not None and (adds_bos or leads)
+        if self.adds_bos and not leads:  # transformers 5 heeds the post-processor alone
+            bos = roles["bos_token"]
+            backend.post_processor = TemplateProcessing(
+                single=[bos, "$A"], special_tokens=[(bos, self.bos_id)]
+            )
+        if chat_template is not None:
+            check_template(chat_template)
+        self.chat_template = chat_template
+        self._template_is_checked = False
+        self._decoder, self._num_stripped = _space_keeping(backend.decoder)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokenizer.json that `save` writes: same fingerprint, same ids."""
+        return hashlib.sha256(self._backend.to_str(pretty=True).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Turn text into ids; control tokens spelt in the text become their single id; BOS is never added.
+
+        Args:
+            text: Any text without lone surrogates.
+
+        Returns:
+            Token ids.
+
+        Raises:
+            UserError: If the text is not valid Unicode.
+        """
+        try:
+            text.encode()
+            return self._backend.encode(text, add_special_tokens=False).ids
+        except UnicodeEncodeError as error:
+            raise UserError(f"text holds a lone surrogate at character {error.start}: no Unicode") from error
+        except Exception as error:  # bare ones: the vocabulary has no token for what is unknown
+            raise UserError(f"tokenizer.json cannot encode {text[:40]!r}: {str(error)[:200]}") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Spell ids as the start of a text: control tokens visible, split characters and unknown ids U+FFFD.
+
+        The space with which SentencePiece opens every text is taken away again, as in transformers.
+        """
+        return self._strip(self._spell(ids))
+
+    def decode_completion(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
+        """Spell ids as what follows a prompt: `decode(prompt + ids)` minus `decode(prompt)`.
+
+        Args:
+            prompt_ids: What stands before; after any text the first space is kept.
+            ids: The completion.
+        """
+        if not self._num_stripped:
+            return self._spell(ids)
+        before = self._spell(prompt_ids)
+        return self._strip(before + self._spell(ids))[len(self._strip(before)) :]
+
+    def token_text(self, index: int) -> str:
+        """Spell one id as it reads inside a text (leading space kept)."""
+        return self._spell([index])
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, prefix: str = "") -> str:
+        """Write the prompt: messages through the chat template, the generation cue, then `prefix`.
+
+        Args:
+            messages: Maps with 'role' and 'content'.
+            prefix: Text that the response is forced to begin with (`ResponseSchema.generation_prefix`).
+
+        Returns:
+            The prompt as text.
+
+        Raises:
+            UserError: If there is no template, it fails, it exceeds a bound, or it rewrites earlier messages.
+        """
+        if self.chat_template is None:
+            raise UserError(
+                "this tokenizer has no chat template; give it one (for a base model: BASE_TEMPLATE)"
+            )
+        if not self._template_is_checked:
+            self._check_prefix(messages)
+        return self._render(messages, cue=True) + prefix
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]], prefix: str = "") -> list[int]:
+        """Render and encode; exactly one BOS leads where `adds_bos`, whether or not the template wrote it."""
+        ids = self.encode(self.render(messages, prefix=prefix))
+        if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def encode_next(self, text: str, prefix: str = "") -> list[int]:
+        """Encode a further message of the user's behind a reply: what the template puts there, then `prefix`."""
+        mark = "\u2402reply\u2403"
+        turns = (("user", "0"), ("assistant", mark), ("user", text))
+        rendered = self.render([{"role": role, "content": said} for role, said in turns])
+        if mark not in rendered:
+            raise UserError("chat template leaves earlier replies out: episodes of several turns need them")
+        return self.encode(rendered.rpartition(mark)[2] + prefix)
+
+    def with_template(self, template: str) -> Tokenizer:
+        """Copy with another chat template."""
+        return self._copy(self._backend, template)
+
+    def with_tags(self, tags: Sequence[str], *, padded_vocab_size: int | None = None) -> Tokenizer:
+        """Copy in which each tag is one control token, with ids after the existing vocabulary in order.
+
+        A tag that is a token already keeps its id.
+
+        Args:
+            tags: Texts such as '<think>'.
+            padded_vocab_size: Rows of the model's embedding table; None when the caller will resize it.
+
+        Raises:
+            UserError: If the tags do not fit in `padded_vocab_size`.
+        """
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.add_special_tokens(_tokens(tags))
+        grown = self._copy(backend, self.chat_template)
+        if padded_vocab_size is not None and grown.vocab_size > padded_vocab_size:
+            raise UserError(
+                f"tags {list(tags)} need {grown.vocab_size:,} embedding rows; there are {padded_vocab_size:,}"
+            )
+        return grown
+
+    @classmethod
+    def characters(cls, alphabet: str, tags: Sequence[str] = ()) -> Tokenizer:
+        """Make a character-level tokenizer: <pad> 0, <eos> 1, <unk> 2, then the tags, then the alphabet."""
+        texts = ["<pad>", "<eos>", "<unk>", *tags, *alphabet]
+        if len(set(texts)) != len(texts):
+            raise ValueError(f"alphabet {alphabet!r} and tags {list(tags)}: expected no repetition")
+        backend = tokenizers.Tokenizer(
+            models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=[], unk_token="<unk>")
+        )
+        backend.decoder = decoders.Fuse()
+        backend.add_special_tokens(_tokens(texts[: 3 + len(tags)]))
+        return cls(
+            backend,
+            roles={"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"},
+            chat_template=PLAIN_TEMPLATE,
+        )
+
+    @classmethod
+    def bytes(cls, tags: Sequence[str] = ()) -> Tokenizer:
+        """Make a tokenizer, lossless on UTF-8 text: bytes 0 to 255, <eos> 256, <pad> 257, then the tags."""
+        texts = [*_byte_letters(), "<eos>", "<pad>", *tags]
+        if len(set(texts)) != len(texts):
+            raise ValueError(f"tags {list(tags)}: expected no repetition, and none of a single character")
+        backend = tokenizers.Tokenizer(
+            models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=[])
+        )
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(_tokens(texts[256:]))
+        return cls(backend, roles={"pad_token": "<pad>", "eos_token": "<eos>"}, chat_template=PLAIN_TEMPLATE)
+
+    @classmethod
+    def load(cls, path_or_hub_name: str | Path) -> Tokenizer:
+        """Load a folder or hub model, never its code; BOS, EOS, PAD are of the first of `CONFIGS` that names them.
+
+        Args:
+            path_or_hub_name: Folder with tokenizer.json, or 'owner/name'.
+
+        Raises:
+            UserError: If files are missing, unreachable, too large, malformed, or ask for remote code.
+        """
+        files = find_files(path_or_hub_name, FILES)
+        text = read_text(files["tokenizer.json"])
+        try:
+            backend = tokenizers.Tokenizer.from_str(text)
+            backend.no_padding()  # before anything is encoded: a padding of 2**40 aborts the process
+            backend.encode("a")
+        except BaseException as error:  # the library raises bare Exception; its panics are not even that
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            raise UserError(
+                f"{files['tokenizer.json']}: not a tokenizer that `tokenizers` reads: {str(error)[:300]}"
+            ) from error
+        config, token_map, generation, model = (
+            read_json(files[name]) if name in files else {} for name in CONFIGS
+        )
+        if "auto_map" in config:
+            raise UserError(
+                f"{files['tokenizer_config.json']}: 'auto_map' asks for remote code, which is never run"
+            )
+        roles = {
+            role: text
+            for role in ROLES
+            if (text := _role_text(role, backend, (config, token_map), (generation, model)))
+        }
+        template = (
+            read_text(files["chat_template.jinja"])
+            if "chat_template.jinja" in files
+            else config.get("chat_template")
+        )
+        if isinstance(template, list):  # several named ones
+            named = {row.get("name"): row.get("template") for row in template if isinstance(row, dict)}
+            template = named.get("default")
+        return cls(
+            backend,
+            roles=roles,
+            adds_bos=config.get("add_bos_token") is True,
+            chat_template=template if isinstance(template, str) else None,
+            stop_ids=_ids(generation.get("eos_token_id")),
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write the files that `load` and transformers read; and any further stop ids."""
+        (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
+        config = {**self._roles, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.adds_bos}
+        config |= {"clean_up_tokenization_spaces": False, "model_max_length": 2**30}
+        (folder / "tokenizer.json").write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+        if self.stop_ids - {self.eos_id}:
+            stops = json.dumps({"eos_token_id": sorted(self.stop_ids)})
+            (folder / "generation_config.json").write_text(stops + "\n", encoding="utf-8")
+
+    def _copy(self, backend: tokenizers.Tokenizer, template: str | None) -> Tokenizer:
+        options = {"roles": self._roles, "adds_bos": self.adds_bos, "stop_ids": self.stop_ids}
+        return Tokenizer(backend, chat_template=template, **options)
+
+    def _strip(self, text: str) -> str:
+        head = text[: self._num_stripped]
+        return head.lstrip(" ") + text[self._num_stripped :]
+
+    def _spell(self, ids: Sequence[int]) -> str:
+        """Decode ordinary tokens; control tokens verbatim, as a byte-level decoder would garble é in them."""
+        parts: list[str] = []
+        run: list[str] = []
+        for index in ids:
+            text = self._texts.get(index, "\ufffd")
+            if index in self.special_ids or index not in self._texts:
+                parts += [self._decode_run(run), text]
+                run = []
+            else:
+                run.append(text)
+        return "".join([*parts, self._decode_run(run)])
+
+    def _decode_run(self, texts: list[str]) -> str:
+        return self._decoder.decode(texts) if self._decoder is not None else " ".join(texts)
+
+    def _render(self, messages: Sequence[Mapping[str, str]], *, cue: bool) -> str:
+        assert self.chat_template is not None
+        return render_template(self.chat_template, self._values(messages, cue))
+
+    def _values(self, messages: Sequence[Mapping[str, str]], cue: bool) -> dict[str, Any]:
+        return {"messages": list(messages), "add_generation_prompt": cue, **self._roles}
+
+    def _check_prefix(self, messages: Sequence[Mapping[str, str]]) -> None:
+        """Refuse a template whose text of the messages changes when the generation cue or a reply follows."""
+        assert self.chat_template is not None
+        replied = [*messages, {"role": "assistant", "content": "0"}]
+        try_template(self.chat_template, [self._values(messages, cue=True), self._values(replied, cue=False)])
+        plain, reply = self._render(messages, cue=False), self._render(replied, cue=False)
+        if not (self._render(messages, cue=True).startswith(plain) and reply.startswith(plain)):
+            raise UserError(
+                "chat template is not prefix-preserving: what follows a message changes its text, "
+                "so that training and sampling would differ; mend the template"
+            )
+        self._template_is_checked = True
+
+
+def _tokens(texts: Sequence[str]) -> list[AddedToken]:
+    return [AddedToken(text, special=True, normalized=False) for text in texts]
+
+
+def _byte_letters() -> list[str]:
+    """Letters of the 256 bytes in GPT-2's alphabet: printable bytes themselves, the others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(0x100 + hidden.index(byte)) for byte in range(256)]
+
+
+def _space_keeping(decoder: Any) -> tuple[Any, int]:
+    """Return the decoder without its removal of leading spaces, and how many it removed from a text."""
+    if decoder is None:
+        return None, 0
+    shell = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
+    holder = tokenizers.Tokenizer(models.BPE())
+    holder.decoder = decoder
+    node = json.loads(holder.to_str())["decoder"]
+    steps = node["decoders"] if node["type"] == "Sequence" else [node]
+    kept, num_stripped = [], 0
+    for step in steps:
+        if step["type"] == "Strip" and step["content"] == " " and step["start"] and not step["stop"]:
+            num_stripped += step["start"]
+            continue
+        if step["type"] == "Metaspace" and step.get("prepend_scheme") != "never":
+            num_stripped += 1
+            step = {**step, "prepend_scheme": "never"}
+        kept.append(step)
+    shell["decoder"] = {"type": "Sequence", "decoders": kept}
+    return tokenizers.Tokenizer.from_str(json.dumps(shell)).decoder, num_stripped
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [index for index in values if type(index) is int and index >= 0]
+
+
+def _role_text(
+    role: str,
+    backend: tokenizers.Tokenizer,
+    by_text: Sequence[Mapping[str, Any]],
+    by_id: Sequence[Mapping[str, Any]],
+) -> str | None:
+    """Find the token of a role, first in the files that name it by text, then in those that name it by id."""
+    for source in by_text:
+        value = source.get(role)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str) and value:
+            return None if role == "pad_token" and backend.token_to_id(value) is None else value
+    if any(role in source for source in by_text):  # set to null on purpose
+        return None
+    texts = (
+        backend.id_to_token(index)
+        for source in by_id
+        for index in _ids(source.get(f"{role}_id"))
+        if index < MAX_ID
+    )
+    return next((text for text in texts if text), None)

@@ -1,0 +1,276 @@
+"""A run or evaluation folder as a page shows it: read from whatever files are there, and what is missing is said."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from whet.report.curves import collect
+from whet.report.follow import is_summed_up
+from whet.report.plots import Series
+from whet.report.samples import Scan, find_samples, read_json, scan
+from whet.telemetry.health import HISTORY_ROWS, find_warnings
+from whet.telemetry.log import as_number, clean_metrics, parse_row
+
+KINDS = {
+    "rl": "Reinforcement learning",
+    "sft": "Supervised fine-tuning",
+    "dpo": "Preference optimisation",
+    "rft": "Fine-tuning on its own right answers",
+    "eval": "Evaluation",
+}
+MARKS = ("metrics.jsonl", "eval.json", "eval_samples.jsonl", "samples.jsonl")
+"""A folder with one of them holds a run or an evaluation."""
+
+MAX_HEALTH_ROWS = 50_000
+"""Rows of a stage that are searched for warnings, the newest: some 50 microseconds each."""
+
+MAX_FILE_BYTES = 1 << 20
+MAX_FIELDS, MAX_DEPTH = 5000, 30
+ALIVE_S = 120.0
+"""A run without summary.json whose last row is younger is taken to be running."""
+
+
+@dataclass(kw_only=True)
+class Part:
+    """One run or evaluation, as read.
+
+    Attributes:
+        name: How the page calls it.
+        folder: Where it lies.
+        stages: Stages of its metrics, in order.
+        curves: Its metrics.
+        findings: Warnings as (step, text), in order.
+        first_s: Unix time of the first row; None without rows.
+        last_s: Unix time of the last row.
+        scan: Its completions.
+        config: config.yaml; {} without.
+        environment: environment.json.
+        summary: summary.json, which a run writes in its end.
+        evaluation: eval.json.
+        missing: In words, what was not there or damaged.
+    """
+
+    name: str
+    folder: Path
+    stages: list[str] = field(default_factory=list)
+    curves: Series = field(default_factory=dict)
+    findings: list[tuple[int, str]] = field(default_factory=list)
+    first_s: float | None = None
+    last_s: float | None = None
+    scan: Scan | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """The stage that the run is there for, a key of `KINDS`; '' when nothing tells."""
+        if self.evaluation or (self.scan is not None and self.scan.path.name == "eval_samples.jsonl"):
+            return "eval"
+        return next((kind for kind in KINDS if kind in self.stages), "rl" if self.scan is not None else "")
+
+    @property
+    def last_step(self) -> int:
+        """Last logged step."""
+        return max((int(steps[-1]) for steps, _ in self.curves.values()), default=0)
+
+    @property
+    def state(self) -> str:
+        """'finished', 'running' or 'stopped'."""
+        if self.evaluation or (self.summary and is_summed_up(self.folder, self.last_s or 0.0)):
+            return "finished"
+        return "running" if self.last_s is not None and time.time() - self.last_s < ALIVE_S else "stopped"
+
+
+def find_parts(folder: Path) -> list[str]:
+    """Return the names of the runs that a folder holds: ['.'] for itself, or paths of its subfolders, oldest first."""
+    if any((folder / mark).is_file() for mark in MARKS):
+        return ["."]
+    inner = {
+        path.parent for mark in MARKS for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{mark}")
+    }
+    if inner:
+        return [str(path.relative_to(folder)) for path in sorted(inner, key=_age)]
+    return ["."] if (folder / "config.yaml").is_file() and (folder / "environment.json").is_file() else []
+
+
+def read_part(folder: Path, name: str) -> Part:
+    """Read everything in a run or evaluation folder but the texts of its completions.
+
+    Args:
+        folder: The folder; any file may be missing or damaged.
+        name: How the page calls it.
+    """
+    part = Part(name=name, folder=folder)
+    part.summary, part.evaluation, part.environment = (
+        _read_object(folder / file, part.missing)
+        for file in ("summary.json", "eval.json", "environment.json")
+    )
+    if (
+        not part.evaluation or (folder / "config.yaml").exists()
+    ):  # an evaluation inside a demo has none of its own
+        part.config = _read_config(folder / "config.yaml", part.missing)
+    path = find_samples(folder)
+    part.scan = None if path is None else scan(path)
+    if part.scan is not None:
+        _say_damage(part, path.name if path else "", part.scan.num_bad, part.scan.num_torn)
+    if (folder / "metrics.jsonl").is_file():
+        recent: dict[str, deque[dict[str, Any]]] = {}
+        part.curves = collect(_rows(part, recent))
+        part.stages = list(recent)
+        part.findings = sorted(
+            found for stage, rows in recent.items() for found in _findings(stage, list(rows))
+        )
+    elif part.kind != "eval":
+        part.missing.append("there is no metrics.jsonl, so no curves")
+    if path is None and part.kind not in ("sft", "dpo", "rft"):  # these log none
+        part.missing.append("no completions were saved")
+    return part
+
+
+def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of every leaf of nested mappings; what is nested too deep is a leaf."""
+    if isinstance(value, Mapping) and name.count(".") < MAX_DEPTH:
+        for key, inner in value.items():
+            yield from flatten(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Compare two configs.
+
+    Args:
+        own: Nested mapping of the run.
+        other: That of the run to compare with.
+
+    Returns:
+        (dotted field, own value, other value) where they differ; '–' where a side lacks the field.
+    """
+    left, right = (dict(islice(flatten(config), MAX_FIELDS)) for config in (own, other))
+    return [
+        (name, str(left.get(name, "–"))[:200], str(right.get(name, "–"))[:200])
+        for name in left | right
+        if name not in left or name not in right or left[name] != right[name]
+    ]
+
+
+def facts(part: Part) -> list[tuple[str, str]]:
+    """Say what a run is, when it ran, how long, and on which machine.
+
+    Args:
+        part: The run.
+
+    Returns:
+        (label, text) of what is known.
+    """
+    config, machine = part.config, part.environment
+    policy, task = config.get("policy"), config.get("task")
+    model = policy.get("init") if isinstance(policy, dict) else None
+    protocol = part.evaluation.get("identity")
+    name = task.get("name") if isinstance(task, dict) else task
+    if name is None and isinstance(protocol, dict):
+        asked = protocol.get("task")
+        name = asked.get("name") if isinstance(asked, dict) else asked
+    start = (
+        datetime.fromtimestamp(part.first_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        if part.first_s
+        else machine.get("start_utc")
+    )
+    seconds = as_number(part.evaluation.get("seconds"))
+    if seconds is None and part.first_s is not None and part.last_s is not None:
+        seconds = part.last_s - part.first_s
+    device = machine.get("cuda_device") or machine.get("cpu")
+    counts = [part.evaluation.get(name) for name in ("num_problems", "num_samples")]
+    found = {
+        "what": None if part.name == "." else KINDS.get(part.kind, "run"),
+        "task": name,
+        "begins from": model or None,
+        "problems × samples": " × ".join(map(str, counts)) if None not in counts else None,
+        "began": start,
+        "took": None if seconds is None else _duration(seconds),
+        "machine": device and f"{device}, {machine.get('num_cpus')} cores, torch {machine.get('torch')}",
+        "whet": machine.get("whet") and f"{machine['whet']}, commit {str(machine.get('git_commit'))[:10]}",
+        "seed": config.get("seed"),
+    }
+    return [(label, str(value)) for label, value in found.items() if value is not None and value != ""]
+
+
+def _age(folder: Path) -> float:
+    """Return when a run began or an evaluation was written."""
+    path = next(path for mark in MARKS if (path := folder / mark).is_file())
+    with path.open("rb") as file:
+        row = parse_row(file.readline()) or {}
+    return as_number(row.get("time_s")) or path.stat().st_mtime
+
+
+def _rows(part: Part, recent: dict[str, deque[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Read metrics.jsonl row by row; keep the newest rows of each stage, the times and what was damaged."""
+    num_bad = num_torn = 0
+    with (part.folder / "metrics.jsonl").open("rb") as file:
+        for line in file:
+            row = clean_metrics(parse_row(line) or {})
+            if row is None:
+                num_torn, num_bad = num_torn + (line[-1:] != b"\n"), num_bad + (line[-1:] == b"\n")
+                continue
+            seconds = row["time_s"]
+            if seconds is not None:
+                part.first_s = seconds if part.first_s is None else min(part.first_s, seconds)
+                part.last_s = seconds if part.last_s is None else max(part.last_s, seconds)
+            recent.setdefault(row["stage"], deque(maxlen=MAX_HEALTH_ROWS + HISTORY_ROWS)).append(row)
+            yield row
+    _say_damage(part, "metrics.jsonl", num_bad, num_torn)
+
+
+def _duration(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return (
+        f"{hours} h {minute} min" if hours else f"{minute} min {second} s" if minute else f"{seconds:.1f} s"
+    )
+
+
+def _say_damage(part: Part, name: str, num_bad: int, num_torn: int) -> None:
+    if num_bad:
+        part.missing.append(f"{num_bad:,} damaged line{'s' * (num_bad > 1)} of {name} left out")
+    if num_torn:
+        part.missing.append(f"the last line of {name} is cut off and left out")
+
+
+def _findings(stage: str, rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Return the warnings that rows of a stage give rise to, with their steps."""
+    first = max(0, len(rows) - MAX_HEALTH_ROWS)
+    return [(rows[index]["step"], text) for index, text in find_warnings(stage, rows, first)]
+
+
+def _read_object(path: Path, missing: list[str]) -> dict[str, Any]:
+    content = read_json(path)
+    if not isinstance(content, dict) and path.exists():
+        missing.append(f"{path.name} cannot be read")
+    return content if isinstance(content, dict) else {}
+
+
+def _read_config(path: Path, missing: list[str]) -> dict[str, Any]:
+    """Read a config.yaml of any version as plain data."""
+    try:
+        with path.open("rb") as file:
+            content = yaml.safe_load(file.read(MAX_FILE_BYTES))
+    except FileNotFoundError:
+        missing.append("there is no config.yaml")
+        return {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        content = None
+    if not isinstance(content, dict):
+        missing.append("config.yaml cannot be read")
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,541 @@
+"""`whet watch RUN`: a local web page that follows a run: curves, warnings, and every completion.
+
+The server only reads, only inside the folder that it was given, and answers only who has the token of its address.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import webbrowser
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+from whet.model.text.tokenizer import Tokenizer
+from whet.report.follow import RunFollower, glance
+from whet.report.index import Query, SampleIndex
+from whet.report.page import json_for_script, render
+from whet.report.samples import FILES, find_samples, find_tags
+from whet.telemetry.display import escape_controls
+from whet.types import UserError
+
+# Who may ask `whet watch`: a token, the names of this machine, and the headers of every answer.
+
+Asgi = Callable[[Any, Any, Any], Any]
+HEADERS = {
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+DATA_POLICY = "default-src 'none'; frame-ancestors 'none'"
+
+
+class Guard:
+    """Stands before an application: answers only who has the token, and only under this machine's own names."""
+
+    def __init__(self, app: Asgi, *, token: str, cookie: str, hosts: Sequence[str] | None) -> None:
+        """Take the post.
+
+        Args:
+            app: The ASGI application behind it.
+            token: Secret of the address; a page that was opened with it gets it as a cookie.
+            cookie: Name of the cookie.
+            hosts: Names that a request may call this machine by, against sites whose name is made to lead here;
+                None permits addresses in numbers, too, for a server that others may reach.
+        """
+        self._app = app
+        self._token = token
+        self._cookie = cookie
+        self._hosts = hosts
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Let one request through, or refuse it."""
+        assert scope["type"] == "http"  # the server is started without the other protocols
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        extra = dict(HEADERS)
+        if not self._is_named(headers.get("host", "")):
+            await self._refuse(send, 421, "this name does not lead to a whet watch")
+        elif scope["method"] not in ("GET", "HEAD"):
+            await self._refuse(send, 405, "only reading is possible here")
+        elif self._fits(given):
+            extra["set-cookie"] = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+            await self._app(scope, receive, _adding(send, extra))
+        elif self._fits(_cookie(headers.get("cookie", ""), self._cookie)):
+            await self._app(scope, receive, _adding(send, extra))
+        else:
+            await self._refuse(send, 403, "open the address that the terminal printed, with its token")
+
+    def _fits(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self._token.encode())
+
+    def _is_named(self, host: str) -> bool:
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        name = name.strip("[]").lower()
+        if self._hosts is not None:
+            return name in self._hosts
+        return name == "localhost" or is_address(name)
+
+    async def _refuse(self, send: Any, status: int, why: str) -> None:
+        headers = {
+            **HEADERS,
+            "content-type": "text/plain; charset=utf-8",
+            "content-security-policy": DATA_POLICY,
+        }
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": pairs})
+        await send({"type": "http.response.body", "body": f"whet watch: {why}\n".encode()})
+
+
+def is_address(text: str) -> bool:
+    """Say whether a text is an IP address in numbers."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _cookie(header: str, name: str) -> str:
+    """Return the value of a cookie, '' without it; those of other programs on this machine may look like anything."""
+    pairs = (part.strip().partition("=") for part in header.split(";"))
+    return next((value for key, _, value in pairs if key == name), "")
+
+
+def _adding(send: Any, extra: Mapping[str, str]) -> Any:
+    """Return a `send` that adds headers to an answer."""
+
+    async def add(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            pairs = [(name.encode(), value.encode()) for name, value in extra.items()]
+            message = {**message, "headers": [*message.get("headers", []), *pairs]}
+        await send(message)
+
+    return add
+
+
+# The web application of `whet watch`: the runs of a folder, and what is asked about them.
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+LOGS = ("metrics.jsonl", *FILES)
+"""A folder that holds one of these is a run."""
+
+READ = (*LOGS, "config.yaml", "summary.json", "eval.json", "checkpoints")
+MAX_DEPTH, MAX_FOLDERS, MAX_RUNS = 4, 5000, 200
+MAX_OPEN = 4
+"""Runs whose samples are indexed at a time; the one that nobody looked at for longest is closed."""
+
+MAX_CONFIG_CHARACTERS = 200_000
+MAX_CUT = 4
+"""Tokens that one letter may be cut into."""
+
+SCRIPTS = ("address.js", "uplot.js", "charts.js", "browser.js", "watch.js")
+STYLES = ("uplot.css", "charts.css", "browser.css", "watch.css")
+PAGE_POLICY = "frame-ancestors 'none'"
+"""What a page cannot say in itself; the rest of its policy, with the hashes of its scripts, stands in the page."""
+
+
+class Runs:
+    """The runs of a folder; each is opened when somebody looks at it."""
+
+    def __init__(self, root: Path) -> None:
+        """Begin.
+
+        Args:
+            root: A run folder, or a folder with runs below it.
+        """
+        self.root = root
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, Run] = OrderedDict()
+
+    def names(self) -> list[str]:
+        """Return the runs as paths below the root, '.' for the root itself, which may be a run that only begins."""
+        return sorted(_find_runs(self.root)) or (["."] if (self.root / "config.yaml").is_file() else [])
+
+    def get(self, name: str) -> Run:
+        """Return a run, opened.
+
+        Raises:
+            UserError: If there is no such run, or one of its files leads outside of the folder.
+        """
+        with self._lock:
+            if name not in self._open:
+                if name not in self.names():
+                    raise UserError("there is no such run in this folder (any more)")
+                folder = self.root / name
+                for path in (
+                    *(folder / file for file in READ),
+                    *folder.glob("checkpoints/*"),
+                    *folder.glob("checkpoints/*/*"),
+                ):
+                    if not _is_inside(path, self.root):
+                        raise UserError(
+                            f"{name}/{path.relative_to(folder)} leads outside of the folder, where nothing is read"
+                        )
+                self._open[name] = Run(self.root / name, self.root)
+            self._open.move_to_end(name)
+            if len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)[1].close()
+            return self._open[name]
+
+    def close(self) -> None:
+        """Close all runs."""
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].close()
+
+
+class Run:
+    """One run folder, as the page asks for it.
+
+    Attributes:
+        follower: Its metrics.
+        index: Its samples.
+    """
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        """Open; samples are read in the background.
+
+        Args:
+            folder: The run folder.
+            root: Folder that nothing outside of is read.
+        """
+        self._folder = folder
+        self._root = root
+        self.follower = RunFollower(folder)
+        self.index = SampleIndex(find_samples(folder) or folder / "samples.jsonl")
+        self._spell: Callable[[Sequence[int]], list[str]] | None = None
+        self._tags: dict[str, str] | None = None
+
+    def close(self) -> None:
+        """Stop reading."""
+        self.index.close()
+
+    def config(self) -> str:
+        """Return config.yaml, '' where there is none yet."""
+        try:
+            with (self._folder / "config.yaml").open(encoding="utf-8", errors="replace") as file:
+                return file.read(MAX_CONFIG_CHARACTERS)
+        except OSError:
+            return ""
+
+    def info(self) -> dict[str, Any]:
+        """Return what the sample browser begins with."""
+        self._tags = self._tags or next(filter(None, map(find_tags, self._families())), None)
+        return {**self.index.info(), "tags": self._tags}
+
+    def sample(self, place: int) -> dict[str, Any] | None:
+        """Return a sample, with the texts of its tokens where log-probabilities and a checkpoint are there."""
+        row = self.index.sample(place)
+        if row is None:
+            return None
+        ids = row["completion_ids"]
+        self._spell = self._spell or (_speller(self._families()) if ids else None)
+        return {**row, "pieces": self._spell(ids) if ids and self._spell else None}
+
+    def _families(self) -> list[Path]:
+        """Return the run folder and, where it lies in the root, too, the one of the model that the run began with."""
+        found = re.search(r"^  init: ['\"]?(.+?)['\"]?$", self.config(), re.MULTILINE)
+        init = Path(found[1]).absolute() if found else self._folder
+        init = init.parent.parent if init.parent.name == "checkpoints" else init
+        return [self._folder, init] if _is_inside(init, self._root) else [self._folder]
+
+
+def build_app(runs: Runs) -> Starlette:
+    """Make the application: GET routes alone. It goes behind a `Guard`.
+
+    Args:
+        runs: What it shows.
+    """
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    def data(value: Any, status: int = 200) -> Response:
+        text = json_for_script(value)
+        return Response(text, status, {"content-security-policy": DATA_POLICY}, media_type="application/json")
+
+    def route(path: str, ask: Callable[[Run, dict[str, str]], Any]) -> Route:
+        def endpoint(request: Request) -> Response:
+            options = {name: value for name, value in request.query_params.items() if name != "token"}
+            try:
+                value = ask(runs.get(options.pop("run", ".")), options)
+                if options:
+                    raise UserError(f"unknown option {next(iter(options))!r}")
+            except (UserError, ValueError) as error:
+                return data({"error": str(error)}, 400)
+            return data({"error": "it is not there any more"}, 404) if value is None else data(value)
+
+        return Route(path, endpoint, methods=["GET"])
+
+    def page(request: Request) -> Response:
+        names = runs.names()
+        name = request.query_params.get("run", names[0] if len(names) == 1 else "")
+        try:
+            text = _page(runs, names, name)
+        except UserError as error:
+            return Response(f"whet watch: {error}\n", 404, media_type="text/plain")
+        return Response(text, headers={"content-security-policy": PAGE_POLICY}, media_type="text/html")
+
+    return Starlette(
+        routes=[
+            Route("/", page, methods=["GET"]),
+            Route("/favicon.ico", lambda request: Response(status_code=204), methods=["GET"]),
+            route("/api/state", lambda run, options: run.follower.state(options.pop("cursor", ""))),
+            route("/api/info", lambda run, options: run.info()),
+            route("/api/samples", _find),
+            route("/api/sample", lambda run, options: run.sample(_place(options, "id"))),
+            route("/api/group", lambda run, options: run.index.group(_place(options, "id"))),
+        ]
+    )
+
+
+def read_query(options: dict[str, str]) -> Query:
+    """Take the fields of a query out of a request's options, each in JSON or, for texts, as it is.
+
+    Raises:
+        ValueError: With the field, its value and what was expected.
+    """
+    found: dict[str, Any] = {}
+    for field in fields(Query):
+        if (text := options.pop(field.name, None)) is None:
+            continue
+        kind = str(field.type).removesuffix(" | None")
+        try:
+            value = text if kind == "str" else json.loads(text)
+            fits = {"str": str, "int": int, "float": (int, float), "bool": bool}[kind]
+            if not isinstance(value, fits) or (kind != "bool" and isinstance(value, bool)):
+                raise ValueError
+        except (ValueError, RecursionError):
+            raise ValueError(f"{field.name} = {text[:40]!r}: expected {kind}") from None
+        found[field.name] = value
+    return Query(**found)
+
+
+def _find(run: Run, options: dict[str, str]) -> dict[str, Any]:
+    after = _place(options, "after") if "after" in options else None
+    return run.index.find(read_query(options), after=after)
+
+
+def _place(options: dict[str, str], name: str) -> int:
+    """Take a sample's id out of a request's options."""
+    text = options.pop(name, "")
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise UserError(f"{name} = {text[:40]!r}: expected the id of a sample")
+    return int(text)
+
+
+def _page(runs: Runs, names: Sequence[str], name: str) -> str:
+    """Render the page of a run, or of the choice among several."""
+    run = runs.get(name) if name else None
+    title = (runs.root / name).resolve().name
+    return render(
+        "watch.html",
+        title=title,
+        data={"watch": {"run": name}},
+        scripts=SCRIPTS if run else SCRIPTS[:1],
+        styles=STYLES,
+        connect=True,
+        run=name if run else None,
+        root=runs.root.resolve().name,
+        runs=[{"name": other, "status": {} if run else glance(runs.root / other)} for other in names],
+        config=run.config() if run else "",
+    )
+
+
+def _is_inside(path: Path, root: Path) -> bool:
+    """Say whether a path, its links followed, lies in the root; never an error, whatever the path."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def _find_runs(root: Path) -> Iterator[str]:
+    """Find run folders below a folder; links are not followed, and the search is bounded."""
+    num_runs = 0
+    for place, folders, files in islice(os.walk(root), MAX_FOLDERS):
+        below = Path(place).relative_to(root)
+        if any(name in files and os.path.isfile(os.path.join(place, name)) for name in LOGS):
+            yield below.as_posix()
+            num_runs += 1
+        if num_runs == MAX_RUNS:
+            return
+        too_deep = len(below.parts) >= MAX_DEPTH
+        folders[:] = (
+            []
+            if too_deep
+            else sorted(n for n in folders if n[0] != "." and n not in ("checkpoints", "plots"))
+        )
+
+
+def _speller(folders: Sequence[Path]) -> Callable[[Sequence[int]], list[str]] | None:
+    """Return a function from token ids to their texts, of the newest checkpoint in the folders; None without one."""
+    for path in (
+        path
+        for folder in folders
+        for path in sorted(folder.glob("checkpoints/*/tokenizer.json"), reverse=True)
+    ):
+        try:
+            tokenizer = Tokenizer.load(path.parent)
+        except (UserError, OSError):
+            continue
+        return lambda ids: _spell(tokenizer, ids)
+    return None
+
+
+def _spell(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; of a letter cut into several tokens the last one has it."""
+    pieces: list[str] = []
+    held: list[int] = []
+    for index in ids:
+        held.append(index)
+        text = tokenizer.token_text(index) if len(held) == 1 else tokenizer.decode(held)
+        is_cut = text.endswith("\ufffd") and len(held) < MAX_CUT
+        pieces.append("" if is_cut else text)
+        held = held if is_cut else []
+    if held:
+        pieces[-1] = tokenizer.decode(held)
+    return pieces
+
+
+SWITCH_S = 5e-4
+"""Longest time that the indexing of samples keeps an answer waiting for its turn; Python's own is ten times that."""
+
+LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """What to watch, and the address to show it at."""
+
+    run: str = ""
+    """A run folder, or a folder with runs below it."""
+    host: str = "127.0.0.1"
+    """Address to listen at; one that other machines reach needs --expose."""
+    port: int = 0
+    """Port; 0 takes a free one."""
+    expose: bool = False
+    """Let other machines in: unencrypted, and whoever has the link reads the run."""
+    open: bool = True
+    """Open the page in a browser, where there is a screen."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port = {self.port}: expected 0 (takes a free one) to 65535")
+
+
+def main(config: WatchConfig) -> None:
+    """Serve the page until Ctrl-C.
+
+    Raises:
+        UserError: If there is no run, the address cannot be taken, or the extra 'web' is missing.
+    """
+    try:
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise UserError(f"{error.name} is missing: pip install 'whet[web]'") from None
+    root = _root(config.run)
+    is_local = config.host in LOCAL_NAMES or (
+        is_address(config.host) and ipaddress.ip_address(config.host).is_loopback
+    )
+    if not is_local and not config.expose:
+        raise UserError(
+            f"host = {config.host!r}: other machines could read the run; expected 127.0.0.1 (and `ssh -L` from "
+            "elsewhere), or --expose beside it"
+        )
+    listener = _listen(config.host, config.port)
+    port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
+    address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}/?token={token}"
+    if not is_local:
+        print(
+            "warning: other machines can connect, unencrypted; whoever has the link reads the run",
+            file=sys.stderr,
+        )
+    print(f"watching {escape_controls(str(root))}: {address}  (Ctrl-C ends)", flush=True)
+    if config.open and _has_screen():
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+    sys.setswitchinterval(SWITCH_S)
+    runs = Runs(root)
+    names = (config.host, *LOCAL_NAMES) if is_local else None
+    server = uvicorn.Server(
+        uvicorn.Config(
+            Guard(build_app(runs), token=token, cookie=f"whet_{port}", hosts=names),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        print()
+    finally:
+        runs.close()
+        listener.close()
+
+
+def _root(run: str) -> Path:
+    """Return the folder to watch."""
+    if not run:
+        raise UserError("'whet watch' needs a run folder: whet watch runs/my-run")
+    root = Path(run)
+    if not root.is_dir():
+        what = "this is a file" if root.exists() else "there is no such folder"
+        raise UserError(f"{run}: {what}; expected a run folder, or a folder with runs below it")
+    try:
+        os.listdir(root)
+    except OSError as error:
+        raise UserError(f"{run}: cannot be read ({error.strerror})") from None
+    if not Runs(root).names():
+        raise UserError(
+            f"{run}: no run in this folder or below it; expected one that `whet` writes or has written"
+        )
+    return root
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the address."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UserError(f"host = {host!r}: not an address of this machine ({error.strerror})") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"{host}:{port} cannot be used ({error.strerror}); expected a free port: leave --port out to get one"
+        ) from None
+    return listener
+
+
+def _has_screen() -> bool:
+    """Say whether a browser would open in a window here, and not in the terminal or on another machine."""
+    if "SSH_CONNECTION" in os.environ:
+        return False
+    return sys.platform in ("darwin", "win32") or any(
+        os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY")
+    )

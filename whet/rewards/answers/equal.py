@@ -1,0 +1,342 @@
+r"""`answers_equal`: is the predicted answer the gold answer, whatever its spelling?
+
+Policy, where public graders differ:
+
+- *Percent*: `50%` equals `50` and `0.5`; two percentages, or two plain numbers, compare as they stand.
+- *Tolerance*: rationals compare exactly. A decimal of four or more significant digits, rightly rounded, may stand
+  for a fraction or an irrational number (`3.142` is `\pi`, `3.14` and `3.143` are not), also inside an expression;
+  from six digits on the last one may be cut off. It stands for a longer decimal with five digits, four of them
+  behind the point: cents are exact.
+- *Units*: one side may leave its unit out; two different known units conflict. Currency and degree signs go.
+- *Order*: matters between tuples, vectors and lines; not for sets, `or`, `±`, nor between two bare comma
+  lists (lists of roots), unless the caller says `ordered`. Plain braces `{1,2}` are such a list. A set, or a list of
+  tuples, may name a member twice.
+- *Work left to do* counts as done: `2+3`, `\gcd(12,18)`, `\sum_{k=1}^{9} k`, sums and products of matrices,
+  unless the caller asks for a `plain_number`.
+- *Brackets*: `(1,2)` and `[1,2]` differ (intervals); from three members on they are vectors, and do not.
+- *Equations*: `x = 5` is 5, and so is `x = 2+3 = 5`; `2+4 = 5` is nothing. Relations in one variable are
+  intervals; other ones compare up to a factor. `2/3 ≈ 0.67` counts as 2/3, and as 0.67 if rightly rounded.
+- *Words*: case, articles and punctuation do not count; number words ("twelve") are numbers, `(B) the cube` is B.
+- *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched; only its
+  boxes, one pair of answer tags, or a leading "the answer is" go. Several boxes are a list of several answers.
+"""
+
+from __future__ import annotations
+
+import re
+
+from whet.rewards.answers.expression import Node
+from whet.rewards.answers.extract import boxed_list, from_box
+from whet.rewards.answers.identity import constant_rounds_to, decimal_tolerance, expressions_equal, same_curve
+from whet.rewards.answers.latex import WORD_CLOSE, WORD_OPEN, clean
+from whet.rewards.answers.numbers import (
+    numbers_equal,
+    parse_decimal_comma,
+    parse_number,
+    same_clock_time,
+    spelled_number,
+)
+from whet.rewards.answers.structure import (
+    NAME,
+    UNORDERED_KINDS,
+    Equation,
+    Leaf,
+    Rounded,
+    Sequence,
+    Value,
+    parse_value,
+)
+from whet.rewards.answers.units import units_conflict
+
+MAX_CHARACTERS = 4000
+"""Longer answers are compared as text only."""
+MAX_UNORDERED = 40
+"""Members of an unordered list that are matched in any order; longer ones must come in the same order."""
+# Two boxes side by side would be a product, and 0 times anything is 0.
+_BOX_AFTER_BOX = re.compile(r"\}\s*\\f?box(?:ed)?\{")
+_PLAIN = re.compile(r"[-+]?[0-9.,]{1,40}(?:[eE][-+]?[0-9]{1,3})?(?:/[0-9.]{1,40})?")
+_SINGLE = re.compile(r"\{([A-Za-z0-9])\}|(?<=_)\{([A-Za-z0-9]+)\}")
+_IDLE_SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
+_IDLE_PROSE = re.compile(rf"(?<![a-z0-9])(?:a|an|the)(?=\s[a-z]{{3}})|[\s\"'`.,!?{WORD_OPEN}{WORD_CLOSE}]")
+_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice) )?\(?([A-Ja-j])[).:]?")
+_LABELLED = re.compile(
+    r"(?:\(([A-J])\) +(?=[A-Za-z0-9])|([A-J])[).:] +(?=[A-Za-z]))(?!.*(?:\b(?:or|and)\b|\([A-J]\)))[A-Za-z0-9 ,.'$%-]+"
+)
+"""An option with its wording: `(D) the cube`."""
+_LABEL = re.compile(
+    r"\W{0,4}(?:the )?(?:final |correct )?ans(?:wer)?\*{0,2}(?: is:?|[:=])\*{0,2} ?(?=\S)", re.IGNORECASE
+)
+_SENTENCE = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z\s,.'!?:-]*")
+_NO_MARKS = str.maketrans("", "", WORD_OPEN + WORD_CLOSE)
+_VERDICTS = frozenset({"yes", "no", "true", "false"})
+_FUNCTION = re.compile(r"[A-Za-z] ?\( ?[a-z] ?\)")
+_PROSE = re.compile(r"[^\\^_=+*/<>|{}()\[\]]*[A-Za-z][^\\^_=+*/<>|{}()\[\]]*")
+_RESIDUE = re.compile(r"((?:(?!mod).)+?) ?mod ?((?:(?!mod).)+)")
+_SET_SIGNS = frozenset({"union", "∩", "∖"})
+_REALS = frozenset({"ℝ", "(-∞,∞)", "(-∞,+∞)", "allrealnumbers", "allreals", "allrealx"})
+
+
+def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_number: bool = False) -> bool:
+    """Judge an extracted answer; the rules are in the docstring of this module.
+
+    Args:
+        prediction: Extracted final answer: untrusted text of any length.
+        gold: The gold answer.
+        ordered: True when bare comma lists are vectors, whose order matters.
+        plain_number: True when the prediction must be a written number and no sum to be done: in arithmetic,
+            copying the question ("17*24") must not pay.
+
+    Returns:
+        True when both are the same answer. Never raises; bounded in time.
+    """
+    left, right = prediction.strip(), gold.strip()
+    if not left or not right:
+        return False
+    if _PLAIN.fullmatch(left) and _PLAIN.fullmatch(right):  # the short way, for most answers of most tasks
+        first, second = parse_number(left), parse_number(right)
+        if first is not None and second is not None:
+            return numbers_equal(first, second)
+    if plain_number and not is_plain_number(left):
+        return False
+    if left == right:
+        return True
+    if max(len(left), len(right)) > MAX_CHARACTERS:
+        return False
+    left, right = _stated(left), _stated(right)
+    if any(map(_BOX_AFTER_BOX.search, (left, right))):
+        return False
+    left, right = clean(left), clean(right)
+    if not left or not right:
+        return False
+    left, right = _as_digits(left), _as_digits(right)
+    if _squeeze(left) == _squeeze(right):
+        return True
+    if _SENTENCE.fullmatch(left) and _SENTENCE.fullmatch(right) and _words_equal(left, right):
+        return True
+    return _values_equal(parse_value(left), parse_value(right), ordered)
+
+
+def is_plain_number(text: str) -> bool:
+    """Say whether an answer is one written number (literal, fraction, mixed), with or without a unit."""
+    if len(text) > MAX_CHARACTERS:
+        return False
+    leaf = parse_value(clean(text))
+    if not isinstance(leaf, Leaf):
+        return False
+    return parse_number(leaf.parts[0]) is not None or (leaf.tree is not None and _is_fraction(leaf.tree))
+
+
+def _is_fraction(node: Node) -> bool:
+    if node.op == "neg":
+        return _is_fraction(node.args[0])
+    if node.name == "mixed":
+        return _is_fraction(node.args[1])
+    return node.name == "frac" and all(part.op == "num" for part in (node.args[0], node.args[1].args[0]))
+
+
+def _stated(text: str) -> str:
+    """Take the answer out of its tags or its boxes (several are a list), or from behind a leading "the answer is"."""
+    if "oxed" in text:
+        return (boxed_list(text) if text.count("oxed") > 1 else from_box(text)) or text
+    if text.startswith("<answer>") and text.endswith("</answer>") and text.count("<answer>") == 1:
+        return text[8:-9]
+    label = _LABEL.match(text)
+    return text[label.end() :] if label else text
+
+
+def _as_digits(text: str) -> str:
+    """Write a number word ("twelve") in digits; leave anything else."""
+    words = text.strip(WORD_OPEN + WORD_CLOSE + " ")
+    return (spelled_number(words) or text) if words[:1].isalpha() else text
+
+
+def _squeeze(text: str) -> str:
+    """Drop spaces, word marks and the braces of one symbol: what no reader sees."""
+    text = _IDLE_SPACE.sub("", text.translate(_NO_MARKS))
+    text = _SINGLE.sub(r"\1\2", text) if "{" in text else text
+    return "ℝ" if text in _REALS or text.lower() in _REALS else text
+
+
+def _values_equal(left: Value, right: Value, ordered: bool) -> bool:
+    if isinstance(left, Rounded):
+        return _values_equal(left.exact, right, ordered) or _values_equal(left.decimal, right, ordered)
+    if isinstance(right, Rounded):
+        return _values_equal(left, right.exact, ordered) or _values_equal(left, right.decimal, ordered)
+    if isinstance(left, Equation) or isinstance(right, Equation):
+        return _equations_equal(left, right, ordered)
+    if isinstance(left, Leaf) and isinstance(right, Leaf):
+        return _leaves_equal(left, right)
+    if isinstance(left, Leaf):
+        return _leaf_equals_sequence(left, right, ordered)
+    if isinstance(right, Leaf):
+        return _leaf_equals_sequence(right, left, ordered)
+    return _sequences_equal(left, right, ordered)
+
+
+def _leaf_equals_sequence(leaf: Leaf, sequence: Value, ordered: bool) -> bool:
+    """Compare one leaf with a list: as a list of its own, or as the only member of a set."""
+    assert isinstance(sequence, Sequence)
+    if len(sequence.items) == 1:
+        return _values_equal(leaf, sequence.items[0], ordered)
+    if len(sequence.items) == 2 and _decimal_comma(leaf, sequence):
+        return True
+    own = leaf.as_sequence()
+    return own is not None and _sequences_equal(own, sequence, ordered)
+
+
+def _decimal_comma(leaf: Leaf, sequence: Sequence) -> bool:
+    """Read a bare `1,22` as 1.22 where the other side is a decimal that is no integer."""
+    first, second = sequence.items
+    if sequence.kind != "bare" or not isinstance(first, Leaf) or not isinstance(second, Leaf):
+        return False
+    number = parse_decimal_comma(f"{first.text},{second.parts[0]}")
+    gold = leaf.number
+    return (
+        number is not None
+        and gold is not None
+        and gold.num_digits > 0
+        and gold.value.denominator > 1
+        and number.value == gold.value
+    )
+
+
+def _sequences_equal(left: Sequence, right: Sequence, ordered: bool) -> bool:
+    kinds = {left.kind, right.kind}
+    if kinds <= {"set", "bare"} and max(len(left.items), len(right.items)) <= MAX_UNORDERED:
+        left, right = _without_repeats(left, ordered), _without_repeats(right, ordered)
+    if len(left.items) != len(right.items):
+        return False
+    free = UNORDERED_KINDS | (set() if ordered else {"bare"})
+    if kinds <= free and len(left.items) <= MAX_UNORDERED:
+        if kinds & _SET_SIGNS and len(kinds) > 1 and kinds != {"union", "any"}:
+            return False
+        return _match_any_order(left.items, right.items, ordered)
+    if kinds & UNORDERED_KINDS and not kinds <= free:
+        return False
+    if left.brackets and right.brackets and left.brackets != right.brackets and len(left.items) == 2:
+        return False
+    return all(_values_equal(a, b, ordered) for a, b in zip(left.items, right.items, strict=True))
+
+
+def _without_repeats(sequence: Sequence, ordered: bool) -> Sequence:
+    """Name every member of a set, or of a list of tuples, once; `5, 5` and `\\{5, 5\\}` stay two answers."""
+    if sequence.kind != "set" and not all(isinstance(item, Sequence) for item in sequence.items):
+        return sequence
+    distinct: list[Value] = []
+    for item in sequence.items:
+        if not any(_values_equal(item, other, ordered) for other in distinct):
+            distinct.append(item)
+    return Sequence(sequence.kind, tuple(distinct)) if len(distinct) > 1 else sequence
+
+
+def _match_any_order(left: tuple[Value, ...], right: tuple[Value, ...], ordered: bool) -> bool:
+    """Pair every member with one of the other side; greedily, for equality is transitive here."""
+    remaining = list(right)
+    for item in left:
+        found = next(
+            (index for index, other in enumerate(remaining) if _values_equal(item, other, ordered)), None
+        )
+        if found is None:
+            return False
+        del remaining[found]
+    return True
+
+
+def _equations_equal(left: Value, right: Value, ordered: bool) -> bool:
+    r"""Compare `x = 5` with `5`, and `y = 2x + 1` with `2x - y + 1 = 0`."""
+    if isinstance(left, Equation) and isinstance(right, Equation):
+        return _both_equations_equal(_ends(left), _ends(right), ordered)
+    equation, other = (left, right) if isinstance(left, Equation) else (right, left)
+    assert isinstance(equation, Equation)
+    if equation.sign != "=":
+        return False
+    members = _ends(equation).members
+    if NAME.fullmatch(members[-1]) and not NAME.fullmatch(members[0]):
+        members = members[::-1]
+    values = [parse_value(member, 1) for member in members]
+    if any(isinstance(value, Equation) for value in values) or not _values_equal(values[-1], other, ordered):
+        return False
+    return all(
+        _is_name(member, value) or _values_equal(value, other, ordered)
+        for member, value in zip(members[:-1], values[:-1], strict=True)
+    )
+
+
+def _ends(equation: Equation) -> Equation:
+    """Keep `x` and `7` of `x = 3 + 4 = 7`."""
+    first, last = equation.members[0], equation.members[-1]
+    if len(equation.members) < 3 or not _is_name(first, parse_value(first, 1)) or NAME.fullmatch(last):
+        return equation
+    return Equation((first, last))
+
+
+def _is_name(member: str, value: Value) -> bool:
+    r"""Say whether the left side of `... = 5` names or describes what is 5 (`\angle ABC`, a determinant)."""
+    if isinstance(value, Leaf) and value.number is not None:
+        return False
+    return NAME.fullmatch(member) is not None or (isinstance(value, Leaf) and value.tree is None)
+
+
+def _both_equations_equal(left: Equation, right: Equation, ordered: bool) -> bool:
+    if len(left.members) != 2 or len(right.members) != 2 or left.sign != right.sign:
+        return False
+    (a, b), (c, d) = ([parse_value(member, 1) for member in side.members] for side in (left, right))
+    if _values_equal(b, d, ordered):
+        names = left.members[0].strip(), right.members[0].strip()
+        if _values_equal(a, c, ordered) or ("y" in names and any(map(_FUNCTION.fullmatch, names))):
+            return True
+    if left.sign in "=≠" and _values_equal(a, d, ordered) and _values_equal(b, c, ordered):
+        return True
+    return same_curve(left.members, right.members, left.sign in "=≠")
+
+
+def _leaves_equal(left: Leaf, right: Leaf) -> bool:
+    if not left.text or not right.text:
+        return False
+    if _squeeze(left.text) == _squeeze(right.text):
+        return True
+    texts = [" ".join(side.text.translate(_NO_MARKS).split()) for side in (left, right)]
+    if _VERDICTS.intersection(text.lower() for text in texts):
+        return texts[0].lower() == texts[1].lower()
+    if _choices_equal(*texts) or same_clock_time(*texts):
+        return True
+    residues = _RESIDUE.fullmatch(texts[0]), _RESIDUE.fullmatch(texts[1])
+    if residues[0] and residues[1]:
+        return all(_leaves_equal(Leaf(residues[0][i]), Leaf(residues[1][i])) for i in (1, 2))
+    first, second = left.number, right.number
+    (_, first_unit, first_percent), (_, second_unit, second_percent) = left.parts, right.parts
+    if first is not None and second is not None:
+        if units_conflict(first_unit, second_unit):
+            return False
+        if first_percent == second_percent:
+            return numbers_equal(first, second)
+        if first_unit or second_unit:
+            return False
+        percent, plain = (first, second) if first_percent else (second, first)
+        return numbers_equal(percent, plain) or percent.value == plain.value * 100
+    trees = left.tree, right.tree
+    if first_percent != second_percent or units_conflict(first_unit, second_unit) or None in trees:
+        return _words_equal(left.text, right.text)
+    assert left.tree is not None
+    assert right.tree is not None
+    if expressions_equal(left.tree, right.tree, decimal_tolerance(left.parts[0], right.parts[0])):
+        return True
+    sides = ((first, right.tree), (second, left.tree))
+    return any(number is not None and constant_rounds_to(tree, number) for number, tree in sides)
+
+
+def _choices_equal(left: str, right: str) -> bool:
+    """Compare the letters of `(B)`, `B.`, `b`, of which one side may carry the option's wording."""
+    first, second = _CHOICE.fullmatch(left), _CHOICE.fullmatch(right)
+    if first is not None and second is not None:
+        return first[1].lower() == second[1].lower()
+    letter, worded = (first, _LABELLED.fullmatch(right)) if first else (second, _LABELLED.fullmatch(left))
+    return letter is not None and worded is not None and letter[1].upper() in worded.groups()[:2]
+
+
+def _words_equal(left: str, right: str) -> bool:
+    """Compare prose without regard to case, spaces and quotes."""
+    if not (_PROSE.fullmatch(left) and _PROSE.fullmatch(right)):
+        return False
+    first, second = (_IDLE_PROSE.sub("", text.lower()) for text in (left, right))
+    return bool(first) and first == second

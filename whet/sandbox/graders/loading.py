@@ -1,0 +1,104 @@
+"""In a worker process: get the function that it is to run, by import or from the source text that the trainer sent."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+LONGEST_MESSAGE = 500
+_OURS = os.path.dirname(os.path.dirname(__file__))
+
+
+class LoadError(ValueError):
+    """A function cannot be had; the message is one line.
+
+    Attributes:
+        is_reentry: Whether it failed because the file starts a training when it is imported.
+    """
+
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.is_reentry = False
+        while cause is not None and not self.is_reentry:
+            self.is_reentry = type(cause).__name__ == "ReentryError"  # by name: whet's types stay unimported
+            cause = cause.__cause__ or cause.__context__
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """Import a function by 'path/to/file.py:name' or 'package.module:name'.
+
+    Raises:
+        LoadError: If the import fails or there is no such function.
+    """
+    target, _, name = spec.rpartition(":")
+    try:
+        if target.endswith(".py"):
+            module = import_file(Path(target))
+        else:
+            module = pkgutil.resolve_name(f"{target}:")
+    except BaseException as error:
+        message = f"grader '{spec}': importing {target} failed: {describe(error)}"
+        raise LoadError(message, error) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
+        found = ", ".join(own[:10]) or "no functions"
+        raise LoadError(f"grader '{spec}': {target} has no function '{name}'; it has {found}")
+    return function
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a file once, with its folder first on the search path."""
+    name = f"whet_grader_{path.stem}"
+    module = sys.modules.get(name)
+    if module is None or module.__file__ != str(path):
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None  # noqa: PT018
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+def rebuild(parcel: Mapping[str, Any]) -> Callable[..., Any]:
+    """Make a function anew from what `whet.sandbox.graders.shipping` packed: pieces of source, in a module of its own.
+
+    Raises:
+        LoadError: If a piece fails.
+    """
+    module = ModuleType(parcel["module"])
+    module.__file__, module.__package__ = parcel["file"], parcel["package"]
+    sys.modules[module.__name__] = module
+    for text, file, line, flags in parcel["pieces"]:
+        try:
+            # Empty lines in front: what goes wrong later is reported with the line of the user's own file.
+            code = compile("\n" * (line - 1) + text, file, "exec", flags, dont_inherit=True)
+            exec(code, vars(module))
+        except BaseException as error:
+            statement = text.strip().removeprefix("if True:").strip().splitlines()[0][:60]
+            message = f"its worker process failed at `{statement}`: {describe(error)}"
+            raise LoadError(f"grader '{parcel['told']}': {message}", error) from error
+    return vars(module)[parcel["function"]]
+
+
+def describe(error: BaseException) -> str:
+    """Say in one line what was raised and where."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "(its message cannot be printed)"
+    place = ""
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(("<frozen", "<string", "<whet")) and not file.startswith(_OURS):
+            place = f" ({os.path.basename(file)}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {text}"[:LONGEST_MESSAGE] + place

@@ -1,0 +1,340 @@
+"""The process that runs a grader: it gets the grader once, forks workers from itself, and keeps their time.
+
+`whet.sandbox.graders.worker` starts it; it never imports more of whet than these files, unless a call carries a
+`Problem`. A trainer's thread sends the end of a socket pair over the control socket; on it travel lines `INDEX JSON`
+both ways: a call's arguments there, its outcome back. This process runs no grader: a worker does, which is killed at
+its deadline and forked anew in milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import inspect
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from whet.sandbox.graders.loading import LoadError, describe, load_function, rebuild
+
+CHUNK = 1 << 18
+TICK_S = 1.0
+"""How often an idle server looks whether its parent still lives."""
+REAP_S = 0.02
+"""How often killed workers are looked after until they are gone."""
+PATIENCE = 0.05
+"""A call that has run for this share of the deadline no longer counts as one of the running ones: another starts."""
+LONGEST_VALUE = 1 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+def address_space() -> int:
+    """Return the bytes of address space that this process has (0 where /proc does not say)."""
+    with suppress(OSError), open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+    return 0
+
+
+def grade(function: Callable[..., Any], line: bytes, runner: asyncio.Runner) -> dict[str, Any]:
+    """Run one call; whatever it raises becomes its outcome."""
+    started = time.perf_counter()
+    kind, value, message = "ok", None, ""
+    try:
+        call = json.loads(line)
+        args = call["args"]
+        for position in call.get("problems", ()):
+            from whet.types import Problem  # only where one is needed: keeps the server's start short
+
+            args[position] = Problem(**args[position])
+        value = function(*args)
+        if inspect.iscoroutine(value):
+            value = runner.run(value)
+        check_value(value)
+    except MemoryError:
+        kind, value, message = "memory", None, "MemoryError: the call needed more than the pool's memory_mib"
+    except BaseException as error:
+        kind, value, message = "error", None, describe(error)
+    return {"kind": kind, "value": value, "message": message, "seconds": time.perf_counter() - started}
+
+
+def check_value(value: Any) -> None:
+    """Raise TypeError or ValueError where a grader's result cannot travel."""
+    try:
+        num_characters = len(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        expected = "expected float, int, bool, None, str, or lists and dicts of these; convert with float()"
+        raise TypeError(f"the grader returned a {type(value).__name__}: {expected}") from None
+    if num_characters > LONGEST_VALUE:
+        raise ValueError(f"the grader returned {num_characters} characters: expected at most {LONGEST_VALUE}")
+
+
+def serve_calls(connection: socket.socket, function: Callable[..., Any], memory_bytes: int) -> None:
+    """Be a worker: answer calls until the server closes the connection, within the memory limit.
+
+    One that holds half of its memory asks to be replaced, so that growing caches never fail an innocent call.
+    """
+    base, pid = address_space(), os.getpid()
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (base + memory_bytes, base + memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with asyncio.Runner() as runner:
+        for line in connection.makefile("rb"):
+            index, _, payload = line.partition(b" ")
+            outcome = grade(function, payload, runner)
+            if os.getpid() != pid:  # a child that the grader forked
+                return
+            retire = outcome["kind"] == "memory" or address_space() - base > memory_bytes // 2
+            text = json.dumps({**outcome, "retire": retire})
+            connection.sendall(index + b" " + text.encode() + b"\n")
+
+
+class Channel:
+    """A socket that carries lines both ways and never blocks."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self.is_open = True
+        self.incoming, self.outgoing = bytearray(), bytearray()
+
+    def read_lines(self) -> list[bytes]:
+        """Return the lines that one read completes; clears `is_open` at the end of the stream."""
+        try:
+            chunk = self.socket.recv(CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            chunk = b""
+        self.is_open = bool(chunk)
+        self.incoming += chunk
+        if b"\n" not in chunk:
+            return []
+        *lines, rest = self.incoming.split(b"\n")
+        self.incoming = bytearray(rest)
+        return [bytes(line) for line in lines]
+
+    def write(self, data: bytes = b"") -> None:
+        """Send what the other side takes now, and keep the rest."""
+        self.outgoing += data
+        try:
+            while self.outgoing:
+                del self.outgoing[: self.socket.send(self.outgoing[:CHUNK])]
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                self.outgoing.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One queued call: who asked, under which index, with which arguments."""
+
+    client: Channel
+    index: bytes
+    payload: bytes
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One forked process and the call that it runs since `started` (monotonic seconds)."""
+
+    pid: int
+    channel: Channel
+    call: Call | None = None
+    started: float = 0.0
+
+
+@dataclass(eq=False)
+class Server:
+    """Hands calls to workers and keeps their time.
+
+    At most `num_workers` calls run that are younger than PATIENCE of the deadline; older ones are presumed to
+    hang, and while they wait for their deadline further workers are started, up to `max_workers`.
+    """
+
+    control: socket.socket
+    function: Callable[..., Any]
+    deadline_s: float
+    memory_mib: int
+    num_workers: int
+    max_workers: int
+    queue: deque[Call] = field(default_factory=deque)
+    clients: list[Channel] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+    dying: set[int] = field(default_factory=set)
+
+    def run(self) -> None:
+        """Serve until the control socket closes or the parent is gone; then kill every worker."""
+        parent = os.getppid()
+        is_running = True
+        while is_running and os.getppid() == parent:
+            ready = self._wait()
+            for client in [client for client in self.clients if client.socket.fileno() in ready]:
+                self._serve(client)
+            for worker in [worker for worker in self.workers if worker.channel.socket.fileno() in ready]:
+                self._listen(worker)
+            if self.control.fileno() in ready:
+                is_running = self._accept()
+            self._end_late_calls()
+            self._dispatch()
+            self._reap(os.WNOHANG)
+        for worker in list(self.workers):
+            self._kill(worker)
+        self._reap(0)
+
+    def _wait(self) -> set[int]:
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        for channel in (*self.clients, *(worker.channel for worker in self.workers)):
+            poll.register(channel.socket, select.POLLIN | (select.POLLOUT if channel.outgoing else 0))
+        now = time.monotonic()
+        waits = [REAP_S if self.dying else TICK_S]
+        for worker in self.workers:
+            if worker.call is not None:
+                age = now - worker.started
+                patience = PATIENCE * self.deadline_s
+                waits.append((patience if self.queue and age < patience else self.deadline_s) - age)
+        return {fd for fd, _ in poll.poll(max(0.0, min(waits)) * 1000 + 0.5)}
+
+    def _accept(self) -> bool:
+        try:
+            mark, descriptors, _, _ = socket.recv_fds(self.control, 1, 1)
+        except OSError:
+            return False
+        self.clients += [Channel(socket.socket(fileno=fd)) for fd in descriptors]
+        return bool(mark)
+
+    def _serve(self, client: Channel) -> None:
+        for line in client.read_lines():
+            index, _, payload = line.partition(b" ")
+            self.queue.append(Call(client, index, payload))
+        client.write()
+        if not client.is_open:
+            self.clients.remove(client)
+            client.socket.close()
+            self.queue = deque(call for call in self.queue if call.client is not client)
+            for worker in [w for w in self.workers if w.call is not None and w.call.client is client]:
+                self._kill(worker)
+
+    def _listen(self, worker: Worker) -> None:
+        worker.channel.write()
+        call = worker.call
+        for line in worker.channel.read_lines():
+            index, _, payload = line.partition(b" ")
+            if call is None or index != call.index:
+                self._answer(worker, "error", "the grader wrote into its own result channel")
+                self._kill(worker)
+                return
+            call.client.write(line + b"\n")
+            call = worker.call = None
+            is_spare = sum(other.call is None for other in self.workers) > self.num_workers
+            if is_spare or payload.endswith(b'"retire": true}'):
+                self._kill(worker)
+                return
+        if not worker.channel.is_open:
+            self._kill(worker)
+            self.dying.discard(worker.pid)
+            code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+            how = f"exit status {code}" if code >= 0 else f"signal {-code}: {signal.strsignal(-code)}"
+            self._answer(worker, "error", f"the grader's process ended before it answered ({how})")
+
+    def _end_late_calls(self) -> None:
+        now = time.monotonic()
+        for worker in list(self.workers):
+            if worker.call is not None and now - worker.started >= self.deadline_s:
+                self._kill(worker)
+                self._answer(worker, "timeout", f"not done after {self.deadline_s:g} s")
+
+    def _answer(self, worker: Worker, kind: str, message: str) -> None:
+        if worker.call is not None:
+            seconds = time.monotonic() - worker.started
+            outcome = {"kind": kind, "value": None, "message": message, "seconds": seconds}
+            worker.call.client.write(worker.call.index + b" " + json.dumps(outcome).encode() + b"\n")
+            worker.call = None
+
+    def _dispatch(self) -> None:
+        old = time.monotonic() - PATIENCE * self.deadline_s
+        num_young = sum(worker.call is not None and worker.started > old for worker in self.workers)
+        while self.queue and num_young < self.num_workers:
+            worker = next((worker for worker in self.workers if worker.call is None), None)
+            if worker is None:
+                if len(self.workers) >= self.max_workers:
+                    return
+                worker = self._start_worker()
+            call = worker.call = self.queue.popleft()
+            worker.started = time.monotonic()
+            worker.channel.write(call.index + b" " + call.payload + b"\n")
+            num_young += 1
+
+    def _start_worker(self) -> Worker:
+        ours, theirs = socket.socketpair()
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.setpgid(0, 0)
+                if sys.platform == "linux":  # the kernel kills this process when the server ends
+                    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                if os.getppid() != server:  # it ended before that was asked for
+                    os._exit(1)
+                channels = (*self.clients, *(worker.channel for worker in self.workers))
+                for connection in (self.control, ours, *(channel.socket for channel in channels)):
+                    connection.close()
+                serve_calls(theirs, self.function, self.memory_mib << 20)
+                status = 0
+            finally:
+                os._exit(status)
+        theirs.close()
+        worker = Worker(pid, Channel(ours))
+        self.workers.append(worker)
+        return worker
+
+    def _kill(self, worker: Worker) -> None:
+        """Kill a worker with its process group, which a grader's own subprocesses belong to."""
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError):  # not yet a group of its own, or gone
+                kill(worker.pid, signal.SIGKILL)
+        self.workers.remove(worker)
+        worker.channel.socket.close()
+        self.dying.add(worker.pid)
+
+    def _reap(self, options: int) -> None:
+        self.dying = {pid for pid in self.dying if os.waitpid(pid, options)[0] == 0}
+
+
+def main(control: socket.socket, settings: Mapping[str, Any]) -> None:
+    """Get the grader, report on the control socket, and serve until that closes or the parent is gone.
+
+    Args:
+        control: Carries the report, and then the sockets of those who call.
+        settings: What `whet.sandbox.graders.graders.GraderPool` was told.
+    """
+    sys.path[:], sys.argv[:] = settings["sys_path"], settings["argv"]
+    os.dup2(2, 1)  # what a grader prints belongs to nobody's standard output
+    try:
+        function = rebuild(settings["parcel"]) if settings["parcel"] else load_function(settings["spec"])
+        if settings["prepare"]:
+            load_function(settings["prepare"])()
+    except BaseException as error:
+        is_told = isinstance(error, LoadError)
+        told = str(error) if is_told else f"{settings['prepare']} failed: {describe(error)}"
+        answer = {"error": told, "is_reentry": is_told and error.is_reentry}
+        control.sendall(json.dumps(answer).encode() + b"\n")
+        return
+    control.sendall(b'{"error": ""}\n')
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    gc.collect()
+    gc.freeze()  # the forks share these pages: the collector shall not write to them
+    Server(control, function, **settings["limits"]).run()

@@ -1,0 +1,327 @@
+"""Calls between two children: one serves a program's functions, the other runs the tests against them.
+
+A message is a length, a nonce that the client drew for this call, and JSON. The serving side may be in the hands of the
+program: whatever it answers can only become plain values or handles on the side of the tests.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import operator
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from whet.sandbox.inside.codec import decode, encode
+
+LENGTH = struct.Struct("=I")
+NONCE_BYTES = 16
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
+    "get": getattr,
+    "set": setattr,
+    "self": lambda value: value,
+    "iter": iter,
+    "next": next,
+    "len": len,
+    "bool": bool,
+    "str": str,
+    "repr": repr,
+    "item": operator.getitem,
+    "set_item": operator.setitem,
+    "contains": operator.contains,
+}
+
+
+def read_frame(fd: int) -> bytes:
+    """Read one message from a blocking descriptor.
+
+    Raises:
+        EOFError: If the other side has gone.
+    """
+    (length,) = LENGTH.unpack(_read(fd, LENGTH.size))
+    return _read(fd, length)
+
+
+def _read(fd: int, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = os.read(fd, size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def write_frame(fd: int, data: bytes) -> None:
+    """Write one message to a blocking descriptor."""
+    rest = memoryview(LENGTH.pack(len(data)) + data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+class _Handles:
+    """The objects of a program that its tests hold by number."""
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self.names = names
+        self.objects: list[Any] = []
+
+    def add(self, value: Any) -> int:
+        self.objects.append(value)
+        return len(self.objects) - 1
+
+    def answer(self, request: bytes) -> str:
+        """Do what a request says; return the encoded result, or the exception's name and text."""
+        operation, target, args, kwargs = json.loads(request)
+        try:
+            value = self.names[target] if isinstance(target, str) else self.objects[target]
+            positional = [decode(arg, self.objects.__getitem__) for arg in args]
+            named = {name: decode(arg, self.objects.__getitem__) for name, arg in kwargs.items()}
+            result = _OPERATIONS[operation](value, *positional, **named)
+            return json.dumps(["value", encode(result, self.add)])
+        except MemoryError:
+            raise
+        except BaseException as error:
+            try:
+                text = str(error)[:500]
+            except BaseException:
+                text = "?"
+            return json.dumps(["raised", type(error).__name__, text])
+
+
+def serve(fd: int, names: Mapping[str, Any]) -> None:
+    """Answer calls to what a program defined, until the other side has gone.
+
+    Args:
+        fd: The channel.
+        names: The program's globals.
+    """
+    kinds = {name: _kind(name, value) for name, value in names.items() if not name.startswith("__")}
+    write_frame(fd, json.dumps(kinds).encode())
+    handles = _Handles(names)
+    while True:
+        try:
+            frame = read_frame(fd)
+        except EOFError:
+            return
+        write_frame(fd, frame[:NONCE_BYTES] + handles.answer(frame[NONCE_BYTES:]).encode())
+
+
+def _kind(name: str, value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return "module" if value.__name__ == name else "value"
+    if isinstance(value, type) and issubclass(value, Exception):
+        return "exception"
+    return "object" if callable(value) else "value"
+
+
+class ProgramError(Exception):
+    """An exception of the program, of a type that tests have no other name for."""
+
+
+class _UntestableError(Exception):
+    """A test passes an object that the program cannot be given."""
+
+
+class _Connection:
+    """The tests' side of the channel, and what happened on it during a test."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.num_calls = 0
+        self.errors: dict[str, type[Exception]] = {}
+        self.raised: list[BaseException] = []
+        self.untestable = ""
+
+    def ask(self, operation: str, target: str | int, *args: Any, **kwargs: Any) -> Any:
+        """Have the program's process do something and return its plain result."""
+        packed = [encode(arg, self._give) for arg in args]
+        named = {name: encode(arg, self._give) for name, arg in kwargs.items()}
+        self.num_calls += 1
+        write_frame(self.fd, b"c" + json.dumps([operation, target, packed, named]).encode())
+        frame = read_frame(self.fd)
+        try:
+            kind, *content = json.loads(frame)
+            if kind == "value" and len(content) == 1 and isinstance(content[0], str):
+                return decode(content[0], self._take)
+            if kind == "raised" and len(content) == 2 and all(isinstance(part, str) for part in content):
+                raise self._error(*content)
+        except (ValueError, TypeError, RecursionError) as error:
+            if self.raised and error is self.raised[-1]:
+                raise
+        error = ProgramError("the program answered what is not a plain value")
+        self.raised.append(error)
+        raise error
+
+    def _error(self, name: str, text: str) -> BaseException:
+        known = self.errors.get(name) or getattr(builtins, name, None)
+        if not (isinstance(known, type) and issubclass(known, Exception)):
+            known = self.errors[name] = type(name, (ProgramError,), {})
+        try:
+            error = known(text)
+        except TypeError:  # UnicodeDecodeError and its like need more than a text
+            error = ProgramError(f"{name}: {text}")
+        self.raised.append(error)
+        return error
+
+    def _give(self, value: Any) -> int:
+        number = _number_of(value)
+        if number is None:
+            self.untestable = f"the test passes an object of type {type(value).__name__} to the program"
+            raise _UntestableError(self.untestable)
+        return number
+
+    def _take(self, number: int) -> Remote:
+        return Remote(self, number)
+
+
+class Remote:
+    """An object of the program as its tests see it: it can be called, read and walked through, and equals nothing."""
+
+    __slots__ = ("_connection", "_target")
+
+    def __init__(self, connection: _Connection, target: str | int) -> None:
+        object.__setattr__(self, "_connection", connection)
+        object.__setattr__(self, "_target", target)
+
+    def _ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+        return self._connection.ask(operation, self._target, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self._ask("call", *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._ask("get", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("set", name, value)
+
+    def __iter__(self) -> Any:
+        return self._ask("iter")
+
+    def __next__(self) -> Any:
+        return self._ask("next")
+
+    def __len__(self) -> int:
+        return self._ask("len")
+
+    def __bool__(self) -> bool:
+        return self._ask("bool") is True
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("set_item", key, value)
+
+    def __contains__(self, item: Any) -> bool:
+        return self._ask("contains", item) is True
+
+    def __str__(self) -> str:
+        return self._ask("str")
+
+    def __repr__(self) -> str:
+        return self._ask("repr")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def _number_of(value: Any) -> int | None:
+    """Return the number of a handle; a global of the program is asked for its own first."""
+    if type(value) is not Remote:
+        return None
+    target = object.__getattribute__(value, "_target")
+    if isinstance(target, str):
+        value = value._ask("self")
+        return _number_of(value)
+    return target
+
+
+class _Names(dict[str, Any]):
+    """Globals of a test: a name that neither the test nor Python defines is looked for in the program."""
+
+    def __init__(self, connection: _Connection, kinds: Mapping[str, str], entries: Sequence[str]) -> None:
+        super().__init__(__name__="__main__")
+        self.connection, self.kinds, self.entries = connection, kinds, entries
+
+    def __missing__(self, name: str) -> Any:
+        kind = self.kinds.get(name)
+        is_entry = name in self.entries
+        if kind is None or (not is_entry and hasattr(builtins, name)):
+            raise KeyError(name)
+        if kind == "module":  # the real one, loaded here: tests may lean on an import of the program's
+            return importlib.import_module(name)
+        if self.entries and not is_entry:
+            raise KeyError(name)
+        if kind == "exception":
+            error = type(name, (ProgramError,), {})
+            return self.connection.errors.setdefault(name, error)
+        return Remote(self.connection, name) if kind == "object" else self.connection.ask("self", name)
+
+
+def judge(fd: int, setup: str, entries: Sequence[str]) -> None:
+    """Run tests against a program that another process serves, until the other side has gone.
+
+    Args:
+        fd: The channel.
+        setup: Code that runs before the first test; what it defines is seen by all.
+        entries: The names that the program must define; () for whatever the tests ask for.
+    """
+    connection = _Connection(fd)
+    kinds = _read_kinds(read_frame(fd))
+    base = _Names(connection, kinds, entries)
+    outcome, names = _attempt(connection, setup, base), {}
+    if outcome[0] == "ok":
+        names = {name: value for name, value in base.items() if name not in entries}
+    write_frame(fd, b"s" + json.dumps(outcome).encode())
+    while True:
+        try:
+            code = read_frame(fd).decode("utf-8", "surrogatepass")
+        except EOFError:
+            return
+        scope = _Names(connection, kinds, entries)
+        scope.update(names)
+        write_frame(fd, b"r" + json.dumps(_attempt(connection, code, scope)).encode())
+
+
+def _read_kinds(data: bytes) -> dict[str, str]:
+    """Read what a program says that it defines; nothing, where that is no plain table."""
+    try:
+        kinds = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return kinds if isinstance(kinds, dict) else {}
+
+
+def _attempt(connection: _Connection, code: str, scope: _Names) -> tuple[str, str, int]:
+    """Run a piece of test code; return its status, what went wrong, and how often it called the program."""
+    connection.num_calls, connection.untestable = 0, ""
+    connection.raised.clear()
+    status, message = "ok", ""
+    try:
+        compiled = compile(code, "test.py", "exec", dont_inherit=True)
+    except Exception as error:  # no fault of the program's
+        return "infra_error", f"the test does not compile: {error}"[:500], 0
+    try:
+        exec(compiled, scope)
+    except BaseException as error:
+        status = "rte" if any(error is raised for raised in connection.raised) else "wrong"
+        try:
+            message = f"{type(error).__name__}: {error}"[:500]
+        except BaseException:
+            message = type(error).__name__
+    if connection.untestable:
+        status, message = "infra_error", connection.untestable
+    return status, message, connection.num_calls

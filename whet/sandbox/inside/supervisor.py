@@ -1,0 +1,225 @@
+"""The process that makes the children in which model-written code runs: small, clean, one thread, no secrets.
+
+It is started by `launch.py` with a clean environment, loads what programs commonly import, and forks a child per job:
+a fork of a small process costs a fraction of a new interpreter. It sees no code, no input and no output: those travel
+between the client and the child, so that nothing of one job lies in the memory that another job is forked from.
+
+A job is one message on the socket at fd 0: `REQUEST` (bytes of memory beyond the interpreter's own, CPU seconds) with
+7 file descriptors: a socket for this job, then the child's stdin, stdout, stderr, status, payload and channel.
+On the job's socket the supervisor answers `REPORT` once the child has been reaped; one byte, or its end, from the
+other side means: kill.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import gc
+import importlib
+import locale
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import sysconfig
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from whet.sandbox.inside import child, lockdown
+
+REQUEST = struct.Struct("=QQ")
+REPORT = struct.Struct("=iiq")
+"""Wait status, why it was killed (0 for no reason of the supervisor's), most KiB of memory that it held."""
+
+TOO_MANY_THREADS = 1
+NUM_FDS = 7
+MAX_THREADS = 128
+THREADS_EVERY_S = 0.02
+FIRST_FREE_FD = 16
+"""Lower ones are for a child's own: what it is given goes to 0..5, and /dev/null to `child.NULL_FD`."""
+
+PRELOADED = (
+    "abc argparse array ast asyncio base64 binascii bisect bz2 calendar cmath codecs collections "
+    "concurrent.futures.thread contextlib contextvars copy csv ctypes dataclasses datetime decimal difflib enum "
+    "errno fnmatch fractions functools glob graphlib gzip hashlib heapq hmac html inspect io itertools json keyword "
+    "linecache locale logging lzma math mmap numbers operator os pathlib pickle platform pprint queue random re "
+    "resource sched secrets select selectors shutil signal socket sqlite3 statistics string struct subprocess sys "
+    "tempfile textwrap threading time timeit tokenize traceback types typing unicodedata unittest urllib.parse uuid "
+    "warnings weakref xml.etree.ElementTree zipfile zlib zoneinfo"
+)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A child that runs.
+
+    Attributes:
+        pid: Its process id.
+        pidfd: Readable once it has ended.
+        link: The job's socket.
+        reason: Why the supervisor killed it.
+    """
+
+    pid: int
+    pidfd: int
+    link: socket.socket
+    reason: int = 0
+
+
+class Supervisor:
+    """Forks, watches and reaps children until the client goes away."""
+
+    def __init__(self) -> None:
+        self.client = socket.socket(fileno=_move_up(0))
+        self.processes = _move_up(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in range(FIRST_FREE_FD):
+            if fd != null:
+                os.dup2(null, fd)
+        lockdown.become_subreaper()
+        for name in PRELOADED.split():
+            with suppress(ImportError):  # a Python that was built without it
+                importlib.import_module(name)
+        with suppress(locale.Error):  # loaded now: a child finds no locale's files
+            locale.setlocale(locale.LC_ALL, "")
+        self.ruleset = _settle()
+        gc.collect()
+        gc.freeze()
+        self.memory_bytes = int(self._read("self/statm").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        self.jobs: dict[int, _Job] = {}
+        self.poll = select.poll()
+        self.poll.register(self.client, select.POLLIN)
+        self.pid = os.getpid()
+
+    def serve(self) -> None:
+        """Work until the client has gone; then end every child."""
+        tier = "landlock" if self.ruleset >= 0 else "no landlock"
+        self.client.send(tier.encode())
+        checked = time.monotonic()
+        while True:
+            waited = self.poll.poll(1000 * THREADS_EVERY_S if self.jobs else None)
+            ready = {fd for fd, _ in waited}
+            for fd in ready & self.jobs.keys():
+                job = self.jobs.get(fd)
+                if job is not None and fd == job.pidfd:
+                    self._reap(job)
+                elif job is not None:
+                    self._kill(job, 0)
+            # Last: a new job may get the number of a descriptor that has just been closed.
+            if self.client.fileno() in ready and not self._accept():
+                return
+            if time.monotonic() - checked > THREADS_EVERY_S:
+                checked = time.monotonic()
+                for job in {id(job): job for job in self.jobs.values()}.values():
+                    if self._num_threads(job) > MAX_THREADS:
+                        self._kill(job, TOO_MANY_THREADS)
+
+    def _accept(self) -> bool:
+        """Take a message and fork its child; False when the client has gone."""
+        space = socket.CMSG_SPACE(NUM_FDS * array.array("i").itemsize)
+        data, ancillary, _, _ = self.client.recvmsg(REQUEST.size, space, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return False
+        fds = array.array("i")
+        for _, _, content in ancillary:
+            fds.frombytes(content)
+        memory_bytes, cpu_s = REQUEST.unpack(data)
+        pid = os.fork()
+        if pid == 0:
+            with suppress(BaseException):
+                child.main(
+                    list(fds)[1:],
+                    self.processes,
+                    self.ruleset,
+                    parent=self.pid,
+                    memory_bytes=self.memory_bytes + memory_bytes,
+                    cpu_s=cpu_s,
+                )
+            os._exit(1)
+        job = _Job(pid, os.pidfd_open(pid), socket.socket(fileno=fds[0]))
+        for fd in fds[1:]:
+            os.close(fd)
+        for fd in (job.pidfd, job.link.fileno()):
+            self.jobs[fd] = job
+            self.poll.register(fd, select.POLLIN)
+        return True
+
+    def _kill(self, job: _Job, reason: int) -> None:
+        """Kill a child; its end is noticed by its pidfd."""
+        job.reason = job.reason or reason
+        with suppress(ProcessLookupError):
+            os.kill(job.pid, signal.SIGKILL)
+        if job.link.fileno() in self.jobs:
+            self.poll.unregister(job.link)
+            del self.jobs[job.link.fileno()]
+
+    def _reap(self, job: _Job) -> None:
+        """Collect a child that has ended, tell the client, forget it."""
+        _, status, usage = os.wait4(job.pid, 0)
+        with suppress(OSError):
+            job.link.send(REPORT.pack(status, job.reason, usage.ru_maxrss))
+        for fd in (job.pidfd, job.link.fileno()):
+            if self.jobs.pop(fd, None) is not None:
+                self.poll.unregister(fd)
+        os.close(job.pidfd)
+        job.link.close()
+        with suppress(ChildProcessError):  # whoever else became our child; a job's own is reaped above only
+            while not self.jobs and os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+    def _num_threads(self, job: _Job) -> int:
+        try:
+            return int(self._read(f"{job.pid}/stat").rpartition(b")")[2].split()[17])
+        except OSError:
+            return 0
+
+    def _read(self, path: str) -> bytes:
+        fd = os.open(path, os.O_RDONLY, dir_fd=self.processes)
+        try:
+            return os.read(fd, 4096)
+        finally:
+            os.close(fd)
+
+
+def _move_up(fd: int) -> int:
+    """Duplicate a file descriptor out of the range that belongs to children."""
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_FD)
+
+
+def _settle() -> int:
+    """Leave the machine's files behind as far as the kernel lets us; return the landlock ruleset, -1 for none."""
+    library = sysconfig.get_path("stdlib")
+    extensions = os.path.join(library, "lib-dynload")
+    inside = [
+        os.path.join(library, name)
+        for name in os.listdir(library)
+        if name not in ("site-packages", "dist-packages", "lib-dynload")
+    ]
+    ruleset = -1
+    if lockdown.landlock_version():
+        ruleset = lockdown.make_ruleset([*inside, extensions, "/usr/share/zoneinfo"], [library])
+    sys.path[:] = [library, extensions]
+    with suppress(
+        OSError
+    ):  # only root may; and only root needs it, where the library lies in a closed folder
+        os.chroot(library)
+        os.chdir("/")
+        sys.path[:] = ["/", "/lib-dynload"]
+        for module in list(sys.modules.values()):
+            places = getattr(module, "__path__", None)
+            if isinstance(places, list):
+                places[:] = [place.removeprefix(library) for place in places]
+    sys.path_importer_cache.clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "whet"]:
+        del sys.modules[name]
+    os.environ.clear()
+    os.environ.update({"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TZ": "UTC"})
+    return ruleset
+
+
+def main() -> None:
+    """Run in a process of its own; the client is at fd 0, a SOCK_SEQPACKET socket."""
+    Supervisor().serve()

@@ -1,0 +1,351 @@
+"""Model-written Python, run isolated: one program with its streams, or its functions against tests.
+
+    >>> verdict = run_python("print(sum(map(int, input().split())))", stdin="1 2 3", timeout_s=5, memory_mib=256)
+    >>> verdict.status, verdict.stdout
+    ('ok', '6\\n')
+
+What is promised and what is not: docs/sandbox.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+from whet.sandbox.graders.functions import TestResult, TestsVerdict, run_function_tests
+from whet.sandbox.jobs import Verdict, run_program
+from whet.sandbox.launch import BACKENDS, Supervisor, SupervisorError
+from whet.types import UserError
+
+__all__ = ["Sandbox", "TestResult", "TestsVerdict", "Verdict", "run_python", "run_tests"]
+
+T = TypeVar("T")
+
+_PROBE = """
+import os, socket, colorsys
+def is_denied(function, *arguments):
+    try:
+        function(*arguments)
+    except OSError:
+        return True
+    return False
+print(all([is_denied(socket.socket), is_denied(os.fork), is_denied(os.listdir, "/etc"), is_denied(open, "/tmp/x", "w"),
+           is_denied(open, "/etc/passwd"), is_denied(os.kill, os.getppid(), 0)]))
+"""
+
+
+class _Slots:
+    """A semaphore that serves in the order of asking: with Python's, threads that loop starve all others."""
+
+    def __init__(self, num_free: int) -> None:
+        self._lock = threading.Lock()
+        self._num_free = num_free
+        self._waiting: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        gate = threading.Lock()
+        with self._lock:
+            if self._num_free:
+                self._num_free -= 1
+                return
+            gate.acquire()
+            self._waiting.append(gate)
+        try:
+            gate.acquire()
+        except BaseException:  # Ctrl-C while it waits
+            with self._lock:
+                is_waiting = gate in self._waiting
+                if is_waiting:
+                    self._waiting.remove(gate)
+            if not is_waiting:
+                self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._num_free += 1
+
+
+class Sandbox:
+    """Runs programs behind the strongest wall that this machine has; usable from many threads at once.
+
+    Start it once and keep it: it holds a small process that forks one child per program. Use it as a context manager.
+
+    Attributes:
+        backend: The wall: `bwrap` (namespaces around all the rest) or `landlock` (landlock, seccomp, limits).
+        num_workers: Programs that run at the same time.
+    """
+
+    def __init__(
+        self, *, backend: str = "auto", num_workers: int = 0, max_output_bytes: int = 1 << 20
+    ) -> None:
+        """Start it and check that it holds.
+
+        Args:
+            backend: A wall by name, or 'auto' for the strongest that works here; never less.
+            num_workers: Programs that run at the same time; further ones wait. 0 for one per core.
+            max_output_bytes: Cap of stdout, and of stderr, of a program.
+
+        Raises:
+            UserError: If this machine has no such wall; says why.
+        """
+        if backend not in ("auto", *BACKENDS):
+            raise UserError(f"backend = {backend!r}: expected 'auto' or one of {', '.join(BACKENDS)}")
+        if num_workers < 0 or max_output_bytes < 1:
+            raise UserError(
+                f"num_workers = {num_workers}, max_output_bytes = {max_output_bytes}: "
+                "expected at least 0 workers and 1 byte"
+            )
+        if sys.platform != "linux":
+            raise UserError(f"the sandbox needs Linux, this is {sys.platform}; nothing is run without one")
+        self._max_output_bytes = max_output_bytes
+        self.num_workers = num_workers or len(os.sched_getaffinity(0))
+        self._slots = _Slots(self.num_workers)
+        self._lock = threading.Lock()
+        self._supervisor: Supervisor | None = None
+        self._is_closed = False
+        self.backend = self._choose(list(BACKENDS) if backend == "auto" else [backend])
+        _OPEN.add(self)
+
+    def _choose(self, backends: Sequence[str]) -> str:
+        """Start the first backend that contains the probe, and return its name."""
+        reasons = []
+        for backend in backends:
+            try:
+                supervisor = Supervisor(backend)
+            except SupervisorError as error:
+                reasons.append(f"{backend}: {error}")
+                continue
+            try:
+                if backend == "landlock" and not supervisor.has_landlock:
+                    raise SupervisorError("this kernel has no landlock")
+                verdict = run_program(
+                    supervisor, _PROBE, b"", timeout_s=10, memory_mib=128, max_output_bytes=1000
+                )
+                if verdict.stdout != "True\n":
+                    raise SupervisorError(f"the probe was not contained: {verdict.message or verdict.stdout}")
+            except SupervisorError as error:
+                reasons.append(f"{backend}: {error}")
+                supervisor.close()
+                continue
+            self._supervisor = supervisor
+            return backend
+        raise UserError(
+            "no sandbox works on this machine, and nothing is run without one; " + "; ".join(reasons)
+        )
+
+    def run(
+        self, code: str, *, stdin: str | bytes = "", timeout_s: float = 10.0, memory_mib: int = 512
+    ) -> Verdict:
+        """Run a program as `python program.py` would, isolated.
+
+        Args:
+            code: Its text.
+            stdin: All that it can read; text is encoded as UTF-8.
+            timeout_s: Wall time.
+            memory_mib: What it may take beyond the interpreter's own (address space).
+
+        Returns:
+            How it ended. `infra_error` says nothing about the program and must not become a reward of 0.
+
+        Raises:
+            UserError: If a limit is out of range, or the sandbox is closed.
+        """
+        _check_limits(timeout_s, memory_mib)
+        data = _to_bytes(stdin) if isinstance(stdin, str) else stdin
+
+        def job(supervisor: Supervisor) -> Verdict:
+            return run_program(
+                supervisor,
+                code,
+                data,
+                timeout_s=timeout_s,
+                memory_mib=memory_mib,
+                max_output_bytes=self._max_output_bytes,
+            )
+
+        return self._attempt(job, lambda verdict: verdict)
+
+    def run_tests(
+        self,
+        code: str,
+        tests: Sequence[str],
+        *,
+        setup: str = "",
+        names: Sequence[str] = (),
+        timeout_s: float = 10.0,
+        memory_mib: int = 512,
+    ) -> TestsVerdict:
+        """Run tests against the functions of a program, in another process than the program's.
+
+        Arguments and results cross as copies of plain values (numbers, text, bytes, containers of these); any other
+        object of the program is a handle for the tests: it can be called and read, and equals nothing.
+
+        Args:
+            code: The program; it is loaded as a module named `program`.
+            tests: Pieces of Python that raise when the program is wrong, such as `assert f(1) == 2`.
+            setup: Python that runs before the first test; what it defines is seen by all tests.
+            names: What the tests take from the program, also where setup or Python defines the same name. () for every
+                name that neither the tests, nor setup, nor Python defines.
+            timeout_s: Wall time to load the program, and of each test.
+            memory_mib: What the program, and the tests, may take beyond the interpreter's own.
+
+        Returns:
+            How loading went, and a result per test.
+
+        Raises:
+            UserError: If a limit is out of range, or the sandbox is closed.
+        """
+        _check_limits(timeout_s, memory_mib)
+        if isinstance(tests, str):
+            raise UserError("tests is one text; expected a list of texts")
+
+        def job(supervisor: Supervisor) -> TestsVerdict:
+            return run_function_tests(
+                supervisor,
+                code,
+                tests,
+                setup=setup,
+                names=names,
+                timeout_s=timeout_s,
+                memory_mib=memory_mib,
+                max_output_bytes=self._max_output_bytes,
+            )
+
+        def failed(verdict: Verdict) -> TestsVerdict:
+            result = TestResult(status="infra_error", message=verdict.message)
+            return TestsVerdict(program=verdict, results=(result,) * len(tests))
+
+        return self._attempt(job, failed)
+
+    def _attempt(self, job: Callable[[Supervisor], T], failed: Callable[[Verdict], T]) -> T:
+        """Do a job when there is a slot; once more behind a new supervisor when the machinery fails."""
+        reason = ""
+        with self._slots:
+            for _ in range(2):
+                try:
+                    supervisor = self._running()
+                    try:
+                        return job(supervisor)
+                    except SupervisorError:
+                        self._discard(supervisor)
+                        raise
+                except SupervisorError as error:
+                    reason = str(error)
+        return failed(Verdict(status="infra_error", backend=self.backend, message=reason))
+
+    def _running(self) -> Supervisor:
+        with self._lock:
+            if self._is_closed:
+                raise UserError("this Sandbox is closed; make a new one")
+            if self._supervisor is None:
+                self._supervisor = Supervisor(self.backend)
+            return self._supervisor
+
+    def _discard(self, supervisor: Supervisor) -> None:
+        """Give up a supervisor that failed; other threads' jobs behind it fail, too, and are tried again."""
+        with self._lock:
+            if self._supervisor is supervisor:
+                self._supervisor = None
+                supervisor.close()
+
+    def close(self) -> None:
+        """End every process of it; further calls do nothing."""
+        with self._lock:
+            self._is_closed = True
+            if self._supervisor is not None:
+                self._supervisor.close()
+                self._supervisor = None
+
+    def _forget(self) -> None:
+        """Start afresh in a process forked from the one that made this: the supervisor is not its child."""
+        self._lock = threading.Lock()
+        self._slots = _Slots(self.num_workers)
+        if self._supervisor is not None:
+            self._supervisor.abandon()
+            self._supervisor = None
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_limits(timeout_s: float, memory_mib: int) -> None:
+    if not 0 < timeout_s <= 86_400:
+        raise UserError(f"timeout_s = {timeout_s}: expected above 0 and at most 86,400 seconds")
+    if not isinstance(memory_mib, int) or not 8 <= memory_mib <= 1 << 20:
+        raise UserError(f"memory_mib = {memory_mib}: expected 8 to 1,048,576, a whole number of MiB")
+
+
+def _to_bytes(text: str) -> bytes:
+    """Encode input; lone surrogates that stand for no byte (of a text that a model wrote) become U+FFFD."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+_OPEN: weakref.WeakSet[Sandbox] = weakref.WeakSet()
+_shared: Sandbox | None = None
+_shared_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _shared_lock
+    _shared_lock = threading.Lock()
+    for sandbox in list(_OPEN):
+        sandbox._forget()
+
+
+def _close_all() -> None:
+    for sandbox in list(_OPEN):
+        sandbox.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_close_all)
+
+
+def _default() -> Sandbox:
+    """Return the process's own sandbox, started at its first use."""
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = Sandbox()
+        return _shared
+
+
+def run_python(
+    code: str, *, stdin: str | bytes = "", timeout_s: float = 10.0, memory_mib: int = 512
+) -> Verdict:
+    """Run a program in the process's own sandbox; see `Sandbox.run`."""
+    return _default().run(code, stdin=stdin, timeout_s=timeout_s, memory_mib=memory_mib)
+
+
+def run_tests(
+    code: str,
+    tests: Sequence[str],
+    *,
+    setup: str = "",
+    names: Sequence[str] = (),
+    timeout_s: float = 10.0,
+    memory_mib: int = 512,
+) -> TestsVerdict:
+    """Run tests against a program in the process's own sandbox; see `Sandbox.run_tests`."""
+    return _default().run_tests(
+        code, tests, setup=setup, names=names, timeout_s=timeout_s, memory_mib=memory_mib
+    )

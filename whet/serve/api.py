@@ -1,0 +1,365 @@
+"""The routes of `whet serve`: OpenAI's /v1/chat/completions, /v1/completions and /v1/models, and /health."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from whet.generate import rows
+from whet.generate.policy import Policy
+from whet.serve.openai import (
+    ApiError,
+    Asked,
+    Choice,
+    Delta,
+    Reply,
+    choice_seeds,
+    echo_of,
+    merged,
+    parse_chat,
+    parse_json,
+    parse_text,
+    refusal,
+    usage_of,
+)
+from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket
+from whet.serve.stream import chat_prompt
+from whet.types import UserError
+
+MAX_BODY_BYTES = 4 * 2**20
+RECEIVE_S = 30.0
+SEND_S = 60.0
+"""A client that takes nothing for so long is cut off, and its rows are free."""
+
+GONE = Response(status_code=499)
+HANDLED = (ApiError, UserError, BusyError, HTTPException, ClientDisconnect, Exception)
+
+
+class Api:
+    """Answers requests with one policy.
+
+    Args:
+        policy: The policy.
+        scheduler: What draws its tokens.
+        name: Name that the model is served by.
+        split_thinking: Whether chats get their thinking as `reasoning_content`.
+    """
+
+    def __init__(self, policy: Policy, scheduler: Scheduler, *, name: str, split_thinking: bool) -> None:
+        self._policy, self._scheduler, self._name = policy, scheduler, name
+        self._splits = split_thinking
+
+    async def health(self, _: Request) -> Response:
+        """Say that the server is alive, and how much it has to do."""
+        return JSONResponse({"status": "ok", "pending": self._scheduler.num_pending})
+
+    async def models(self, _: Request) -> Response:
+        """List the one model."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """Describe the one model."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._card())
+
+    async def chat(self, request: Request) -> Response:
+        """Continue a conversation."""
+        body = await _read(request)
+        self._check_model(body.get("model"))
+        asked = parse_chat(body, self._scheduler.context)
+        return await self._answer(request, asked, [asked.messages], is_chat=True)
+
+    async def completions(self, request: Request) -> Response:
+        """Continue texts or token ids, or score them."""
+        body = await _read(request)
+        self._check_model(body.get("model"))
+        asked = parse_text(body)
+        return await self._answer(request, asked, asked.prompts, is_chat=False)
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self._name, "object": "model", "created": 0, "owned_by": "whet"} | {
+            "max_model_len": self._scheduler.context
+        }
+
+    def _check_model(self, name: object) -> None:
+        if not isinstance(name, str):
+            raise ApiError(400, f"model: expected a name; this server has {self._name!r}", param="model")
+        if name != self._name:
+            raise ApiError(
+                404,
+                f"the model {name[:80]!r} does not exist; this server has {self._name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _encode(self, prompt: Any, index: int, asked: Asked) -> tuple[int, ...]:
+        """Return the tokens of a conversation, a text or token ids; refuse what cannot be served."""
+        tokenizer = self._policy.tokenizer
+        if asked.messages:
+            ids = chat_prompt(self._policy, prompt)
+        elif isinstance(prompt, str):
+            bos = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
+            ids = tokenizer.encode(prompt)
+            ids = tuple(ids if ids[:1] == bos else [*bos, *ids])
+        else:
+            ids = prompt
+        name = "the prompt" if asked.messages or len(asked.prompts) == 1 else f"prompt[{index}]"
+        self._scheduler.check(ids, name, room=int(asked.generate))
+        return ids
+
+    def _encode_all(self, prompts: Sequence[Any], asked: Asked) -> list[tuple[int, ...]]:
+        return [self._encode(prompt, index, asked) for index, prompt in enumerate(prompts)]
+
+    async def _answer(
+        self, request: Request, asked: Asked, prompts: Sequence[Any], *, is_chat: bool
+    ) -> Response:
+        ids = await asyncio.to_thread(self._encode_all, prompts, asked)
+        splits = is_chat and self._splits
+        reply = Reply(self._policy, self._name, asked, is_chat=is_chat, splits=splits)
+        session = _Session(self._policy, self._scheduler, request, asked, ids, splits=splits)
+        try:
+            await session.begin()
+            if asked.stream:
+                return StreamingResponse(session.events(reply), media_type="text/event-stream")
+            return JSONResponse(await session.body(reply))
+        except BaseException:
+            session.end()
+            raise
+
+
+class _Session:
+    """One request that generates: its choices, and an eye on whether its client is still there."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        scheduler: Scheduler,
+        request: Request,
+        asked: Asked,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        splits: bool,
+    ) -> None:
+        self._policy, self._scheduler, self._request, self._asked = policy, scheduler, request, asked
+        self._prompts, self._splits = prompts, splits
+        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._echoes: list[Delta] = []
+        self._choices: list[Choice] = []
+        self._ticket = Ticket(())
+        self._scoring: Future[list[list[rows.Token]]] = Future()
+        self._watch = asyncio.create_task(self._await_disconnect())
+
+    def end(self) -> None:
+        """Stop whatever is still being done for this request."""
+        self._ticket.cancel()
+        self._scoring.cancel()
+        self._watch.cancel()
+
+    async def begin(self) -> None:
+        """Score what is to be scored, and ask for what is to be drawn."""
+        asked = self._asked
+        if asked.echo:
+            self._echoes = await self._score()
+            if not asked.generate:
+                for echo in self._echoes:
+                    echo.finish_reason = "length"
+        for index, prompt in enumerate(self._prompts):
+            offset = len(self._echoes[index].text) if asked.echo else 0
+            self._choices += [
+                Choice(self._policy, prompt, asked, splits=self._splits, offset=offset)
+                for _ in range(asked.num_choices)
+            ]
+        if asked.generate:
+            seeds, loop = choice_seeds(asked.seed, asked.num_choices), asyncio.get_running_loop()
+
+            def sink(index: int, event: Event) -> None:
+                loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
+
+            self._ticket = self._scheduler.submit(
+                [
+                    Ask(
+                        request=rows.Request(prompt_ids=prompt, seeds=seeds),
+                        params=asked.params,
+                        stop_strings=asked.stops,
+                        num_top=asked.num_top,
+                    )
+                    for prompt in self._prompts
+                ],
+                sink,
+            )
+
+    async def body(self, reply: Reply) -> dict[str, Any]:
+        """Return the response in one piece."""
+        parts = [[delta] if (delta := self._echo(index)) else [] for index in range(len(self._choices))]
+        async for index, delta in self._deltas():
+            parts[index].append(delta)
+        return reply.whole([(index, merged(deltas)) for index, deltas in enumerate(parts)], self._usage())
+
+    async def events(self, reply: Reply) -> AsyncIterator[str]:
+        """Yield the response as server-sent events."""
+        try:
+            for index in range(len(self._choices)):
+                for chunk in (reply.first(index), reply.next(index, self._echo(index) or Delta())):
+                    if chunk:
+                        yield _event(chunk)
+            async for index, delta in self._deltas():
+                if chunk := reply.next(index, delta):
+                    yield _event(chunk)
+            if chunk := reply.last(self._usage()):
+                yield _event(chunk)
+            yield "data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.body())
+        except ClientDisconnect:
+            return
+        finally:
+            self.end()
+
+    def _echo(self, index: int) -> Delta | None:
+        return self._echoes[index // self._asked.num_choices] if self._echoes else None
+
+    async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Yield what each event adds to its choice, until all have ended."""
+        left = len(self._choices) if self._asked.generate else 0
+        while left:
+            index, event = await self._queue.get()
+            if isinstance(event, ClientDisconnect):
+                raise event
+            if isinstance(event, Exception):
+                raise _as_api_error(event)
+            left -= isinstance(event, rows.Completion)
+            yield index, self._choices[index].push(event)
+        self._watch.cancel()
+
+    async def _score(self) -> list[Delta]:
+        scores: Sequence[Sequence[rows.Token]] = [()] * len(self._prompts)
+        if self._asked.num_top is not None:
+            self._scoring = self._scheduler.score(self._prompts, self._asked.num_top)
+            try:
+                scores = await asyncio.wrap_future(self._scoring)
+            except asyncio.CancelledError:
+                raise ClientDisconnect from None
+        texts = [p if isinstance(p, str) else self._policy.tokenizer.decode(p) for p in self._asked.prompts]
+        return [echo_of(self._policy, *pair) for pair in zip(texts, scores, strict=True)]
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(sum(map(len, self._prompts)), self._choices, splits=self._splits)
+
+    async def _await_disconnect(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self._ticket.cancel()
+        self._scoring.cancel()
+        self._queue.put_nowait((0, ClientDisconnect()))
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    """Read a JSON body within bounds of size and time."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "expected the header Content-Type: application/json")
+    body = b""
+    try:
+        async with asyncio.timeout(RECEIVE_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {RECEIVE_S:g} s") from None
+    return await asyncio.to_thread(parse_json, body)
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return refusal(error)
+    if isinstance(error, BusyError):
+        return ApiError(503, str(error), code="overloaded")
+    if isinstance(error, HTTPException):
+        return ApiError(
+            error.status_code, f"{error.detail}: see /v1/models, /v1/chat/completions, /v1/completions"
+        )
+    return ApiError(500, f"the server failed: {type(error).__name__}: {str(error)[:200]}")
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return GONE
+    failure = _as_api_error(error)
+    headers = {"Retry-After": "1"} if failure.status == 503 else {}
+    headers |= {"Connection": "close"} if failure.status in (408, 413) else {}
+    return JSONResponse(failure.body(), status_code=failure.status, headers=headers)
+
+
+class _Guard:
+    """Turns away strangers (the key; on this machine alone, other host names), and clients that take nothing."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str, hosts: frozenset[str]) -> None:
+        self._app, self._api_key, self._hosts = app, api_key, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def bounded(message: Message) -> None:
+            async with asyncio.timeout(SEND_S):
+                await send(message)
+
+        request = Request(scope)
+        error = self._objection(request)
+        try:
+            if error is not None:
+                await (await _refuse(request, error))(scope, receive, bounded)
+            else:
+                await self._app(scope, receive, bounded)
+        except (TimeoutError, OSError):
+            return  # the client takes nothing any more, or is gone
+
+    def _objection(self, request: Request) -> ApiError | None:
+        host = request.headers.get("host", "").rsplit(":", 1)[0].strip("[]").lower()
+        if self._hosts and host not in self._hosts:  # a web page whose name was pointed at this machine
+            return ApiError(403, "this server answers to localhost only")
+        given = request.headers.get("authorization", "").encode()
+        is_open = not self._api_key or request.url.path == "/health"
+        if not is_open and not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+            return ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+        return None
+
+
+def make_app(api: Api, *, api_key: str, hosts: frozenset[str]) -> ASGIApp:
+    """Put the routes together.
+
+    Args:
+        api: What answers.
+        api_key: Key that clients must give as a bearer token; empty for none.
+        hosts: Host names that are answered to; empty for any.
+    """
+    routes: list[tuple[str, Callable[[Request], Any], str]] = [
+        ("/health", api.health, "GET"),
+        ("/v1/models", api.models, "GET"),
+        ("/v1/models/{name:path}", api.model, "GET"),
+        ("/v1/chat/completions", api.chat, "POST"),
+        ("/v1/completions", api.completions, "POST"),
+    ]
+    app = Starlette(
+        routes=[Route(path, function, methods=[method]) for path, function, method in routes],
+        exception_handlers=dict.fromkeys(HANDLED, _refuse),
+    )
+    return _Guard(app, api_key=api_key, hosts=hosts)

@@ -1,0 +1,342 @@
+"""`whet chat MODEL`: talk to a policy in the terminal, its thinking folded; or through a pipe, answers alone."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.rows import Completion, Request
+from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.serve.scheduler import Ask, Event, Scheduler
+from whet.serve.stream import Piece, ResponseText, TokenText, chat_prompt, has_turns, silent_ids
+from whet.telemetry.display import escape_controls
+from whet.types import UserError
+
+NO_MODEL = "MODEL"
+Number = TypeVar("Number", int, float)
+SHOWN_THINKING = 8
+"""Lines of thinking that are seen while it is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """A conversation with a model."""
+
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(init=NO_MODEL, max_rows=1))
+    """The model."""
+    prompt: str = ""
+    """Ask this one question, print the answer, and end."""
+    system: str = ""
+    """System message; empty for the policy's own instruction."""
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=2048))
+    """How replies are drawn."""
+    context: int = 4096
+    """Longest conversation in tokens; the model's own bound holds besides."""
+    seed: int = 0
+    """Seed of the first reply; the n-th reply's is made of it and n."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the parameters."""
+
+    def __post_init__(self) -> None:
+        require_model(self.policy)
+        if self.context < 2:
+            raise ValueError(f"context = {self.context}: expected 2 or more tokens")
+
+
+def require_model(policy: PolicyConfig) -> None:
+    """Refuse a command line without a model.
+
+    Raises:
+        ValueError: If `policy.init` was not given.
+    """
+    if policy.init == NO_MODEL and not Path(NO_MODEL).exists():
+        raise ValueError(
+            "no model: name a run folder, a Hugging Face folder or a hub name behind the command"
+        )
+
+
+@dataclass(slots=True)
+class Reply:
+    """What the model answered.
+
+    Attributes:
+        thinking: Its thinking, as far as it came.
+        answer: What followed, without the tags.
+        num_thinking: Tokens of the thinking.
+        end: 'stop', 'length', or 'interrupted'.
+    """
+
+    thinking: str = ""
+    answer: str = ""
+    num_thinking: int = 0
+    end: str = "interrupted"
+
+
+class Chat:
+    """A conversation: its settings, its history, and replies piece by piece.
+
+    Args:
+        policy: Who is talked to.
+        scheduler: What draws its tokens.
+        config: Settings to begin with.
+    """
+
+    def __init__(self, policy: Policy, scheduler: Scheduler, config: ChatConfig) -> None:
+        self._policy, self._scheduler = policy, scheduler
+        self.system, self.seed, self.sampling = config.system, config.seed, config.sampling
+        self.remembers = has_turns(policy)
+        self.turns: list[tuple[str, Reply]] = []
+        self._num_drawn = 0
+
+    def reset(self, *, seed: int | None = None) -> None:
+        """Forget what was said, or with a seed begin its draws again."""
+        self._num_drawn = 0
+        if seed is None:
+            self.turns = []
+        else:
+            self.seed = seed
+
+    def messages(self, question: str) -> list[dict[str, str]]:
+        """Return the conversation with a question at its end; earlier thinking is left out."""
+        said = [{"role": "system", "content": self.system}] if self.system else []
+        for asked, reply in self.turns if self.remembers else []:
+            said += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply.answer}]
+        return [*said, {"role": "user", "content": question}]
+
+    def ask(self, question: str, reply: Reply) -> Generator[Piece]:
+        """Ask, and yield the reply's pieces as they come, filling in `reply`; what was not interrupted is remembered.
+
+        Raises:
+            UserError: If the conversation does not fit.
+        """
+        prompt = chat_prompt(self._policy, self.messages(question))
+        self._scheduler.check(prompt, "the conversation (/reset forgets it)")
+        seed = self.seed if self._num_drawn == 0 else sequence_seed("chat", self.seed, self._num_drawn)
+        self._num_drawn += 1
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        request = Request(prompt_ids=prompt, seeds=(seed,))
+        ticket = self._scheduler.submit(
+            [Ask(request=request, params=self.sampling)], lambda _, event: events.put(event)
+        )
+        silent = silent_ids(self._policy)
+        text = TokenText(self._policy.tokenizer, prompt, silent_ids=silent)
+        parts = ResponseText(self._policy.schema)
+        try:
+            while reply.end == "interrupted":
+                event = events.get()
+                if isinstance(event, Exception):
+                    raise event
+                if isinstance(event, Completion):
+                    piece = parts.push(text.flush(), last=True)
+                    reply.end = event.finish_reason
+                else:
+                    reply.num_thinking += parts.is_thinking
+                    piece = parts.push(text.push(event.id))
+                reply.thinking += piece.thinking
+                reply.answer += piece.answer
+                yield piece
+        finally:
+            ticket.cancel()
+        self.turns.append((question, reply))
+
+
+class Terminal:
+    """Reads questions and commands, and shows replies; nothing that a model wrote is obeyed by the terminal.
+
+    Args:
+        chat: The conversation.
+        console: Where answers go.
+        notes: Where remarks go.
+    """
+
+    def __init__(self, chat: Chat, console: Console, notes: Console) -> None:
+        self._chat, self._console, self._notes = chat, console, notes
+        self._last = Reply()
+        self.num_errors = 0
+        self._commands: Mapping[str, tuple[Callable[[str], None], str]] = {
+            "/think": (self._think, "show the thinking behind the last answer"),
+            "/system": (
+                self._system,
+                "TEXT: set the system message and start anew; without TEXT the policy's own",
+            ),
+            "/reset": (self._reset, "forget the conversation"),
+            "/temperature": (self._temperature, "T: 0 is greedy"),
+            "/seed": (self._seed, "N: the next reply is drawn with it"),
+            "/save": (self._save, "FILE: write the conversation as JSON lines"),
+            "/help": (self._help, "this list"),
+            "/quit": (self._quit, "leave; so does Ctrl-D"),
+        }
+
+    def handle(self, line: str) -> None:
+        """Obey a command, or ask a question; a mistake becomes one line.
+
+        Raises:
+            EOFError: On /quit.
+        """
+        try:
+            line = line.strip()
+            name, _, rest = line.partition(" ")
+            if name in self._commands:
+                self._commands[name][0](rest.strip())
+            elif name.startswith("/"):
+                raise UserError(f"unknown command {name[:40]!r}: {' '.join(self._commands)}")
+            elif line:
+                self.ask(line)
+        except ValueError as error:
+            self.num_errors += 1
+            self._note(f"error: {error}", style="red")
+
+    def ask(self, question: str) -> None:
+        """Ask, and show the reply as it comes; Ctrl-C stops it."""
+        self._last = reply = Reply()
+        pieces = self._chat.ask(question, reply)
+        try:
+            if self._console.is_terminal:
+                self._show(pieces, reply)
+            else:
+                for _ in pieces:
+                    pass
+                self._console.print(_plain(reply.answer), soft_wrap=True)
+        except KeyboardInterrupt:
+            self._note("stopped; this exchange is forgotten")
+            return
+        finally:
+            pieces.close()  # frees the row
+        if not reply.answer and reply.thinking:
+            self._note(
+                f"no answer: the thinking did not end within {reply.num_thinking} tokens (/think shows it)"
+            )
+        elif reply.end == "length":
+            self._note("cut off: sampling.max_new_tokens or the context was reached")
+
+    def _show(self, pieces: Generator[Piece], reply: Reply) -> None:
+        """Write thinking dim and moving, then one line in its place, then the answer."""
+        with Live(console=self._console, transient=True, auto_refresh=False) as live:
+            first = ""
+            for piece in pieces:
+                if piece.answer:
+                    first = piece.answer
+                    break
+                tail = _plain(reply.thinking, "dim").wrap(self._console, self._console.width)
+                live.update(Text("\n").join(tail[-SHOWN_THINKING:]), refresh=True)
+        if reply.num_thinking:
+            self._note(f"thought for {reply.num_thinking} tokens (/think shows it)")
+        for text in chain((first,), (piece.answer for piece in pieces)):
+            self._console.print(_plain(text), end="", soft_wrap=True)
+        self._console.print()
+
+    def _note(self, text: str, style: str = "dim") -> None:
+        self._notes.print(_plain(text, style), soft_wrap=True)
+
+    def _think(self, _: str) -> None:
+        self._note(self._last.thinking or "no thinking yet")
+
+    def _system(self, text: str) -> None:
+        self._chat.system = text
+        self._chat.reset()
+
+    def _reset(self, _: str) -> None:
+        self._chat.reset()
+
+    def _temperature(self, text: str) -> None:
+        self._chat.sampling = replace(self._chat.sampling, temperature=_read(float, text, "/temperature"))
+
+    def _seed(self, text: str) -> None:
+        seed = _read(int, text, "/seed")
+        if not 0 <= seed < 2**63:
+            raise UserError(f"/seed {text[:40]}: expected 0 to 2**63 - 1")
+        self._chat.reset(seed=seed)
+
+    def _save(self, text: str) -> None:
+        if not text:
+            raise UserError("/save needs the name of a file")
+        rows = [{"role": "system", "content": self._chat.system}] if self._chat.system else []
+        for question, reply in self._chat.turns:
+            answer = {"role": "assistant", "content": reply.answer, "reasoning_content": reply.thinking}
+            rows += [{"role": "user", "content": question}, answer]
+        try:
+            with Path(text).expanduser().open("x", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {text!r}: {error.strerror}; give a new name in a folder of yours"
+            ) from None
+        self._note(f"{len(self._chat.turns)} exchanges written to {text}")
+
+    def _help(self, _: str) -> None:
+        for name, row in self._commands.items():
+            self._note(f"{name:<14}{row[1]}")
+
+    def _quit(self, _: str) -> None:
+        raise EOFError
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Make text that is neither markup nor control codes."""
+    return Text(escape_controls(text), style=style)
+
+
+def _read(kind: type[Number], text: str, name: str) -> Number:
+    try:
+        return kind(text)
+    except ValueError:
+        raise UserError(f"{name} needs a number, got {text[:40]!r}") from None
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed, or what is piped in."""
+    if not sys.stdin.isatty():
+        try:
+            yield from sys.stdin
+        except UnicodeDecodeError as error:
+            raise UserError(f"the input is not UTF-8 text (byte {error.start} of a block)") from None
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  line editing and history in input()
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print("\n/quit or Ctrl-D leaves")
+        except EOFError:
+            print()
+            return
+
+
+def main(config: ChatConfig) -> None:
+    """Talk until /quit or the end of the input.
+
+    Raises:
+        UserError: If the model is not there, or the one question of `prompt` cannot be asked.
+        SystemExit: With status 1 when a line that was piped in could not be answered.
+    """
+    policy = load_policy(config.policy, seed=0, dtype=getattr(torch, config.precision))
+    console = Console(highlight=False)
+    notes = console if console.is_terminal else Console(stderr=True, highlight=False)
+    with Scheduler(policy, context=config.context, max_waiting=1) as scheduler:
+        chat = Chat(policy, scheduler, config)
+        terminal = Terminal(chat, console, notes)
+        if config.prompt:
+            terminal.ask(config.prompt)
+            return
+        if sys.stdin.isatty():
+            alone = "" if chat.remembers else "; each question stands alone: this model's prompt has one turn"
+            notes.print(_plain(f"/help lists the commands, Ctrl-C stops an answer{alone}", "dim"))
+        with suppress(EOFError):
+            for line in _lines():
+                terminal.handle(line)
+        if terminal.num_errors and not sys.stdin.isatty():
+            raise SystemExit(1)

@@ -1,0 +1,157 @@
+"""`whet serve MODEL`: a policy behind OpenAI's interface, for its clients and for evaluation harnesses."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import torch
+
+from whet.generate.policy import PolicyConfig, load_policy
+from whet.serve.chat import NO_MODEL, require_model
+from whet.serve.scheduler import Scheduler
+from whet.types import UserError
+
+LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+GRACE_S = 3
+KEEP_ALIVE_S = 75
+"""Longer than clients keep an idle connection: who closes first must not be a race."""
+SPARE_CONNECTIONS = 512
+"""Above this uvicorn itself says 503, in plain text: below it the refusal is ours."""
+BACKLOG = 2048
+"""Connections that may wait for the server to pick them up; uvicorn's own default."""
+KEY_VARIABLE = "WHET_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """A server that speaks OpenAI's chat and completion interfaces."""
+
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(init=NO_MODEL, max_rows=64))
+    """The model; `policy.max_rows` completions are drawn together."""
+    name: str = ""
+    """Name that clients ask for; empty for the last part of the model's path."""
+    host: str = "127.0.0.1"
+    """Address to listen at; any but this machine's own needs a key."""
+    port: int = 8000
+    """Port to listen at; 0 takes a free one."""
+    api_key: str = ""
+    """Key that clients must give; empty for the environment variable WHET_API_KEY, or none."""
+    context: int = 4096
+    """Longest prompt and completion together, in tokens; the model's own bound holds besides."""
+    max_waiting: int = 256
+    """Completions that may wait for a row; more are refused with status 503."""
+    split_thinking: bool = True
+    """Give a chat's thinking as `reasoning_content`, and only the answer as `content`."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the parameters."""
+
+    def __post_init__(self) -> None:
+        require_model(self.policy)
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port = {self.port}: expected 0 (any free one) to 65535")
+        if self.context < 2:
+            raise ValueError(f"context = {self.context}: expected 2 or more tokens")
+        if self.max_waiting < 0:
+            raise ValueError(f"max_waiting = {self.max_waiting}: expected 0 or more")
+        if not key_of(self) and not _is_local(self.host):
+            raise ValueError(
+                f"host = {self.host!r} can be reached from other machines: give --api-key KEY, "
+                "or listen at 127.0.0.1"
+            )
+
+
+def key_of(config: ServeConfig) -> str:
+    """Return the key that clients must give; empty for none."""
+    return config.api_key or os.environ.get(KEY_VARIABLE, "")
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open the socket to serve at.
+
+    Raises:
+        UserError: If the address is not this machine's, or taken.
+    """
+    listener = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)  # who reads the address below can connect: the server picks it up
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise UserError(
+            f"cannot listen at {host} port {port}: {error.strerror or error}; try another --port"
+        ) from None
+    return listener
+
+
+def main(config: ServeConfig) -> None:
+    """Serve until Ctrl-C.
+
+    Raises:
+        UserError: If the model, the address or the memory is not there, or the extra `web` is not installed.
+    """
+    try:
+        import uvicorn
+
+        from whet.serve.api import Api, make_app
+    except ImportError as error:
+        raise UserError(f"whet serve needs {error.name}: pip install 'whet[web]'") from None
+    key = key_of(config)
+    with listen(config.host, config.port) as listener:
+        policy = load_policy(config.policy, seed=0, dtype=getattr(torch, config.precision))
+        name = config.name or Path(config.policy.init).expanduser().resolve().name
+        with Scheduler(policy, context=config.context, max_waiting=config.max_waiting) as scheduler:
+            api = Api(policy, scheduler, name=name, split_thinking=config.split_thinking)
+            app = make_app(api, api_key=key, hosts=frozenset() if key else LOCAL | {config.host})
+            options = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                limit_concurrency=scheduler.max_completions + SPARE_CONNECTIONS,
+                timeout_graceful_shutdown=GRACE_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                server_header=False,
+            )
+            host, port = listener.getsockname()[:2]
+            print(
+                f"serving {name!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 "
+                f"({policy.max_rows} rows of {scheduler.context:,} tokens); Ctrl-C ends it",
+                flush=True,
+            )
+            if policy.schema.tools:
+                print(
+                    "note: tools are not called here; a completion ends where the model calls one", flush=True
+                )
+            server = uvicorn.Server(options)
+            leave = server.handle_exit
+
+            def handle_exit(sig: int, frame: FrameType | None) -> None:
+                ending = threading.Timer(
+                    GRACE_S / 2, scheduler.close
+                )  # open streams end with an error of ours
+                ending.daemon = True
+                ending.start()
+                leave(sig, frame)
+
+            server.handle_exit = handle_exit
+            try:
+                server.run(sockets=[listener])
+            except KeyboardInterrupt:
+                print("stopped")

@@ -1,0 +1,219 @@
+"""Text of a completion while it is being drawn: whole characters, cut at stop strings, thinking apart from answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from whet.generate.policy import Policy
+from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
+from whet.model.text.tokenizer import Tokenizer
+from whet.schema import ResponseSchema
+from whet.types import UserError
+
+BROKEN = "\ufffd"
+HELD_TOKENS = 4
+"""A character has at most four bytes, and a token spells at least one."""
+LONG_WINDOW = 16
+
+
+def has_turns(policy: Policy) -> bool:
+    """Say whether a policy's template knows conversations; the texts for base models hold one question."""
+    return policy.tokenizer.chat_template not in (BASE_TEMPLATE, PLAIN_TEMPLATE)
+
+
+def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    """Return the tokens of a conversation as the policy is asked: its template, its opening tag, and its instruction.
+
+    Args:
+        policy: The policy.
+        messages: Maps with 'role' (system, user or assistant) and 'content'; a system message takes the place of the
+            policy's own instruction.
+
+    Raises:
+        UserError: If the template fails, or leaves out what the user or the system said.
+    """
+    if policy.system_prompt and all(message["role"] != "system" for message in messages):
+        messages = [{"role": "system", "content": policy.schema.system_prompt}, *messages]
+    if policy.tokenizer.chat_template == PLAIN_TEMPLATE and len(messages) > 1:
+        raise UserError("this model's prompt is the bare question: send one user message and no other")
+    text = policy.tokenizer.render(messages)
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" and message["content"].strip() not in text:
+            raise UserError(f"the model's chat template leaves out message {index} ({message['role']})")
+    return tuple(policy.tokenizer.encode_prompt(messages, prefix=policy.schema.generation_prefix))
+
+
+def silent_ids(policy: Policy) -> frozenset[int]:
+    """Return the tokens that end a completion and are not its text: all stop ids but the schema's closing tags."""
+    tags = (*policy.schema.tags, *policy.schema.tool_tags)
+    return frozenset(i for i in policy.stop_ids if policy.tokenizer.token_text(i) not in tags)
+
+
+class TokenText:
+    """Spells tokens one after the other; what may still become a character is held back.
+
+    Its pieces together are `Tokenizer.decode_completion` of all tokens.
+
+    Args:
+        tokenizer: The tokenizer.
+        prompt_ids: What stands before.
+        silent_ids: Tokens without a text, see `silent_ids`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        silent_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._tokenizer, self._silent_ids = tokenizer, silent_ids
+        self._before = list(prompt_ids[-1:])
+        self._window: list[int] = []
+        self._shown = 0
+
+    def push(self, index: int) -> str:
+        """Add a token and return the text that is now certain."""
+        if index in self._silent_ids:
+            return ""
+        self._window.append(index)
+        text = self._spell(self._window)
+        certain = text
+        for _ in range(HELD_TOKENS - 1):  # the bytes of an unfinished character show as up to three signs
+            certain = certain.removesuffix(BROKEN)
+        piece = certain[self._shown :]
+        self._shown += len(piece)
+        if certain == text:
+            self._drop(len(self._window), len(text))
+        elif len(self._window) > LONG_WINDOW:  # garbage: let go of tokens that spell the same on their own
+            for count in range(len(self._window) - HELD_TOKENS, 0, -1):
+                head, tail = self._spell(self._window[:count]), self._spell(self._window[count:])
+                if head + tail == text and len(head) <= self._shown:
+                    self._drop(count, len(head))
+                    break
+        return piece
+
+    def flush(self) -> str:
+        """Return what was held back; unfinished characters are U+FFFD."""
+        piece = self._spell(self._window)[self._shown :]
+        self._window, self._shown = [], 0
+        return piece
+
+    def _spell(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode_completion(self._before, ids)
+
+    def _drop(self, count: int, num_chars: int) -> None:
+        self._before = self._window[count - 1 : count]
+        del self._window[:count]
+        self._shown -= num_chars
+
+
+def held(text: str, marks: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may be the beginning of one of the marks."""
+    for count in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
+        if any(mark.startswith(text[-count:]) for mark in marks):
+            return count
+    return 0
+
+
+class StopText:
+    """Lets text through up to the first stop string, and never a part of one.
+
+    Args:
+        stops: Non-empty texts.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._kept = ""
+        self._ended = False
+
+    def push(self, text: str) -> str:
+        """Add text and return what stands for certain before any stop string."""
+        if self._ended or not self._stops:
+            return "" if self._ended else text
+        text = self._kept + text
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        self._ended = bool(found)
+        cut = min(found) if found else len(text) - held(text, self._stops)
+        self._kept = "" if found else text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """Return what was held back, since no stop string came of it."""
+        kept, self._kept = self._kept, ""
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a response: thinking, or answer."""
+
+    thinking: str = ""
+    answer: str = ""
+
+
+class ResponseText:
+    """Parts a response into thinking and answer as it comes; the tags themselves are left out.
+
+    What stands outside both blocks belongs to the answer; white space around an answer is dropped. A thinking block
+    that never closes leaves the answer empty.
+
+    Args:
+        schema: The tags.
+    """
+
+    def __init__(self, schema: ResponseSchema) -> None:
+        self._schema = schema
+        self.is_thinking = schema.opening_in_prompt
+        self._may_think = not schema.opening_in_prompt
+        self._kept = ""
+        self._space = ""
+        self._answered = False
+
+    def push(self, text: str, *, last: bool = False) -> Piece:
+        """Add text and return what is certain now.
+
+        Args:
+            text: What follows.
+            last: Whether nothing comes behind it.
+        """
+        self._kept += text
+        thinking, answer = "", ""
+        while True:
+            marks = self._marks()
+            found = [(place, mark) for mark in marks if (place := self._kept.find(mark)) >= 0]
+            place, mark = min(found) if found else (len(self._kept), "")
+            if not found and not last:
+                place -= held(self._kept, marks)
+            if self.is_thinking:
+                thinking += self._kept[:place]
+            else:
+                answer += self._trim(self._kept[:place])
+            self._kept = self._kept[place + len(mark) :]
+            if not mark:
+                return Piece(thinking, answer)
+            self._pass(mark)
+
+    def _marks(self) -> tuple[str, ...]:
+        schema = self._schema
+        if self.is_thinking:
+            return (schema.think_close,)
+        return (*((schema.think_open,) if self._may_think else ()), schema.answer_open, schema.answer_close)
+
+    def _pass(self, mark: str) -> None:
+        self.is_thinking = mark == self._schema.think_open
+        self._may_think = self._may_think and not self.is_thinking
+        if mark == self._schema.answer_open and not self._answered:
+            self._space = ""
+
+    def _trim(self, text: str) -> str:
+        """Drop white space before the answer, and keep that behind it until more text comes."""
+        text = self._space + text
+        if not self._answered:
+            text = text.lstrip()
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        self._answered = self._answered or bool(body)
+        return body

@@ -1,0 +1,429 @@
+"""Checkpoints of a run: tensors and JSON only, each step whole or absent, verified before use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from whet.ranks.collectives import is_distributed, on_main, rank, together
+from whet.storage.commit import (
+    MANIFEST,
+    commit_folder,
+    digest,
+    machine,
+    remove,
+    set_aside,
+    sync,
+    verify_folder,
+)
+from whet.types import UserError
+
+# State of several ranks in safetensors files: written once, by all ranks together, and read by any number of them.
+
+ALONE = "state.safetensors"
+
+
+def save_sharded(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors into a folder; every rank calls it, with the same names.
+
+    A DTensor is written by the ranks that hold its parts, a tensor that is the same on all ranks by one of them. Alone,
+    it is one plain file. Nothing is committed: see `commit_sharded`.
+
+    Args:
+        folder: An existing folder that all ranks see.
+        tensors: By name.
+
+    Raises:
+        OSError: If the disk refuses, on every rank.
+    """
+    if not is_distributed():
+        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, folder / ALONE)
+        return
+    # Here, as it takes a second or two.
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with together(f"save_sharded of {_layout(tensors)}"):
+        try:
+            save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        except CheckpointException as error:
+            raise next(cause for cause, _ in error.failures.values()) from None
+
+
+def load_sharded(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors with what `save_sharded` wrote, on whatever number of ranks; every rank calls it.
+
+    Args:
+        folder: The folder, already verified.
+        into: By name; a DTensor gets its parts.
+
+    Raises:
+        UserError: If a tensor is missing or incomplete there, or has another shape or dtype.
+    """
+    if not is_distributed() and [path.name for path in folder.glob("*.safetensors")] == [ALONE]:
+        stored = load_file(folder / ALONE)
+        _check(folder, into, {name: (t.shape, t.dtype, t.numel()) for name, t in stored.items()})
+        for name, tensor in into.items():
+            tensor.copy_(stored[name])
+        return
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(folder))
+    found = {
+        name: (entry.size, entry.properties.dtype, sum(math.prod(chunk.sizes) for chunk in entry.chunks))
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    _check(folder, into, found)
+    if is_distributed():
+        with together(f"load_sharded of {_layout(into)}"):
+            load(dict(into), storage_reader=reader)
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load(dict(into), storage_reader=reader, no_dist=True)
+
+
+def commit_sharded(
+    final: Path, part: str, tensors: Mapping[str, torch.Tensor], write: Callable[[Path], None]
+) -> None:
+    """Commit a folder that all ranks write: whole or not at all, as `commit_folder`; every rank calls it.
+
+    Args:
+        final: The folder's name.
+        part: The folder in it that the tensors go to.
+        tensors: For `save_sharded`.
+        write: Writes everything else; called on rank 0.
+
+    Raises:
+        UserError: If the disk refuses, on every rank; nothing that was there is lost.
+    """
+    with ExitStack() as opened:
+
+        def begin() -> str:
+            folder = opened.enter_context(commit_folder(final))
+            (folder / part).mkdir(parents=True)
+            return str(folder)
+
+        folder = Path(on_main(begin))
+        failed: OSError | None = None
+        try:
+            save_sharded(folder / part, tensors)
+        except OSError as error:
+            failed = error
+
+        def finish() -> None:
+            with opened.pop_all():  # commits the folder, or clears it away
+                if failed is not None:
+                    raise failed
+                write(folder)
+
+        on_main(finish)
+
+
+def _check(
+    folder: Path, into: Mapping[str, torch.Tensor], found: Mapping[str, tuple[torch.Size, torch.dtype, int]]
+) -> None:
+    for name, tensor in into.items():
+        if name not in found:
+            raise UserError(f"{folder}: has no tensor {name!r}, which this model's state needs")
+        shape, dtype, numbers = found[name]
+        if (shape, dtype, numbers) != (tensor.shape, tensor.dtype, tensor.numel()):
+            got = f"{dtype} {list(shape)} with {numbers} numbers"
+            raise UserError(
+                f"{folder}: tensor {name!r} has {got}, expected {tensor.dtype} {list(tensor.shape)} with "
+                f"{tensor.numel()}"
+            )
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Describe names, shapes and dtypes."""
+    text = repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())])
+    return f"{len(tensors)} tensors ({zlib.crc32(text.encode()):08x})"
+
+
+ALONE, SHARDS = "optimizer.safetensors", "optimizer"
+"""File of the tensors of one process; folder of those that several ranks wrote together."""
+RECORDS = "replay"
+"""Folder of recorded steps, each of which begins with the checkpoint of the step before; the first with no weights."""
+LOGS = ("metrics.jsonl", "samples.jsonl")
+Sameness = Literal["strict", "warn", "off"]
+"""What is done where a resumed run cannot be bitwise the same: refuse, warn, or nothing."""
+
+
+Resume = bool | int
+"""How a program goes on: False not at all, True from the newest step that verifies, a number from that step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that was verified.
+
+    Attributes:
+        folder: Its folder, a model folder.
+        state: All that is no tensor, as JSON values, with 'step'.
+    """
+
+    folder: Path
+    state: dict[str, Any]
+
+    def names(self) -> set[str]:
+        """Return the names of the tensors."""
+        alone, shards = self.folder / "training" / ALONE, self.folder / "training" / SHARDS
+        found: set[str] = set()
+        for path in [alone] if alone.is_file() else shards.glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                found |= set(file.keys())
+        return found
+
+    def read(self, like: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the state of the optimizer and of everything else that has tensors; all ranks call it.
+
+        Args:
+            like: Tensors of the same names and shapes, into which state that several ranks wrote is read.
+
+        Raises:
+            UserError: If it cannot be read, or has other tensors.
+        """
+        path = self.folder / "training" / ALONE
+        if not path.is_file():
+            load_sharded(self.folder / "training" / SHARDS, like)
+            return like
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be read ({error})") from None
+
+
+class LogHashes:
+    """Size and SHA-256 of a run's growing logs; each call reads only what came since the one before.
+
+    Args:
+        run: The run folder.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._known = {name: (0, hashlib.sha256()) for name in LOGS}
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Return size and hash by name of the logs that are there."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in LOGS:
+            path = self._run / name
+            if path.is_file():
+                size, running = self._known[name]
+                if path.stat().st_size < size:  # cut by somebody
+                    size, running = 0, hashlib.sha256()
+                with path.open("rb") as file:
+                    file.seek(size)
+                    while data := file.read(1 << 20):
+                        running.update(data)
+                        size += len(data)
+                self._known[name] = size, running
+                found[name] = {"size": size, "sha256": running.hexdigest()}
+        return found
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
+    return run / "checkpoints" / f"step_{step:08d}"
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Return the steps that have a committed checkpoint, ascending."""
+    return [step for step in _steps(run) if (step_folder(run, step) / MANIFEST).is_file()]
+
+
+def _steps(run: Path) -> list[int]:
+    """Return the steps that have a folder, damaged ones too, ascending."""
+    folders = (run / "checkpoints").glob("step_*")
+    return sorted(int(path.name[5:]) for path in folders if re.fullmatch(r"step_\d{8,18}", path.name))
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the name of the first tensor with a NaN or an infinity; '' where all are finite."""
+    return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), "")
+
+
+def save_step(
+    run: Path,
+    step: int,
+    *,
+    write_model: Callable[[Path], None],
+    tensors: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    logs: Mapping[str, Any] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Commit the checkpoint of a step and remove all but the newest ones; all ranks call it, and write it together.
+
+    Args:
+        run: Run folder.
+        step: Optimizer steps done.
+        write_model: Writes the model folder.
+        tensors: Optimizer state.
+        state: Everything else that resuming needs, as JSON values.
+        logs: What `LogHashes.describe` says of the logs as they are at this step; default: as they are now.
+        keep: Checkpoints kept, at least 2.
+
+    Returns:
+        The committed folder.
+
+    Raises:
+        UserError: If the disk refuses, or a tensor is not finite; nothing that was there is lost.
+    """
+    if name := not_finite(tensors):
+        raise UserError(
+            f"step {step}: {name} is not finite and was not saved; go on from the checkpoint before it (--resume) with "
+            "a lower learning rate"
+        )
+    folder = step_folder(run, step)
+
+    def write(temporary: Path) -> None:
+        write_model(temporary)
+        training = temporary / "training"
+        training.mkdir(exist_ok=True)
+        (training / "state.json").write_text(json.dumps({"step": step, **state}, indent=1) + "\n")
+        described = LogHashes(run).describe() if logs is None else logs
+        for name in described:
+            sync(run / name)
+        (training / "logs.json").write_text(json.dumps(described, indent=1) + "\n")
+
+    if is_distributed():
+        commit_sharded(folder, f"training/{SHARDS}", tensors, write)
+    else:
+        with commit_folder(folder) as temporary:
+            write(temporary)
+            parts = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(parts, temporary / "training" / ALONE)
+    if rank() == 0:
+        _purge(run, keep)
+    return folder
+
+
+def _purge(run: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest ones, and what was recorded of the step after each."""
+    oldest = saved_steps(run)[-max(keep, 2) :][0]
+    for old in _steps(run):
+        if old < oldest:
+            remove(step_folder(run, old))
+    for record in (run / RECORDS).glob("step_*"):
+        if re.fullmatch(r"step_\d{8,18}", record.name) and 1 < int(record.name[5:]) <= oldest:
+            remove(record)
+
+
+def _check_logs(run: Path, folder: Path) -> None:
+    """Tell of logs whose beginning is not what it was when a checkpoint was made; keep a copy, as it is cut next."""
+    described = folder / "training" / "logs.json"
+    for name, entry in json.loads(described.read_text()).items() if described.is_file() else ():
+        path, copy = run / name, run / f".corrupt-{name}"
+        if not path.is_file() or digest(path, entry["size"]) != entry["sha256"]:
+            if path.is_file():
+                shutil.copyfile(path, copy)
+            text = f"{path}: damaged since {folder.name} was saved; earlier rows are wrong or lost"
+            print(f"whet: warning: {text} (as found: {copy.name}); training goes on exactly", flush=True)
+
+
+def _check_machine(folder: Path, sameness: Sameness) -> None:
+    """Take the CPU threads that a checkpoint was saved with; refuse or tell of what else changes the last bits.
+
+    Raises:
+        UserError: In strict mode, if this is not the same kind of machine.
+    """
+    saved, here = json.loads((folder / MANIFEST).read_text()), machine()
+    threads = int(saved.get("threads") or here["threads"])
+    if sameness == "strict" and threads != here["threads"]:
+        torch.set_num_threads(threads)
+        print(f"whet: {threads} CPU threads, as when it was saved (here it would be {here['threads']})")
+        here = machine()
+    for name, value in here.items():
+        if sameness != "off" and (was := saved.get(name, value)) != value:
+            text = f"{folder}: saved with {name} {was}, resumed with {value}: not bitwise the same run"
+            if sameness == "strict":
+                raise UserError(f"{text}; go on all the same with --deterministic warn")
+            print(f"whet: warning: {text}", flush=True)
+
+
+def load_step(
+    run: Path, resume: Resume = True, *, keep: int = 2, sameness: Sameness = "strict"
+) -> Loaded | None:
+    """Read the newest checkpoint that verifies, corrupt newer ones being set aside, loudly; or exactly one step.
+
+    Args:
+        run: Run folder.
+        resume: A step is wanted and no other, and later ones are set aside; True for the newest.
+        keep: As in `save_step`, which may have been killed before it removed older ones.
+        sameness: What is done where the run cannot go on bitwise.
+
+    Returns:
+        The checkpoint; None when the run has none yet.
+
+    Raises:
+        UserError: If there are checkpoints, but none can be read; or not the one that was wanted.
+    """
+    if resume is not True:
+        return _load_exactly(run, resume, sameness)
+    problems = []
+    for found in reversed(_steps(run)):
+        folder = step_folder(run, found)
+        try:
+            state = _read(folder)
+        except (UserError, OSError, ValueError) as error:
+            problems.append(str(error))
+            set_aside(folder)
+            print(f"whet: warning: {error}; set aside, trying the checkpoint before it", flush=True)
+            continue
+        _check_machine(folder, sameness)
+        _check_logs(run, folder)
+        _purge(run, keep)
+        return Loaded(folder, state)
+    if problems:
+        raise UserError(f"{run}: no checkpoint can be read; the newest says: {problems[0]}")
+    if aside := sorted((run / "checkpoints").glob(".corrupt-step_*")):
+        raise UserError(f"{run}: no checkpoint is left; {aside[-1]} was damaged: start a new run")
+    print(
+        f"whet: warning: {run}: no checkpoint was made before it ended; it begins again at step 0", flush=True
+    )
+    return None
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    verify_folder(folder)
+    return json.loads((folder / "training" / "state.json").read_text())
+
+
+def _load_exactly(run: Path, step: int, sameness: Sameness) -> Loaded:
+    """Read one step; set later ones aside, since their logs are about to be written anew."""
+    folder = step_folder(run, step)
+    if not folder.is_dir():
+        there = ", ".join(map(str, _steps(run))) or "none"
+        raise UserError(f"--resume {step}: {run} has no checkpoint of that step; it has: {there}")
+    try:
+        state = _read(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: cannot be read ({error}); leave out the step to fall back") from None
+    _check_machine(folder, sameness)
+    _check_logs(run, folder)
+    for later in _steps(run):
+        if later > step:
+            kept = set_aside(step_folder(run, later), mark="later")
+            print(f"whet: {step_folder(run, later).name} is later than step {step}: kept as {kept.name}")
+    return Loaded(folder, state)

@@ -1,0 +1,179 @@
+"""Folders that are written whole or not at all, and verified before use."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from whet.kernels import choice
+from whet.ranks.collectives import world_size
+from whet.types import UserError
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What JSON that anybody may have written raises when it is read."""
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+
+class DiskFullError(UserError):
+    """The disk has no room for what should be written; nothing that was there is lost."""
+
+
+def recover(parent: Path) -> None:
+    """Clear what killed writers left in a folder of committed folders.
+
+    A folder that was set aside and whose successor never came gets its name back; half-written and
+    half-removed ones are deleted.
+
+    Args:
+        parent: Folder of the committed folders; it may be missing. Nobody may be writing to it.
+    """
+    for path in sorted(parent.glob(".old-*")):
+        if not (final := parent / path.name.removeprefix(".old-").rpartition("-")[0]).exists():
+            path.rename(final)
+    for path in [*parent.glob(".old-*"), *parent.glob(".tmp-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(folder: Path, *, mark: str = "corrupt") -> Path:
+    """Rename a folder, so that nothing uses it and somebody can look at it; return its new name."""
+    aside = folder.with_name(f".{mark}-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
+def remove(folder: Path) -> None:
+    """Delete a committed folder; killed in the middle it leaves no folder that looks whole."""
+    doomed = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def commit_folder(final: Path) -> Iterator[Path]:
+    """Write a folder that appears under its name only when it is complete.
+
+    Files go to a temporary sibling; on success a manifest with size and SHA-256 of each is added, everything
+    is synced to disk, and the folder is renamed. After an error the temporary folder is removed and nothing
+    has changed. What a killed process leaves is cleared by `recover`.
+
+    Args:
+        final: The name; an older folder of that name is replaced.
+
+    Yields:
+        The temporary folder to write into.
+
+    Raises:
+        UserError: If the disk refuses (DiskFullError where it is full); nothing that was there is lost.
+    """
+    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        files = {}
+        for path in sorted(temporary.rglob("*")):
+            if path.is_file():
+                entry = {"size": path.stat().st_size, "sha256": digest(path)}
+                files[str(path.relative_to(temporary))] = entry
+                sync(path)
+        manifest = {"format": FORMAT_VERSION, **machine(), "files": files}
+        manifest["sha256"] = _seal(manifest)
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        sync(temporary / MANIFEST)
+        sync(temporary)
+        if final.exists():
+            retired = final.with_name(f".old-{final.name}-{os.getpid()}")
+            shutil.rmtree(retired, ignore_errors=True)
+            final.rename(retired)
+            temporary.rename(final)
+            shutil.rmtree(retired, ignore_errors=True)
+        else:
+            temporary.rename(final)
+        sync(final.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0][:120]
+        text = f"{final}: could not be written ({reason}); what was saved before is whole"
+        is_full = getattr(error, "errno", None) in FULL or "No space" in reason
+        raise (DiskFullError if is_full else UserError)(f"{text}: free space, then --resume") from None
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def machine() -> dict[str, Any]:
+    """Return what the last bits of a result depend on besides program and data."""
+    return {
+        "threads": torch.get_num_threads(),
+        "kernels": choice.identity(),
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "ranks": world_size(),
+    }
+
+
+def digest(path: Path, size: int = sys.maxsize) -> str:
+    """Return the sha256 of a file's first `size` bytes."""
+    running = hashlib.sha256()
+    with path.open("rb") as file:
+        while size > 0 and (data := file.read(min(size, 1 << 20))):
+            running.update(data)
+            size -= len(data)
+    return running.hexdigest()
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """Return the sha256 of a manifest's own content."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Bring a file or the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def verify_folder(folder: Path) -> None:
+    """Check every file of a committed folder against its manifest.
+
+    Raises:
+        UserError: If the manifest or a file is missing, one differs, or there is one that the manifest does not name.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        version, files = manifest["format"], manifest["files"]
+        is_whole = manifest.pop("sha256", None) in (None, _seal(manifest))  # earlier versions have none
+        expected = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
+    except UNREADABLE as error:
+        raise UserError(f"{folder / MANIFEST}: no readable manifest ({type(error).__name__})") from None
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{folder}: manifest.json has format {str(version)[:20]!r}, this whet reads {FORMAT_VERSION}"
+        )
+    if not is_whole or not expected:
+        raise UserError(f"{folder / MANIFEST}: not as it was written (corrupt)")
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()} - {MANIFEST}
+    if unnamed := sorted(found - expected.keys()):
+        raise UserError(f"{folder / unnamed[0]}: the manifest does not name it (corrupt)")
+    for name, (size, written) in expected.items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path}: missing, though the manifest names it")
+        if path.stat().st_size != size or digest(path) != written:
+            raise UserError(f"{path}: differs from its manifest (corrupt)")

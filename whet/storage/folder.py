@@ -1,0 +1,138 @@
+"""Run folders: made once, held by one process, gone on with only by the run that began them."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from whet.storage.commit import UNREADABLE, recover, set_aside, sync, verify_folder
+from whet.types import UserError
+
+PARTIAL = ".config.partial"
+FREE = ("safety", "track")
+"""Groups of a configuration that may be others when the run goes on: no number that it computes depends on them."""
+_locks: dict[Path, int] = {}
+"""Run folders that this process holds, and the descriptor that holds each."""
+# What a run that ended before its first result leaves behind; the next one may take its place.
+BEGINNINGS = frozenset(
+    {"config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "provenance.json", "heartbeats"}
+)
+# What stays good for the next run in the folder: scores that were paid for.
+REUSABLE = frozenset({"judge.jsonl", "quarantine.jsonl"})
+
+
+def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable: bool = True) -> None:
+    """Make a new run folder with its config.yaml, or check that an old one may go on.
+
+    A folder in which an earlier run ended before it had a result counts as new.
+
+    Args:
+        folder: The run folder.
+        config_yaml: The resolved configuration.
+        resume: Whether the run goes on from its newest checkpoint.
+        resumable: Whether the program knows --resume, for the message.
+
+    Raises:
+        UserError: If the folder exists without `resume`, is missing with it, or holds another configuration.
+    """
+    path = folder / "config.yaml"
+    if resume:
+        if not path.is_file():
+            raise UserError(
+                f"{folder}: nothing to resume (no config.yaml); leave out --resume to start a new run"
+            )
+        stored = path.read_text(encoding="utf-8", errors="replace")
+        if changed := _first_difference(_essential(stored), _essential(config_yaml)):
+            raise UserError(
+                f"{folder}: --resume needs the configuration that the run was started with; {changed}"
+            )
+        _lock(folder)
+        _check_config(folder, stored)
+        for part in ("checkpoints", "replay", "faults"):
+            recover(folder / part)
+        kept_folders = [folder / "checkpoints" / name for name in ("best", "protocol")]
+        for kept in (*kept_folders, *folder.glob("replay/step_*"), *folder.glob("faults/step_*")):
+            try:
+                if kept.exists():
+                    verify_folder(kept)
+            except UserError as error:
+                set_aside(kept)
+                print(f"whet: warning: {error}; set aside", flush=True)
+        return
+    try:
+        if not folder.exists() or _is_unused(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder)
+        if not _is_unused(folder):
+            remedy = "choose another --out, or --resume" if resumable else "choose another --out"
+            raise UserError(f"{folder}: already exists and is never overwritten; {remedy}")
+        for name in BEGINNINGS - {"config.yaml"}:  # that goes last: without it nobody may go on
+            if (folder / name).is_dir():
+                shutil.rmtree(folder / name)
+            (folder / name).unlink(missing_ok=True)
+        (folder / PARTIAL).write_text(config_yaml, encoding="utf-8")
+        sync(folder / PARTIAL)
+        (folder / PARTIAL).replace(path)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def _lock(folder: Path) -> None:
+    """Hold a run folder until this process ends; refuse one that another process holds."""
+    folder = folder.resolve()
+    if folder in _locks:
+        os.close(_locks.pop(folder))
+    _locks[folder] = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(_locks[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"{folder}: another process is at work in it; wait for its end, or choose another --out"
+        ) from None
+    except OSError:  # a file system without locks
+        return
+
+
+def _check_config(folder: Path, config_yaml: str) -> None:
+    """Refuse a config.yaml that is not the one that the run began with, where its hash is known."""
+    try:
+        recorded = json.loads((folder / "provenance.json").read_bytes())["config_sha256"]
+    except UNREADABLE:
+        return
+    if recorded and recorded != hashlib.sha256(config_yaml.encode()).hexdigest():
+        raise UserError(
+            f"{folder / 'config.yaml'}: changed since the run began; put it back, or start a new run"
+        )
+
+
+def _is_unused(folder: Path) -> bool:
+    """Say whether a folder is empty, or holds nothing but the beginnings of a run."""
+    found = {path.name: path for path in folder.iterdir()} if folder.is_dir() else {"": folder}
+    found.pop(PARTIAL, None)
+    begun = {name: path for name, path in found.items() if name not in REUSABLE}
+    logs = [path for path in begun.values() if path.suffix == ".jsonl"]
+    is_beginning = "config.yaml" in found and begun.keys() <= BEGINNINGS
+    return not found or (is_beginning and all(path.stat().st_size == 0 for path in logs))
+
+
+def _essential(config_yaml: str) -> list[tuple[int, str]]:
+    """Return the lines of a configuration that decide what the run computes, with their numbers."""
+    key, lines = "", []
+    for number, line in enumerate(config_yaml.splitlines(), start=1):
+        if line[:1].strip():
+            key = line.partition(":")[0]
+        if key not in FREE:
+            lines.append((number, line))
+    return lines
+
+
+def _first_difference(stored: list[tuple[int, str]], given: list[tuple[int, str]]) -> str:
+    """Say where two configurations differ first; '' when they agree."""
+    for (number, old), (_, new) in zip(stored, given, strict=False):
+        if old != new:
+            return f"config.yaml line {number} has {old.strip()!r}, you gave {new.strip()!r}"
+    return "" if len(stored) == len(given) else "the number of fields differs"

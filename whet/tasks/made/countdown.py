@@ -1,0 +1,302 @@
+"""Countdown and game of 24: reach a target with given numbers, + - * / and parentheses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, lru_cache
+
+from whet.tasks.made.draft import Draft, Draw, FromRows, Generated
+from whet.tasks.read import Row
+from whet.types import Problem, Task
+
+MAX_CHARACTERS = 300
+MAX_SOLVED = 4
+"""Longest list of numbers of a row that is searched for a solution."""
+NUM_PROBLEMS = 10_000
+MAX_VALUE = 999
+LARGEST_CARD, NUM_HANDS = 13, 1362
+COLUMNS = (("numbers", "target"), ("nums", "target"), ("input", "output"), ("Puzzles", None))
+SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
+_TOKEN = re.compile(r"[0-9]+|[-+*/()]")
+
+
+def countdown(
+    path: str = "", *, level: int = 0, seed: int = 0, num_problems: int = 0, max_bad_rows: int = 0
+) -> Task:
+    """Return the task `countdown`: levels 1 to 4 have 3 to 6 numbers; every problem can be solved.
+
+    Args:
+        path: Data with numbers and target (columns numbers or nums, target; or input, output); '' draws them.
+        level: The one level wanted; 0 mixes them.
+        seed: Seed of the draws.
+        num_problems: Problems in all splits together; 0 means 10,000.
+        max_bad_rows: How many bad rows per file are tolerated.
+    """
+    if path:
+        return FromRows(
+            "countdown",
+            path,
+            lambda row: _from_row(row, None),
+            is_right,
+            answer_type="text",
+            max_bad_rows=max_bad_rows,
+        )
+    return Generated(
+        "countdown",
+        _make,
+        is_right,
+        num_levels=4,
+        num_problems=num_problems or NUM_PROBLEMS,
+        answer_type="text",
+        level=level,
+        seed=seed,
+    )
+
+
+def game24(path: str = "", *, max_bad_rows: int = 0) -> Task:
+    """Return the task `game24`: four cards of 1 to 13 that make 24.
+
+    Args:
+        path: Data with a column Puzzles, numbers, nums or input; '' takes all 1,362 solvable sets of cards.
+        max_bad_rows: How many bad rows per file are tolerated.
+    """
+    if path:
+        return FromRows(
+            "game24",
+            path,
+            lambda row: _from_row(row, 24),
+            is_right,
+            answer_type="text",
+            max_bad_rows=max_bad_rows,
+        )
+    return Generated(
+        "game24",
+        lambda draw, level: _hands(),
+        is_right,
+        num_levels=1,
+        num_problems=NUM_HANDS,
+        answer_type="text",
+    )
+
+
+def is_right(problem: Problem, answer: str) -> bool:
+    """Say whether an expression uses every number exactly once and has the target as its exact value.
+
+    `... = 24` behind the expression is tolerated when it is the target, and so are the signs × · ÷ − and a minus sign
+    before a number (it reaches nothing that subtraction does not). Nothing else is: no powers, no products without
+    `*`, no numbers put together from digits.
+
+    Args:
+        problem: A problem of this task; numbers and target stand in its `meta`.
+        answer: Any text.
+    """
+    if len(answer) > MAX_CHARACTERS:
+        return False
+    target = problem.meta["target"]
+    expression, equals, result = answer.translate(SIGNS).partition("=")
+    if equals and result.strip() != target:
+        return False
+    parsed = evaluate(expression)
+    if parsed is None:
+        return False
+    value, numbers = parsed
+    return value == int(target) and sorted(numbers) == sorted(map(int, problem.meta["numbers"].split()))
+
+
+def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
+    """Compute an expression of whole numbers, + - * / and parentheses exactly.
+
+    Args:
+        text: Any text; callers bound its length, and with it the depth.
+
+    Returns:
+        Value and the numbers in the order of the text; None when it is anything else, or divides by zero.
+    """
+    if _TOKEN.sub("", text).strip(" \n\t"):
+        return None
+    tokens = _TOKEN.findall(text)
+    if len(tokens) > MAX_CHARACTERS or any(len(token) > 1 and token[0] == "0" for token in tokens):
+        return None
+    numbers = [int(token) for token in tokens if token[0].isdigit()]
+    try:
+        tokens.append("")
+        rest = iter(tokens)
+        value, last = _sum(rest)
+        return None if last else (value, numbers)
+    except (SyntaxError, ZeroDivisionError, StopIteration):
+        return None
+
+
+def _sum(rest: Iterator[str]) -> tuple[Fraction, str]:
+    """Read a sum; return its value and the token behind it."""
+    total, token = _product(rest)
+    while token in ("+", "-"):
+        sign = 1 if token == "+" else -1
+        value, token = _product(rest)
+        total += sign * value
+    return total, token
+
+
+def _product(rest: Iterator[str]) -> tuple[Fraction, str]:
+    value = _atom(rest)
+    token = next(rest)
+    while token in ("*", "/"):
+        factor = _atom(rest)
+        value = value * factor if token == "*" else value / factor
+        token = next(rest)
+    return value, token
+
+
+def _atom(rest: Iterator[str]) -> Fraction:
+    token = next(rest)
+    if token == "(":
+        value, token = _sum(rest)
+        if token != ")":
+            raise SyntaxError("unclosed parenthesis")
+        return value
+    if token == "-":
+        return -_atom(rest)
+    if not token.isdigit():
+        raise SyntaxError("expected a number")
+    return Fraction(int(token))
+
+
+def _results(left: Fraction, right: Fraction) -> Iterator[tuple[str, Fraction]]:
+    """Yield what one operation makes of two values; '{0}' and '{1}' stand for their expressions."""
+    yield "{0}+{1}", left + right
+    yield "{0}*{1}", left * right
+    yield "{0}-{1}", left - right
+    yield "{1}-{0}", right - left
+    if right:
+        yield "{0}/{1}", left / right
+    if left:
+        yield "{1}/{0}", right / left
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to make a value.
+
+    Attributes:
+        value: The value.
+        form: A number, or an operation such as '{0}+{1}' on the two parts.
+        parts: The ways to its operands.
+    """
+
+    value: Fraction
+    form: str
+    parts: tuple[Way, ...] = ()
+
+    @property
+    def expression(self) -> str:
+        """The whole expression: `(5*6)-6`."""
+        inner = (f"({part.expression})" if part.parts else part.form for part in self.parts)
+        return self.form.format(*inner)
+
+    @property
+    def steps(self) -> list[str]:
+        """One line per operation: `5*6=30`, `30-6=24`."""
+        if not self.parts:
+            return []
+        step = self.form.format(*(_shown(part.value) for part in self.parts)) + f"={self.value}"
+        return [*(line for part in self.parts for line in part.steps), step]
+
+
+def _ways(numbers: tuple[int, ...], is_whole: bool) -> Iterator[tuple[Fraction, str, tuple[Way, ...]]]:
+    """Yield values that use all numbers, with form and parts; a value may come several times."""
+    if len(numbers) == 1:
+        yield Fraction(numbers[0]), str(numbers[0]), ()
+    for chosen in range(1, 2 ** (len(numbers) - 1)):
+        parts = [tuple(n for i, n in enumerate(numbers) if (chosen >> i & 1) == side) for side in (0, 1)]
+        for left in _reachable(parts[0], is_whole):
+            for right in _reachable(parts[1], is_whole):
+                for form, value in _results(left.value, right.value):
+                    if not is_whole or (value.denominator == 1 and value >= 0):
+                        yield value, form, (left, right)
+
+
+@lru_cache(maxsize=600)  # enough for all triples of 13 cards, some 30 KB each
+def _reachable(numbers: tuple[int, ...], is_whole: bool) -> tuple[Way, ...]:
+    """Return one way to every value that uses all numbers."""
+    found: dict[Fraction, Way] = {}
+    for value, form, parts in _ways(numbers, is_whole):
+        if value not in found:
+            found[value] = Way(value, form, parts)
+    return tuple(found.values())
+
+
+def _shown(value: Fraction) -> str:
+    return str(value) if value >= 0 and value.denominator == 1 else f"({value})"
+
+
+def solve(numbers: list[int], target: int) -> Way | None:
+    """Search a solution; one without negative numbers and fractions on the way is preferred.
+
+    Args:
+        numbers: At most `MAX_SOLVED` numbers.
+        target: The value wanted.
+
+    Returns:
+        A way to it that uses all numbers, or None.
+    """
+    for is_whole in (True, False):
+        for value, form, parts in _ways(tuple(sorted(numbers)), is_whole):
+            if value == target:
+                return Way(value, form, parts)
+    return None
+
+
+def _draft(numbers: list[int], way: Way) -> Draft:
+    prompt = (
+        f"Use each of the numbers {', '.join(map(str, numbers))} exactly once, with + - * / and parentheses, "
+        f"to make {way.value}. Answer with the expression."
+    )
+    meta = {"numbers": " ".join(map(str, numbers)), "target": str(way.value)}
+    return Draft(f"{sorted(numbers)} {way.value}", prompt, way.expression, "\n".join(way.steps), meta)
+
+
+def _make(draw: Draw, level: int) -> list[Draft]:
+    """Draw numbers and join them two by two at random; what comes out is the target."""
+    numbers = [draw.between(1, 99 if level <= 2 else 25) for _ in range(level + 2)]
+    ways = [Way(Fraction(number), str(number)) for number in numbers]
+    while len(ways) > 1:
+        left, right, *ways = draw.shuffled(ways)
+        whole = [
+            (form, value)
+            for form, value in _results(left.value, right.value)
+            if value.denominator == 1 and 0 < value <= MAX_VALUE
+        ]
+        form, value = draw.one(
+            whole
+        )  # never empty: a sum above the maximum has a difference or a quotient below
+        ways.append(Way(value, form, (left, right)))
+    return [_draft(numbers, ways[0])]
+
+
+@cache
+def _hands() -> list[Draft]:
+    """Return the four-card hands that make 24, in a fixed shuffled order."""
+    faces = range(1, LARGEST_CARD + 1)
+    hands = [[a, b, c, d] for a in faces for b in faces for c in faces for d in faces if a <= b <= c <= d]
+    solved = ((hand, solve(hand, 24)) for hand in Draw("game24").shuffled(hands))
+    return [_draft(hand, way) for hand, way in solved if way]
+
+
+def _from_row(row: Row, target: int | None) -> Draft | str:
+    columns = next((pair for pair in COLUMNS if pair[0] in row), None)
+    if columns is None:
+        return f"no column of numbers ({', '.join(name for name, _ in COLUMNS)})"
+    raw = row[columns[0]]
+    words = raw if isinstance(raw, list) else re.findall(r"[^\s,;\[\]]+", str(raw))
+    goal = target if target is not None else row.get(columns[1] or "target")
+    texts = [str(word) for word in (*words, goal)]
+    if not all(text.isascii() and text.isdigit() and len(text) <= 6 for text in texts):
+        return f"expected whole numbers and a target, got {str(raw)[:60]!r} and {str(goal)[:20]!r}"
+    numbers = [int(text) for text in texts[:-1]]
+    if not 2 <= len(numbers) <= MAX_SOLVED:
+        return f"{len(numbers)} numbers, expected 2 to {MAX_SOLVED}"
+    way = solve(numbers, int(texts[-1]))
+    return _draft(numbers, way) if way else f"{numbers} cannot make {texts[-1]}"

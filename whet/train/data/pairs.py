@@ -1,0 +1,230 @@
+"""Preference pairs: right against wrong completions of the policy's own, or the rows of a file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from whet.generate.policy import Policy
+from whet.generate.sampling import sequence_seed
+from whet.ranks.collectives import all_reduce_sum, shard
+from whet.tasks.read import BadRow, Row, read_jsonl, text_fault
+from whet.train.data.harvest import Judged, choose, distinct, is_right
+from whet.types import Problem, UserError, problem_uid
+
+Messages = list[dict[str, str]]
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two completions of one prompt, the first better than the second.
+
+    Attributes:
+        uid: Names the prompt.
+        prompt: The question, to be read by people.
+        chosen: Text of the better completion, likewise.
+        rejected: Text of the worse one.
+        prompt_ids: Tokens of the prompt.
+        chosen_ids: Tokens of the better completion with what ends it; of own rollouts the very ones.
+        rejected_ids: Tokens of the worse one.
+        ref_chosen_logprob: Summed log-probability of chosen_ids under the starting policy, nats.
+        ref_rejected_logprob: The same of rejected_ids.
+    """
+
+    uid: str
+    prompt: str
+    chosen: str
+    rejected: str
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+    ref_chosen_logprob: float = 0.0
+    ref_rejected_logprob: float = 0.0
+
+    def as_problem(self) -> Problem:
+        """Return its texts as a problem, for hashes of the data."""
+        return Problem(uid=self.uid, task="dpo", prompt=self.prompt, answer=f"{self.chosen}\0{self.rejected}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model reads: the prompt stands before both completions."""
+        return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
+
+    @classmethod
+    def from_row(cls, row: Row) -> Pair:
+        """Make a pair of what `as_row` returned, read back from JSON.
+
+        Raises:
+            UserError: If it is something else.
+        """
+        try:
+            values: Row = {name: tuple(v) if isinstance(v, list) else v for name, v in row.items()}
+            return cls(**values)
+        except TypeError:
+            raise UserError("pairs.jsonl is not what the run wrote; start a new run") from None
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the pair as JSON values."""
+        return asdict(self)
+
+
+def is_held_out(uid: str, seed: int, share: float) -> bool:
+    """Say whether a prompt's pairs are for validation: all pairs of a prompt go the same way."""
+    return sequence_seed("held out", seed, uid) / 2**63 < share
+
+
+class Pairing:
+    """Pairs right with wrong completions, and counts what there was.
+
+    Args:
+        limit: Pairs per problem, at most.
+        seed: Seed of the choice among all pairs of a problem.
+    """
+
+    def __init__(self, limit: int, seed: int) -> None:
+        self._limit, self._seed = limit, seed
+        self._num_samples = self._num_right = 0
+
+    def __call__(self, problem: Problem, judged: Judged) -> list[Pair]:
+        """Pair the completions of one problem: in perfect format and right, against wrong ones; each text once."""
+        self._num_samples += len(judged)
+        self._num_right += sum(graded.is_correct for _, graded in judged)
+        right = distinct([sample for sample, graded in judged if is_right(graded)])
+        wrong = distinct([sample for sample, graded in judged if not graded.is_correct])
+        both = list(product(right, wrong))
+        return [
+            Pair(
+                uid=problem.uid,
+                prompt=problem.prompt,
+                chosen=both[index][0].text,
+                rejected=both[index][1].text,
+                prompt_ids=both[index][0].prompt_ids,
+                chosen_ids=both[index][0].completion_ids,
+                rejected_ids=both[index][1].completion_ids,
+            )
+            for index in choose(len(both), self._limit, self._seed, problem.uid)
+        ]
+
+    def none_found(self) -> UserError:
+        """Say why there are no pairs (on all ranks), and what to do."""
+        total, right = map(int, all_reduce_sum(self._num_samples, self._num_right))
+        if right == total:
+            return UserError(
+                f"no pairs: all {total:,} completions are right; take harder problems or a higher sampling.temperature"
+            )
+        if right == 0:
+            return UserError(
+                f"no pairs: none of {total:,} completions is right; start from a better model (whet sft first), or "
+                "take easier problems"
+            )
+        return UserError(
+            f"no pairs: {right:,} of {total:,} completions are right, but no problem has both a wrong one and a right "
+            "one in perfect format; raise num_samples or sampling.temperature"
+        )
+
+
+def read_pairs(
+    path: str, policy: Policy, max_bad_rows: int, bad_rows: list[BadRow] | None = None
+) -> tuple[list[Pair], int]:
+    """Read this rank's rows of a JSON-lines file with prompt, chosen and rejected.
+
+    Each is text, or a list of chat messages as TRL writes them. Where chosen and rejected begin with the prompt's
+    messages these are taken off, and without a prompt the messages that both begin with are the prompt.
+
+    Args:
+        path: The file (.gz too).
+        policy: Writes prompts in its protocol and encodes.
+        max_bad_rows: How many bad rows are tolerated.
+        bad_rows: Takes those that are left out.
+
+    Returns:
+        The pairs that fit in the context, and the number of those that do not.
+
+    Raises:
+        UserError: If the file cannot be read, or a row is bad, with its line.
+    """
+    try:
+        rows, left_out = read_jsonl(
+            path,
+            required=(),
+            max_bad_rows=max_bad_rows,
+            check=lambda row: found if isinstance(found := _contents(row), str) else None,
+        )
+    except UserError as error:  # the reader's remedies name the task's options
+        text = str(error).replace("--task.path", "--pairs").replace("--task.", "--")
+        raise UserError(text) from None
+    if bad_rows is not None:
+        bad_rows += left_out
+    contents = [_contents(rows[index][1]) for index in shard(len(rows))]
+    pairs = [_encode(policy, *content) for content in contents if not isinstance(content, str)]
+    room = policy.model.config.max_positions
+    kept = [
+        pair
+        for pair in pairs
+        if pair.chosen_ids
+        and pair.rejected_ids
+        and len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)) <= room
+    ]
+    return kept, len(pairs) - len(kept)
+
+
+def _encode(policy: Policy, messages: Messages, chosen: str, rejected: str) -> Pair:
+    """Encode a row: prompt in the policy's protocol, completions as what follows it."""
+    prefix = policy.schema.generation_prefix
+    asked = messages
+    if policy.system_prompt and messages[0]["role"] != "system":
+        asked = [{"role": "system", "content": policy.schema.system_prompt}, *messages]
+
+    def completion_ids(text: str) -> tuple[int, ...]:
+        ids = policy.tokenizer.encode(text.removeprefix(prefix))
+        end = policy.tokenizer.eos_id
+        return tuple(ids if end is None or ids[-1:] and ids[-1] in policy.stop_ids else [*ids, end])
+
+    return Pair(
+        uid=problem_uid("pairs", "\x00".join(f"{item['role']}\x00{item['content']}" for item in messages)),
+        prompt=messages[-1]["content"],
+        chosen=chosen,
+        rejected=rejected,
+        prompt_ids=tuple(policy.tokenizer.encode_prompt(asked, prefix=prefix)),
+        chosen_ids=completion_ids(chosen),
+        rejected_ids=completion_ids(rejected),
+    )
+
+
+def _contents(row: Row) -> tuple[Messages, str, str] | str:
+    """Return (prompt, chosen, rejected) of a row, or what is wrong with it."""
+    parts: dict[str, Messages] = {}
+    for name, last in (("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant")):
+        if name == "prompt" and name not in row:
+            continue
+        found = _messages(row, name, last)
+        if isinstance(found, str):
+            return found
+        parts[name] = found
+    before, other = parts["chosen"][:-1], parts["rejected"][:-1]
+    prompt = parts.get("prompt", before)
+    if not prompt:
+        return "no 'prompt', and 'chosen' does not begin with it"
+    if any(part and part != prompt for part in (before, other)) or not ("prompt" in parts or other):
+        return "'chosen' and 'rejected' do not both begin with the messages of the prompt"
+    chosen, rejected = parts["chosen"][-1]["content"], parts["rejected"][-1]["content"]
+    return "'chosen' and 'rejected' are the same" if chosen == rejected else (prompt, chosen, rejected)
+
+
+def _messages(row: Row, name: str, last: str) -> Messages | str:
+    """Return a column as messages that end with role `last`, or what is wrong with it."""
+    value = row.get(name)
+    if not isinstance(value, list):
+        return text_fault(row, name) or [{"role": last, "content": row[name]}]
+    messages: Messages = []
+    for item in value:
+        if not isinstance(item, dict) or item.get("role") not in ROLES:
+            return f"{name!r} holds something else than messages with a role of {', '.join(ROLES)}"
+        if fault := text_fault(item, "content"):
+            return f"{name!r}, {item['role']}: {fault}"
+        messages.append({"role": item["role"], "content": item["content"]})
+    if not messages or messages[-1]["role"] != last:
+        return f"{name!r} does not end with a message of the {last}"
+    return messages

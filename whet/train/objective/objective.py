@@ -1,0 +1,557 @@
+"""The policy objective of a step: from groups with advantages to one or more updates of the weights.
+
+Every algorithm takes this path; they differ in the arguments (`AlgoConfig`, `OffPolicyConfig`, `ValueConfig`) alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
+from whet.algo.corrections import correction_weights
+from whet.algo.losses import (
+    kl_estimate,
+    log_ratio,
+    loss_denominator,
+    policy_loss,
+    unbiased_kl,
+    value_loss,
+    weighted_sum,
+)
+from whet.algo.packing import TrainingSequence, pack
+from whet.generate.policy import Policy
+from whet.generate.sampling import sequence_seed
+from whet.generate.scoring import score_micro_batch
+from whet.ranks.collectives import all_gather_values, all_reduce_sum, sum_gradients
+from whet.telemetry.spans import span, spanned
+from whet.train.objective.advantage import token_advantages, training_sequences
+from whet.train.objective.reference import Coefficients, Critic, Reference
+from whet.train.objective.tally import (
+    Tally,
+    add_up,
+    critic_metrics,
+    gap_sums,
+    mean_of,
+    sampler_metrics,
+    value_sums,
+)
+from whet.train.optim.safety import TokenBudget, rehearse
+from whet.train.optim.step import OptimConfig, Optimizer, forward_backward
+from whet.train.rl_config import RLConfig
+from whet.train.rollout.overlap import part_groups
+from whet.types import Group, MicroBatch
+
+# What of a step a gradient sees: sequences that teach, tokens of highest entropy, and groups as they come.
+
+Prepare = Callable[[Sequence[Group]], tuple[list[TrainingSequence], Tally]]
+Backpropagate = Callable[[Sequence[TrainingSequence], int], tuple[dict[str, float], Tally]]
+
+
+def longest(sequences: Sequence[TrainingSequence]) -> int:
+    """Return the tokens of the longest sequence, which stands in one micro-batch whatever its budget."""
+    return max((sequence.num_tokens for sequence in sequences), default=0)
+
+
+def has_advantage(sequence: TrainingSequence) -> bool:
+    """Say whether a token of a sequence has an advantage other than 0."""
+    if sequence.advantages_T is None:
+        return sequence.advantage != 0
+    return bool((sequence.advantages_T != 0).any())
+
+
+def keep_top_entropy(
+    sequences: Sequence[TrainingSequence],
+    entropies: Sequence[torch.Tensor],
+    share: float,
+    dtype: torch.dtype,
+) -> list[TrainingSequence]:
+    """Give policy weight 0 to all tokens but the share of highest entropy in the whole step; keep ties.
+
+    Args:
+        sequences: This rank's sequences; every rank must call.
+        entropies: Entropy of each trained token.
+        share: Share of the tokens that are kept.
+        dtype: Dtype of the weights.
+    """
+    mine = torch.cat([*(part.cpu() for part in entropies), torch.zeros(0, dtype=dtype)])
+    everywhere = all_gather_values(mine)
+    count = max(1, math.ceil(share * everywhere.numel() - 1e-9))
+    if not everywhere.numel():
+        return list(sequences)
+    floor = everywhere.topk(count).values[-1]
+    kept = []
+    for sequence, entropy_T in zip(sequences, entropies, strict=True):
+        chosen_T = (entropy_T >= floor.to(entropy_T.device)).to(dtype)
+        weights_T = sequence.policy_weights_T
+        kept.append(
+            replace(sequence, policy_weights_T=chosen_T if weights_T is None else weights_T * chosen_T)
+        )
+    return kept
+
+
+class Parts:
+    """The gradient of a step, added up over parts of its groups while others are still drawn.
+
+    A part is the next so many groups in the order of `add`, whenever they come: sums have one order. Losses are divided
+    by the step's denominator at the end, when it is known: the gradient is linear in its inverse.
+
+    Args:
+        num_groups: Groups of a part.
+        prepare: Turns groups into sequences, with sums for the metrics.
+        backpropagate: Adds the gradient of a part's undivided loss, in micro-batches of so many tokens.
+        budget: Tokens of a micro-batch.
+    """
+
+    def __init__(
+        self, num_groups: int, prepare: Prepare, backpropagate: Backpropagate, budget: TokenBudget
+    ) -> None:
+        self._num_groups, self._budget = num_groups, budget
+        self._prepare, self._backpropagate = prepare, backpropagate
+        self._clear()
+
+    def add(self, group: Group) -> None:
+        """Take the next group, with advantages; backpropagate when a part is full."""
+        self._groups.append(group)
+        if len(self._groups) % self._num_groups == 0:
+            self._flush()
+
+    def gather(self, groups: Sequence[Group]) -> tuple[list[TrainingSequence], Tally]:
+        """Take those of a step's groups that were not added yet, and the last part; return all that was prepared.
+
+        Args:
+            groups: All groups of the step; the first of them are those that were added.
+        """
+        assert all(mine.problem is group.problem for mine, group in zip(self._groups, groups, strict=False))
+        for group in groups[len(self._groups) :]:
+            self.add(group)
+        self._flush()
+        tally = Tally()
+        for _, part in self._parts:
+            tally.join(part)
+        return [sequence for part, _ in self._parts for sequence in part], tally
+
+    def divide(
+        self, denominator: float, parameters: Iterable[torch.nn.Parameter]
+    ) -> tuple[dict[str, float], Tally]:
+        """Divide the gradients of what is trained, and the loss; return what was summed, and begin again."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / denominator)
+        totals, sums = self._totals, self._sums
+        self._clear()
+        return totals | {"loss": totals.get("loss", 0.0) / denominator}, sums
+
+    def _clear(self) -> None:
+        self._groups: list[Group] = []
+        self._parts: list[tuple[list[TrainingSequence], Tally]] = []
+        self._num_cut = self._num_done = self._tokens = 0
+        self._totals, self._sums = dict[str, float](), Tally()
+
+    def _flush(self) -> None:
+        """Backpropagate what was added since the last part."""
+        fresh = self._groups[self._num_cut :]
+        if fresh:
+            self._num_cut = len(self._groups)
+            self._parts.append(self._prepare(fresh))
+            self._budget.run(self._run, longest([s for part, _ in self._parts for s in part]))
+
+    def _run(self, tokens: int) -> None:
+        if tokens != self._tokens:  # memory ran out: the budget was halved, all gradients were dropped
+            self._num_done, self._tokens, self._totals, self._sums = 0, tokens, {}, Tally()
+        while self._num_done < len(self._parts):
+            totals, sums = self._backpropagate(self._parts[self._num_done][0], tokens)
+            self._totals |= {name: self._totals.get(name, 0.0) + value for name, value in totals.items()}
+            self._sums.join(sums)
+            self._num_done += 1
+
+
+class Objective:
+    """The objective of one run, with its reference and its critic where the arguments ask for them.
+
+    Args:
+        policy: The policy that is trained; as it is now, it becomes reference and critic.
+        algo: The objective.
+        off_policy: What is done about samples of another policy.
+        value: The critic's arguments; read with baseline 'value'.
+        optim: Optimizer arguments; the critic's are made from them, and the micro-batches' budget and precision.
+        temperature: Sampling temperature of the rollouts.
+        max_length: Longest completion in tokens, the constant of Dr. GRPO.
+        seed: Seed of the order of minibatches.
+        part_groups: Groups of a part, see `Parts`; 0 to take all groups of a step at once.
+
+    Attributes:
+        num_tokens_read: Tokens, prompts included, that the last step's training passes read, over all ranks.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        algo: AlgoConfig,
+        *,
+        optim: OptimConfig,
+        temperature: float,
+        max_length: int,
+        off_policy: OffPolicyConfig | None = None,
+        value: ValueConfig | None = None,
+        seed: int = 0,
+        part_groups: int = 0,
+    ) -> None:
+        self._policy = policy
+        self._algo = algo
+        self._off_policy = off_policy or OffPolicyConfig()
+        self._value = value or ValueConfig()
+        self._temperature = temperature
+        self._max_length = max_length
+        self._seed = seed
+        self.num_tokens_read = 0.0
+        self._coefficients = Coefficients(algo)
+        self._reference = Reference(policy.model, algo) if algo.kl != "none" else None
+        self._critic = Critic(policy, self._value, optim) if algo.baseline == "value" else None
+        trained = [policy.model, *([self._critic] if self._critic is not None else [])]
+        self._budget = TokenBudget(optim.token_budget, [p for part in trained for p in part.parameters()])
+        kept = self._prepare_groups, self._backpropagate, self._budget
+        self._parts = Parts(part_groups, *kept) if part_groups else None
+        wide = policy.model.head_weight.dtype == torch.float64
+        self._dtype = torch.float64 if wide else torch.float32
+
+    @classmethod
+    def of(
+        cls,
+        config: RLConfig,
+        policy: Policy,
+        *,
+        optim: OptimConfig | None = None,
+        value: ValueConfig | None = None,
+    ) -> Objective:
+        """Make that of a run from its config.
+
+        Args:
+            config: The run's settings.
+            policy: The policy that is trained.
+            optim: Other settings of the update.
+            value: Other settings of the critic.
+        """
+        return cls(
+            policy,
+            config.algo,
+            optim=optim or config.optim,
+            temperature=config.sampling.temperature,
+            max_length=config.sampling.max_new_tokens,
+            off_policy=config.off_policy,
+            value=value or config.value,
+            seed=config.seed,
+            part_groups=part_groups(config.overlap, config.num_prompts),
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint needs of reference and critic."""
+        return {
+            name: tensor
+            for part in (self._reference, self._critic)
+            if part is not None
+            for name, tensor in part.tensors().items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the rest of what a checkpoint needs."""
+        return {**self._coefficients.state(), "token_budget": self._budget.tokens}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Put back what `tensors` and `state` returned."""
+        for part in (self._reference, self._critic):
+            if part is not None:
+                part.load_tensors(tensors)
+        self._coefficients.load_state(state)
+        self._budget.tokens = int(state.get("token_budget", self._budget.tokens))
+
+    def rehearse(self, longest: int) -> None:
+        """Try out a full micro-batch of sequences of `longest` tokens."""
+        rehearse(self._policy, self._budget, longest)
+
+    def add(self, group: Group, progress: float) -> None:
+        """Take one of the next step's groups before the others are in: they are backpropagated part by part."""
+        assert self._parts is not None
+        self._coefficients.begin_step(progress)
+        self._parts.add(group)
+
+    def update(
+        self,
+        groups: Sequence[Group],
+        optimizer: Optimizer,
+        lr: float,
+        *,
+        step: int = 0,
+        progress: float = 0.0,
+    ) -> dict[str, float]:
+        """Do the step's updates: backpropagate over all micro-batches and ranks, then change the weights.
+
+        Args:
+            groups: This rank's groups that the loss uses, with advantages.
+            optimizer: Optimizer of the policy's model.
+            lr: Learning rate of this step.
+            step: Steps done before this one.
+            progress: Share of the run that is done, 0 to 1.
+
+        Returns:
+            Metrics of the step: means over its updates.
+        """
+        algo = self._algo
+        self._coefficients.begin_step(progress)
+        self.num_tokens_read = 0.0
+        gather = self._prepare_groups if self._parts is None else self._parts.gather
+        sequences, tally = gather(groups)
+        teaching = {sequence.group for sequence in sequences if has_advantage(sequence)}
+        metrics = {"rl/groups_with_signal": all_reduce_sum(len(teaching))[0]}
+        is_warmup = self._critic is not None and step < self._value.warmup_steps
+        results: list[dict[str, float]] = []
+        for epoch in range(algo.num_epochs):
+            for part in self._minibatches(sequences, step, epoch):
+                if not is_warmup:
+                    gap = tally if not results and not self._is_recomputed else None
+                    result = self._update_policy(part, optimizer, lr, gap)
+                    results += [result] if result else []
+                if self._critic is not None:
+                    self._update_critic(part, lr * self._critic.lr_ratio, tally)
+        metrics |= mean_of(results) | {"rl/updates": float(len(results))}
+        metrics |= sampler_metrics(tally, has_correction=self._off_policy.correction != "none")
+        if self._critic is not None:
+            metrics |= critic_metrics(tally)
+        if self._reference is not None:
+            self._reference.follow(self._policy.model, step + 1)
+            metrics["rl/kl_coef"] = self._coefficients.kl
+        else:
+            metrics.pop("rl/kl", None)
+        if algo.has_entropy_bonus:
+            metrics["rl/entropy_coef"] = self._coefficients.entropy
+        kl, entropy = metrics.get("rl/kl", 0.0), metrics.get("rl/entropy", math.nan)
+        if results and math.isfinite(kl) and math.isfinite(entropy):
+            self._coefficients.end_step(kl=kl, entropy=entropy)
+        return metrics
+
+    @property
+    def _is_recomputed(self) -> bool:
+        return self._off_policy.proximal == "recomputed"
+
+    @property
+    def _kl_in_loss(self) -> bool:
+        return self._algo.kl not in ("none", "k1_reward")
+
+    def _prepare_groups(self, groups: Sequence[Group]) -> tuple[list[TrainingSequence], Tally]:
+        return self._prepare(training_sequences(groups, self._algo))
+
+    def _prepare(self, sequences: list[TrainingSequence]) -> tuple[list[TrainingSequence], Tally]:
+        """Measure what the objective needs before its first update, and make the advantages of tokens from it."""
+        algo, tally = self._algo, Tally()
+        needs_policy = self._is_recomputed or algo.entropy_top_share < 1
+        if needs_policy or self._reference is not None or self._critic is not None:
+            measured, tally = self._budget.run(
+                lambda tokens: self._measure_all(sequences, needs_policy, tokens), longest(sequences)
+            )
+            entropies = {index: parts.pop("entropy") for index, parts in measured.items()}
+            for index, parts in measured.items():
+                sequences[index] = replace(sequences[index], **parts)
+            if algo.entropy_top_share < 1:
+                ordered = [entropies[index] for index in range(len(sequences))]
+                sequences = keep_top_entropy(sequences, ordered, algo.entropy_top_share, self._dtype)
+        if algo.is_token_level:
+            with span("advantage_computation"):
+                sequences = token_advantages(sequences, algo, self._value, self._coefficients.kl)
+        return sequences, tally
+
+    @spanned("measure_logprobs")
+    @torch.no_grad()
+    def _measure_all(
+        self, sequences: Sequence[TrainingSequence], needs_policy: bool, token_budget: int
+    ) -> tuple[dict[int, dict[str, torch.Tensor]], Tally]:
+        """Score all sequences before the first update; return columns by sequence, and sums over all tokens."""
+        measured: dict[int, dict[str, torch.Tensor]] = {}
+        tally = Tally()
+        for micro in self._pack(sequences, token_budget):
+            columns = self._measure(micro, needs_policy, tally)
+            ends = torch.bincount(micro.sequence_M).cumsum(0).tolist()
+            for index, start, end in zip(micro.indices_B, [0, *ends], ends, strict=False):
+                measured[index] = {name: column_M[start:end] for name, column_M in columns.items()}
+        return measured, tally
+
+    def _measure(self, micro: MicroBatch, needs_policy: bool, tally: Tally) -> dict[str, torch.Tensor]:
+        """Score a micro-batch before the first update; return columns by the names of `TrainingSequence`."""
+        columns: dict[str, torch.Tensor] = {"entropy": torch.zeros_like(micro.weights_M)}
+        if needs_policy:
+            logprobs_M, columns["entropy"] = self._policy.score(micro, temperature=self._temperature)
+            if self._is_recomputed:
+                low, high = self._off_policy.bounds
+                kind = self._off_policy.correction
+                columns["proximal_logprobs_T"] = logprobs_M
+                columns["policy_weights_T"], active_M = correction_weights(
+                    logprobs_M, micro.sampler_logprobs_M, micro.sequence_M, kind, low=low, high=high
+                )
+                tally.add(gap_sums(logprobs_M, micro.sampler_logprobs_M))
+                tally.add({"correction_active": float(active_M.sum())})
+        if self._reference is not None:
+            columns["ref_logprobs_T"], _ = score_micro_batch(
+                self._reference.model,
+                micro,
+                temperature=self._temperature,
+                autocast=self._policy.autocast,
+                attention=self._policy.attention,
+            )
+        if self._critic is not None:
+            columns["start_values_T"] = self._critic.values(micro)
+        return columns
+
+    @spanned("pack")
+    def _pack(
+        self, sequences: Sequence[TrainingSequence], tokens: int, **options: Any
+    ) -> tuple[MicroBatch, ...]:
+        place: dict[str, Any] = {"device": self._policy.device, "dtype": self._dtype}
+        return pack(sequences, token_budget=tokens, **place, **options).micro_batches
+
+    def _minibatches(
+        self, sequences: Sequence[TrainingSequence], step: int, epoch: int
+    ) -> list[list[TrainingSequence]]:
+        """Deal whole groups into minibatches by a hash of their names: the same whatever rank holds a group."""
+        count = self._algo.num_minibatches
+        if count == 1:
+            return [list(sequences)]
+        keys = {s.group: sequence_seed("minibatch", self._seed, step, epoch, s.group) for s in sequences}
+        mine = torch.tensor(list(keys.values()), dtype=torch.int64)
+        everywhere = sorted(set(all_gather_values(mine).tolist()))
+        place = {key: index * count // len(everywhere) for index, key in enumerate(everywhere)}
+        return [[s for s in sequences if place[keys[s.group]] == number] for number in range(count)]
+
+    def _update_policy(
+        self, counted: Sequence[TrainingSequence], optimizer: Optimizer, lr: float, tally: Tally | None
+    ) -> dict[str, float]:
+        """Do one update of the policy; return its metrics, or none where no token teaches and nothing is done."""
+        optimizer.begin(lr)
+        trained = self._teaching(counted)
+        num_tokens, num_sequences, num_prompts, num_scored_tokens, num_read = all_reduce_sum(
+            sum(s.num_trained for s in counted),
+            len(counted),
+            sum(s.num_trained / s.num_group_tokens for s in counted),
+            sum(sequence.num_trained for sequence in trained),
+            sum(sequence.num_tokens for sequence in trained),
+        )
+        self.num_tokens_read += num_read
+        denominator = loss_denominator(
+            self._algo.aggregation,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            num_prompts=round(num_prompts),
+            max_length=self._max_length,
+        )
+
+        if self._parts is not None:
+            totals, sums = self._parts.divide(denominator, self._policy.model.parameters())
+        else:
+            totals, sums = self._budget.run(
+                lambda tokens: self._backpropagate(counted, tokens, denominator, tally is not None),
+                longest(trained),
+            )
+        if tally is not None:
+            tally.join(sums)
+        sum_gradients(self._policy.model.parameters())
+        if num_scored_tokens == 0:
+            return {}
+        names = ["loss", "entropy", "kl", "clip_high", "clip_low", "ratio_spread"]
+        loss, *counts = all_reduce_sum(*(totals.get(name, 0.0) for name in names))
+        norm = optimizer.step(lr, loss=loss)
+        shares = {
+            f"rl/{name}": value / num_scored_tokens for name, value in zip(names[1:], counts, strict=True)
+        }
+        return {"rl/loss": loss, **shares, "rl/grad_norm": norm}
+
+    def _teaching(self, counted: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+        needs_all = self._kl_in_loss or self._algo.has_entropy_bonus
+        return [s for s in counted if needs_all or has_advantage(s)]
+
+    @spanned("policy_loss_backward")
+    def _backpropagate(
+        self,
+        counted: Sequence[TrainingSequence],
+        tokens: int,
+        denominator: float = 1.0,
+        measures: bool = True,
+    ) -> tuple[dict[str, float], Tally]:
+        """Add the gradient of sequences, in micro-batches of so many tokens; return sums for the metrics."""
+        sums = Tally()
+        micro_batches = self._pack(self._teaching(counted), tokens, aggregation=self._algo.aggregation)
+        own = sums if measures else None
+        model = self._policy.model
+        score = partial(self._micro_loss, denominator=denominator, tally=own)
+        return forward_backward(micro_batches, score, model), sums
+
+    def _micro_loss(
+        self, micro: MicroBatch, denominator: float, tally: Tally | None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return a micro-batch's share of the objective, and its sums for the metrics."""
+        algo = self._algo
+        logprobs_M, entropy_M = self._policy.score(micro, temperature=self._temperature)
+        policy_M, high_M, low_M = policy_loss(
+            logprobs_M,
+            micro.proximal_logprobs_M,
+            micro.advantages_M,
+            sequence_M=micro.sequence_M,
+            ratio=algo.ratio,
+            surrogate=algo.surrogate,
+            clip_low=algo.clip_low,
+            clip_high=algo.clip_high,
+            dual_clip=algo.dual_clip,
+            tau_positive=algo.tau_positive,
+            tau_negative=algo.tau_negative,
+        )
+        used_M = micro.policy_weights_M != 0
+        loss_M = torch.where(used_M, policy_M, 0.0) * micro.policy_weights_M
+        if algo.kl == "k3_unbiased":
+            kl_M = unbiased_kl(logprobs_M, micro.ref_logprobs_M, micro.sampler_logprobs_M)
+            loss_M = loss_M + self._coefficients.kl * kl_M
+        elif algo.kl in ("k2_loss", "k3_loss"):
+            estimator = "k2" if algo.kl == "k2_loss" else "k3"
+            loss_M = loss_M + self._coefficients.kl * kl_estimate(logprobs_M, micro.ref_logprobs_M, estimator)
+        if self._coefficients.entropy:
+            loss_M = loss_M - self._coefficients.entropy * entropy_M
+        with torch.no_grad():
+            if tally is not None:
+                tally.add(gap_sums(logprobs_M, micro.sampler_logprobs_M))
+            sums = {
+                "entropy": entropy_M,
+                "clip_high": high_M & used_M,
+                "clip_low": low_M & used_M,
+                "ratio_spread": log_ratio(logprobs_M, micro.proximal_logprobs_M).abs(),
+            }
+            if self._reference is not None:
+                sums["kl"] = kl_estimate(logprobs_M, micro.ref_logprobs_M, "k3")
+            totals = add_up(sums)
+        return weighted_sum(loss_M, micro.weights_M, denominator), totals
+
+    def _update_critic(self, counted: Sequence[TrainingSequence], lr: float, tally: Tally) -> None:
+        """Do one update of the critic on all tokens of a minibatch, their mean squared error halved."""
+        assert self._critic is not None
+        critic = self._critic
+        (num_tokens,) = all_reduce_sum(sum(sequence.num_trained for sequence in counted))
+        sums = Tally()
+
+        def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
+            values_M = critic.values(micro)
+            loss_M, clipped_M = value_loss(
+                values_M, micro.start_values_M, micro.returns_M, clip=self._value.clip
+            )
+            sums.add(value_sums(values_M, micro.start_values_M, micro.returns_M, clipped_M))
+            return weighted_sum(loss_M, torch.ones_like(loss_M), max(num_tokens, 1.0)), {}
+
+        def backpropagate(tokens: int) -> None:
+            sums.clear()
+            forward_backward(self._pack(counted, tokens), score, critic.trunk)
+
+        with span("value_loss_backward"):
+            self._budget.run(backpropagate, longest(counted))
+        tally.join(sums)
+        sum_gradients(critic.parameters())
+        if num_tokens:
+            tally.add({"value_norm": critic.optimizer.step(lr), "value_updates": 1.0})

@@ -1,0 +1,164 @@
+"""What stands beside the policy in training: its reference, its critic, and the coefficients that adapt."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from whet.algo.config import KL_COEF_RANGE, AlgoConfig, ValueConfig
+from whet.generate.policy import Policy
+from whet.generate.scoring import hidden_rows
+from whet.model.attention import AttentionKind
+from whet.model.transformer import LanguageModel
+from whet.train.optim.step import OptimConfig, Optimizer
+from whet.types import MicroBatch
+
+KL_RAISE, KL_LOWER, KL_BAND = 1.5, 0.8, 1.5
+ENTROPY_STEP = 0.005
+LR_FACTOR = 5.0
+ENTROPY_COEF_MAX = 1.0
+
+
+class Reference:
+    """The policy that the KL term holds on to: frozen, or following the policy as the objective says.
+
+    Args:
+        model: The policy's model; as it is now, it becomes the reference.
+        algo: Says whether and how the reference follows.
+    """
+
+    def __init__(self, model: LanguageModel, algo: AlgoConfig) -> None:
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        self._refresh_every, self._ema = algo.ref_refresh_every, algo.ref_ema
+
+    @torch.no_grad()
+    def follow(self, model: LanguageModel, step: int) -> None:
+        """Move towards the policy after an optimizer step, where that is asked for.
+
+        Args:
+            model: The policy's model.
+            step: Steps done.
+        """
+        if self._refresh_every and step % self._refresh_every == 0:
+            self.model.load_state_dict(model.state_dict())
+        if self._ema is not None:
+            for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 1.0 - self._ema)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint needs: nothing for a frozen reference, which the run's start makes again."""
+        if not self._refresh_every and self._ema is None:
+            return {}
+        return {f"reference/{name}": parameter for name, parameter in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `tensors` returned."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(state[name])
+
+
+class Critic(torch.nn.Module):
+    """The value model of PPO: a copy of the starting policy whose head is one number per token, at first 0.
+
+    Args:
+        policy: The starting policy.
+        value: Its arguments.
+        optim: The policy's optimizer arguments; the learning rate is the critic's own.
+    """
+
+    def __init__(self, policy: Policy, value: ValueConfig, optim: OptimConfig) -> None:
+        super().__init__()
+        self._autocast = policy.autocast
+        self._attention: AttentionKind = policy.attention
+        self.trunk = copy.deepcopy(policy.model)
+        if not policy.model.config.tie_embeddings:
+            self.trunk.head_weight.requires_grad_(False)
+        weight_VD = policy.model.head_weight
+        self.head = torch.nn.Parameter(
+            torch.zeros(weight_VD.shape[1], dtype=weight_VD.dtype, device=weight_VD.device)
+        )
+        lr = LR_FACTOR * optim.lr if value.lr is None else value.lr
+        self.lr_ratio = lr / optim.lr
+        self.optimizer = Optimizer(self, replace(optim, lr=lr))
+
+    def values(self, micro: MicroBatch) -> torch.Tensor:
+        """Estimate the return from before each trained token [M]; differentiable unless autograd is off."""
+        hidden_MD = hidden_rows(self.trunk, micro, autocast=self._autocast, attention=self._attention)
+        wide = torch.float64 if self.head.dtype == torch.float64 else torch.float32
+        return hidden_MD.to(wide) @ self.head.to(wide)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint needs: weights and optimizer state."""
+        state = {f"critic/{name}": parameter.detach() for name, parameter in self.named_parameters()}
+        return state | {f"critic/optimizer/{name}": t for name, t in self.optimizer.tensors().items()}
+
+    @torch.no_grad()
+    def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `tensors` returned."""
+        for name, parameter in self.named_parameters():
+            parameter.detach().copy_(state[f"critic/{name}"])
+        prefix = "critic/optimizer/"
+        own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+        self.optimizer.load_tensors(own)
+
+
+class Coefficients:
+    """Present weights of the KL term and of the entropy bonus, constant, scheduled or adaptive.
+
+    Args:
+        algo: Start values, targets and schedule.
+
+    Attributes:
+        kl: Weight of the KL term.
+        entropy: Weight of the entropy bonus, 0 while the entropy is above its target.
+
+    Source: KL controller after 1909.08593 section 2.2, in the stepwise form of PPO's code (x1.5, x0.8, clamped);
+    adaptive entropy: Skywork-OR1 2505.22312 section 4. Deviation: it looks at the entropy of the step before.
+    """
+
+    def __init__(self, algo: AlgoConfig) -> None:
+        self._algo = algo
+        self.kl = algo.kl_coef
+        self._entropy = algo.entropy_coef
+        self._last_entropy = 0.0
+
+    @property
+    def entropy(self) -> float:
+        """Weight of the entropy bonus in the next update."""
+        target = self._algo.entropy_target
+        return self._entropy if target is None or self._last_entropy <= target else 0.0
+
+    def begin_step(self, progress: float) -> None:
+        """Follow the schedule.
+
+        Args:
+            progress: Share of the run's steps that is done, 0 to 1.
+        """
+        final = self._algo.entropy_coef_final
+        if final is not None:
+            self._entropy = self._algo.entropy_coef + (final - self._algo.entropy_coef) * progress
+
+    def end_step(self, *, kl: float, entropy: float) -> None:
+        """Adapt to what the step measured, in nats per token."""
+        target = self._algo.kl_target
+        if target is not None:
+            factor = KL_RAISE if kl > KL_BAND * target else KL_LOWER if kl < target / KL_BAND else 1.0
+            self.kl = min(max(self.kl * factor, KL_COEF_RANGE[0]), KL_COEF_RANGE[1])
+        if self._algo.entropy_target is not None:
+            move = ENTROPY_STEP if entropy < self._algo.entropy_target else -ENTROPY_STEP
+            self._entropy = min(max(self._entropy + move, 0.0), ENTROPY_COEF_MAX)
+        self._last_entropy = entropy
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        return {"kl": self.kl, "entropy": self._entropy, "last_entropy": self._last_entropy}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Put back what `state` returned."""
+        self.kl, self._entropy = float(state["kl"]), float(state["entropy"])
+        self._last_entropy = float(state["last_entropy"])

@@ -1,0 +1,449 @@
+"""One optimizer step, shared by every program that trains: score tokens, backpropagate, clip, update."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+from weakref import WeakMethod
+
+import torch
+
+from whet.kernels.cpu.build import library
+from whet.kernels.cpu.ops import forget
+from whet.model.checkpointing import CheckpointKind, Recompute
+from whet.model.transformer import LanguageModel
+from whet.ranks.collectives import world_size
+from whet.telemetry.spans import span, spanned
+from whet.train.optim.adam8bit import MIN_NUMBERS, Moments
+from whet.train.optim.optimizer import CHUNK, Master, adamw, suits_kernel, sum_of_squares
+from whet.types import MicroBatch, UserError
+
+M_MMAP_THRESHOLD = -3
+LARGE_BYTES = 32 * 2**20
+"""Glibc's own limit of its threshold, which adapts; each tensor beyond it has pages of its own."""
+Precision = Literal["auto", "float32", "bfloat16_autocast", "bfloat16_master"]
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW, its learning-rate schedule and the precision of the step."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    schedule: Schedule = "cosine"
+    """Shape after the warm-up: cosine or linear down to `lr * final_lr_share`, or constant."""
+    warmup_steps: int = 10
+    """Steps of linear warm-up; step 0 already has lr / warmup_steps, never 0."""
+    final_lr_share: float = 0.1
+    """Learning rate at the last step as a share of the peak."""
+    beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: float = 0.95
+    """Decay of AdamW's second moment."""
+    eps: float = 1e-8
+    """Added to AdamW's denominator."""
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices (never of norms and biases)."""
+    max_grad_norm: float = 1.0
+    """The global gradient norm is clipped to this; inf clips nothing."""
+    token_budget: int = 16384
+    """Tokens of one micro-batch; the mathematics does not depend on it."""
+    precision: Precision = "float32"
+    """float32; bfloat16_autocast (float32 parameters, bfloat16 products); bfloat16_master (bfloat16 model,
+    float32 master weights); or auto, the fastest for the model's widths on the run's device, measured at the start."""
+    checkpoint_layers: bool = False
+    """Recompute each layer's activations in the backward pass (less memory, more time)."""
+    checkpoint_kind: CheckpointKind = "layer"
+    """What checkpoint_layers recomputes: whole layers; mlp, their feed-forward part alone; or alternate, every second
+    layer."""
+    offload_inputs: bool = False
+    """With checkpoint_layers: keep the layers' inputs in host memory until the backward pass (on a GPU)."""
+    adam_bits: Literal[32, 8] = 32
+    """Bits of a number of AdamW's moments; 8 takes 2 bytes a parameter instead of 8."""
+    update_in_backward: bool = False
+    """Update each parameter as soon as its gradient is there and drop the gradient: one micro-batch, no clipping."""
+    offload_state: bool = False
+    """Keep moments and master weights in host memory, and update there (with a GPU)."""
+    compile: bool = False
+    """Compile the per-token parts of the layers with torch.compile."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optim.{name} = {getattr(self, name)}: expected a finite number above 0")
+        if not self.max_grad_norm > 0:
+            raise ValueError(
+                f"optim.max_grad_norm = {self.max_grad_norm}: expected a number above 0 (inf clips nothing)"
+            )
+        if self.warmup_steps < 0 or self.token_budget < 1:
+            raise ValueError(
+                f"optim.warmup_steps = {self.warmup_steps}, optim.token_budget = {self.token_budget}: "
+                "expected 0 or more, and 1 or more"
+            )
+        if not 0 <= self.final_lr_share <= 1:
+            raise ValueError(f"optim.final_lr_share = {self.final_lr_share}: expected 0 to 1")
+        if self.checkpoint_kind != "layer" and not self.checkpoint_layers:
+            raise ValueError(
+                f"optim.checkpoint_kind = {self.checkpoint_kind}: expected with checkpoint_layers = true only"
+            )
+        if self.offload_inputs and not (self.checkpoint_layers and self.checkpoint_kind == "layer"):
+            raise ValueError(
+                "optim.offload_inputs = true: expected with checkpoint_layers = true and checkpoint_kind = layer only"
+            )
+        if self.update_in_backward and self.max_grad_norm < math.inf:
+            raise ValueError(
+                f"optim.update_in_backward = true with max_grad_norm = {self.max_grad_norm:g}: the norm is known when "
+                "all gradients are gone; switch clipping off with max_grad_norm = inf, or leave update_in_backward out"
+            )
+
+
+def lean() -> dict[str, Any]:
+    """Return the fields of `OptimConfig` for the least memory; what is updated is float32 all the same."""
+    return {
+        "precision": "bfloat16_master",
+        "adam_bits": 8,
+        "checkpoint_layers": True,
+        "checkpoint_kind": "layer",
+        "token_budget": 512,
+    }
+
+
+PRESETS: dict[str, Callable[[], dict[str, Any]]] = {"lean": lean}
+"""Some fields by one name: `--optim lean`."""
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of a 0-based step: linear warm-up, then the schedule over what remains."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
+    return config.lr * (config.final_lr_share + (1 - config.final_lr_share) * shape)
+
+
+@dataclass(slots=True)
+class _Arrivals:
+    """What has become of a backward pass whose gradients are used as they arrive."""
+
+    lr: float
+    squares: float = 0.0
+    seen: set[int] = field(default_factory=set)
+
+
+class Optimizer:
+    """AdamW over a model's parameters, with float32 master weights when the model is bfloat16 (`Master`).
+
+    The update is PyTorch's fused kernel, called directly: `torch.optim` would import its compiler (1.3 s).
+
+    Args:
+        model: The model to train.
+        config: Hyper-parameters.
+
+    Source: AdamW 1711.05101; matrices are decayed, vectors (norms, biases) are not.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: OptimConfig) -> None:
+        self._config = config
+        self._named = [
+            (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
+        self._masters = [Master(parameter, is_offloaded=config.offload_state) for _, parameter in self._named]
+        self._packed: dict[int, Moments] = {}
+        self._first: list[torch.Tensor] = []
+        self._second: list[torch.Tensor] = []
+        self._steps: list[torch.Tensor] = []
+        for index, (master, (_, parameter)) in enumerate(zip(self._masters, self._named, strict=True)):
+            is_packed = config.adam_bits == 8 and parameter.numel() >= MIN_NUMBERS
+            if is_packed and master.dtype == torch.float32:
+                self._packed[index] = Moments(parameter.numel(), master.device)
+            shape = (0,) if index in self._packed else parameter.shape
+            for moments in (self._first, self._second):
+                moments.append(torch.zeros(shape, dtype=master.dtype, device=master.device))
+            self._steps.append(torch.zeros((), device=master.device))
+        self._arrivals: _Arrivals | None = None
+        arrive = WeakMethod(self._arrive)  # the model must not keep its optimizer alive
+        for index, (_, parameter) in enumerate(self._named if config.update_in_backward else ()):
+            parameter.register_post_accumulate_grad_hook(partial(_call, arrive, index))
+
+    def begin(self, lr: float) -> None:
+        """Say that the next backward pass is the one of the next `step`: it may use gradients as they arrive.
+
+        Without this call, `step` alone does the update.
+
+        Args:
+            lr: Learning rate of that step.
+        """
+        self._arrivals = _Arrivals(lr) if self._config.update_in_backward else None
+
+    def _arrive(self, index: int) -> None:
+        arrivals, (name, parameter) = self._arrivals, self._named[index]
+        if arrivals is None:  # a backward pass that trains nothing, such as a rehearsal's
+            return
+        if index in arrivals.seen:
+            raise UserError(
+                f"optim.update_in_backward: {name} has a second gradient before the step's end; it takes one "
+                "micro-batch an update: raise optim.token_budget, or leave it out"
+            )
+        assert parameter.grad is not None
+        arrivals.seen.add(index)
+        arrivals.squares += sum_of_squares(parameter.grad)
+        if math.isfinite(arrivals.squares):
+            self._update_one(index, arrivals.lr, 1.0)
+        parameter.grad = None
+
+    @spanned("optimizer_step")
+    def step(self, lr: float, *, loss: float = 0.0) -> float:
+        """Clip the gradients' global norm, update and clear them.
+
+        Args:
+            lr: Learning rate of this step.
+            loss: Loss of the step. When it is not finite nothing is updated.
+
+        Returns:
+            The norm before clipping. When it is not finite nothing is updated; with `update_in_backward`, nothing from
+            the first gradient on that is not finite.
+        """
+        arrivals, self._arrivals = self._arrivals, None
+        if arrivals is not None and arrivals.seen:
+            assert lr == arrivals.lr
+            return math.sqrt(arrivals.squares)
+        used = [index for index, (_, parameter) in enumerate(self._named) if parameter.grad is not None]
+        gradients = [grad for index in used if (grad := self._named[index][1].grad) is not None]
+        norm = math.sqrt(sum(map(sum_of_squares, gradients)))
+        if math.isfinite(norm) and math.isfinite(loss):
+            factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
+            is_native = library() is not None and all(map(suits_kernel, gradients))
+            has_masters = any(master.held() for master in self._masters)
+            if self._packed or has_masters or is_native:
+                del gradients
+                for index in used:
+                    self._update_one(index, lr, factor)
+            else:
+                self._update(used, [grad * factor for grad in gradients] if factor < 1 else gradients, lr)
+        for _, parameter in self._named:
+            parameter.grad = None
+        return norm
+
+    @torch.no_grad()
+    def _update_one(self, index: int, lr: float, factor: float) -> None:
+        """Update a parameter by its gradient, where its weights are, and drop the gradient."""
+        config, parameter, master = self._config, self._named[index][1], self._masters[index]
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(master.device)
+        parameter.grad = None
+        self._steps[index] += 1
+        for part, first, second in self._parts(index):
+            weights = master.read(part)
+            adamw(
+                weights,
+                gradient.reshape(-1)[part],
+                first,
+                second,
+                step=self._steps[index],
+                factor=factor,
+                lr=lr,
+                betas=(config.beta1, config.beta2),
+                eps=config.eps,
+                decay=config.weight_decay if parameter.dim() >= 2 else 0.0,
+            )
+            master.write(weights, part)
+        torch.autograd.graph.increment_version(parameter)  # the kernels write past PyTorch
+
+    def _parts(self, index: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield a tensor part by part, with its moments; whole where nothing has to be unpacked."""
+        if index in self._packed:
+            yield from self._packed[index].parts(int(self._steps[index]) * len(self._named) + index)
+            return
+        first, second = self._first[index].view(-1), self._second[index].view(-1)
+        size = CHUNK[first.device.type] if self._masters[index].is_split else max(1, first.numel())
+        for start in range(0, first.numel(), size):
+            part = slice(start, start + size)
+            yield part, first[part], second[part]
+
+    @torch.no_grad()
+    def _update(self, used: list[int], gradients: list[torch.Tensor], lr: float) -> None:
+        """Update parameters that are their own weights, all in two calls."""
+        for is_matrix in (True, False):
+            chosen = [
+                place for place, index in enumerate(used) if (self._named[index][1].dim() >= 2) == is_matrix
+            ]
+            if not chosen:
+                continue
+            indices = [used[place] for place in chosen]
+            torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
+                [self._steps[index] for index in indices], 1.0
+            )
+            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+                [self._named[index][1].data for index in indices],
+                [gradients[place] for place in chosen],
+                [self._first[index] for index in indices],
+                [self._second[index] for index in indices],
+                [],
+                [self._steps[index] for index in indices],
+                lr=lr,
+                beta1=self._config.beta1,
+                beta2=self._config.beta2,
+                weight_decay=self._config.weight_decay if is_matrix else 0.0,
+                eps=self._config.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+        for index in used:
+            torch.autograd.graph.increment_version(self._named[index][1])
+
+    def held(self) -> list[torch.Tensor]:
+        """Return the tensors that the optimizer holds besides the parameters, as they are in memory."""
+        packed = [tensor for moments in self._packed.values() for tensor in moments.tensors().values()]
+        masters = [tensor for master in self._masters for tensor in master.held()]
+        return [*packed, *masters, *self._first, *self._second, *self._steps]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the state as named tensors (moments, step counts and master weights), for a checkpoint.
+
+        Master weights are float32 here whatever they are in memory: copies of that moment.
+        """
+        state: dict[str, torch.Tensor] = {}
+        for index, (name, parameter) in enumerate(self._named):
+            if parameter.dtype != self._masters[index].dtype:
+                state[f"{name}/master"] = self._masters[index].read().view(parameter.shape)
+            packed = self._packed.get(index)
+            moments = {"exp_avg": self._first[index], "exp_avg_sq": self._second[index]}
+            moments = moments if packed is None else packed.tensors()
+            state |= {f"{name}/{key}": tensor for key, tensor in moments.items()}
+            state[f"{name}/step"] = self._steps[index]
+        return state
+
+    @torch.no_grad()
+    def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `tensors` returned; the model's own weights are put back before."""
+        for (name, parameter), master in zip(self._named, self._masters, strict=True):
+            stored = state[f"{name}/master"] if parameter.dtype != master.dtype else parameter
+            if master.held():
+                master.write(stored.detach().to(master.device, master.dtype, copy=True).view(-1))
+        for name, tensor in self.tensors().items():
+            if not name.endswith("/master"):
+                tensor.copy_(state[name])
+
+
+def _call(method: WeakMethod[Callable[[int], None]], index: int, _: torch.Tensor) -> None:
+    if (bound := method()) is not None:
+        bound(index)
+
+
+def autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """Return the dtype that products run in when it is not the parameters' own."""
+    return torch.bfloat16 if precision == "bfloat16_autocast" else None
+
+
+def dtypes(precision: Precision) -> dict[str, Any]:
+    """Return the dtypes of parameters and products, as `load_policy` takes them."""
+    return {"dtype": parameter_dtype(precision), "autocast": autocast_dtype(precision)}
+
+
+def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
+    """Apply the options that change how a model runs, not what it computes: recomputation and compilation.
+
+    Compiled are the parts of a layer that see one token at a time; attention keeps its own kernels, since its context
+    differs in every call and would be compiled again and again.
+
+    Raises:
+        UserError: If an option needs a GPU, or one rank, and there is none, or several.
+    """
+    for name, is_on in {
+        "offload_inputs": config.offload_inputs,
+        "offload_state": config.offload_state,
+    }.items():
+        if is_on and model.head_weight.device.type == "cpu":
+            raise UserError(
+                f"optim.{name} = true on a CPU: expected a GPU, whose memory it spares; leave it out"
+            )
+    if config.update_in_backward and world_size() > 1:
+        raise UserError(
+            f"optim.update_in_backward = true on {world_size()} ranks: expected one, since gradients are added up "
+            "after the backward pass; leave it out"
+        )
+    model.checkpoint_layers = config.checkpoint_layers
+    if config.checkpoint_layers and model.head_weight.device.type == "cpu":
+        _keep_less()
+    model.recompute = Recompute(config.checkpoint_kind, offload=config.offload_inputs)
+    if config.compile:
+        for layer in model.layers:
+            for name, part in layer.named_children():
+                if "attn" not in name or "norm" in name:
+                    part.compile(dynamic=True)
+
+
+def give_back(model: LanguageModel) -> None:
+    """Give back what the next pass does not need, where layers are recomputed.
+
+    That is memory which is free, and the head's packed weights: the backward pass reads logits that were kept.
+    """
+    if model.checkpoint_layers:
+        forget((model.head_weight,))
+        _allocator("malloc_trim", 0)
+
+
+def _keep_less() -> None:
+    """Let glibc give large tensors back at once, as it does by itself.
+
+    `whet` keeps what is freed for the next step, a tenth faster. But in what it keeps, what lives long comes to
+    stand between what does not: a quarter of a step that recomputes layers was holes (measured, 124M parameters).
+    """
+    if not any(name.startswith("MALLOC_") for name in os.environ):
+        _allocator("mallopt", M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def _allocator(name: str, *arguments: int) -> None:
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if function is not None:  # musl has none
+        function(*arguments)
+
+
+def parameter_dtype(precision: Precision) -> torch.dtype:
+    """Return the dtype of the model's parameters."""
+    assert precision != "auto", "settle_precision comes first"
+    return torch.bfloat16 if precision == "bfloat16_master" else torch.float32
+
+
+def forward_backward(
+    micro_batches: Iterable[MicroBatch],
+    score: Callable[[MicroBatch], tuple[torch.Tensor, dict[str, float]]],
+    model: LanguageModel | None = None,
+) -> dict[str, float]:
+    """Run every micro-batch and add up gradients, losses and metrics, which the caller has divided already.
+
+    Args:
+        micro_batches: The step's micro-batches.
+        score: Returns a micro-batch's share of the loss (differentiable) and of the metrics.
+        model: What is trained; where its layers are recomputed, memory is given back around each pass.
+
+    Returns:
+        Summed metrics with the summed 'loss'. A metric whose name ends in '_max' is the maximum instead.
+    """
+    totals: dict[str, float] = {"loss": 0.0}
+    release = (lambda: None) if model is None else partial(give_back, model)
+    for micro in micro_batches:
+        release()
+        with span("forward"):
+            loss, metrics = score(micro)
+        release()
+        with span("backward"):
+            loss.backward()
+        totals["loss"] += float(loss.detach())
+        for name, value in metrics.items():
+            totals[name] = (
+                max(totals.get(name, value), value)
+                if name.endswith("_max")
+                else totals.get(name, 0.0) + value
+            )
+    release()
+    return totals

@@ -1,0 +1,341 @@
+"""A step's batch and what became of it, kept so that `whet replay` can do the step again and compare."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors.torch import save_file
+
+from whet.algo.packing import TrainingSequence, pack
+from whet.generate.policy import Policy
+from whet.model.attention import AttentionKind
+from whet.ranks.collectives import gather_json, rank
+from whet.storage.checkpoint import RECORDS, step_folder
+from whet.storage.commit import MANIFEST, UNREADABLE, commit_folder, machine, remove, verify_folder
+from whet.train.data.pairs import Pair
+from whet.train.objective.advantage import training_sequences
+from whet.train.optim.step import OptimConfig
+from whet.train.rl_config import RLConfig
+from whet.train.rollout.rollout import rollout_metrics
+from whet.train.rollout.source import Collected
+from whet.types import Group, Problem, UserError
+
+Kind = Literal["rl", "sft", "rft", "dpo"]
+Data = dict[str, Any]
+Training = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
+
+REPLAY, FAULTS, BATCH = RECORDS, "faults", "batch.json"
+FORMAT = 1
+KEPT_FAULTS = 3
+"""Each holds a whole model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """A recorded step, read back.
+
+    Attributes:
+        folder: Where it stands.
+        kind: The program whose step it is.
+        step: Steps done with it, from 1.
+        machine: What its last bits depend on besides program and data.
+        batches: What `rl_batch` or `fit_batch` returned, of each rank.
+        metrics: What the step measured, by name.
+        weights: Sum of each parameter after it.
+        is_fault: Whether it stands alone, with the weights before it in its own folder.
+    """
+
+    folder: Path
+    kind: Kind
+    step: int
+    machine: Mapping[str, Any]
+    batches: Sequence[Data]
+    metrics: Mapping[str, float]
+    weights: Mapping[str, float]
+    is_fault: bool
+
+
+def rl_batch(
+    collected: Collected, groups: Sequence[Group], policy: Policy, config: RLConfig, *, token_budget: int
+) -> Data:
+    """Describe this rank's batch of an RL step, before its first update.
+
+    Args:
+        collected: What was sampled.
+        groups: Those of its groups that the loss uses, with advantages.
+        policy: The policy, with the weights before the step.
+        config: The run's settings.
+        token_budget: Tokens of a micro-batch now.
+    """
+    optim = replace(config.optim, token_budget=token_budget)
+    sequences = training_sequences(groups, config.algo)
+    untimed = replace(collected.rollout, generate_seconds=0.0, reward_seconds=0.0)
+    weights = config.reward_weights
+    return {
+        "token_budget": token_budget,
+        "collected": replace(collected, rollout=untimed).to_json(),
+        "advantages": [[sample.advantage for sample in group.samples] for group in groups],
+        "logprobs": score_tokens(
+            policy,
+            sequences,
+            optim,
+            attention=policy.attention,
+            temperature=config.sampling.temperature,
+        ),
+        "metrics": rollout_metrics(collected.rollout, config.algo, weights, collected.num_refilled),
+    }
+
+
+def fit_batch(
+    drawn: Sequence[tuple[int, object]],
+    batch: Sequence[TrainingSequence | Pair],
+    policy: Policy,
+    optim: OptimConfig,
+    *,
+    token_budget: int,
+    attention: AttentionKind,
+) -> Data:
+    """Describe this rank's batch of a step on fixed data, before the optimizer's step.
+
+    Args:
+        drawn: Epoch and item, as the data order gave them.
+        batch: What was backpropagated of each.
+        policy: The policy, with the weights before the step.
+        optim: Precision of the step.
+        token_budget: Tokens of a micro-batch now.
+        attention: Attention kernel of the training pass.
+    """
+    rows: list[Data] = []
+    for (epoch, item), trained in zip(drawn, batch, strict=True):
+        problem = {"problem": asdict(item)} if isinstance(item, Problem) else {}
+        names = ("prompt_ids", "completion_ids", "trained")
+        content = (
+            trained.as_row()
+            if isinstance(trained, Pair)
+            else {name: getattr(trained, name) for name in names}
+        )
+        rows.append({"epoch": epoch, **problem, "trained_on": content})
+    optim = replace(optim, token_budget=token_budget)
+    logprobs = score_tokens(policy, as_sequences(batch), optim, attention=attention)
+    return {"token_budget": token_budget, "rows": rows, "logprobs": logprobs, "metrics": {}}
+
+
+def as_sequences(batch: Sequence[TrainingSequence | Pair]) -> list[TrainingSequence]:
+    """Return what a model reads: of a pair the chosen, then the rejected completion."""
+    sequences: list[TrainingSequence] = []
+    for item in batch:
+        if isinstance(item, Pair):
+            both = (item.chosen_ids, item.rejected_ids)
+            sequences += [TrainingSequence(prompt_ids=item.prompt_ids, completion_ids=ids) for ids in both]
+        else:
+            sequences.append(item)
+    return sequences
+
+
+@torch.no_grad()
+def score_tokens(
+    policy: Policy,
+    sequences: Sequence[TrainingSequence],
+    optim: OptimConfig,
+    *,
+    attention: AttentionKind,
+    temperature: float = 1.0,
+) -> list[list[float]]:
+    """Return the log-probability of every trained token of each sequence, in the micro-batches of training."""
+    batch = pack(sequences, token_budget=optim.token_budget, device=policy.device)
+    columns: list[list[float]] = [[] for _ in sequences]
+    for micro in batch.micro_batches:
+        logprobs_M, _ = policy.score(micro, temperature=temperature, attention=attention)
+        parts = logprobs_M.split(torch.bincount(micro.sequence_M).tolist())
+        for index, part in zip(micro.indices_B, parts, strict=True):
+            columns[index] = part.tolist()
+    return columns
+
+
+def weight_sums(model: torch.nn.Module) -> dict[str, float]:
+    """Return the sum of each parameter in float64, in which a change of any single weight shows."""
+    return {
+        name: float(tensor.detach().sum(dtype=torch.float64)) for name, tensor in model.named_parameters()
+    }
+
+
+class Recorder:
+    """Records the first step after each checkpoint, and every step whose update was left out, of one run.
+
+    A record is a help, not a result: where the disk refuses it a warning is printed, and training goes on.
+
+    Args:
+        run: Run folder.
+        kind: The program.
+        policy: The policy that is trained.
+        enabled: Whether to record; not where the weights have moved before a batch can be described.
+
+    Attributes:
+        is_due: Whether the next step is to be recorded: at first, and after each checkpoint.
+    """
+
+    def __init__(self, run: Path, kind: Kind, policy: Policy, *, enabled: bool = True) -> None:
+        self._run, self._kind, self._policy, self._enabled = run, kind, policy, enabled
+        self._describe: Callable[[], Data] = dict
+        self._batch: Data | None = None
+        self.is_due = True
+
+    def begin(self, describe: Callable[[], Data]) -> None:
+        """Begin a step, before its first update.
+
+        Args:
+            describe: Calls `rl_batch` or `fit_batch`: now, if the step is due, or when its update was left out.
+        """
+        self._describe = describe
+        self._batch = describe() if self.is_due and self._enabled else None
+
+    def end(
+        self, step: int, metrics: Mapping[str, float], training: Callable[[], Training], *, is_skipped: bool
+    ) -> None:
+        """End a step: RUN/replay/step_N where it was due, RUN/faults/step_N where its update was left out.
+
+        A record goes with its checkpoint; of faults the newest few are kept. Every rank must call.
+
+        Args:
+            step: Steps done, with it.
+            metrics: What it measured, without times.
+            training: Returns tensors and JSON values of a checkpoint, which a fault is given.
+            is_skipped: Whether its update was left out, because loss or gradient is not finite.
+        """
+        old: list[Path] = []
+        if is_skipped and self._enabled:
+            content = self._content(step, self._batch or self._describe(), metrics)
+            self._commit(self._run / FAULTS, step, content, training())
+            old = list(_folders(self._run / FAULTS).values())[:-KEPT_FAULTS]
+        elif self._batch is not None:
+            self._commit(self._run / REPLAY, step, self._content(step, self._batch, metrics), None)
+        for folder in old if rank() == 0 else ():
+            remove(folder)
+        self._batch, self.is_due = None, False
+
+    def _content(self, step: int, batch: Data, metrics: Mapping[str, float]) -> Data:
+        own = {name: value for name, value in batch.items() if name != "metrics"}
+        return {
+            "format": FORMAT,
+            "kind": self._kind,
+            "step": step,
+            "machine": describe_machine(self._policy),
+            "metrics": {**batch["metrics"], **metrics},
+            "weights": weight_sums(self._policy.model),
+            "batches": gather_json(own),
+        }
+
+    def _commit(self, parent: Path, step: int, content: Data, training: Training | None) -> None:
+        if rank() != 0:
+            return
+        try:
+            with commit_folder(parent / f"step_{step:08d}") as temporary:
+                (temporary / BATCH).write_text(json.dumps(content) + "\n", encoding="ascii")
+                if training is not None:
+                    self._policy.save(temporary)
+                    (temporary / "training").mkdir()
+                    tensors = {name: tensor.contiguous() for name, tensor in training[0].items()}
+                    save_file(tensors, temporary / "training" / "optimizer.safetensors")
+                    (temporary / "training" / "state.json").write_text(json.dumps(training[1]) + "\n")
+        except UserError as error:
+            print(f"whet: warning: {error}; training goes on without it", file=sys.stderr, flush=True)
+
+
+def describe_machine(policy: Policy) -> Data:
+    """Return what the last bits of a step depend on besides program and data."""
+    device = policy.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {**machine(), "device": name}
+
+
+def is_whole(folder: Path) -> bool:
+    """Say whether a folder was committed."""
+    return (folder / MANIFEST).is_file()
+
+
+def _folders(parent: Path) -> dict[int, Path]:
+    """Return the committed folders by step, ascending."""
+    found = {
+        int(path.name[5:]): path
+        for path in parent.glob("step_*")
+        if re.fullmatch(r"step_\d{8,18}", path.name)
+    }
+    return {step: found[step] for step in sorted(found) if is_whole(found[step])}
+
+
+def recorded_steps(run: Path) -> dict[int, Path]:
+    """Return the folders of a run's recorded steps, by step; where a step has a fault, that."""
+    both = _folders(run / REPLAY) | _folders(run / FAULTS)
+    return {step: both[step] for step in sorted(both)}
+
+
+def weights_before(run: Path, step: int, folder: Path) -> Path | None:
+    """Return the folder of the weights before a recorded step; None for the starting policy."""
+    if folder.parent.name == FAULTS:
+        return folder
+    return None if step == 1 else step_folder(run, step - 1)
+
+
+def find_record(run: Path, step: int) -> Path:
+    """Return the folder of a recorded step whose weights before it exist.
+
+    Args:
+        run: Run folder.
+        step: Steps done, with it; 0 for the newest.
+
+    Raises:
+        UserError: If there is no such record, or the weights before it are gone.
+    """
+    if not (run / "config.yaml").is_file():
+        raise UserError(
+            f"{run}: no config.yaml, so it is not a run folder; expected one of sft, rft, dpo or rl"
+        )
+    steps = recorded_steps(run)
+    before = {number: weights_before(run, number, folder) for number, folder in steps.items()}
+    whole = [
+        number for number, weights in before.items() if weights is None or (weights / MANIFEST).is_file()
+    ]
+    wanted = step or max(whole, default=0)
+    if wanted in whole:
+        return steps[wanted]
+    listed = ", ".join(map(str, whole)) or "none (sft, rft, dpo and rl record the step after each save)"
+    what = "no step can be replayed"
+    if step:
+        what = f"step {step} is not recorded"
+    if step in steps:
+        what = f"step {step} is recorded, but the weights before it are gone ({before[step]})"
+    raise UserError(f"{run}: {what}; those that can be replayed: {listed}")
+
+
+def read_record(folder: Path) -> Recorded:
+    """Read a record.
+
+    Raises:
+        UserError: If it is damaged, or of another version.
+    """
+    verify_folder(folder)
+    try:
+        data = json.loads((folder / BATCH).read_text(encoding="ascii"))
+        if data["format"] != FORMAT or data["kind"] not in get_args(Kind):
+            raise ValueError(data["format"])
+        return Recorded(
+            folder=folder,
+            kind=data["kind"],
+            step=int(data["step"]),
+            machine=dict(data["machine"]),
+            batches=[dict(batch) for batch in data["batches"]],
+            metrics={str(name): float(value) for name, value in data["metrics"].items()},
+            weights={str(name): float(value) for name, value in data["weights"].items()},
+            is_fault=folder.parent.name == FAULTS,
+        )
+    except UNREADABLE as error:
+        raise UserError(
+            f"{folder / BATCH}: not a record of this version ({type(error).__name__}: {error})"
+        ) from None

@@ -1,0 +1,345 @@
+"""Overlap of rollout, reward and update: when the work of a step is done, never what it computes.
+
+`stream`: a group that has ended is scored in a thread, and its gradient is taken while other groups are still drawn.
+The weights change once all groups are in, so the step stays on-policy. `async`: the groups of the next step are drawn
+in a thread from a copy of the weights while this step's update runs; they are one step old, which their recorded
+log-probabilities tell and the ratio corrects. Threads do, since PyTorch and the kernels let go of Python's lock while
+they compute; one thread with two CUDA streams does not, since the host that drives a decode step waits for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Literal
+
+import torch
+
+from whet.algo.config import AlgoConfig, OffPolicyConfig
+from whet.eval.grade import Grade
+from whet.generate.engine import Completion, Engine, Request
+from whet.generate.episode import play
+from whet.generate.policy import Policy
+from whet.generate.rows import Job
+from whet.generate.sampling import SamplingParams
+from whet.model.transformer import LanguageModel
+from whet.ranks.collectives import world_size
+from whet.rewards.base import WeightedReward
+from whet.tasks.tools import environment_for
+from whet.telemetry.spans import spanned
+from whet.train.optim.step import OptimConfig
+from whet.train.rollout.rollout import Rollout, RolloutParams, sample_seeds, score_groups
+from whet.types import Group, Problem, Task
+
+Mode = Literal["off", "stream", "async"]
+NUM_PARTS = 4
+CHECK_EVERY = 4
+"""Decode steps between two looks for rows that have ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """What runs at the same time in a step."""
+
+    mode: Mode = "off"
+    """off: draw, score, train; stream: score and backpropagate groups while others are drawn; async: draw the next
+    step's groups while this one is trained on (with off_policy.staleness)."""
+    num_parts: int = NUM_PARTS
+    """stream: parts that the step's groups are backpropagated in, in the order in which they end."""
+
+    def __post_init__(self) -> None:
+        if self.num_parts < 1:
+            raise ValueError(f"overlap.num_parts = {self.num_parts}: expected 1 or more")
+        if self.mode != "stream" and self.num_parts != NUM_PARTS:
+            raise ValueError("overlap.num_parts is read with overlap.mode = stream only; leave it out")
+
+
+def part_groups(overlap: OverlapConfig, num_prompts: int) -> int:
+    """Return the groups of a part on this rank, of so many over all ranks; 0 where nothing is cut into parts."""
+    return -(-num_prompts // (world_size() * overlap.num_parts)) if overlap.mode == "stream" else 0
+
+
+def check_overlap(
+    overlap: OverlapConfig, algo: AlgoConfig, off_policy: OffPolicyConfig, optim: OptimConfig
+) -> None:
+    """Refuse what would not compute the same beside other work.
+
+    Args:
+        overlap: What runs at the same time.
+        algo: The objective.
+        off_policy: Age of the samples.
+        optim: How the update is done.
+
+    Raises:
+        ValueError: One line: what, why, and what to change.
+    """
+    mode = overlap.mode
+    if mode != "off" and optim.compile:
+        raise ValueError(
+            f"overlap.mode = {mode} with optim.compile: PyTorch's compiler is not made for two threads; leave one out"
+        )
+    if mode == "async" and not off_policy.staleness:
+        raise ValueError(
+            "overlap.mode = async with off_policy.staleness = 0: what is drawn during an update is of the weights "
+            "before it; set off_policy.staleness to 1"
+        )
+    if mode != "stream":
+        return
+    waits = {
+        "optim.update_in_backward": optim.update_in_backward,
+        f"off_policy.staleness = {off_policy.staleness}": off_policy.staleness > 0,
+        f"off_policy.proximal = {off_policy.proximal}": off_policy.proximal == "recomputed",
+        f"algo.scale = {algo.scale}": algo.scale == "batch",
+        f"algo.multi_reward = {algo.multi_reward}": algo.multi_reward == "normalise",
+        "algo.whiten": algo.whiten,
+        f"algo.baseline = {algo.baseline}": algo.baseline == "value",
+        f"algo.kl = {algo.kl}": algo.kl == "k1_reward",
+        f"algo.entropy_top_share = {algo.entropy_top_share}": algo.entropy_top_share < 1,
+        f"algo.uninformative = {algo.uninformative}": algo.uninformative == "refill",
+        f"algo.num_minibatches * algo.num_epochs = {algo.num_updates}": algo.num_updates > 1,
+    }
+    if what := next((name for name, is_so in waits.items() if is_so), None):
+        raise ValueError(
+            f"overlap.mode = stream with {what}: groups would have to wait for each other; take off or async"
+        )
+
+
+class Beside:
+    """Runs work in a second thread, with weights that nobody changes meanwhile; on a GPU on a stream of its own.
+
+    Args:
+        policy: The policy that is trained.
+        shares_weights: Draw from the policy's own weights, or from a copy as of the last `refresh`.
+
+    Attributes:
+        policy: The policy that draws.
+        engine: Its engine.
+        overlap: Share of the last rollout's seconds that other work hid.
+        train_seconds: Seconds of training beside the last rollout (`stream`).
+    """
+
+    def __init__(self, policy: Policy, *, shares_weights: bool) -> None:
+        self._trained, self._shares = policy.model, shares_weights
+        self.policy = copy.copy(policy)
+        self.policy.model = _twin(policy.model, shares_weights=shares_weights)
+        self.engine = self.policy.engine()
+        self.overlap = self.train_seconds = 0.0
+        self._pool = ThreadPoolExecutor(2, "whet-rollout")
+        self._job: Future[tuple[Any, float]] | None = None
+        is_cuda = policy.device.type == "cuda"
+        self._stream = torch.cuda.Stream(policy.device, priority=-1) if is_cuda else None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the weights that are trained, as they are now."""
+        if not self._shares:
+            for mine, theirs in zip(self.policy.model.parameters(), self._trained.parameters(), strict=True):
+                mine.copy_(theirs)
+
+    def start(self, work: Callable[[], Any]) -> None:
+        """Begin some work; the one before must be over."""
+        assert self._job is None
+        event = None
+        if self._stream is not None:  # the weights, as what the caller launched so far leaves them
+            event = torch.cuda.current_stream(self._stream.device).record_event()
+        self._job = self._pool.submit(self._run, work, event)
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Do small work, one after the other, beside what was started."""
+        return self._pool.submit(work, *arguments)
+
+    def wait(self) -> tuple[Any, float]:
+        """Return the result of what was started, and the seconds that it took; raise what it raised."""
+        assert self._job is not None
+        began = time.perf_counter()
+        job, self._job = self._job, None
+        result, seconds = job.result()
+        waited = time.perf_counter() - began
+        self.overlap = min(1.0, max(0.0, 1.0 - waited / max(seconds, 1e-9)))
+        return result, seconds
+
+    @contextmanager
+    def sharing_threads(self) -> Iterator[None]:
+        """Compute with half of the processor's threads, the other half being the other side's."""
+        count = torch.get_num_threads()
+        if self._stream is None:
+            torch.set_num_threads(max(1, count // 2))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(count)
+
+    def told(self) -> tuple[float, float]:
+        """Return `overlap` and `train_seconds`, once: they are 0 until there is another rollout."""
+        values = self.overlap, self.train_seconds
+        self.overlap = self.train_seconds = 0.0
+        return values
+
+    def close(self) -> None:
+        """Wait for what still runs, whatever becomes of it, and end the threads."""
+        self._pool.shutdown()
+
+    def _run(self, work: Callable[[], Any], event: Any) -> tuple[Any, float]:
+        began = time.perf_counter()
+        with torch.cuda.stream(self._stream):  # does nothing without one
+            if self._stream is not None and event is not None:
+                self._stream.wait_event(event)
+            result = work()
+            if self._stream is not None:
+                self._stream.synchronize()
+        return result, time.perf_counter() - began
+
+
+def _twin(model: LanguageModel, *, shares_weights: bool) -> LanguageModel:
+    """Copy the modules of a model, with their modes and what autocast keeps of their weights.
+
+    Shared weights keep their count of changes, by which packed copies of them are known to be old.
+    """
+    known = {
+        id(parameter): torch.nn.Parameter(
+            parameter.detach() if shares_weights else parameter.detach().clone(), parameter.requires_grad
+        )
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, known)
+
+
+def draw_groups(
+    engine: Engine,
+    requests: Sequence[Request],
+    params: SamplingParams,
+    num_rows: int,
+    on_ended: Callable[[int, list[Completion]], None],
+) -> None:
+    """Draw every sample of every request, as `Engine.generate` does, and hand a request over when its last has ended.
+
+    Args:
+        engine: The engine.
+        requests: Prompts with the seeds of their samples.
+        params: How tokens are drawn.
+        num_rows: Sequences decoded together, at most.
+        on_ended: Called with the place of a request and its completions. The order of calls depends on what is drawn,
+            not on time.
+    """
+    for index, request in enumerate(requests):
+        engine.check(request.prompt_ids, f"prompt {index}")
+    jobs = [
+        [Job(request=r, seed=seed, params=params, stop_strings=engine.stop_strings) for seed in r.seeds]
+        for r in requests
+    ]
+    places = {job: place for place, row in enumerate(jobs) for job in row}
+    left = [len(row) for row in jobs]
+    waiting = list(places)[::-1]
+    longest = max((len(request.prompt_ids) for request in requests), default=0)
+    num_rows, steps = min(num_rows, len(waiting)), 0
+    if not waiting:
+        return
+    with engine.session(engine.room(num_rows, longest, params.max_new_tokens, len(requests))) as rows:
+        while waiting or rows.jobs:
+            if waiting and len(rows.jobs) < num_rows:
+                engine.admit(rows, waiting)
+            else:
+                engine.decode(rows)
+                steps += 1
+            if steps % CHECK_EVERY:
+                continue
+            engine.stop_on_text(rows)
+            for job in engine.harvest(rows) if bool(rows.done[: len(rows.jobs)].any()) else ():
+                place = places[job]
+                left[place] -= 1
+                if not left[place]:
+                    on_ended(place, [done for other in jobs[place] if (done := other.completion) is not None])
+
+
+@spanned("rollout_generation")
+def _draw(
+    beside: Beside,
+    task: Task,
+    problems: Sequence[Problem],
+    names: Sequence[Sequence[int]],
+    params: SamplingParams,
+    on_ended: Callable[[int, list[Completion]], None],
+) -> None:
+    """Draw groups of one turn as they end, those of several turns all together."""
+    policy, engine = beside.policy, beside.engine
+    environment = environment_for(policy.schema, task)
+    if environment is not None:
+        for place, row in enumerate(play(policy, engine, problems, names, params, environment)):
+            on_ended(place, row)
+        return
+    requests = [
+        Request(prompt_ids=policy.prompt_ids(problem), seeds=tuple(row))
+        for problem, row in zip(problems, names, strict=True)
+    ]
+    draw_groups(engine, requests, params, policy.max_rows, on_ended)
+
+
+def stream_groups(
+    beside: Beside,
+    train: Callable[[Group], None],
+    task: Task,
+    rewards: list[WeightedReward],
+    problems: Sequence[Problem],
+    *,
+    seeds: Sequence[tuple[int, ...]],
+    params: RolloutParams,
+) -> Rollout:
+    """Sample groups in one thread, score them in a second one, and train on them in the caller's as they come.
+
+    Args:
+        beside: Where they are drawn.
+        train: Called with each scored group.
+        task: Judges answers.
+        rewards: The run's rewards.
+        problems: One group each.
+        seeds: See `collect_groups`.
+        params: How groups are sampled and scored.
+
+    Returns:
+        Groups in the order in which they ended; episodes of several turns end together.
+    """
+    names = sample_seeds(problems, seeds, params.group_size)
+    ended: SimpleQueue[Future[tuple[Group, list[Grade], float]] | None] = SimpleQueue()
+
+    def score(place: int, row: list[Completion]) -> tuple[Group, list[Grade], float]:
+        began, chosen = time.perf_counter(), slice(place, place + 1)
+        (group,), (grades,) = score_groups(
+            beside.policy, task, rewards, problems[chosen], names[chosen], [row], params
+        )
+        return group, grades, time.perf_counter() - began
+
+    def draw() -> None:
+        try:
+            _draw(
+                beside,
+                task,
+                problems,
+                names,
+                params.sampling,
+                lambda *done: ended.put(beside.submit(score, *done)),
+            )
+        finally:
+            ended.put(None)
+
+    began = time.perf_counter()
+    scored: list[tuple[Group, list[Grade], float]] = []
+    trained = 0.0
+    beside.start(draw)
+    while (future := ended.get()) is not None:
+        scored.append(future.result())
+        begun = time.perf_counter()
+        with beside.sharing_threads():
+            train(scored[-1][0])
+        trained += time.perf_counter() - begun
+    _, generated = beside.wait()
+    wall, rewarded = time.perf_counter() - began, sum(seconds for _, _, seconds in scored)
+    hidden = generated + rewarded + trained - wall
+    beside.overlap, beside.train_seconds = min(1.0, max(0.0, hidden / (generated + rewarded))), trained
+    return Rollout(
+        [group for group, _, _ in scored], [grades for _, grades, _ in scored], generated, rewarded
+    )

@@ -1,0 +1,454 @@
+"""Where a step's rollouts come from: sampled, refilled where groups teach nothing, and aged where that is asked."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from whet.algo.config import AlgoConfig
+from whet.eval.grade import Grade
+from whet.generate.activations import Activations
+from whet.generate.policy import Policy
+from whet.ranks.collectives import all_reduce_sum, gather_json, rank, redeal, shard, world_size
+from whet.rewards.base import WeightedReward
+from whet.telemetry.spans import span, spanned
+from whet.train.objective.advantage import (
+    counted_samples,
+    is_informative,
+    with_advantages,
+    without_advantages,
+)
+from whet.train.rl_config import RLConfig
+from whet.train.rollout.order import DataOrder
+from whet.train.rollout.overlap import Beside, OverlapConfig, stream_groups
+from whet.train.rollout.rollout import Rollout, RolloutParams, collect_groups
+from whet.types import Group, Problem, Sample, Task, UserError
+
+# What became of every prompt that the data order gave out: counted by state, saved, and audited each step.
+
+Reason = Literal["unscored", "cut_off", "uninformative", "skipped_update", "unknown"]
+
+REASONS: dict[Reason, str] = {
+    "unscored": "no reward could score any sample of the group",
+    "cut_off": "no sample enters the loss: all were cut off, and algo.overlong filters those",
+    "uninformative": "rewards do not differ in the group, and algo.uninformative leaves such groups out",
+    "skipped_update": "the step's update was left out, as its loss or gradient was not finite",
+    "unknown": "trained or dropped before the account began, in a run of an older version",
+}
+"""Why a prompt that was given out is not trained on."""
+
+
+@dataclass(slots=True)
+class PromptAccount:
+    """Counts of prompts, over all ranks, by what became of them. One that comes round again counts again.
+
+    Attributes:
+        pending: Given out, not sampled yet: 0 between steps.
+        in_flight: Sampled, to be trained on.
+        consumed: Trained on.
+        dropped: Left out for good, by reason.
+    """
+
+    pending: int = 0
+    in_flight: int = 0
+    consumed: int = 0
+    dropped: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+
+    def draw(self, count: int) -> None:
+        """Note prompts that the data order gives out."""
+        self.pending += count
+
+    def sample(self, count: int, dropped: Mapping[Reason, int]) -> None:
+        """Note prompts whose groups were sampled.
+
+        Args:
+            count: Those that wait for their training.
+            dropped: Those that the loss leaves out, by reason.
+        """
+        self.pending -= count + sum(dropped.values())
+        self.in_flight += count
+        for reason, number in dropped.items():
+            self.dropped[reason] += number
+
+    def train(self, count: int, *, skipped: bool) -> None:
+        """Note prompts whose step is over; `skipped`: without its update."""
+        self.in_flight -= count
+        if skipped:
+            self.dropped["skipped_update"] += count
+        else:
+            self.consumed += count
+
+    def audit(self, cursor: int, waiting: int) -> None:
+        """Check, between two steps, that no prompt is lost and none is counted twice.
+
+        Args:
+            cursor: Prompts that the data order has given out.
+            waiting: Prompts in the samples that wait for their training.
+
+        Raises:
+            UserError: With the sums, where they differ.
+        """
+        total = self.pending + self.in_flight + self.consumed + sum(self.dropped.values())
+        counts = (self.pending, self.in_flight, self.consumed, *self.dropped.values())
+        if total == cursor and self.in_flight == waiting and not self.pending and min(counts) >= 0:
+            return
+        dropped = ", ".join(f"{number} {reason}" for reason, number in self.dropped.items() if number)
+        raise UserError(
+            f"prompts lost or counted twice: {self.consumed} consumed + {self.in_flight} in flight + {self.pending} "
+            f"pending + dropped ({dropped or 'none'}) = {total}, expected {cursor} given out, {waiting} of them in "
+            "flight and none pending; go on from an earlier checkpoint, and report this"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts as metrics; reasons that never occurred are left out."""
+        values = {
+            "consumed": self.consumed,
+            "dropped": sum(self.dropped.values()),
+            "in_flight": self.in_flight,
+        }
+        values |= {f"dropped/{reason}": number for reason, number in self.dropped.items() if number}
+        return {f"rl/prompts_{name}": float(value) for name, value in values.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts as JSON values, for a checkpoint."""
+        return {
+            "pending": self.pending,
+            "in_flight": self.in_flight,
+            "consumed": self.consumed,
+            "dropped": self.dropped,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any] | None, *, cursor: int, waiting: int) -> PromptAccount:
+        """Put back what `state` returned, and audit it; None begins an account for a checkpoint that has none.
+
+        Args:
+            state: What the checkpoint holds.
+            cursor: Prompts that the data order had given out.
+            waiting: Prompts in the samples that waited for their training.
+
+        Raises:
+            UserError: If the sums differ.
+        """
+        account = cls()
+        if state is None:
+            account.in_flight, account.dropped["unknown"] = waiting, cursor - waiting
+        else:
+            account.pending, account.in_flight = int(state["pending"]), int(state["in_flight"])
+            account.consumed = int(state["consumed"])
+            account.dropped |= {reason: int(state["dropped"].get(reason, 0)) for reason in REASONS}
+        account.audit(cursor, waiting)
+        return account
+
+
+KEPT_CACHE = 64 * 2**20
+"""Bytes of keys and values that are not given back for the training pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What one step trains on.
+
+    Attributes:
+        step: Steps that were done when it was sampled.
+        rollout: Everything that was sampled.
+        used: Places in `rollout.groups` of the groups that the loss uses.
+        num_refilled: Groups sampled as refills, over all ranks.
+        num_taught: Groups of which a sample enters the loss, over all ranks.
+    """
+
+    step: int
+    rollout: Rollout
+    used: tuple[int, ...]
+    num_refilled: int
+    num_taught: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Collected:
+        """Put back together what `to_json` returned."""
+
+        def sample(fields: dict[str, Any]) -> Sample:
+            frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+            return Sample(**frozen)
+
+        rollout = data["rollout"]
+        groups = [
+            Group(problem=Problem(**group["problem"]), samples=tuple(map(sample, group["samples"])))
+            for group in rollout["groups"]
+        ]
+        grades = [[Grade(**grade) for grade in row] for row in rollout["grades"]]
+        seconds = (rollout["generate_seconds"], rollout["reward_seconds"])
+        used = tuple(data["used"])
+        taught = data.get("num_taught", len(used))
+        return cls(data["step"], Rollout(groups, grades, *seconds), used, data["num_refilled"], taught)
+
+
+class RolloutSource:
+    """Samples the rollouts of a run, `staleness` steps ahead of their training.
+
+    Args:
+        policy: The policy that samples, with its present weights.
+        task: Judges answers.
+        rewards: The run's rewards.
+        order: The problems' order.
+        algo: Says what happens to groups without differences, and to long completions.
+        weights: Weight of each reward by name, as `is_informative` reads them.
+        num_prompts: Problems per step, over all ranks.
+        params: How their groups are sampled and scored.
+        staleness: Steps between sampling and training.
+        num_steps: Steps of the run: nothing is sampled beyond its end.
+        seed: The run's seed.
+        overlap: What is sampled beside the training.
+        kept_gib: Memory for what the sampler computes of each token, for the update (`whet.generate.activations`).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        task: Task,
+        rewards: list[WeightedReward],
+        order: DataOrder,
+        *,
+        algo: AlgoConfig,
+        weights: dict[str, float],
+        num_prompts: int,
+        params: RolloutParams,
+        staleness: int,
+        num_steps: int,
+        seed: int,
+        overlap: OverlapConfig | None = None,
+        kept_gib: float = 0.0,
+    ) -> None:
+        self._mode = "off" if overlap is None else overlap.mode
+        self._beside: Beside | None = None
+        if self._mode != "off":
+            self._beside = Beside(policy, shares_weights=self._mode == "stream")
+            policy = self._beside.policy
+        self._policy, self._task, self._rewards, self._order = policy, task, rewards, order
+        self._algo, self._weights = algo, weights
+        self._num_prompts, self._params = num_prompts, params
+        self._staleness, self._num_steps, self._seed = staleness, num_steps, seed
+        if self._beside is None and not staleness and kept_gib:
+            policy.activations = Activations(int(kept_gib * 2**30))
+        self._engine = policy.engine(keeps=True) if self._beside is None else self._beside.engine
+        self._pending: deque[Collected] = deque()
+        self._num_collected = 0
+        self._account = PromptAccount()
+        self._training: Collected | None = None
+        self._train: Callable[[Group], None] | None = None
+        self._begun: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: RLConfig,
+        policy: Policy,
+        task: Task,
+        rewards: list[WeightedReward],
+        order: DataOrder,
+    ) -> RolloutSource:
+        """Make that of a run from its config."""
+        return cls(
+            policy,
+            task,
+            rewards,
+            order,
+            algo=config.algo,
+            weights=config.reward_weights,
+            num_prompts=config.num_prompts,
+            params=config.rollout,
+            staleness=config.off_policy.staleness,
+            num_steps=config.num_steps,
+            seed=config.seed,
+            overlap=config.overlap,
+            kept_gib=config.kept_gib,
+        )
+
+    def next(self, step: int, train: Callable[[Group], None] | None = None) -> Collected:
+        """Return what a step trains on; the step before it is then over.
+
+        Args:
+            step: Steps done before it.
+            train: With overlap 'stream' called with each group that the loss uses, with advantages, when it is scored.
+        """
+        self.settle()
+        self._train = train
+        ahead = min(step + self._staleness, self._num_steps - 1)
+        if self._beside is not None:
+            self._beside.refresh()
+        now = max(step, ahead - 1) if self._mode == "async" else ahead
+        while self._num_collected <= now:
+            self._keep(step, self._work(self._num_prompts)())
+        self._training = self._pending.popleft()
+        if self._beside is not None and self._num_collected <= ahead:
+            self._begun = step
+            self._beside.start(spanned("async_next_rollout")(self._work(self._num_prompts)))
+        return self._training
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Let the next rollout, where it is drawn beside an update, have its share of the processor meanwhile."""
+        if self._beside is None or self._begun is None:
+            yield
+            return
+        with span("policy_update"), self._beside.sharing_threads():
+            yield
+
+    def wait(self) -> tuple[float, float]:
+        """Wait for what is drawn beside the update.
+
+        Returns:
+            Share of the last rollout's seconds that other work hid, and seconds of training beside the step's own.
+        """
+        if self._beside is None:
+            return 0.0, 0.0
+        if self._begun is not None:
+            rollout, _ = self._beside.wait()
+            step, self._begun = self._begun, None
+            self._keep(step, rollout)
+        return self._beside.told()
+
+    def close(self) -> None:
+        """End what is drawn beside the update."""
+        if self._beside is not None:
+            self._beside.close()
+
+    def _keep(self, step: int, rollout: Rollout) -> None:
+        self._pending.append(self._collect(step, rollout))
+        self._num_collected += 1
+
+    def settle(self, *, skipped: bool = False) -> dict[str, float]:
+        """Account for the prompts of the step that is over, and audit all prompts; return the counts as metrics.
+
+        Args:
+            skipped: Whether the step's update was left out.
+
+        Raises:
+            UserError: If a prompt is lost or counted twice.
+        """
+        self.wait()
+        if self._policy.activations is not None:
+            self._policy.activations.clear()
+        if self._training is not None:
+            self._account.train(self._training.num_taught, skipped=skipped)
+            self._training = None
+        self._account.audit(self._order.cursor, self._num_waiting())
+        return self._account.metrics()
+
+    def _num_waiting(self) -> int:
+        return sum(collected.num_taught for collected in self._pending)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, as JSON values: position, waiting samples, and what became of each prompt.
+
+        All ranks call it; the samples of all are in it.
+        """
+        self.settle()
+        return {
+            "cursor": self._order.cursor,
+            "collected": self._num_collected,
+            "pending": gather_json([collected.to_json() for collected in self._pending]),
+            "account": self._account.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` returned."""
+        self._order.cursor = int(state["cursor"])
+        self._num_collected = int(state["collected"])
+        pending = state["pending"]
+        if pending and isinstance(pending[0], dict):  # of one rank, in checkpoints of earlier versions
+            pending = [pending]
+        self._pending = deque(_dealt(pending))
+        self._account = PromptAccount.from_state(
+            state.get("account"), cursor=self._order.cursor, waiting=self._num_waiting()
+        )
+
+    def _collect(self, step: int, rollout: Rollout) -> Collected:
+        """Refill uninformative groups where the recipe says so, and account for all."""
+        num_refilled = 0
+        for _ in range(self._algo.max_refills if self._algo.uninformative == "refill" else 0):
+            (total,) = all_reduce_sum(sum(self._informative(rollout)))
+            missing = self._num_prompts - int(total)
+            if missing <= 0:
+                break
+            missing += -missing % world_size()
+            more = self._work(missing)()
+            num_refilled += missing
+            rollout = Rollout(
+                rollout.groups + more.groups,
+                rollout.grades + more.grades,
+                rollout.generate_seconds + more.generate_seconds,
+                rollout.reward_seconds + more.reward_seconds,
+            )
+        self._engine.release(above=KEPT_CACHE)
+        is_kept = self._algo.uninformative == "keep"
+        useful = [is_kept or teaches for teaches in self._informative(rollout)]
+        used = tuple(place for place, is_used in enumerate(useful) if is_used)
+        return Collected(step, rollout, used, num_refilled, self._sort(rollout, useful))
+
+    def _sort(self, rollout: Rollout, useful: list[bool]) -> int:
+        """Account for the sampled prompts, over all ranks; return of how many a sample enters the loss."""
+        reasons: list[Reason | None] = []
+        members = counted_samples(without_advantages(rollout.groups), self._algo)
+        for group, counted, is_used in zip(rollout.groups, members, useful, strict=True):
+            if all(sample.reward is None for sample in group.samples):
+                reasons.append("unscored")
+            elif not counted:
+                reasons.append("cut_off")
+            else:
+                reasons.append(None if is_used else "uninformative")
+        num_taught, *dropped = map(int, all_reduce_sum(*map(reasons.count, (None, *REASONS))))
+        self._account.sample(num_taught, dict(zip(REASONS, dropped, strict=True)))
+        return num_taught
+
+    def _informative(self, rollout: Rollout) -> list[bool]:
+        return is_informative(rollout.groups, self._algo, self._weights)
+
+    def _offer(self, group: Group) -> None:
+        """Train on a group beside the sampling, if the loss uses it."""
+        is_used = self._algo.uninformative == "keep" or is_informative([group], self._algo, self._weights)[0]
+        if self._train is not None and is_used:
+            self._train(with_advantages([group], self._algo, self._weights)[0])
+
+    def _work(self, num_prompts: int) -> Callable[[], Rollout]:
+        """Draw problems; return what samples and scores their groups."""
+        drawn = self._order.next(num_prompts)
+        self._account.draw(num_prompts)
+        mine = [drawn[index] for index in shard(num_prompts)]
+        problems = [problem for _, problem in mine]
+        seeds = [(self._seed, self._num_collected, epoch) for epoch, _ in mine]
+        scored = self._task, self._rewards, problems
+        if self._beside is not None and self._mode == "stream":
+            return partial(
+                stream_groups, self._beside, self._offer, *scored, seeds=seeds, params=self._params
+            )
+        return partial(collect_groups, self._policy, self._engine, *scored, seeds=seeds, params=self._params)
+
+
+def _dealt(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[Collected]:
+    """Return this rank's waiting samples, of those that as many ranks, or another number of them, had."""
+    if len(parts) == world_size():
+        return [Collected.from_json(data) for data in parts[rank()]]
+    dealt = []
+    for data in zip(*parts, strict=True):
+        theirs = [Collected.from_json(part) for part in data]
+        items = [
+            [
+                (*pair, place in part.used)
+                for place, pair in enumerate(zip(part.rollout.groups, part.rollout.grades, strict=True))
+            ]
+            for part in theirs
+        ]
+        own = redeal(items)
+        rollout = Rollout([group for group, _, _ in own], [grades for _, grades, _ in own], 0.0, 0.0)
+        used = tuple(place for place, (_, _, is_used) in enumerate(own) if is_used)
+        dealt.append(replace(theirs[0], rollout=rollout, used=used))
+    return dealt
