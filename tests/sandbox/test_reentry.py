@@ -269,7 +269,7 @@ def test_functions_of_modules_are_imported_not_sent(tmp_path: Path, monkeypatch:
 
 def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
     """Used by `whet sweep`, whose worker looks for requests only between two steps of a training."""
-    below = "import time; from whet.isolation import reentry; reentry.end_with_parent(); time.sleep(100)"
+    below = "import time; from whet.sandbox import reentry; reentry.end_with_parent(); time.sleep(100)"
     code = f"""
     import subprocess, sys, time
     child = subprocess.Popen([sys.executable, "-c", {below!r}])

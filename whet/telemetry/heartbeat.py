@@ -8,7 +8,7 @@ Two watchers share that thread's clock, because neither sees everything:
   that never gives the interpreter's lock back, under which no Python thread runs, nor prints. It can only write the
   stacks and end the process.
 
-Processes of `whet.isolation` end by themselves when the socket of the process that started them closes.
+Processes of `whet.sandbox` end by themselves when the socket of the process that started them closes.
 """
 
 from __future__ import annotations
