@@ -39,6 +39,7 @@ from whet.telemetry.spans import NAMES, Range, TraceRanges, listening, span
 from whet.train import rl, session, sft
 from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
+from whet.train.run import Run
 from whet.train.sft import SFTConfig
 from whet.types import UserError
 
@@ -97,19 +98,20 @@ def kept_policies(patch: pytest.MonkeyPatch) -> list[Policy]:
     return found
 
 
-def timed(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[float]:
-    """Return a list of the seconds of every call of a method, by a clock of our own."""
+def timed(patch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list of the seconds of every step, by a clock of our own."""
     found: list[float] = []
-    original = getattr(owner, name)
+    original = Run.steps
 
-    def method(*words: Any, **named: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return original(*words, **named)
-        finally:
-            found.append(time.perf_counter() - began)
+    def steps(self: Run, end: int | None = None) -> Iterator[int]:
+        for step in original(self, end):
+            began = time.perf_counter()
+            try:
+                yield step
+            finally:  # the loop asks for the next one, or ends
+                found.append(time.perf_counter() - began)
 
-    patch.setattr(owner, name, method)
+    patch.setattr(Run, "steps", steps)
     return found
 
 
@@ -124,8 +126,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Taken]:
             trace = tmp_path_factory.mktemp(program) / "trace.json.gz"
             with pytest.MonkeyPatch.context() as patch:
                 policies = kept_policies(patch)
-                owner: tuple[Any, str] = (rl._Run, "advance") if program == "rl" else (sft.Fit, "_advance")
-                seconds = timed(patch, *owner)
+                seconds = timed(patch)
                 make = rl_run if program == "rl" else sft_run
                 ranges, traced = take(make(Path("unused")), WARMUP, STEPS, trace)
             events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]

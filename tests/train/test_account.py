@@ -106,7 +106,7 @@ def test_every_prompt_has_one_state_after_every_step(
     for step in range(NUM_STEPS):
         collected = run.next(step)
         trained += expected(collected.rollout.groups, algo)["consumed"]
-        values = run.settle()
+        values = run.close_step()
         want = expected(made, algo)
         assert values["rl/prompts_consumed"] == trained
         assert values["rl/prompts_in_flight"] == want.pop("consumed") - trained
@@ -131,7 +131,7 @@ def test_a_run_that_is_killed_at_any_step_accounts_the_same(uninformative: str, 
     rows, states = [], [json.loads(json.dumps(whole.state()))]
     for step in range(NUM_STEPS):
         whole.next(step)
-        rows.append(whole.settle(skipped=step == 3))
+        rows.append(whole.close_step(skipped=step == 3))
         states.append(json.loads(json.dumps(whole.state())))
     assert rows[3]["rl/prompts_dropped/skipped_update"] > 0
     for start in range(NUM_STEPS):
@@ -139,7 +139,7 @@ def test_a_run_that_is_killed_at_any_step_accounts_the_same(uninformative: str, 
         again.load_state(states[start])
         for step in range(start, NUM_STEPS):
             again.next(step)
-            assert again.settle(skipped=step == 3) == rows[step]
+            assert again.close_step(skipped=step == 3) == rows[step]
         assert again.state() == states[-1]
 
 
@@ -147,10 +147,10 @@ def test_a_step_that_nobody_settles_counts_as_trained() -> None:
     told, silent = new_source(staleness=2), new_source(staleness=2)
     for step in range(3):
         told.next(step)
-        told.settle()
+        told.close_step()
         silent.next(step)
     assert silent.state() == told.state()
-    assert silent.settle() == told.settle()  # and nothing is counted twice
+    assert silent.close_step() == told.settle()  # and nothing is counted twice
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -163,7 +163,7 @@ def test_a_prompt_that_gets_lost_is_found(staleness: int, monkeypatch: pytest.Mo
     run = new_source(staleness=staleness)
     run.next(0)
     with pytest.raises(UserError, match=r"lost or counted twice.* [13]+ pending"):
-        run.settle()
+        run.close_step()
 
 
 def test_waiting_samples_that_get_lost_are_found() -> None:
@@ -171,7 +171,7 @@ def test_waiting_samples_that_get_lost_are_found() -> None:
     run.next(0)
     run._pending.pop()
     with pytest.raises(UserError, match="expected 12 given out, 2 of them in flight"):
-        run.settle()
+        run.close_step()
 
 
 @pytest.mark.parametrize(
@@ -205,12 +205,12 @@ def test_a_checkpoint_of_before_the_account_goes_on(staleness: int) -> None:
         del collected["num_taught"]
     again = new_source(staleness=staleness)
     again.load_state(state)
-    values = again.settle()
+    values = again.close_step()
     assert values["rl/prompts_dropped/unknown"] == state["cursor"] - num_waiting
     assert values["rl/prompts_in_flight"] == num_waiting
     for step in range(3, NUM_STEPS):
         again.next(step)
-        again.settle()
+        again.close_step()
 
 
 def test_reasons_are_metrics_and_states_are_whole_numbers() -> None:
@@ -229,7 +229,7 @@ def _rank(rank: int, store: str) -> None:
     run, rows = new_source(algo_of("refill")), []
     for step in range(3):
         run.next(step)
-        rows.append(run.settle())
+        rows.append(run.close_step())
     Path(f"{store}.{rank}").write_text(json.dumps([rows, run.state()["cursor"]]))
     dist.destroy_process_group()
 

@@ -26,7 +26,7 @@ from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import rl, setup
 from whet.train.objective.objective import Objective
 from whet.train.optim.safety import SafetyConfig
-from whet.train.optim.step import OptimConfig
+from whet.train.optim.step import OptimConfig, Optimizer
 from whet.train.rl import main, train
 from whet.train.rl_config import RLConfig, plan
 from whet.train.rollout import source
@@ -451,7 +451,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_reward(monkeypatch, "format", length_reward)
-    monkeypatch.setattr(rl.Optimizer, "step", lambda self, lr, loss: math.inf)
+    monkeypatch.setattr(Optimizer, "step", lambda self, lr, loss: math.inf)
     with pytest.raises(UserError, match=r"step 3: rl/grad_norm inf, .* left out, 3 in a row"):
         train(make_config(tiny_policy, tmp_path, safety=SafetyConfig(max_skipped=2)))
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])

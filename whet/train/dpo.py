@@ -29,6 +29,7 @@ from whet.train.optim.precision import settle_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
 from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.rollout.order import EpochOrder
+from whet.train.run import Run
 from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
 from whet.types import MicroBatch, UserError
 
@@ -395,15 +396,22 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
     def train_batch(drawn: Sequence[tuple[int, Pair]], budget: TokenBudget) -> StepResult:
         return train_step(policy, [pair for _, pair in drawn], config, budget)
 
-    fit = Fit(
+    run = Run(
         "dpo",
         config,
         policy,
         tracking,
-        train_batch,
-        (lambda: validate(policy, held_out, config)) if held_out else None,
         best="dpo/validation_loss",
         headline=("dpo/loss", "dpo/accuracy", "dpo/margin", "dpo/validation_accuracy"),
+        remedy="lower optim.lr, or check the data",
+        records=not config.optim.update_in_backward,  # weights that moved before the record began
+    )
+    fit = Fit(
+        run,
+        config,
+        policy,
+        train_batch,
+        (lambda: validate(policy, held_out, config)) if held_out else None,
         longest=lambda: max(pair.num_tokens for pair in kept),
         on_step=on_step,
     )
@@ -411,6 +419,6 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
         fit.restore(resume)
     note = f"{len(kept):,} pairs of {len({pair.uid for pair in kept}):,} prompts; {len(held_out):,} pairs held out"
     with tracking:
-        fit.run(EpochOrder(kept, config.seed), title="dpo", notes=[note])
-    fit.write_summary({"train_pairs": len(kept), "held_out_pairs": len(held_out)})
+        fit.train(EpochOrder(kept, config.seed), title="dpo", notes=[note])
+    run.write_summary({"train_pairs": len(kept), "held_out_pairs": len(held_out)})
     return policy

@@ -32,6 +32,7 @@ from whet.train.optim.safety import SafetyConfig, TokenBudget
 from whet.train.optim.step import OptimConfig
 from whet.train.rollout.order import EpochOrder
 from whet.train.rollout.rollout import RolloutParams, collect_groups, longest_sequence
+from whet.train.run import Run
 from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
 from whet.train.sft import train_step
 from whet.types import Problem, Task, UserError
@@ -153,16 +154,23 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     def validate() -> dict[str, float]:
         return {"eval/greedy": greedy_accuracy(config, policy, task, held_out)}
 
-    fit = Fit(
+    run = Run(
         "rft",
         config,
         policy,
         tracking,
-        train_batch,
-        validate if held_out else None,
         best="eval/greedy",
         higher_is_better=True,
         headline=("rft/loss", "rft/right", "eval/greedy", "rft/tokens_per_second"),
+        remedy="lower optim.lr, or check the data",
+        records=not config.optim.update_in_backward,  # weights that moved before the record began
+    )
+    fit = Fit(
+        run,
+        config,
+        policy,
+        train_batch,
+        validate if held_out else None,
         longest=lambda: longest_sequence(policy, problems, config.sampling),
         on_step=on_step,
     )
@@ -171,7 +179,7 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     with tracking:
         for number in range(config.rounds):
             start = number * config.steps_per_round
-            if fit.step >= start + config.steps_per_round:
+            if run.step >= start + config.steps_per_round:
                 continue
             done = stored_round(folder, number)
             if done is None:
@@ -186,8 +194,8 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
             )
             order = EpochOrder([_sequence(row) for row in kept], config.seed)
             end = start + config.steps_per_round
-            fit.run(order, title=title, start=start, end=end, notes=[note], opening=counts)
-    fit.write_summary({})
+            fit.train(order, title=title, start=start, end=end, notes=[note], opening=counts)
+    run.write_summary({})
     return policy
 
 

@@ -24,6 +24,7 @@ from whet.train.optim.precision import settle_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
 from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.rollout.order import data_order
+from whet.train.run import Run
 from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
 from whet.types import MicroBatch, Problem, UserError
 
@@ -209,15 +210,22 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     def validate() -> dict[str, float]:
         return {"sft/validation_loss": validation_loss(policy, held_out, config.optim)}
 
-    fit = Fit(
+    run = Run(
         "sft",
         config,
         policy,
         tracking,
-        train_batch,
-        validate if held_out else None,
         best="sft/validation_loss",
         headline=("sft/loss", "sft/validation_loss", "sft/lr", "sft/tokens_per_second"),
+        remedy="lower optim.lr, or check the data",
+        records=not config.optim.update_in_backward,  # weights that moved before the record began
+    )
+    fit = Fit(
+        run,
+        config,
+        policy,
+        train_batch,
+        validate if held_out else None,
         longest=lambda: max(demonstration(policy, problem).num_tokens for problem in kept),
         on_step=on_step,
     )
@@ -226,8 +234,8 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     left_out = len(problems) - len(kept)
     note = f"{left_out} of {len(problems)} demonstrations do not fit the context; left out"
     with tracking:
-        fit.run(
+        fit.train(
             data_order(task, kept, config.seed), title=f"sft {task.name}", notes=[note] if left_out else []
         )
-    fit.write_summary({"train_problems": len(kept), "left_out": left_out})
+    run.write_summary({"train_problems": len(kept), "left_out": left_out})
     return policy

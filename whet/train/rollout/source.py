@@ -279,7 +279,7 @@ class RolloutSource:
             step: Steps done before it.
             train: With overlap 'stream' called with each group that the loss uses, with advantages, when it is scored.
         """
-        self.settle()
+        self.close_step()
         self._train = train
         ahead = min(step + self._staleness, self._num_steps - 1)
         if self._beside is not None:
@@ -325,7 +325,7 @@ class RolloutSource:
         self._pending.append(self._collect(step, rollout))
         self._num_collected += 1
 
-    def settle(self, *, skipped: bool = False) -> dict[str, float]:
+    def close_step(self, *, skipped: bool = False) -> dict[str, float]:
         """Account for the prompts of the step that is over, and audit all prompts; return the counts as metrics.
 
         Args:
@@ -351,7 +351,7 @@ class RolloutSource:
 
         All ranks call it; the samples of all are in it.
         """
-        self.settle()
+        self.close_step()
         return {
             "cursor": self._order.cursor,
             "collected": self._num_collected,

@@ -1,0 +1,267 @@
+"""One training run around its steps, the same for every program: log, display, records, best policy, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.generate.policy import Policy
+from whet.ranks.collectives import rank
+from whet.storage.checkpoint import Resume
+from whet.telemetry.display import Display, open_display
+from whet.telemetry.hardware import HardwareMonitor
+from whet.telemetry.health import HISTORY_ROWS, health_warnings, past_rows
+from whet.telemetry.log import RunLog
+from whet.telemetry.spans import span, spanned
+from whet.telemetry.trackers import Tracking
+from whet.train.optim.step import Optimizer, learning_rate
+from whet.train.record import Data, Kind, Recorder
+from whet.train.session import RunConfig, Session, Skipped, TrainStep, restore_model
+from whet.types import Group
+
+Held = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
+"""What a program holds besides model and optimizer: tensors, and JSON values."""
+FINITE = ("loss", "grad_norm", "value_grad_norm")
+"""Results of an update that have to be finite, where it has them."""
+
+
+class Run:
+    """One run of optimizer steps: what all programs keep between steps, and how a step ends.
+
+    A step is a list of sentences in its program: `for step in run.steps()`, then `begin_record`, the update,
+    `end_update`, `log_step` and `end_step`, in this order. A step is logged before it is saved, so that a checkpoint
+    never holds a step that the log lacks.
+
+    Args:
+        stage: Program, the first part of its metrics' names.
+        config: Its settings.
+        policy: The policy that is trained.
+        tracking: The run's trackers, opened and closed by the caller.
+        best: Metric by which checkpoints/best is kept.
+        higher_is_better: Whether the best is the highest.
+        headline: Metrics that the display shows.
+        remedy: What helps when a loss or gradient is not finite.
+        records: Whether steps are recorded for `whet replay`.
+
+    Attributes:
+        stage: Program, the first part of its metrics' names.
+        policy: The policy that is trained.
+        step: Steps done.
+        last: Last value of every metric.
+        optimizer: Moves the policy's weights.
+        is_skipped: Whether the last update was left out, since something in it was not finite.
+        best: Best value of the metric so far; None before the first.
+        session: Signals, heartbeat and checkpoints; while the run is open.
+        display: Shows the steps; while the run is open.
+        monitor: The machine's sensors; while the run is open.
+    """
+
+    session: Session
+    display: Display
+    monitor: HardwareMonitor
+    _log: RunLog
+
+    def __init__(
+        self,
+        stage: Kind,
+        config: RunConfig,
+        policy: Policy,
+        tracking: Tracking,
+        *,
+        best: str,
+        higher_is_better: bool = False,
+        headline: tuple[str, ...],
+        remedy: str = "lower optim.lr",
+        records: bool = True,
+    ) -> None:
+        self.step = 0
+        self.last: dict[str, float] = {}
+        self.best: float | None = None
+        self.optimizer = Optimizer(policy.model, config.optim)
+        self.stage: Kind = stage
+        self.policy = policy
+        self._config, self._tracking = config, tracking
+        self._best_name, self._sign = best, -1.0 if higher_is_better else 1.0
+        self._headline, self._remedy = headline, remedy
+        self._folder = Path(config.out)
+        self._recorder = Recorder(self._folder, stage, policy, enabled=records)
+        self._skipped = Skipped(config.safety.max_skipped)
+        self._history: list[dict[str, float]] = []
+        self._end = config.num_steps
+        self._values: Mapping[str, float] = {}
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the last update was left out, since something in it was not finite."""
+        return self._skipped.count > 0
+
+    def restore(self, resume: Resume, tensors: Mapping[str, torch.Tensor] | None = None) -> Held | None:
+        """Load the weights, the optimizer and the counters of a checkpoint.
+
+        Args:
+            resume: Which checkpoint.
+            tensors: The program's own tensors as they are now, by the names under which `end_step` saved them.
+
+        Returns:
+            The program's tensors and state as saved; None where there is no checkpoint yet.
+        """
+        found = restore_model(self._config, self.policy, resume)
+        if found is None:
+            return None
+        saved = found.read(self.optimizer.tensors() | dict(tensors or {}))
+        self.optimizer.load_tensors(saved)
+        state = found.state
+        self.step = int(state["step"])
+        self.best = None if state["best"] is None else float(state["best"])
+        self.last = dict(state["last"])
+        self._skipped.count = int(state.get("skipped", 0))
+        self._history = past_rows(self._folder, self.stage, self.step)[-HISTORY_ROWS:]
+        return saved, state
+
+    @contextmanager
+    def open(self, title: str, *, notes: Sequence[str] = (), warnings: Sequence[str] = ()) -> Iterator[None]:
+        """Open log and display, take over signals, and begin to watch the machine.
+
+        Args:
+            title: Title of the display.
+            notes: Lines to print first.
+            warnings: Warnings to print after them.
+        """
+        is_main = rank() == 0
+        listener = self._tracking.put
+        with (
+            RunLog(self._folder, resume_step=self.step, enabled=is_main, listener=listener) as self._log,
+            open_display(title, self._config.num_steps, self._headline, enabled=is_main) as self.display,
+            HardwareMonitor() as self.monitor,
+            Session(self.stage, self._config, self.policy) as self.session,
+        ):
+            for note in notes:
+                self.display.note(note)
+            for warning in warnings:
+                self.display.note(warning, warning=True)
+            yield
+
+    def steps(self, end: int | None = None) -> Iterator[int]:
+        """Yield the number of steps done, until `end` (default: the end of the run); `end_update` counts on."""
+        self._end = self._config.num_steps if end is None else end
+        while self.step < self._end:
+            yield self.step
+
+    def beat(self, phase: str) -> None:
+        """Tell the heartbeat what is done next."""
+        self.session.beat(phase, self.step)
+
+    def is_due(self, every: int) -> bool:
+        """Return whether something that is done every so many steps follows the step that was just counted."""
+        return self.step % every == 0 or self.step == self._end
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        return learning_rate(self._config.optim, self.step, self._config.num_steps)
+
+    @property
+    def progress(self) -> float:
+        """Share of the run's steps that are done: 0 at the first step, 1 at the last."""
+        return self.step / max(1, self._config.num_steps - 1)
+
+    def begin_record(self, describe: Callable[[], Data]) -> None:
+        """Take what the step is trained on into its record, where this step is recorded."""
+        self._recorder.begin(describe)
+
+    def end_update(self, outcome: Mapping[str, float], training: Callable[[], Held]) -> dict[str, float]:
+        """Count a step whose update is over, and end its record.
+
+        Args:
+            outcome: Results of the update as metrics.
+            training: Returns what the program holds besides model and optimizer, for the record of a fault.
+
+        Returns:
+            Further metrics of the step.
+        """
+        self.step += 1
+        names = (f"{self.stage}/{name}" for name in FINITE)
+        skipped = self._skipped.count_step({name: outcome[name] for name in names if name in outcome})
+
+        def held() -> Held:
+            tensors, state = training()
+            return {**self.optimizer.tensors(), **tensors}, state
+
+        self._recorder.end(self.step, outcome, held, is_skipped=bool(skipped))
+        return {f"{self.stage}/skipped": float(skipped)} if skipped else {}
+
+    def log_opening(self, step: int, values: Mapping[str, float]) -> None:
+        """Log metrics of the state after `step`, before the first step that follows it."""
+        self._log.write_metrics(self.stage, step, values)
+        self.last |= values
+
+    def log_step(self, values: Mapping[str, float], groups: Sequence[Group] | None = None) -> None:
+        """Log and show the step that was just counted, with warnings about it.
+
+        Args:
+            values: Its metrics.
+            groups: This rank's samples of the step; None in a program that samples nothing.
+
+        Raises:
+            UserError: If too many steps in a row were not finite.
+        """
+        self.last |= values
+        self._values = values
+        with span("log"):
+            self._log.write_metrics(self.stage, self.step, values)
+            if groups is not None:  # all ranks write together, also one that has no group
+                self._log.write_samples(self.step, groups)
+        for warning in health_warnings(self.stage, values, self._history):
+            self.display.note(warning, warning=True)
+        self._history = [*self._history, {"step": self.step, **values}][-HISTORY_ROWS:]
+        self.display.update(self.step, values)
+        if self.is_skipped:
+            self.display.note(self._skipped.tell(self.step, self._remedy), warning=True)
+
+    def end_step(self, held: Callable[[], Held], groups: Sequence[Group] = ()) -> TrainStep:
+        """Save the step where that is due, and stop the run where a signal asked for it.
+
+        Args:
+            held: Returns what the program holds besides model and optimizer.
+            groups: What the step was trained on, for the caller of the run.
+
+        Raises:
+            Stopped: After a signal.
+            UserError: If the weights are not finite, or cannot be saved.
+        """
+        self._save(held)
+        self.session.stop_if_asked(self.step)
+        return TrainStep(self.step, self._config.num_steps, self._values, groups)
+
+    @spanned("save")
+    def _save(self, held: Callable[[], Held]) -> None:
+        score = self._values.get(self._best_name, math.nan)
+        is_best = math.isfinite(score) and (self.best is None or self._sign * (score - self.best) < 0)
+        if is_best:
+            self.best = score
+        is_due = self.session.is_due(self.step) or self.step == self._end
+        training: Held | None = None
+        if is_due:
+            tensors, state = held()
+            own = {"best": self.best, "last": self.last, "skipped": self._skipped.count}
+            training = {**self.optimizer.tensors(), **tensors}, {**state, **own}
+        self.session.save(self.step, is_best=is_best, training=training)
+        self._recorder.is_due |= is_due
+
+    def write_summary(self, extra: Mapping[str, float | str]) -> None:
+        """Write summary.json: the last value of every metric, `extra`, and the best validation."""
+        if rank() != 0:
+            return
+        content: dict[str, float | str] = {
+            name.removeprefix(f"{self.stage}/"): value for name, value in self.last.items()
+        }
+        content |= extra
+        if self.best is not None:
+            content[f"best_{self._best_name.rpartition('/')[2]}"] = self.best
+        (self._folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
