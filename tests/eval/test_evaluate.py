@@ -43,7 +43,7 @@ class Scripted:
         self.calls: list[tuple[Sequence[Request], SamplingParams]] = []
 
     def generate(
-        self, requests: Sequence[Request], params: SamplingParams, *, on_finished: object = None
+        self, requests: Sequence[Request], params: SamplingParams, *, on_ended: object = None
     ) -> list[list[Completion]]:
         self.calls.append((requests, params))
         prompts = {self.policy.prompt_ids(p): SCRIPT[p.prompt] for p in (FIRST, SECOND)}

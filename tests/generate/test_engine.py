@@ -259,11 +259,11 @@ def test_prompts_are_prefilled_once_for_all_their_samples(llama: LanguageModel) 
     engine = Engine(llama, stop_ids=())
     params = SamplingParams(max_new_tokens=7)
     ended: list[int] = []
-    engine.generate(requests, params, on_finished=ended.append)
+    engine.generate(requests, params, on_ended=lambda _, row: ended.append(len(row)))
     assert engine.stats.prompt_tokens == 5 + 9 + 12
     assert engine.stats.new_tokens == 12 * 7
     assert engine.stats.decode_steps == 6  # the first token comes from the prefill
-    assert sum(ended) == 12
+    assert ended == [4, 4, 4]
     engine.generate(requests[:1], params)
     assert engine.stats.prompt_tokens == 5 + 9 + 12 + 5
 

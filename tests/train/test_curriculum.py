@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ import pytest
 
 from whet.generate.engine import Completion, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.rows import OnEnded
 from whet.generate.sampling import SamplingParams
 from whet.schema import SCHEMAS
 from whet.tasks.made.arithmetic import Arithmetic
@@ -51,18 +52,20 @@ class Dice:
         return self
 
     def generate(
-        self, requests: Sequence[Request], params: SamplingParams, *, on_finished: Callable[[int], None]
+        self, requests: Sequence[Request], params: SamplingParams, *, on_ended: OnEnded
     ) -> list[list[Completion]]:
         assert params is SAMPLING
         self.calls.append(len(requests))
-        on_finished(sum(len(request.seeds) for request in requests))
-        return [
+        drawn = [
             [
                 Completion(ids=(seed // 7 % 100,), logprobs=(0.0,), finish_reason="stop")
                 for seed in request.seeds
             ]
             for request in requests
         ]
+        for place, row in enumerate(drawn):
+            on_ended(place, row)
+        return drawn
 
 
 class Threshold:

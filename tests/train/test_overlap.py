@@ -32,7 +32,7 @@ from whet.train.optim.step import OptimConfig, Optimizer
 from whet.train.rl_config import RLConfig
 from whet.train.rollout import source
 from whet.train.rollout.order import EpochOrder
-from whet.train.rollout.overlap import Beside, OverlapConfig, draw_groups, part_groups
+from whet.train.rollout.overlap import Beside, OverlapConfig, part_groups
 from whet.train.rollout.rollout import Rollout, RolloutParams
 from whet.types import Group, UserError
 
@@ -402,7 +402,7 @@ def test_what_goes_wrong_beside_is_told_in_one_line(
             rl.train(config)
 
 
-def test_groups_are_drawn_as_the_engine_draws_them(tiny_policy: PolicyConfig) -> None:
+def test_requests_are_handed_over_as_they_end(tiny_policy: PolicyConfig) -> None:
     policy = load_policy(tiny_policy, seed=3)
     requests = [
         Request(prompt_ids=policy.prompt_ids(problem), seeds=tuple(range(9 * place, 9 * place + 3)))
@@ -413,13 +413,14 @@ def test_groups_are_drawn_as_the_engine_draws_them(tiny_policy: PolicyConfig) ->
     assert {done.finish_reason for row in expected for done in row} == {"stop", "length"}
     for num_rows in (1, 4, 64):
         found: dict[int, list[Completion]] = {}
-        draw_groups(policy.engine(), requests, params, num_rows, found.__setitem__)
+        engine = load_policy(replace(tiny_policy, max_rows=num_rows), seed=3).engine()
+        assert engine.generate(requests, params, on_ended=found.__setitem__, is_streamed=True) == expected
         assert found == dict(enumerate(expected))
         if num_rows == 64:  # all begin together: what ends first comes first
             longest = [max(len(done.ids) for done in found[place]) for place in found]
             assert longest != [max(len(done.ids) for done in row) for row in expected]
             assert [-(-n // 4) for n in longest] == sorted(-(-n // 4) for n in longest)
-    draw_groups(policy.engine(), [], params, 4, found.__setitem__)
+    assert policy.engine().generate([], params, on_ended=found.__setitem__) == []
 
 
 def test_a_copy_keeps_old_weights_and_a_twin_follows(tiny_policy: PolicyConfig) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 from whet.eval.confidence import Confidence, measure_confidence
 from whet.eval.grade import AnswerFrom, Judged, grade
 from whet.eval.metrics import headline
-from whet.generate.engine import Completion, Engine
+from whet.generate.engine import Completion
 from whet.generate.episode import play
 from whet.generate.policy import Policy
+from whet.generate.rows import Sampler
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.rewards.base import EPISODE, WeightedReward, score_completions
 from whet.stats import Interval
@@ -246,7 +247,7 @@ def evaluate(
 
 def _finish(
     policy: Policy,
-    engine: Engine,
+    engine: Sampler,
     task: Task,
     problems: Sequence[Problem],
     *,

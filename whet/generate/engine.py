@@ -23,6 +23,7 @@ from whet.generate.plain import PlainSteps, can_step
 from whet.generate.rows import (
     Completion,
     Job,
+    OnEnded,
     Request,
     Rows,
     Token,
@@ -109,14 +110,18 @@ class Engine:
         requests: Sequence[Request],
         params: SamplingParams,
         *,
-        on_finished: Callable[[int], None] | None = None,
+        on_ended: OnEnded | None = None,
+        is_streamed: bool = False,
     ) -> list[list[Completion]]:
         """Draw every sample of every request.
 
         Args:
             requests: Prompts with the seeds of their samples.
             params: Temperature, filters and the longest completion.
-            on_finished: Called with the number of samples that ended since the last call.
+            on_ended: Called with each request whose samples have all ended. The order of calls depends on what is
+                drawn, not on time.
+            is_streamed: Hand requests over as soon as they end, for a caller that works on them meanwhile; otherwise
+                rows that ended wait until closing their holes is worth it.
 
         Returns:
             For every request its completions, in the order of its seeds.
@@ -140,9 +145,20 @@ class Engine:
             if self._activations is not None and self._layers is not None:
                 begun = self._layers, requests, params.max_new_tokens
                 self._keeps = self._autocast is None and self._activations.begin(self.model, *begun)
-            self._run(rows, waiting, on_finished)
+            places = {job: place for place, row in enumerate(jobs) for job in row}
+            left = [len(row) for row in jobs]
+            for job in self._run(rows, waiting, is_streamed=is_streamed):
+                place = places[job]
+                left[place] -= 1
+                if on_ended is not None and not left[place]:
+                    on_ended(place, _completions(jobs[place]))
         self.stats.seconds += time.perf_counter() - began
-        return [[job.completion for job in row if job.completion is not None] for row in jobs]
+        return [_completions(row) for row in jobs]
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context in tokens, prompt and completion together."""
+        return self.model.config.max_positions
 
     def room(self, rows: int, prompt: int, completion: int, requests: int | None = None) -> CacheSize:
         """Say what a `session` is to hold.
@@ -228,7 +244,8 @@ class Engine:
         else:
             cache.clear()
 
-    def _run(self, state: Rows, waiting: list[Job], on_finished: Callable[[int], None] | None) -> None:
+    def _run(self, state: Rows, waiting: list[Job], *, is_streamed: bool) -> Iterator[Job]:
+        """Schedule, run, take: admit waiting jobs, decode live rows, and yield the jobs that ended."""
         waiting.reverse()
         steps = 0
         while waiting or state.jobs:
@@ -243,10 +260,10 @@ class Engine:
                 continue
             live = len(state.jobs)
             num_done = int(state.done[:live].sum())
-            if num_done and (num_done == live or num_done * 4 >= live or (waiting and num_done * 8 >= live)):
-                self.harvest(state)
-                if on_finished is not None:
-                    on_finished(num_done)
+            # To close a hole costs a copy of a row's cache; a row that ended costs a row of every product.
+            is_worth_it = num_done * 4 >= live or (waiting and num_done * 8 >= live)
+            if num_done and (is_worth_it or (is_streamed and steps % CHECK_EVERY_TEXT == 0)):
+                yield from self.harvest(state)
 
     @spanned("prefill")
     def admit(self, state: Rows, waiting: list[Job]) -> None:
@@ -333,27 +350,27 @@ class Engine:
     @spanned("decode")
     def decode(self, state: Rows) -> None:
         """Draw the next token of every live row."""
-        assert self._cache is not None
         self.stats.decode_steps += 1
-        live = slice(0, len(state.jobs))
-        if self._layers is not None:
-            positions = state.positions[live]
-            places = state.bases[live] + positions if self._keeps else None
-            hidden = self._layers.run(state.last[live], positions, places_M=places)
-            self._append(self._logits(hidden), state, live)
-            return
-        if self._static is not None and share_params(state.jobs):
+        if self._static is not None and share_params(state.jobs):  # one graph of all of it, drawing included
             self._static.run(len(state.jobs), state.jobs[0].params)
             return
-        positions = state.positions[live].clone()
+        live = slice(0, len(state.jobs))
+        self._append(self._logits(self._read(state, live)), state, live)
+
+    def _read(self, state: Rows, live: slice) -> torch.Tensor:
+        """Read the last token of every live row by the fastest path that computes this model; return [B, D]."""
+        assert self._cache is not None
+        last, positions = state.last[live], state.positions[live]
+        if self._layers is not None:
+            places = state.bases[live] + positions if self._keeps else None
+            return self._layers.run(last, positions, places_M=places)
+        # The cache is written at these positions while the rows' own positions may move on.
+        positions = positions.clone()
         deepest = int(positions.max())
         if self._plain is not None:
-            hidden = self._plain.run(state.last[live], positions, deepest)
-        else:
-            num_keys = min(round_up(deepest + 1, KEY_QUANTUM), self._cache.capacity)
-            context = Decode(self._cache, positions, num_keys, self._attention)
-            hidden = self.model(state.last[live], positions, context)
-        self._append(self._logits(hidden), state, live)
+            return self._plain.run(last, positions, deepest)
+        num_keys = min(round_up(deepest + 1, KEY_QUANTUM), self._cache.capacity)
+        return self.model(last, positions, Decode(self._cache, positions, num_keys, self._attention))
 
     def stop_on_text(self, state: Rows) -> None:
         """End rows whose text has a stop string, and cut them at the token that completed it.
@@ -421,3 +438,7 @@ class Engine:
             stop = min(start + SCORE_ROWS, length - 1)
             tokens += noted(self._logits(hidden[start:stop]), ids[start + 1 : stop + 1], num_top)
         return tokens
+
+
+def _completions(jobs: Sequence[Job]) -> list[Completion]:
+    return [job.completion for job in jobs if job.completion is not None]

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from whet.generate.engine import Completion, Engine, Request
+from whet.generate.engine import Completion, Request
 from whet.generate.policy import Policy
+from whet.generate.rows import Sampler
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.types import Environment, FinishReason, Problem
 
@@ -69,7 +70,7 @@ class _Episode:
 
 def play(
     policy: Policy,
-    engine: Engine,
+    engine: Sampler,
     problems: Sequence[Problem],
     seeds: Sequence[Sequence[int]],
     params: SamplingParams,
@@ -96,7 +97,8 @@ def play(
         requests = [
             Request(prompt_ids=ids, seeds=tuple(row)) for ids, row in zip(prompts, seeds, strict=True)
         ]
-        return engine.generate(requests, params, on_finished=on_finished)
+        on_ended = None if on_finished is None else lambda _, row: on_finished(len(row))
+        return engine.generate(requests, params, on_ended=on_ended)
     episodes = [
         _Episode(place, prompts[place], seed, environment.reset(problem))
         for place, (problem, row) in enumerate(zip(problems, seeds, strict=True))
@@ -114,7 +116,7 @@ def play(
 
 def _advance(
     policy: Policy,
-    engine: Engine,
+    engine: Sampler,
     active: Sequence[_Episode],
     params: SamplingParams,
     environment: Environment,
@@ -138,7 +140,7 @@ def _advance(
             episode.finish_reason = "stop"
             continue
         ids = policy.observation_ids(answer.observation, episode.ids[-1], inline=answer.inline)
-        room = min(params.max_new_tokens, engine.model.config.max_positions - len(episode.prompt_ids))
+        room = min(params.max_new_tokens, engine.max_positions - len(episode.prompt_ids))
         if turn + 1 == MAX_TURNS or len(episode.ids) + len(ids) >= room:
             episode.finish_reason = "length"
         else:
@@ -146,7 +148,7 @@ def _advance(
 
 
 def _generate(
-    engine: Engine, active: Sequence[_Episode], params: SamplingParams, turn: int
+    engine: Sampler, active: Sequence[_Episode], params: SamplingParams, turn: int
 ) -> list[Completion]:
     """Draw the next turn of every episode; equal prefixes that stand together are read once."""
     requests = []

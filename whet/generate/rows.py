@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
 
 import torch
 
@@ -37,6 +38,38 @@ class Completion:
     trained: tuple[bool, ...] = ()
     turn_ends: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
+
+
+OnEnded = Callable[[int, list[Completion]], None]
+"""Called with the place of a request and its completions, once its last one has ended."""
+
+
+class Sampler(Protocol):
+    """Where completions come from: the engine here, or a server that draws with the same weights."""
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context in tokens, prompt and completion together."""
+        ...
+
+    def generate(
+        self, requests: Sequence[Request], params: SamplingParams, *, on_ended: OnEnded | None = None
+    ) -> list[list[Completion]]:
+        """Draw every sample of every request.
+
+        Args:
+            requests: Prompts with the seeds of their samples.
+            params: Temperature, filters and the longest completion.
+            on_ended: Called with each request that is complete, in an order that may depend on what is drawn.
+
+        Returns:
+            For every request its completions, in the order of its seeds.
+        """
+        ...
+
+    def release(self, above: int = 0) -> None:
+        """Give memory back until the next call, if more bytes than `above` are held for it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

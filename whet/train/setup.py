@@ -16,6 +16,7 @@ from whet.eval.audit.audit import preflight
 from whet.eval.evaluate import fitting_problems
 from whet.generate.engine import Engine, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.rows import Sampler
 from whet.generate.sampling import SamplingParams
 from whet.ranks.collectives import world_size
 from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
@@ -124,7 +125,7 @@ class RLSetup:
         order = data_order(self.task, self.problems, self.config.seed)
         return order.next(self.config.num_prompts)
 
-    def first_rollout(self, engine: Engine, rewards: Sequence[WeightedReward]) -> Rollout:
+    def first_rollout(self, engine: Sampler, rewards: Sequence[WeightedReward]) -> Rollout:
         """Sample and score the groups of the first step.
 
         Args:

@@ -314,7 +314,7 @@ def probe_model(
             )
             for prompt, ids in prompts.items()
         ]
-        drawn = engine.generate(requests, params, on_finished=on_finished)
+        drawn = engine.generate(requests, params, on_ended=lambda _, row: on_finished(len(row)))
         for (prompt, ids), row in zip(prompts.items(), drawn, strict=True):
             for sample, done in zip(samples, row, strict=True):
                 said = policy.completion_text(ids, done.ids)

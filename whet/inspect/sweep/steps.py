@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from whet.algo.packing import TrainingSequence
-from whet.generate.engine import Engine
 from whet.generate.policy import Policy, resolve_device
-from whet.generate.rows import Completion, Request
+from whet.generate.rows import Completion, Request, Sampler
 from whet.inspect.memory.meter import LiveTensors
 from whet.inspect.sweep.points import Run
 from whet.tasks.base import answer_type_of, load_task
@@ -218,7 +217,7 @@ class Reinforcement(Steps):
 
         return work
 
-    def _first_groups(self, run: RLConfig, engine: Engine) -> Callable[[], tuple[list[Group], int]]:
+    def _first_groups(self, run: RLConfig, engine: Sampler) -> Callable[[], tuple[list[Group], int]]:
         def sample() -> tuple[list[Group], int]:
             rollout = replace(self._setup, config=run).first_rollout(engine, self._rewards)
             informative = is_informative(rollout.groups, run.algo, run.reward_weights)
@@ -232,7 +231,7 @@ class Reinforcement(Steps):
 
         return sample
 
-    def _longest_groups(self, run: RLConfig, engine: Engine) -> Callable[[], tuple[list[Group], int]]:
+    def _longest_groups(self, run: RLConfig, engine: Sampler) -> Callable[[], tuple[list[Group], int]]:
         size = run.group_size
         requests = [
             Request(prompt_ids=ids, seeds=tuple(range(place * size, (place + 1) * size)))

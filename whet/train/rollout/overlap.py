@@ -22,10 +22,9 @@ import torch
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig
 from whet.eval.grade import Grade
-from whet.generate.engine import Completion, Engine, Request
+from whet.generate.engine import Completion, Request
 from whet.generate.episode import play
 from whet.generate.policy import Policy
-from whet.generate.rows import Job
 from whet.generate.sampling import SamplingParams
 from whet.model.transformer import LanguageModel
 from whet.ranks.collectives import world_size
@@ -209,53 +208,6 @@ def _twin(model: LanguageModel, *, shares_weights: bool) -> LanguageModel:
     return copy.deepcopy(model, known)
 
 
-def draw_groups(
-    engine: Engine,
-    requests: Sequence[Request],
-    params: SamplingParams,
-    num_rows: int,
-    on_ended: Callable[[int, list[Completion]], None],
-) -> None:
-    """Draw every sample of every request, as `Engine.generate` does, and hand a request over when its last has ended.
-
-    Args:
-        engine: The engine.
-        requests: Prompts with the seeds of their samples.
-        params: How tokens are drawn.
-        num_rows: Sequences decoded together, at most.
-        on_ended: Called with the place of a request and its completions. The order of calls depends on what is drawn,
-            not on time.
-    """
-    for index, request in enumerate(requests):
-        engine.check(request.prompt_ids, f"prompt {index}")
-    jobs = [
-        [Job(request=r, seed=seed, params=params, stop_strings=engine.stop_strings) for seed in r.seeds]
-        for r in requests
-    ]
-    places = {job: place for place, row in enumerate(jobs) for job in row}
-    left = [len(row) for row in jobs]
-    waiting = list(places)[::-1]
-    longest = max((len(request.prompt_ids) for request in requests), default=0)
-    num_rows, steps = min(num_rows, len(waiting)), 0
-    if not waiting:
-        return
-    with engine.session(engine.room(num_rows, longest, params.max_new_tokens, len(requests))) as rows:
-        while waiting or rows.jobs:
-            if waiting and len(rows.jobs) < num_rows:
-                engine.admit(rows, waiting)
-            else:
-                engine.decode(rows)
-                steps += 1
-            if steps % CHECK_EVERY:
-                continue
-            engine.stop_on_text(rows)
-            for job in engine.harvest(rows) if bool(rows.done[: len(rows.jobs)].any()) else ():
-                place = places[job]
-                left[place] -= 1
-                if not left[place]:
-                    on_ended(place, [done for other in jobs[place] if (done := other.completion) is not None])
-
-
 @spanned("rollout_generation")
 def _draw(
     beside: Beside,
@@ -276,7 +228,7 @@ def _draw(
         Request(prompt_ids=policy.prompt_ids(problem), seeds=tuple(row))
         for problem, row in zip(problems, names, strict=True)
     ]
-    draw_groups(engine, requests, params, policy.max_rows, on_ended)
+    engine.generate(requests, params, on_ended=on_ended, is_streamed=True)
 
 
 def stream_groups(

@@ -14,9 +14,10 @@ from whet.algo.advantages import group_advantages, has_spread, overlong_penalty
 from whet.algo.config import AlgoConfig, Overlong
 from whet.algo.signal import cancellation, repeated_share, signal_sums
 from whet.eval.grade import Grade, grade
-from whet.generate.engine import Completion, Engine
+from whet.generate.engine import Completion
 from whet.generate.episode import play
 from whet.generate.policy import Policy
+from whet.generate.rows import Sampler
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.ranks.collectives import all_reduce_sum
 from whet.rewards.base import EPISODE, WeightedReward, score_completions
@@ -65,7 +66,7 @@ def longest_sequence(policy: Policy, problems: Sequence[Problem], sampling: Samp
 
 def collect_groups(
     policy: Policy,
-    engine: Engine,
+    engine: Sampler,
     task: Task,
     rewards: list[WeightedReward],
     problems: Sequence[Problem],
