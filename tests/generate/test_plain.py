@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -12,9 +12,11 @@ from kernel_cases import room
 from torch import nn
 
 from whet.generate import engine as engine_module
-from whet.generate import plain
+from whet.generate import fused, plain
+from whet.generate.activations import can_keep
 from whet.generate.cache import KVCache
 from whet.generate.engine import Engine, Request
+from whet.generate.fused import can_fuse
 from whet.generate.plain import PlainSteps, can_step, turns_exactly
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.config import ModelConfig, RopeScaling
@@ -185,14 +187,30 @@ def test_another_architecture_autocast_global_hooks_and_kernels_take_the_general
     assert not can_step(model, kv_cache)
 
 
-def test_a_field_that_was_added_to_the_config_takes_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Later(ModelConfig):
-        window: int = 0
+@dataclass(frozen=True, kw_only=True)
+class Later(ModelConfig):
+    """A config with a flag that no fast path knows."""
 
-    model = make_model(SHAPE)
-    monkeypatch.setattr(plain, "ModelConfig", Later)
-    assert not can_step(model, make_cache(model))
+    window: int = 0
+
+
+def test_an_option_that_was_added_to_the_config_takes_the_general_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each path beside the modules' own lists what it knows; all else that is on makes it decline."""
+    monkeypatch.setattr(fused, "uses", lambda _: True)
+    monkeypatch.setattr(fused.cpu, "usable", lambda *_, **__: True)
+    for window in (0, 4):
+        model = make_model(
+            Later(**{item.name: getattr(SHAPE, item.name) for item in fields(SHAPE)}, window=window)
+        )
+        tiled = KVCache(model.config, room(4, 64), torch.float32, torch.device("cpu"), is_tiled=True)
+        is_known = window == 0
+        assert can_fuse(model, tiled, torch.float32) == is_known
+        assert can_keep(model) == is_known
+        with monkeypatch.context() as patch:
+            patch.setattr(plain.cpu, "usable", lambda *_, **__: False)
+            assert can_step(model, make_cache(model)) == is_known
 
 
 def test_an_adapter_takes_the_general_path_and_is_applied() -> None:

@@ -15,10 +15,12 @@ import torch
 from whet.generate.rows import Request
 from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.layers import Layers
-from whet.model.config import ModelConfig
+from whet.model.config import ModelConfig, options
 from whet.model.transformer import LanguageModel, LlamaLike
 from whet.types import MicroBatch
 
+KNOWN_OPTIONS = {"rope_scaling", "tie_embeddings", "attention_bias", "qkv_bias"}
+"""Options of a model whose forward pass has the sequence of calls that is kept."""
 NOWHERE = -(2**40)
 """A base that keeps nothing: every place counted from it is below 0."""
 NOTHING = 0
@@ -179,7 +181,7 @@ def bytes_per_token(config: ModelConfig, number_bytes: int) -> int:
 
 def is_known(config: ModelConfig) -> bool:
     """Say whether the forward pass of models of this shape is the sequence of calls that a tape has."""
-    return config.family in ("llama", "qwen2") and not config.mlp_bias
+    return config.family != "gpt2" and options(config) <= KNOWN_OPTIONS
 
 
 def can_keep(model: LanguageModel) -> bool:

@@ -12,10 +12,13 @@ from whet.kernels.choice import uses
 from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.head import RowState
 from whet.kernels.cpu.layers import Layers
+from whet.model.config import options
 from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
 
 CHUNK = 192
 """Prompt tokens of one call: their activations stay in a core's cache."""
+KNOWN_OPTIONS = {"rope_scaling", "tie_embeddings", "attention_bias", "qkv_bias", "qk_norm"}
+"""Options of a model that the compiled step computes."""
 FUSED_PREFILL = 256
 """Longest prompt read this way: beyond, attention goes over blocks of queries."""
 
@@ -28,11 +31,13 @@ def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
         cache: Its cache.
         dtype: Dtype of products.
     """
-    if not (isinstance(model, LlamaLike) and cache.is_tiled) or model.config.mlp_bias or not uses("decode"):
+    if not (isinstance(model, LlamaLike) and cache.is_tiled and uses("decode")):
+        return False
+    if options(model.config) - KNOWN_OPTIONS:
         return False
     is_plain = all(not m._forward_hooks and m._compiled_call_impl is None for m in model.modules())  # pyright: ignore[reportPrivateUsage]
     # A head's norm under autocast gives float32 queries; the fused step keeps them in the products' dtype.
-    has_wide_queries = model.config.family == "qwen3" and model.head_weight.dtype != dtype
+    has_wide_queries = model.config.qk_norm and model.head_weight.dtype != dtype
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
     return is_plain and not has_wide_queries and cpu.usable(model.model.embed_tokens.weight, *matrices)
 

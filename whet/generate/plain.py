@@ -9,7 +9,7 @@ the general path.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
@@ -22,7 +22,7 @@ from whet.generate.cache import KVCache
 from whet.kernels import eager
 from whet.kernels.cpu import ops as cpu
 from whet.model.attention import KEY_QUANTUM, MIN_QUERY_ROWS, ROW_QUANTUM, exact_attention, round_up
-from whet.model.config import ModelConfig
+from whet.model.config import options
 from whet.model.transformer import (
     MLP,
     Attention,
@@ -45,19 +45,8 @@ KNOWN_MODULES = (
     nn.Embedding,
     nn.ModuleList,
 )
-KNOWN_FIELDS = {
-    *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
-    *(
-        "head_dim",
-        "max_positions",
-        "norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "tie_embeddings",
-        "attention_bias",
-    ),
-    *("mlp_bias", "init_std"),
-}
+# Options of a model that are computed here.
+KNOWN_OPTIONS = {"rope_scaling", "tie_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "qk_norm"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 FEW_ROWS = 128
 """Up to so many rows the turned product is the faster one: W x^T by 20 % at 64 rows, by 60 % at 16 (MKL, AVX2)."""
@@ -74,7 +63,7 @@ def can_step(model: LanguageModel, kv_cache: KVCache) -> bool:
     """
     if kv_cache.is_tiled or kv_cache.values.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return False
-    if {field.name for field in fields(ModelConfig)} != KNOWN_FIELDS or cpu.usable(model.head_weight):
+    if options(model.config) - KNOWN_OPTIONS or cpu.usable(model.head_weight):
         return False
     if any(getattr(module_hooks, f"_global{name}") for name in HOOKS):
         return False

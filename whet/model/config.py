@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from whet.types import UserError
@@ -19,6 +19,25 @@ ARCHITECTURES: dict[Family, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
+FAMILY_FLAGS: dict[str, Family] = {"qkv_bias": "qwen2", "qk_norm": "qwen3"}
+"""Flags of one family alone, which sets them."""
+SIZES = frozenset(
+    {
+        "family",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "max_positions",
+        "norm_eps",
+        "rope_theta",
+        "init_std",
+    }
+)
+"""Fields of a config that every path reads: numbers, and the name that config.json has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +59,7 @@ class ModelConfig:
     """Shape of a decoder-only language model; the defaults are the demo's 0.4 M parameter Llama."""
 
     family: Family = "llama"
-    """Architecture: llama, qwen2 (biases on q, k, v), qwen3 (norms on q and k) or gpt2."""
+    """Architecture: llama, qwen2 (sets qkv_bias), qwen3 (sets qk_norm) or gpt2."""
     vocab_size: int = 64
     """Rows of the embedding table. From-scratch programs set it from the tokenizer."""
     hidden_size: int = 128
@@ -67,12 +86,23 @@ class ModelConfig:
     """Whether the output head is the embedding table."""
     attention_bias: bool = False
     """Biases on q, k, v and o, of llama and qwen3 (qwen2 and gpt2 have their own fixed biases)."""
+    qkv_bias: bool = False
+    """Biases on q, k and v alone; family qwen2 sets it."""
+    qk_norm: bool = False
+    """RMSNorm over the channels of each head's queries and keys; family qwen3 sets it."""
     mlp_bias: bool = False
     """Llama's biases in the feed-forward part."""
     init_std: float = 0.02
     """Standard deviation of random weights (0.02 suits wide models; narrow ones learn faster from more)."""
 
     def __post_init__(self) -> None:
+        for name, family in FAMILY_FLAGS.items():
+            if getattr(self, name) and self.family != family:
+                raise ValueError(
+                    f"model.{name} = true with family = {self.family}: expected family = {family}; other models have "
+                    "none of it"
+                )
+            object.__setattr__(self, name, self.family == family)
         sizes = (
             "vocab_size",
             "hidden_size",
@@ -108,6 +138,16 @@ class ModelConfig:
             raise ValueError(f"model.attention_bias is for llama and qwen3: {self.family} has its own biases")
         if self.mlp_bias and self.family != "llama":
             raise ValueError(f"model.mlp_bias is for llama only: {self.family} has its own choice of biases")
+
+
+def options(config: ModelConfig) -> frozenset[str]:
+    """Return the names of the fields that change what is computed: all but sizes, where they are not the default.
+
+    A path beside the modules' own forward pass (compiled decoding, kept activations) compares them with those that it
+    knows, and declines the rest. So a new flag is never ignored by a path that was written before it.
+    """
+    changed = (item.name for item in fields(config) if getattr(config, item.name) != item.default)
+    return frozenset(changed) - SIZES
 
 
 def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:

@@ -91,14 +91,14 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, channels = config.hidden_size, config.head_dim
-        qkv_bias = config.attention_bias or config.family == "qwen2"
+        qkv_bias = config.attention_bias or config.qkv_bias
         self.head_dim = channels
         self.q_proj = Linear(width, config.num_heads * channels, bias=qkv_bias)
         self.k_proj = Linear(width, config.num_kv_heads * channels, bias=qkv_bias)
         self.v_proj = Linear(width, config.num_kv_heads * channels, bias=qkv_bias)
         self.o_proj = Linear(config.num_heads * channels, width, bias=config.attention_bias)
-        self.q_norm = RMSNorm(channels, config.norm_eps) if config.family == "qwen3" else None
-        self.k_norm = RMSNorm(channels, config.norm_eps) if config.family == "qwen3" else None
+        self.q_norm = RMSNorm(channels, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(channels, config.norm_eps) if config.qk_norm else None
 
     def forward(
         self,

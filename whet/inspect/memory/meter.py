@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from whet.algo.packing import TrainingSequence
 from whet.generate.activations import Activations
+from whet.generate.engine import Engine
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, Request
 from whet.inspect.memory.phases import Phase, Workload
