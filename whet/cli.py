@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_origin
 
@@ -34,7 +34,18 @@ from whet.types import UserError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Parsed", "dump_yaml", "escape", "from_dict", "guard", "load_yaml", "parse", "to_dict", "unknown"]
+__all__ = [
+    "Parsed",
+    "Program",
+    "dump_yaml",
+    "escape",
+    "from_dict",
+    "guard",
+    "load_yaml",
+    "parse",
+    "to_dict",
+    "unknown",
+]
 
 Config = TypeVar("Config", bound="DataclassInstance")
 _NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
@@ -43,6 +54,31 @@ _SHORT = {"--task": "--task.name", "--track": "--track.to", "--deterministic": "
 """Options that stand for one field of a group."""
 MAX_LINE = 1000
 _SWITCHES = {"--dry-run": "dry_run", "--dry_run": "dry_run", "--help": "help", "-h": "help"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What a command runs, loaded.
+
+    Attributes:
+        config_class: Its config.
+        main: Runs it; `main(config, resume=...)` when resumable, else `main(config)`.
+        recipes: Name -> function returning a full config; empty when the command takes no RECIPE.
+        plan: Text that --dry-run prints below the config.
+        presets: Named values of a group of fields, or of some of them, as `--algo gspo` and `--optim lean`.
+        resumable: Whether it knows --resume.
+        shared: Whether it trains: several ranks (torchrun) can share its work, and it knows --resume STEP.
+        positional: Field that its one word sets (all its words, where it is a tuple), for a program without recipes.
+    """
+
+    config_class: type[Any]
+    main: Callable[..., None]
+    recipes: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    plan: Callable[[Any], str] | None = None
+    presets: Mapping[str, Mapping[str, Callable[[], Any]]] = field(default_factory=dict)
+    resumable: bool = False
+    shared: bool = False
+    positional: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

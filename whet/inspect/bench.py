@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from whet.cli import Program
 from whet.config import dump_yaml
 from whet.report.page import json_for_script, render
 from whet.storage.folder import open_run
@@ -275,3 +276,6 @@ def table(found: Sequence[Result]) -> str:
             f"{shown(result, result.value):>8}{target:>9}{shown(result, result.floor):>8}{share:>9}  {verdict(result)}"
         )
     return "\n".join(lines)
+
+
+PROGRAM = Program(config_class=BenchConfig, main=main)

@@ -19,8 +19,11 @@ ARCHITECTURES: dict[Family, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
-FAMILY_FLAGS: dict[str, Family] = {"qkv_bias": "qwen2", "qk_norm": "qwen3"}
-"""Flags of one family alone, which sets them."""
+FAMILY_FLAGS: dict[Family, frozenset[str]] = {
+    "qwen2": frozenset({"qkv_bias"}),
+    "qwen3": frozenset({"qk_norm"}),
+}
+"""Flags that a family sets; what computes reads flags, and never a family's name."""
 SIZES = frozenset(
     {
         "family",
@@ -59,7 +62,7 @@ class ModelConfig:
     """Shape of a decoder-only language model; the defaults are the demo's 0.4 M parameter Llama."""
 
     family: Family = "llama"
-    """Architecture: llama, qwen2 (sets qkv_bias), qwen3 (sets qk_norm) or gpt2."""
+    """Architecture: llama, qwen2 (biases on q, k, v), qwen3 (norms on q and k) or gpt2."""
     vocab_size: int = 64
     """Rows of the embedding table. From-scratch programs set it from the tokenizer."""
     hidden_size: int = 128
@@ -86,23 +89,22 @@ class ModelConfig:
     """Whether the output head is the embedding table."""
     attention_bias: bool = False
     """Biases on q, k, v and o, of llama and qwen3 (qwen2 and gpt2 have their own fixed biases)."""
-    qkv_bias: bool = False
-    """Biases on q, k and v alone; family qwen2 sets it."""
-    qk_norm: bool = False
-    """RMSNorm over the channels of each head's queries and keys; family qwen3 sets it."""
     mlp_bias: bool = False
     """Llama's biases in the feed-forward part."""
     init_std: float = 0.02
     """Standard deviation of random weights (0.02 suits wide models; narrow ones learn faster from more)."""
 
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v alone have biases."""
+        return "qkv_bias" in FAMILY_FLAGS.get(self.family, ())
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head's queries and keys go through an RMSNorm over their channels."""
+        return "qk_norm" in FAMILY_FLAGS.get(self.family, ())
+
     def __post_init__(self) -> None:
-        for name, family in FAMILY_FLAGS.items():
-            if getattr(self, name) and self.family != family:
-                raise ValueError(
-                    f"model.{name} = true with family = {self.family}: expected family = {family}; other models have "
-                    "none of it"
-                )
-            object.__setattr__(self, name, self.family == family)
         sizes = (
             "vocab_size",
             "hidden_size",
@@ -147,7 +149,7 @@ def options(config: ModelConfig) -> frozenset[str]:
     knows, and declines the rest. So a new flag is never ignored by a path that was written before it.
     """
     changed = (item.name for item in fields(config) if getattr(config, item.name) != item.default)
-    return frozenset(changed) - SIZES
+    return frozenset(changed) - SIZES | FAMILY_FLAGS.get(config.family, frozenset())
 
 
 def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:

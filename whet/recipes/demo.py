@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from whet.cli import Program
 from whet.config import dump_yaml
 from whet.eval.evaluate import take_problems
 from whet.eval.measure import EvalResult, evaluate
@@ -219,3 +220,6 @@ def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoCo
         "",
     ]
     (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+PROGRAM = Program(config_class=DemoConfig, main=main)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from whet.cli import Program
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.recipes.models import demo_policy
 from whet.tasks.base import TaskConfig
-from whet.train.dpo import DPOConfig
-from whet.train.optim.step import OptimConfig
+from whet.train.dpo import DPOConfig, main, plan
+from whet.train.optim.step import PRESETS, OptimConfig
 
 
 def demo() -> DPOConfig:
@@ -61,3 +62,14 @@ RECIPES: dict[str, Callable[[], DPOConfig]] = {
     "qwen2.5-0.5b-math": qwen25_05b_math,
     "qwen2.5-0.5b-pairs": qwen25_05b_pairs,
 }
+
+
+PROGRAM = Program(
+    config_class=DPOConfig,
+    main=main,
+    recipes=RECIPES,
+    plan=plan,
+    resumable=True,
+    shared=True,
+    presets={"optim": PRESETS},
+)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from whet.eval.evaluate import EvalConfig
+from whet.cli import Program
+from whet.eval.compare.compare import CompareConfig
+from whet.eval.compare.compare import main as compare_main
+from whet.eval.compare.compare import plan as compare_plan
+from whet.eval.evaluate import EvalConfig, main, plan
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.recipes.models import GSM8K, STORIES, calculator_policy, demo_policy
@@ -63,3 +67,16 @@ RECIPES: dict[str, Callable[[], EvalConfig]] = {
     "gsm8k": gsm8k,
     "math500": math500,
 }
+
+
+PROGRAM = Program(config_class=EvalConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
+
+
+COMPARE = Program(
+    config_class=CompareConfig,
+    main=compare_main,
+    plan=compare_plan,
+    presets={"eval": RECIPES},
+    positional="models",
+    resumable=True,
+)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from whet.cli import Program
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.recipes.models import demo_policy
 from whet.tasks.base import TaskConfig
-from whet.train.optim.step import OptimConfig
-from whet.train.rft import RFTConfig
+from whet.train.optim.step import PRESETS, OptimConfig
+from whet.train.rft import RFTConfig, main, plan
 
 
 def demo() -> RFTConfig:
@@ -42,3 +43,14 @@ def qwen25_05b_math() -> RFTConfig:
 
 
 RECIPES: dict[str, Callable[[], RFTConfig]] = {"demo": demo, "qwen2.5-0.5b-math": qwen25_05b_math}
+
+
+PROGRAM = Program(
+    config_class=RFTConfig,
+    main=main,
+    recipes=RECIPES,
+    plan=plan,
+    resumable=True,
+    shared=True,
+    presets={"optim": PRESETS},
+)

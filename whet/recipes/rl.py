@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from whet.cli import Program
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.recipes.models import GSM8K, calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.objective.objective import AlgoConfig
-from whet.train.optim.step import OptimConfig
-from whet.train.rl_config import RLConfig
+from whet.train.optim.step import PRESETS, OptimConfig
+from whet.train.rl import main
+from whet.train.rl_config import RLConfig, plan
 
 
 def reinforce() -> AlgoConfig:
@@ -275,3 +277,14 @@ RECIPES: dict[str, Callable[[], RLConfig]] = {
     "llama3.2-1b-math": llama32_1b_math,
     "llama3.2-3b-math": llama32_3b_math,
 }
+
+
+PROGRAM = Program(
+    config_class=RLConfig,
+    main=main,
+    recipes=RECIPES,
+    plan=plan,
+    resumable=True,
+    shared=True,
+    presets={"algo": ALGORITHMS, "optim": PRESETS},
+)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from whet.cli import Program
 from whet.generate.policy import PolicyConfig
 from whet.recipes.models import GSM8K, STORIES, calculator_policy, demo_policy, gpt2_policy
 from whet.tasks.base import TaskConfig
-from whet.train.optim.step import OptimConfig
-from whet.train.sft import SFTConfig
+from whet.train.optim.step import PRESETS, OptimConfig
+from whet.train.sft import SFTConfig, main, plan
 
 
 def demo() -> SFTConfig:
@@ -134,3 +135,14 @@ RECIPES: dict[str, Callable[[], SFTConfig]] = {
     "llama3.2-1b-math": llama32_1b_math,
     "llama3.2-3b-math": llama32_3b_math,
 }
+
+
+PROGRAM = Program(
+    config_class=SFTConfig,
+    main=main,
+    recipes=RECIPES,
+    plan=plan,
+    resumable=True,
+    shared=True,
+    presets={"optim": PRESETS},
+)

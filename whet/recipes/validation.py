@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from whet.cli import Program
 from whet.eval.evaluate import EvalConfig
 from whet.eval.probe.probe import ProbeConfig
 from whet.generate.sampling import SamplingParams
-from whet.inspect.validate.validate import BEFORE, ValidateConfig
+from whet.inspect.validate.validate import BEFORE, ValidateConfig, main, plan
 from whet.inspect.validate.verdict import ThresholdConfig
 from whet.recipes import evaluation as evaluations
 from whet.recipes import rl, sft
@@ -83,3 +84,6 @@ RECIPES: dict[str, Callable[[], ValidateConfig]] = {
     "quick": quick,
     "stories260k-gsm8k": stories260k_gsm8k,
 }
+
+
+PROGRAM = Program(config_class=ValidateConfig, main=main, recipes=RECIPES, plan=plan)

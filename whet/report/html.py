@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.cli import Program
 from whet.model.text.tokenizer import Tokenizer
 from whet.report.curves import figures_of, overlay
 from whet.report.markdown import write_report
@@ -385,3 +386,6 @@ def _write_markdown(folder: Path) -> str:
             return f"{write_report(folder)}: the same in Markdown, with plots"
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         return f"report.md was not written: {error}"
+
+
+PROGRAM = Program(config_class=ReportConfig, main=main, positional="run")

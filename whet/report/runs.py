@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from whet.cli import Program
 from whet.report.page import render
 from whet.telemetry.display import escape_controls
 from whet.telemetry.log import as_number, parse_row, replace_file
@@ -379,3 +380,6 @@ def _cell(value: Any) -> str:
     for character, written in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("`", "\\`"), ("[", "\\[")):
         text = text.replace(character, written)
     return text
+
+
+PROGRAM = Program(config_class=RunsConfig, main=main, positional="folder")

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from whet.cli import Program
 from whet.config import from_dict, read_yaml
 from whet.telemetry.log import read_rows
 from whet.telemetry.trackers import (
@@ -122,3 +123,6 @@ def rows_in_order(folder: Path, num_samples: int) -> Iterator[Item]:
                 yield item
 
     return heapq.merge(items("metrics.jsonl"), items("samples.jsonl"), key=lambda item: item.step)
+
+
+PROGRAM = Program(config_class=TrackRunConfig, main=main, positional="run")

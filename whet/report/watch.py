@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
+from whet.cli import Program
 from whet.model.text.tokenizer import Tokenizer
 from whet.report.follow import RunFollower, glance
 from whet.report.index import Query, SampleIndex
@@ -539,3 +540,6 @@ def _has_screen() -> bool:
     return sys.platform in ("darwin", "win32") or any(
         os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY")
     )
+
+
+PROGRAM = Program(config_class=WatchConfig, main=main, positional="run")

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from whet.cli import Program
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Completion, Request
 from whet.generate.sampling import SamplingParams, sequence_seed
@@ -340,3 +341,6 @@ def main(config: ChatConfig) -> None:
                 terminal.handle(line)
         if terminal.num_errors and not sys.stdin.isatty():
             raise SystemExit(1)
+
+
+PROGRAM = Program(config_class=ChatConfig, main=main, positional="policy.init")

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from whet.cli import Program
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.serve.chat import NO_MODEL, require_model
 from whet.serve.scheduler import Scheduler
@@ -155,3 +156,6 @@ def main(config: ServeConfig) -> None:
                 server.run(sockets=[listener])
             except KeyboardInterrupt:
                 print("stopped")
+
+
+PROGRAM = Program(config_class=ServeConfig, main=main, positional="policy.init")

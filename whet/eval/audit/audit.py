@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from whet.cli import Program
 from whet.config import align, dump_yaml
 from whet.eval.audit.dispute import Disputed, dispute, dispute_samples, has_math_verify
 from whet.eval.evaluate import take_problems
@@ -374,3 +375,6 @@ def _show(text: str, limit: int = SHOWN_CHARACTERS) -> str:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
+
+
+PROGRAM = Program(config_class=AuditConfig, main=main, plan=plan, positional="task.name")

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from whet.cli import Program
 from whet.config import align, dump_yaml
 from whet.eval.probe.off_domain import KINDS, PROMPTS, Kind, ModelProbe, Perplexity, probe_model
 from whet.eval.probe.transcript import transcribe
@@ -331,3 +332,6 @@ def _page(probes: Sequence[ModelProbe], content: Mapping[str, Any]) -> str:
                 shown = [escape_controls(line) for line in [head, *reply.text.split("\n")]]
                 lines += [f"    {line}" for line in shown] + [""]
     return "\n".join(lines)
+
+
+PROGRAM = Program(config_class=ProbeConfig, main=main, plan=plan, positional="models")

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from whet.cli import Program
 from whet.config import dump_yaml
 from whet.inspect.data.overlap import VIEWS, Overlap, Texts, View, compare, fold_prompts
 from whet.model.text.tokenizer import Tokenizer
@@ -375,3 +376,6 @@ def _draw_lengths(lengths: Mapping[str, Sequence[int]], unit: str, folder: Path)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 2):g}%"))
         axes.legend()
         figure.savefig(folder / "prompt_lengths.png", dpi=140)
+
+
+PROGRAM = Program(config_class=DataReportConfig, main=main)

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from whet.cli import Program
 from whet.config import dump_yaml, to_dict
 from whet.inspect.diagnose.model import environment, forward, parameters, tokenizer
 from whet.inspect.diagnose.objective import objective
@@ -185,3 +186,6 @@ def _print(console: Console, title: str, components: Mapping[str, Component]) ->
                 if check.status == status:
                     reason = f"{component.name}: {check.name}: {check.found}; expected {check.expected}"
                     console.print(Text(status, style=STYLES[status]), Text(escape_controls(reason)))
+
+
+PROGRAM = Program(config_class=DiagnoseConfig, main=main, positional="recipe")

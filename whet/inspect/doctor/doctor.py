@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from whet.cli import Program
 from whet.config import show
 from whet.generate.kernel_speed import measure, small
 from whet.inspect.doctor.determinism import check_determinism
@@ -188,3 +189,6 @@ def _table(findings: Sequence[Finding]) -> Table:
             Text(how if len(how) <= SHOWN_HOW else f"{how[: SHOWN_HOW - 1]}…"),
         )
     return table
+
+
+PROGRAM = Program(config_class=DoctorConfig, main=main, positional="check")

@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from whet.algo.advantages import group_advantages
+from whet.cli import Program
 from whet.inspect.explain import plots as explain_plots
 from whet.inspect.explain.maths import (
     ACTION_REWARDS,
@@ -334,3 +335,6 @@ def _tiny(value: torch.Tensor) -> str:
 
 def _join(rewards: Sequence[float]) -> str:
     return " ".join(f"{reward:g}" for reward in rewards)
+
+
+PROGRAM = Program(config_class=ExplainConfig, main=main)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from whet.cli import Program
 from whet.config import load_yaml, show
 from whet.generate.policy import PolicyConfig, load_policy, resolve_device
 from whet.inspect.memory.meter import compare, measure
@@ -340,3 +341,6 @@ def _budget_text(shape: ModelConfig, num_devices: int) -> str:
     budget = sharded_budget(count, num_devices)
     lines += [f"  {name:<28}{value / 10**power:7.2f}" for name, value in budget.items()]
     return "\n".join(lines)
+
+
+PROGRAM = Program(config_class=PlanConfig, main=main, positional="recipe")

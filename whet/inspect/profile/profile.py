@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from whet.cli import Program
 from whet.config import show
 from whet.generate.policy import resolve_device
 from whet.inspect.memory.plan import PlanConfig, read_recipe
@@ -410,3 +411,6 @@ def run_tool(tool: str, command: Sequence[str], config: ProfileConfig, folder: P
 
 def _window(config: ProfileConfig) -> str:
     return f"{config.warmup}:{config.steps}"
+
+
+PROGRAM = Program(config_class=ProfileConfig, main=main, positional="recipe")

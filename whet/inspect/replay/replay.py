@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from whet.cli import Program
 from whet.config import load_yaml
 from whet.generate.policy import resolve_device
 from whet.inspect.replay.step import Stage, TrainConfig, load_before, replay_step
@@ -209,3 +210,6 @@ def _print(config: ReplayConfig, replayed: Replayed) -> None:
         if stage.note:
             line(f"  {number} {stage.name}: {stage.note}")
     line(conclusion(stages))
+
+
+PROGRAM = Program(config_class=ReplayConfig, main=main, positional="run")

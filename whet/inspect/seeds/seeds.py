@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
+from whet.cli import Program
 from whet.config import closest, dump_yaml
 from whet.inspect.seeds.outcome import Board, Measure, Outcome, Status, write_outcomes
 from whet.inspect.seeds.spread import FLAT_BELOW, Curve, KillRules, kill_reason
@@ -391,3 +392,6 @@ def _interruption() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+PROGRAM = Program(config_class=SeedsConfig, main=main, plan=plan, resumable=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.markup import escape
 
+from whet.cli import Program
 from whet.config import dump_yaml, to_dict
 from whet.inspect.memory.plan import PlanConfig, read_recipe
 from whet.inspect.sweep.page import as_text, write_page
@@ -327,3 +328,6 @@ class Sweep:
         options = (f"--{item}" for item in self._config.set)
         kept = [word for word in options if word.partition("=")[0].replace("_", "-") not in given]
         return shlex.join(["whet", self._config.of, self._config.recipe, *kept, *words])
+
+
+PROGRAM = Program(config_class=SweepConfig, main=main, positional="recipe")
