@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
 from whet.train.rl_config import RLConfig
 from whet.train.session import TrainStep
+from whet.types import Group
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(2, 14) for b in range(3, 12)]
 SHAPE = ModelConfig(
@@ -77,6 +79,7 @@ def test_the_first_ten_lines(folder: Path, tmp_path: Path) -> None:
     policy = whet.load(folder)
     task = whet.Task.from_rows(ROWS, prompt="question", answer="answer")
     seen: list[TrainStep] = []
+    sampled: list[Sequence[Group]] = []
     out = tmp_path / "mine"
     run = whet.rl(
         policy,
@@ -86,8 +89,10 @@ def test_the_first_ten_lines(folder: Path, tmp_path: Path) -> None:
         num_steps=3,
         out=out,
         on_step=seen.append,
+        on_samples=sampled.append,
         **SHORT,
     )
+    assert sampled == [step.groups for step in seen]
     assert [step.step for step in seen] == [1, 2, 3]
     assert str(seen[0]).startswith("step 1/3: reward mean ")
     assert {name for group in seen[0].groups for s in group.samples for name in s.rewards} >= {

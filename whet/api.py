@@ -57,7 +57,7 @@ from whet.train.rft import RFTConfig
 from whet.train.rl_config import RLConfig
 from whet.train.session import OnStep, Stopped, TrainStep, finish
 from whet.train.sft import SFTConfig
-from whet.types import Problem, UserError
+from whet.types import Group, Problem, UserError
 
 C = TypeVar("C")
 Messages = Sequence[Mapping[str, str]]
@@ -423,6 +423,7 @@ def rl(
     algo: str | AlgoConfig = "grpo",
     num_steps: int = 100,
     on_step: OnStep | None = None,
+    on_samples: Callable[[Sequence[Group]], object] | None = None,
     resume: bool = False,
     **options: Any,
 ) -> Run:
@@ -437,6 +438,8 @@ def rl(
         algo: Name of an algorithm (grpo, dr_grpo, dapo, gspo, ...), or its arguments.
         num_steps: Rollout batches.
         on_step: Called after each step with its number, metrics and groups.
+        on_samples: Called after each step with the groups that it trained on: each has its problem, and samples with
+            text, reward and advantage.
         resume: Go on from the newest checkpoint of `out`.
         options: Other fields of `RLConfig`: `num_prompts=8`, `group_size=8`, `max_new_tokens=256`, `lr=1e-6`, or whole
             groups of fields, `optim={"precision": "bfloat16_master"}`.
@@ -448,7 +451,7 @@ def rl(
         UserError: If something does not fit together, is missing, or the run cannot go on.
     """
     config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
-    return _trained(config, lambda: _each(rl_program.steps(config, resume=resume), on_step))
+    return _trained(config, lambda: _each(rl_program.steps(config, resume=resume), on_step, on_samples))
 
 
 def rl_steps(
@@ -780,10 +783,16 @@ def _named(group: str, name: str, table: Mapping[str, Callable[[], Any]]) -> Any
     return table[name]()
 
 
-def _each(running: Iterator[TrainStep], on_step: OnStep | None) -> None:
+def _each(
+    running: Iterator[TrainStep],
+    on_step: OnStep | None,
+    on_samples: Callable[[Sequence[Group]], object] | None,
+) -> None:
     for step in running:
         if on_step is not None:
             on_step(step)
+        if on_samples is not None:
+            on_samples(step.groups)
 
 
 def _trained(config: RLConfig | SFTConfig | DPOConfig | RFTConfig, work: Callable[[], object]) -> Run:
