@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from whet.ranks.collectives import gather_json, is_distributed
 from whet.telemetry.metrics import find_metric
 from whet.types import Group, Problem, Sample, UserError
 
@@ -107,8 +108,6 @@ class RunLog:
             groups: This rank's groups of the step, scored.
         """
         rows = [self._sample_row(step, group.problem, sample) for group in groups for sample in group.samples]
-        from whet.ranks.collectives import gather_json, is_distributed  # torch: reading data needs none
-
         if is_distributed():
             rows = [row for part in gather_json(rows) for row in part]
         self._append("samples.jsonl", rows)
