@@ -212,48 +212,6 @@ def check_rms_norm(device: str, case: tuple[int, int, torch.dtype, torch.dtype, 
         close(mine, right.grad, 16 if shortest == torch.float32 else 2, shortest)
 
 
-def check_rope_into_cache(
-    device: str, dtype: torch.dtype, weight_dtype: torch.dtype | None, channels: int
-) -> None:
-    from whet.kernels.triton import layer as triton_layer
-
-    rows, live, heads, kv_heads, capacity = 5, 3, 6, 2, 32
-    fused = draw(rows, (heads + 2 * kv_heads) * channels, device=device, dtype=dtype)
-    q, k, v = (
-        part.view(rows, -1, channels)
-        for part in fused.split([heads * channels, kv_heads * channels, kv_heads * channels], dim=1)
-    )
-    angles = draw(rows, 1, channels, seed=1, device=device) * 100
-    positions = torch.tensor([0, 31, 7], device=device)
-    weights = {}
-    if weight_dtype is not None:
-        weights = {
-            "q_weight_C": draw(channels, seed=2, device=device, dtype=weight_dtype),
-            "k_weight_C": draw(channels, seed=3, device=device, dtype=weight_dtype),
-            "eps": 1e-6,
-        }
-    caches = []
-    outs = []
-    for function in (triton_layer.rope_into_cache, eager.rope_into_cache):
-        keys, values = (
-            draw(4, kv_heads, capacity, channels, seed=s, device=device, dtype=dtype) for s in (4, 5)
-        )
-        outs.append(function(q, k, v, angles.cos(), angles.sin(), keys, values, positions, **weights))
-        caches.append((keys, values))
-    before = [draw(4, kv_heads, capacity, channels, seed=s, device=device, dtype=dtype) for s in (4, 5)]
-    for mine, twin, old in zip(caches[0], caches[1], before, strict=True):
-        written = torch.zeros(4, kv_heads, capacity, dtype=torch.bool, device=device)
-        written[torch.arange(live, device=device), :, positions] = True
-        assert torch.equal(mine[~written], old[~written])
-        close(mine[written], twin[written], (1 if dtype != torch.float32 else 8) if weights else 1, dtype)
-        mostly_equal(mine[written], twin[written])
-    assert torch.equal(caches[0][1], caches[1][1])
-    assert outs[0].dtype == outs[1].dtype
-    # Without the norm there is nothing but uncontracted products and one rounding: equal to the bit.
-    close(outs[0], outs[1], (1 if dtype != torch.float32 else 8) if weights else 1, dtype)
-    mostly_equal(outs[0], outs[1])
-
-
 def check_swiglu(device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     from whet.kernels.triton import layer as triton_layer
 
@@ -282,27 +240,3 @@ def check_nf4(device: str, dtype: torch.dtype, shape: tuple[int, ...], double: b
     ours = triton_nf4.nf4_dequantize(packed, dtype)
     assert ours.dtype == dtype
     assert torch.equal(ours, eager.nf4_dequantize(packed, dtype))
-
-
-def check_linear(device: str, dtype: torch.dtype, with_bias: bool) -> None:
-    from whet.kernels.triton import matmul as triton_matmul
-
-    rows, columns, inner = 131, 150, 100
-    x = draw(rows, inner, device=device, dtype=dtype)
-    weight = draw(columns, inner, seed=1, device=device, dtype=dtype)
-    bias = draw(columns, seed=2, device=device, dtype=dtype) if with_bias else None
-    whole = triton_matmul.linear(x, weight, bias)
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    close(whole, exact, 0.51 if dtype != torch.float32 else 16, dtype)
-    for chosen in (slice(0, 1), slice(130, 131), slice(3, 20)):
-        assert torch.equal(triton_matmul.linear(x[chosen], weight, bias), whole[chosen])
-    leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
-    upstream = draw(rows, columns, seed=3, device=device, dtype=dtype)
-    wide = leaves[0].view(1, rows, inner)
-    out = triton_matmul.linear(wide, leaves[1], leaves[2] if with_bias else None)
-    assert out.shape == (1, rows, columns)
-    grads = torch.autograd.grad(out, leaves, upstream[None])
-    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    right = torch.autograd.grad(F.linear(*doubles), doubles, upstream.double())
-    for mine, wanted in zip(grads, right, strict=True):
-        close(mine, wanted, 1 if dtype != torch.float32 else 32, dtype)

@@ -157,8 +157,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "yes_no": [{"question": f"Is {n} odd?", "answer": "yes"} for n in range(8)],
     "countdown": [{"nums": [n + 1, 2, 3], "target": n + 6} for n in range(8)],
-    "game24": [{"Puzzles": f"{n} 6 4 1"} for n in range(1, 8)],
-    "sudoku": [{"puzzle": "1234341221434320"[:16], "solution": "1234341221434321"} for _ in range(4)],
     "letters": [
         {"word": "strawberry", "letter": "r", "count": 3},
         {"word": "banana", "letter": "a", "count": 3},

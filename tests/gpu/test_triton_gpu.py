@@ -66,20 +66,6 @@ def test_rms_norm(case: Any) -> None:
     cases.check_rms_norm(CUDA, case)
 
 
-@pytest.mark.parametrize("channels", [8, 64, 80, 128])
-@pytest.mark.parametrize(
-    ("dtype", "weight_dtype"),
-    [
-        (torch.float32, None),
-        (torch.bfloat16, None),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-    ],
-)
-def test_rope_into_cache(dtype: torch.dtype, weight_dtype: torch.dtype | None, channels: int) -> None:
-    cases.check_rope_into_cache(CUDA, dtype, weight_dtype, channels)
-
-
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_swiglu(dtype: torch.dtype) -> None:
     cases.check_swiglu(CUDA, dtype, 300, 3072 + 6)
@@ -90,12 +76,6 @@ def test_swiglu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(1,), (7, 93), (1024, 3072)])
 def test_nf4(dtype: torch.dtype, shape: tuple[int, ...], double: bool) -> None:
     cases.check_nf4(CUDA, dtype, shape, double)
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_linear(dtype: torch.dtype, with_bias: bool) -> None:
-    cases.check_linear(CUDA, dtype, with_bias)
 
 
 def test_a_gpu_gets_the_kernels() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,16 +195,19 @@ def test_a_child_that_dies_is_an_answer(code: str, status: str, why: str) -> Non
 
 def test_free_memory_is_the_least_of_machine_and_group(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
-        "/proc/meminfo": "MemTotal:  9999 kB\nMemAvailable:    2000 kB\n",
         "/sys/fs/cgroup/memory.max": "1000000\n",
         "/sys/fs/cgroup/memory.current": "900000\n",
         "/sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 300000\n",
     }
     monkeypatch.setattr(sweep_worker, "_text", lambda path: files.get(path, ""))
+    memory = SimpleNamespace(available=2_048_000)
+    monkeypatch.setattr(sweep_worker.psutil, "virtual_memory", lambda: memory)
     assert sweep_worker.free_memory() == 400_000
     files["/sys/fs/cgroup/memory.max"] = "max\n"
     assert sweep_worker.free_memory() == 2_048_000
     files.clear()
+    assert sweep_worker.free_memory() == 2_048_000
+    monkeypatch.undo()
     assert sweep_worker.free_memory() > 2**26
 
 

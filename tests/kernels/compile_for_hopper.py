@@ -21,7 +21,6 @@ from whet.kernels import eager
 from whet.kernels.triton import attention as triton_attention
 from whet.kernels.triton import layer as triton_layer
 from whet.kernels.triton import logprobs as triton_logprobs
-from whet.kernels.triton import matmul as triton_matmul
 from whet.kernels.triton import nf4 as triton_nf4
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -74,28 +73,10 @@ def main() -> None:
     y, total = triton_layer.rms_norm(x, weight, 1e-6, x)
     (y.sum() + total.sum()).backward()
     triton_layer.rms_norm(x, weight, 1e-6)
-    table = torch.zeros(4, 1, 128)
-    head = torch.ones(128, **make)
-    q, k = torch.zeros(4, 16, 128, **make), torch.zeros(4, 8, 128, **make)
-    cache = torch.zeros(4, 8, 256, 128, **make)
-    triton_layer.rope_into_cache(q, k, k, table, table, cache, cache, torch.zeros(4, dtype=torch.int64))
-    triton_layer.rope_into_cache(
-        q,
-        k,
-        k,
-        table,
-        table,
-        cache,
-        cache,
-        torch.zeros(4, dtype=torch.int64),
-        q_weight_C=head,
-        k_weight_C=head,
-    )
     gate = torch.zeros(8, 3072, **make, requires_grad=True)
     triton_layer.swiglu(gate, gate).sum().backward()
     for double in (False, True):
         triton_nf4.nf4_dequantize(eager.nf4_quantize(torch.ones(64, 64), double=double), dtype)
-    triton_matmul.linear(torch.zeros(4, 256, **make), torch.zeros(256, 256, **make), torch.zeros(256, **make))
     logits, ids = torch.zeros(4, 151_936), torch.zeros(4, dtype=torch.int64)
     logprob, normaliser, entropy = triton_logprobs.logprob_entropy(logits, ids)
     triton_logprobs.logprob_entropy_backward_(logits, ids, normaliser, entropy, logprob, entropy)

@@ -92,21 +92,6 @@ def test_rms_norm(case: Any) -> None:
     cases.check_rms_norm("cpu", case)
 
 
-@pytest.mark.parametrize("channels", [8, 80])
-@pytest.mark.parametrize(
-    ("dtype", "weight_dtype"),
-    [
-        (torch.float32, None),
-        (torch.bfloat16, None),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float16),
-    ],
-)
-def test_rope_into_cache(dtype: torch.dtype, weight_dtype: torch.dtype | None, channels: int) -> None:
-    cases.check_rope_into_cache("cpu", dtype, weight_dtype, channels)
-
-
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_swiglu(dtype: torch.dtype) -> None:
     cases.check_swiglu("cpu", dtype, 3, 1030)
@@ -117,12 +102,6 @@ def test_swiglu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(1,), (7, 93), (130, 136)])
 def test_nf4(dtype: torch.dtype, shape: tuple[int, ...], double: bool) -> None:
     cases.check_nf4("cpu", dtype, shape, double)
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_linear(dtype: torch.dtype, with_bias: bool) -> None:
-    cases.check_linear("cpu", dtype, with_bias)
 
 
 def test_models_head_and_sampling_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

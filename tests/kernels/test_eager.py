@@ -40,10 +40,12 @@ def test_a_decode_step_is_the_caches_own(dtype: torch.dtype) -> None:
         q_turned, k_turned = rotate(norms[0](q), cos, sin), rotate(norms[1](k), cos, sin)
         wanted = Decode(theirs, positions, theirs.capacity, "exact").attend(0, q_turned, k_turned, v)
         ours = filled_cache(dtype)
-        turned = eager.rope_into_cache(
-            q, k, v, cos, sin, ours.keys[0], ours.values[0], positions,
-            q_weight_C=norms[0].weight, k_weight_C=norms[1].weight, eps=1e-6,
-        )  # fmt: skip
+        rows = torch.arange(3)
+        turned, keys = (
+            eager.rotate(eager.rms_norm(x, norm.weight, 1e-6)[0], cos, sin)
+            for x, norm in zip((q, k), norms, strict=True)
+        )
+        ours.keys[0][rows, :, positions], ours.values[0][rows, :, positions] = keys, v
         out = eager.decode_attention(turned, ours.keys[0], ours.values[0], positions + 1)
     assert torch.equal(turned, q_turned)
     assert torch.equal(ours.keys, theirs.keys)

@@ -45,13 +45,13 @@ def test_in_the_interpreter() -> None:
     )
     summary = printed.splitlines()[-1]
     assert summary.split()[1] == "passed", summary  # none skipped
-    assert int(summary.split()[0]) >= 60
+    assert int(summary.split()[0]) >= 45
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_kernels_compile_for_hopper(dtype: str, tmp_path: Path) -> None:
     printed = run(str(HERE / "compile_for_hopper.py"), dtype, TRITON_CACHE_DIR=str(tmp_path))
     assert {line.split()[0] for line in printed.splitlines()} == {
-        "_split", "_merge", "_forward", "_backward", "_rms_forward", "_rms_backward", "_rope", "_swiglu_forward",
-        "_swiglu_backward", "_dequantize", "_linear",
+        "_split", "_merge", "_forward", "_backward", "_rms_forward", "_rms_backward", "_swiglu_forward",
+        "_swiglu_backward", "_dequantize",
     }  # fmt: skip

@@ -20,7 +20,7 @@ HOSTILE = "<script>alert(1)</script>\x1b[31m</script><!-- \u202e"
 def _no_plots(monkeypatch):
     """Leave report.md and its PNG plots to the test that looks at them."""
 
-    def write(folder):
+    def write(folder, part=None):
         (folder / "report.md").write_text("stub")
         return folder / "report.md"
 

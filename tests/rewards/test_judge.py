@@ -91,7 +91,7 @@ def server() -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            seen = Seen(dict(self.headers), body)
+            seen = Seen({name.title(): value for name, value in self.headers.items()}, body)
             with state.lock:
                 state.seen.append(seen)
                 state.paths.append(self.path)
@@ -105,7 +105,8 @@ def server() -> Iterator[Server]:
                     state.active -= 1
             try:
                 self.send_response(status)
-                for name, value in {"Content-Length": str(len(data)), **headers}.items():
+                kind = {"Content-Type": "application/json", "Content-Length": str(len(data))}
+                for name, value in {**kind, **headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)
@@ -557,7 +558,7 @@ def test_a_server_that_goes_away_later_is_a_hiccup(server: Server) -> None:
     asked, meter = endpoint(server, retries=1)
     server.script = [chat("fine")]
     assert replies(asked) == ["fine"]
-    asked._url = f"http://127.0.0.1:{free_port()}/v1"  # as if the server had died
+    asked._client.base_url = f"http://127.0.0.1:{free_port()}/v1"  # as if the server had died
     assert replies(asked) == [None]
     assert meter.stats.failures == 1
     asked.close()
@@ -641,6 +642,23 @@ def test_the_key_is_sent_as_bearer_and_shown_nowhere(
         server.answer = good
         judge.score([(problem(), "z")])
     assert "Authorization" not in server.seen[-1].headers
+
+
+def test_nothing_of_the_environment_is_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands there for openai.com is not for other servers."""
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, KEY)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with make(server) as judge:
+        assert judge.score([(problem(), "abc")]) == [0.3]
+    assert not any(KEY in value for value in server.seen[0].headers.values())
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(UserError, match=r"a judge at a server needs openai: pip install 'whet\[judge\]'"):
+        Judge(JudgeConfig(model="m"))
+    Judge(JudgeConfig(model="m"), ask_batch=local("Score: 1")[0]).close()  # one of our own needs none
 
 
 @pytest.mark.parametrize("value", [None, "", "two words", "new\nline", "schlüssel"])

@@ -77,7 +77,7 @@ def make(name: str, folder: Path) -> Task:
     elif name == "yes_no":
         path = rows(folder / "y.jsonl", *({"question": f"q{n}?", "answer": n % 2 == 0} for n in range(90)))
     elif name == "mixture":
-        weights = {"algebra": 1.0, "letters": 1.0}
+        weights = {"countdown": 1.0, "letters": 1.0}
         return load_task(TaskConfig(name=name, weights=weights, num_problems=100))
     elif name == "mine":
         (folder / "mine.py").write_text(MINE)

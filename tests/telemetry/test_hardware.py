@@ -1,4 +1,4 @@
-"""Hardware telemetry: fake drivers and a fake /proc and /sys, on a clock that the test turns."""
+"""Hardware telemetry: fake drivers, a fake psutil and a fake /sys, on a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from whet.telemetry import hardware
 from whet.telemetry.hardware import (
     Device,
     HardwareMonitor,
@@ -329,9 +331,7 @@ def test_an_amd_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """A made-up /proc and /sys of a machine with two processor packages."""
-    (tmp_path / "proc").mkdir()
-    write_proc(tmp_path, busy=0, idle=0)
+    """A made-up /sys of a machine with two processor packages."""
     for number, name in enumerate(("package-0", "package-1", "psys")):
         folder = tmp_path / f"sys/class/powercap/intel-rapl:{number}"
         folder.mkdir(parents=True)
@@ -349,19 +349,36 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_proc(root: Path, *, busy: int, idle: int) -> None:
-    (root / "proc/stat").write_text(f"cpu  {busy} 0 0 {idle} 5 0 0 0 0 0\ncpu0 1 2 3 4\n")
-    (root / "proc/meminfo").write_text("MemTotal: 8388608 kB\nMemFree: 10 kB\nMemAvailable: 6291456 kB\n")
-    (root / "proc/cpuinfo").write_text("processor: 0\nmodel name\t: Fake 9000\n")
+class Counters:
+    """What psutil counts, on Linux: a guest's time is in the user's once more."""
+
+    busy = idle = 0.0
+
+    def cpu_times(self) -> Any:
+        names = "user nice system idle iowait irq softirq steal guest guest_nice"
+        values = (self.busy + 7, 0, 0, self.idle, 5, 0, 0, 0, 7, 0)
+        return namedtuple("Times", names)(*values)
+
+    def virtual_memory(self) -> Any:
+        return SimpleNamespace(total=8 * GIB, available=6 * GIB)
 
 
-def test_cpu_memory_and_rapl_with_wrap_around(machine: Path) -> None:
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
+    found = Counters()
+    for name in ("cpu_times", "virtual_memory"):
+        monkeypatch.setattr(hardware.psutil, name, getattr(found, name))
+    monkeypatch.setattr(hardware, "cpu_name", lambda: "Fake 9000")
+    return found
+
+
+def test_cpu_memory_and_rapl_with_wrap_around(machine: Path, counters: Counters) -> None:
     clock = Clock()
-    sources = {"cpu": lambda: cpu_devices(machine / "proc", machine / "sys")}
+    sources = {"cpu": lambda: cpu_devices(machine / "sys")}
     monitor = HardwareMonitor(1.0, sources=sources, clock=clock)
     for n in range(11):
         clock.now = 100.0 + n
-        write_proc(machine, busy=30 * n, idle=10 * n)
+        counters.busy, counters.idle = 0.3 * n, 0.1 * n
         for number in range(3):  # 3 W and 6 W: the counters pass 10 J in the first three seconds
             joules = (number + 1) * 3_000_000 * n
             (machine / f"sys/class/powercap/intel-rapl:{number}/energy_uj").write_text(
@@ -381,24 +398,22 @@ def test_cpu_memory_and_rapl_with_wrap_around(machine: Path) -> None:
 
 def test_unreadable_rapl_is_absent_not_zero(machine: Path) -> None:
     (machine / "sys/class/powercap/intel-rapl:0/energy_uj").unlink()
-    (device,) = cpu_devices(machine / "proc", machine / "sys")
+    (device,) = cpu_devices(machine / "sys")
     assert "energy_j" not in device.sensors
     assert "energy_uj" in device.absent["energy_j"]
-    (device,) = cpu_devices(machine / "proc", machine / "nothing")
+    (device,) = cpu_devices(machine / "nothing")
     assert "no RAPL counter" in device.absent["energy_j"]
     assert "no CPU thermometer" in device.absent["temperature_c"]
 
 
-def test_without_proc_psutil_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake = SimpleNamespace(
-        cpu_percent=lambda interval: 40.0, virtual_memory=lambda: SimpleNamespace(used=3 * GIB)
+def test_a_system_that_counts_neither_guests_nor_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As psutil has it on macOS."""
+    times = iter([(1.0, 0.0, 1.0, 8.0), (2.0, 0.0, 2.0, 10.0)])
+    monkeypatch.setattr(
+        hardware.psutil, "cpu_times", lambda: namedtuple("Times", "user nice system idle")(*next(times))
     )
-    monkeypatch.setitem(sys.modules, "psutil", fake)
-    (device,) = cpu_devices(tmp_path, tmp_path)
-    assert (device.sensors["utilisation"](), device.sensors["memory_gib"]()) == (0.4, 3.0)
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    with pytest.raises(LookupError, match="psutil is not installed"):
-        cpu_devices(tmp_path, tmp_path)
+    (device,) = cpu_devices(Path("/nothing"))
+    assert device.sensors["utilisation"]() == 0.5
 
 
 def test_this_machine_has_a_cpu() -> None:

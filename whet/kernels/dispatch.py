@@ -52,7 +52,6 @@ def _cuda_kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
     from whet.kernels.triton import attention as triton_attention
     from whet.kernels.triton import layer as triton_layer
     from whet.kernels.triton import logprobs as triton_logprobs
-    from whet.kernels.triton import matmul as triton_matmul
     from whet.kernels.triton import nf4 as triton_nf4
 
     return {
@@ -60,10 +59,8 @@ def _cuda_kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
         eager.logprob_entropy: triton_logprobs.logprob_entropy,
         eager.logprob_entropy_backward_: triton_logprobs.logprob_entropy_backward_,
         eager.rms_norm: triton_layer.rms_norm,
-        eager.rope_into_cache: triton_layer.rope_into_cache,
         eager.swiglu: triton_layer.swiglu,
         eager.nf4_dequantize: triton_nf4.nf4_dequantize,
-        eager.linear: triton_matmul.linear,
     }
 
 

@@ -169,48 +169,6 @@ class _Norm(torch.autograd.Function):
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
-def rope_into_cache(
-    q_NHC: torch.Tensor,
-    k_NKC: torch.Tensor,
-    v_NKC: torch.Tensor,
-    cos_N1C: torch.Tensor,
-    sin_N1C: torch.Tensor,
-    keys_BKSC: torch.Tensor,
-    values_BKSC: torch.Tensor,
-    positions_B: torch.Tensor,
-    *,
-    q_weight_C: torch.Tensor | None = None,
-    k_weight_C: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
-    """Normalise (Qwen3) and rotate queries and keys, and write keys and values into the cache: one decode step.
-
-    Args:
-        q_NHC: Queries as projected; may be a slice of a wider projection.
-        k_NKC: Keys as projected.
-        v_NKC: Values.
-        cos_N1C: Float32 rotary table at each row's position.
-        sin_N1C: The same of the sine.
-        keys_BKSC: Cache, written at [row, :, position] for the first B rows; the other N - B are row padding.
-        values_BKSC: Cache, likewise.
-        positions_B: int64 position of each row's token.
-        q_weight_C: Scale of the queries' RMS norm; None: no norm of either.
-        k_weight_C: Scale of the keys' norm.
-        eps: Of these norms.
-
-    Returns:
-        Rotated queries [N, H, C].
-    """
-    if q_weight_C is not None and k_weight_C is not None:
-        q_NHC, k_NKC = rms_norm(q_NHC, q_weight_C, eps)[0], rms_norm(k_NKC, k_weight_C, eps)[0]
-    count = positions_B.shape[0]
-    rows = torch.arange(count, device=positions_B.device)
-    k_NKC = rotate(k_NKC, cos_N1C, sin_N1C)
-    keys_BKSC[rows, :, positions_B] = k_NKC[:count].to(keys_BKSC.dtype)
-    values_BKSC[rows, :, positions_B] = v_NKC[:count].to(values_BKSC.dtype)
-    return rotate(q_NHC, cos_N1C, sin_N1C)
-
-
 def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
     """Apply rotary positions in float32 and return the input's dtype; differentiable.
 
@@ -300,7 +258,7 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def linear(x: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x @ weight.T + bias; differentiable. The kernel's rows do not depend on how many there are.
+    """Return x @ weight.T + bias; differentiable.
 
     Args:
         x: Input [..., D].

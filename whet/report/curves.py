@@ -59,7 +59,7 @@ def figures_of(curves: Series) -> list[dict[str, Any]]:
     Args:
         curves: Name -> steps and values, from `collect`.
     """
-    known = {name: metric for name in curves if (metric := _declared(name)) is not None}
+    known = {name: metric for name in curves if (metric := declared(name)) is not None}
     present = [name for name, (_, values) in curves.items() if np.isfinite(values).any()]
     all_steps = [steps for steps, _ in curves.values()]
     span = (
@@ -144,7 +144,8 @@ def _latest(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return unique, values[::-1][index]
 
 
-def _declared(name: str) -> Metric | None:
+def declared(name: str) -> Metric | None:
+    """Return what is known of a metric; None where this version does not know it."""
     try:
         return find_metric(name)
     except ValueError:

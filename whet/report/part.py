@@ -1,24 +1,27 @@
-"""A run or evaluation folder as a page shows it: read from whatever files are there, and what is missing is said."""
+"""A run or evaluation folder, read from whatever files are there, and what report.html and report.md both say of it."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from whet.report.curves import collect
 from whet.report.follow import is_summed_up
 from whet.report.plots import Series
 from whet.report.samples import Scan, find_samples, read_json, scan
+from whet.stats import Interval, bootstrap_interval, wilson_interval
 from whet.telemetry.health import HISTORY_ROWS, find_warnings
-from whet.telemetry.log import as_number, clean_metrics, parse_row
+from whet.telemetry.log import as_number, clean_metrics, leads_out, parse_row
+from whet.telemetry.metrics import METRICS, find_metric, format_metric
 
 KINDS = {
     "rl": "Reinforcement learning",
@@ -34,7 +37,20 @@ MAX_HEALTH_ROWS = 50_000
 """Rows of a stage that are searched for warnings, the newest: some 50 microseconds each."""
 
 MAX_FILE_BYTES = 1 << 20
-MAX_FIELDS, MAX_DEPTH = 5000, 30
+MAX_FIELDS, MAX_DEPTH, MAX_GROUPS = 5000, 30, 8
+CARDS = {
+    "rl": ("rl/completion_tokens", "rl/thinking_tokens", "eval/pass@1"),
+    "sft": ("sft/loss", "sft/validation_loss", "sft/grad_norm", "sft/tokens_per_second"),
+    "dpo": ("dpo/loss", "dpo/validation_accuracy", "dpo/accuracy", "dpo/margin"),
+    "rft": ("rft/right", "eval/greedy", "rft/covered", "rft/loss"),
+}
+"""Headline metrics by kind; of reinforcement learning they follow the rewards."""
+
+EVAL_CARDS = ("pass@1", "greedy", "format", "truncated", "thinking_tokens", "completion_tokens")
+SHARES = ("pass@", "consistency", "format", "eval/opportunity", "eval/vote_share")
+"""Groups of an evaluation whose numbers are shares, and single shares in other groups."""
+FILES = ("config.yaml", "environment.json", "summary.json", "eval.json")
+
 ALIVE_S = 120.0
 """A run without summary.json whose last row is younger is taken to be running."""
 
@@ -205,6 +221,143 @@ def facts(part: Part) -> list[tuple[str, str]]:
         "seed": config.get("seed"),
     }
     return [(label, str(value)) for label, value in found.items() if value is not None and value != ""]
+
+
+def view(part: Part) -> dict[str, Any]:
+    """Return what a report of any format says of a part.
+
+    Args:
+        part: The run or evaluation.
+
+    Returns:
+        'name', 'kind'; 'verdict' (one line) and its 'tone' (good, warn, bad); 'facts' (label, text); 'missing'; 'cards'
+        {label, value, note, began}; 'estimates' (group, name, mean, low, high); 'findings'; 'files' (name, text).
+    """
+    cards = _cards(part)
+    text, tone = _verdict(part, cards)
+    return {
+        "name": part.name,
+        "kind": KINDS.get(part.kind, "Run"),
+        "verdict": text,
+        "tone": tone,
+        "facts": facts(part),
+        "missing": part.missing,
+        "cards": cards,
+        "estimates": estimates(part.evaluation) if part.kind == "eval" else [],
+        "findings": [f"step {step:,}: {text}" for step, text in part.findings],
+        "files": [(name, text) for name in FILES if (text := _read_text(part.folder / name))],
+    }
+
+
+def _verdict(part: Part, cards: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+    """Say in a line how it stands: state, the first numbers, warnings; and the tone of it."""
+    planned = part.config.get("num_steps")
+    of = f" of {planned:,}" if isinstance(planned, int) and planned != part.last_step else ""
+    state = {
+        "finished": "Finished." if part.kind == "eval" else f"Finished after {part.last_step:,}{of} steps.",
+        "running": f"Still running: step {part.last_step:,}{of}.",
+        "stopped": f"Stopped at step {part.last_step:,}{of} without a summary: killed, or interrupted.",
+    }[part.state]
+    told = [f"{card['label'].capitalize()} {card['value']}{card['began']}." for card in cards[:2]]
+    count = len(part.findings)
+    if part.kind in ("rl", "sft"):
+        told.append(f"{count} warning{'s' * (count != 1)}." if count else "No warning.")
+    remark = part.evaluation.get("remark")
+    told += [remark[0].upper() + remark[1:]] if isinstance(remark, str) and remark else []
+    tone = "bad" if part.state == "stopped" else "warn" if count or remark else "good"
+    return " ".join([state, *told]), tone
+
+
+def _cards(part: Part) -> list[dict[str, str]]:
+    """Return the headline numbers: {label, value, note, began}; with intervals where they are estimates."""
+    cards: list[dict[str, str]] = []
+    if part.kind == "eval":
+        metrics = part.evaluation.get("metrics")
+        found = {name: row for group, name, *row in estimates({"metrics": metrics}) if group == "metrics"}
+        wide = [f"{kind}@{part.evaluation.get('num_samples')}" for kind in ("pass", "maj", "best")]
+        for name in dict.fromkeys((*EVAL_CARDS[:2], *wide, *EVAL_CARDS[2:])):
+            if name in found:
+                mean, low, high = found[name][:3]
+                label = name.replace("_", " ")
+                cards.append({"label": label, "value": mean, "note": f"{low} to {high}", "began": ""})
+    elif part.scan is not None and len(part.scan) and part.scan.steps.max() > 0:
+        names = ["correct", "", *part.scan.reward_names]
+        for name in dict.fromkeys(name for name in names if name in part.scan.scores):
+            card = _reward_card(part, name)
+            cards += [card] if card else []
+    for name in CARDS.get(part.kind, ()):
+        if name in part.curves:
+            values = part.curves[name][1]
+            values = values[np.isfinite(values)]
+            few = max(1, min(10, len(values) // 10))
+            if len(values):
+                first, last = (_value(name, float(piece.mean())) for piece in (values[:few], values[-few:]))
+                unit = find_metric(name).unit
+                label = name.partition("/")[2].replace("_", " ")
+                note = "" if unit in ("1", "share") else unit
+                began = f", from {first}" if len(values) > 1 else ""
+                cards.append({"label": label, "value": last, "note": note, "began": began})
+    return cards
+
+
+def _reward_card(part: Part, name: str) -> dict[str, str] | None:
+    """Return the mean of a reward over the last tenth of the steps, with its interval over groups."""
+    found = part.scan
+    assert found is not None
+    steps = np.unique(found.steps)
+    few = max(1, len(steps) // 10)
+    ends: list[Interval] = []
+    for chosen in (steps[:few], steps[-few:]):
+        keep = np.isin(found.steps, chosen) & np.isfinite(found.scores[name])
+        groups = np.unique(found.groups[keep], return_inverse=True)[1]
+        if not len(groups):
+            return None
+        values = np.bincount(groups, found.scores[name][keep]) / np.bincount(groups)
+        certain = bool(np.isin(values, (0.0, 1.0)).all())
+        ends.append(
+            wilson_interval(int(values.sum()), len(values)) if certain else bootstrap_interval(values)
+        )
+    first, last = ends
+    show = (lambda value: f"{value:.1%}") if name == "correct" else (lambda value: f"{value:.4g}")
+    return {
+        "label": name or "total reward",
+        "value": show(last.mean),
+        "note": f"{show(last.low)} to {show(last.high)}"
+        if last.low < last.high
+        else "the same in all groups",
+        "began": f", from {show(first.mean)}",
+    }
+
+
+def estimates(content: Mapping[str, Any], group: str = "") -> Sequence[tuple[str, str, str, str, str]]:
+    """Return (group, name, mean, low, high) of every estimate in nested results."""
+    rows: list[tuple[str, str, str, str, str]] = []
+    for key, inner in content.items():
+        name = str(key) or "–"
+        if not isinstance(inner, dict):
+            continue
+        numbers = [as_number(inner.get(end)) for end in ("mean", "low", "high")]
+        if all(number is not None for number in numbers):
+            shown = [_value(f"eval/{name}", number, group) for number in numbers if number is not None]
+            rows.append((group, name, shown[0], shown[1], shown[2]))
+        elif group.count(" · ") < MAX_GROUPS:
+            rows += estimates(inner, f"{group} · {name}" if group else name)
+    return rows
+
+
+def _value(name: str, value: float, group: str = "metrics") -> str:
+    """Write a value the way its metric asks for."""
+    is_share = group == "metrics" and find_metric(name).unit == "share"
+    if name in METRICS or is_share or group.startswith(SHARES) or name in SHARES:
+        return format_metric(name, value)
+    return f"{value:,.4g}"
+
+
+def _read_text(path: Path) -> str:
+    if not path.is_file() or leads_out(path):
+        return ""
+    with path.open("rb") as file:
+        return file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
 
 
 def _age(folder: Path) -> float:

@@ -250,7 +250,7 @@ def embed(found: Scan, rows: np.ndarray, spell: Callable[[int], str] | None) -> 
     gathered: list[str] = []
     held = 0
     vocabulary: dict[int, str] = {}
-    for place, sample in enumerate(_read(found, rows)):
+    for place, sample in enumerate(read_samples(found, rows)):
         if spell is None:
             sample["completion_ids"] = sample["sampler_logprobs"] = None
         else:
@@ -318,7 +318,7 @@ def histograms(found: Scan) -> list[dict[str, Any]]:
     return tables
 
 
-def _read(found: Scan, rows: np.ndarray) -> Iterator[dict[str, Any]]:
+def read_samples(found: Scan, rows: np.ndarray) -> Iterator[dict[str, Any]]:
     """Read rows of the scanned file again."""
     with found.path.open("rb") as file:
         for offset in found.offsets[rows].tolist():

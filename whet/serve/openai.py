@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, Token
@@ -24,15 +27,12 @@ MAX_MESSAGE = 400
 DEFAULT_NEW_TOKENS = 16
 """Of /v1/completions, as OpenAI has it; a chat may go on to the end of the context."""
 
-COMMON = (
-    "model n seed stop stream stream_options temperature top_p top_k min_p max_tokens logprobs user metadata"
-)
-IGNORED = (
-    "store service_tier safety_identifier prompt_cache_key parallel_tool_calls reasoning_effort verbosity"
-)
-"""Known to OpenAI, and without a meaning here."""
-CHAT_FIELDS = frozenset(f"{COMMON} {IGNORED} messages max_completion_tokens top_logprobs".split())
-TEXT_FIELDS = frozenset(f"{COMMON} prompt echo".split())
+IGNORED = frozenset({"model", "user", "metadata"})
+"""Without a meaning here; the model's name has been looked at before."""
+IGNORED_IN_CHATS = IGNORED | {
+    "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "reasoning_effort",
+    "verbosity",
+}  # fmt: skip
 UNSUPPORTED: Mapping[str, Any] = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -130,6 +130,93 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
+class _StreamOptions(BaseModel):
+    include_usage: bool = Field(default=False, strict=True)
+
+
+class _TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_TextPart]
+
+    def plain(self) -> dict[str, str]:
+        """Return role and text as templates know them."""
+        text = self.content
+        if not isinstance(text, str):
+            text = "".join(part.text for part in text)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+def _alone(value: Any) -> Any:
+    """Put a single text, or the ids of one, into a list."""
+    is_ids = isinstance(value, list) and bool(value) and isinstance(value[0], int)
+    return [value] if isinstance(value, str) or is_ids else value
+
+
+class _Body(BaseModel):
+    """What both endpoints read; a field that is not here is refused, and no value is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    seed: int = Field(default_factory=lambda: secrets.randbits(62), ge=-(2**63), le=2**63 - 1)
+    stop: Annotated[list[str], BeforeValidator(_alone), Field(max_length=MAX_STOPS)] = []
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def asked(self, max_new_tokens: int, **more: Any) -> Asked:
+        """Return the request with what its endpoint adds."""
+        try:
+            params = SamplingParams(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=max(0, self.top_k),  # -1 is how vLLM says 'all'
+                min_p=self.min_p,
+                max_new_tokens=max_new_tokens,
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), param=str(error).split(" ")[0]) from None
+        return Asked(
+            params=params,
+            num_choices=self.n,
+            seed=self.seed,
+            stops=tuple(stop for stop in self.stop if stop),
+            stream=self.stream,
+            include_usage=self.stream_options.include_usage,
+            **more,
+        )
+
+
+B = TypeVar("B", bound=_Body)
+
+
+class _Chat(_Body):
+    messages: list[_Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
+
+
+class _Text(_Body):
+    prompt: Annotated[
+        list[str | Annotated[list[int], Field(min_length=1)]],
+        BeforeValidator(_alone),
+        Field(min_length=1, max_length=MAX_PROMPTS),
+    ]
+    echo: bool = False
+    max_tokens: int = Field(default=DEFAULT_NEW_TOKENS, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
+
+
 def parse_chat(body: Mapping[str, Any], context: int) -> Asked:
     """Read the body of /v1/chat/completions.
 
@@ -140,17 +227,16 @@ def parse_chat(body: Mapping[str, Any], context: int) -> Asked:
     Raises:
         ApiError: What is wrong, with the field to blame.
     """
-    body = _known(body, CHAT_FIELDS)
-    name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    wants_logprobs = _flag(body, "logprobs")
-    num_top = _number(body, "top_logprobs", int, 0, 0, MAX_TOP)
-    if num_top and not wants_logprobs:
+    chat = _read(_Chat, body, IGNORED_IN_CHATS)
+    if chat.top_logprobs and not chat.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs")
-    return Asked(
-        messages=_messages(body.get("messages")),
-        params=_params(body, _number(body, name, int, context, 1)),
-        num_top=num_top if wants_logprobs else None,
-        **_shared(body),
+    if (role := chat.messages[-1].role) != "user":
+        name = f"messages[{len(chat.messages) - 1}].role"
+        raise ApiError(400, f"{name}: expected user for the last message, got {role}", param=name)
+    return chat.asked(
+        chat.max_completion_tokens or chat.max_tokens or context,
+        messages=tuple(message.plain() for message in chat.messages),
+        num_top=chat.top_logprobs if chat.logprobs else None,
     )
 
 
@@ -163,138 +249,52 @@ def parse_text(body: Mapping[str, Any]) -> Asked:
     Raises:
         ApiError: What is wrong, with the field to blame.
     """
-    body = _known(body, TEXT_FIELDS)
-    echo = _flag(body, "echo")
-    max_new_tokens = _number(body, "max_tokens", int, DEFAULT_NEW_TOKENS, 0 if echo else 1)
-    return Asked(
-        prompts=_prompts(body.get("prompt")),
-        params=_params(body, max(1, max_new_tokens)),
-        num_top=_number(body, "logprobs", int, 0, 0, MAX_TOP) if "logprobs" in body else None,
-        echo=echo,
-        generate=max_new_tokens > 0,
-        **_shared(body),
+    text = _read(_Text, body, IGNORED)
+    if not text.max_tokens and not text.echo:
+        raise ApiError(400, "max_tokens = 0: expected 1 or more, or echo = true", param="max_tokens")
+    return text.asked(
+        max(1, text.max_tokens),
+        prompts=tuple(row if isinstance(row, str) else tuple(row) for row in text.prompt),
+        num_top=text.logprobs,
+        echo=text.echo,
+        generate=text.max_tokens > 0,
     )
 
 
-def _known(body: Mapping[str, Any], fields: frozenset[str]) -> dict[str, Any]:
-    """Refuse unknown fields as OpenAI does, and those that would change the answer but are not served."""
+def _read(kind: type[B], body: Mapping[str, Any], ignored: frozenset[str]) -> B:
+    """Check a body, without the fields that ask for nothing; refuse those that would change the answer."""
     for name, value in body.items():
-        if name in UNSUPPORTED:
-            if value is not None and value != UNSUPPORTED[name] and value:
-                raise ApiError(400, f"{name} is not supported by this server: leave it out", param=name)
-        elif name not in fields:
-            raise ApiError(400, f"Unrecognized request argument supplied: {name[:80]}", param=name[:80])
-    return {name: value for name, value in body.items() if value is not None and name not in UNSUPPORTED}
-
-
-def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
-    options = body.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise _expected("stream_options", "an object", options)
-    stops = body.get("stop", [])
-    stops = [stops] if isinstance(stops, str) else stops
-    if (
-        not isinstance(stops, list)
-        or not all(isinstance(stop, str) for stop in stops)
-        or len(stops) > MAX_STOPS
-    ):
-        raise _expected("stop", f"a text or at most {MAX_STOPS} texts", stops)
-    return {
-        "num_choices": _number(body, "n", int, 1, 1, MAX_CHOICES),
-        "seed": _number(body, "seed", int, secrets.randbits(62), -(2**63), 2**63 - 1),
-        "stops": tuple(stop for stop in stops if stop),
-        "stream": _flag(body, "stream"),
-        "include_usage": _flag(options, "include_usage"),
-    }
-
-
-def _params(body: Mapping[str, Any], max_new_tokens: int) -> SamplingParams:
+        if value and name in UNSUPPORTED and value != UNSUPPORTED[name]:
+            raise ApiError(400, f"{name} is not supported by this server: leave it out", param=name)
+    left_out = ignored | UNSUPPORTED.keys()
     try:
-        return SamplingParams(
-            temperature=_number(body, "temperature", float, 1.0),
-            top_p=_number(body, "top_p", float, 1.0),
-            top_k=max(0, _number(body, "top_k", int, 0)),  # -1 is how vLLM says 'all'
-            min_p=_number(body, "min_p", float, 0.0),
-            max_new_tokens=max_new_tokens,
-        )
-    except ValueError as error:
-        raise ApiError(400, str(error), param=str(error).split(" ")[0]) from None
+        return kind.model_validate({k: v for k, v in body.items() if v is not None and k not in left_out})
+    except ValidationError as error:
+        raise _refused(error, body) from None
 
 
-def _number(
-    body: Mapping[str, Any],
-    name: str,
-    kind: type[int] | type[float],
-    default: Any,
-    low: float = float("-inf"),
-    high: float = float("inf"),
-) -> Any:
-    value = body.get(name, default)
-    kinds = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise _expected(name, "a whole number" if kind is int else "a number", value)
-    if not low <= value <= high:
-        bounds = f"{low} or more" if high == float("inf") else f"{low} to {high}"
-        raise ApiError(400, f"{name} = {value}: expected {bounds}", param=name)
-    return value
-
-
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name, False)
-    if not isinstance(value, bool):
-        raise _expected(name, "true or false", value)
-    return value
-
-
-def _messages(value: Any) -> tuple[dict[str, str], ...]:
-    if not isinstance(value, list) or not value:
-        raise _expected("messages", "a list with at least one message", value)
-    messages = []
-    for index, message in enumerate(value):
-        where = f"messages[{index}]"
-        if not isinstance(message, dict):
-            raise _expected(where, "an object with role and content", message)
-        role = "system" if message.get("role") == "developer" else message.get("role")
-        if role not in ("system", "user", "assistant"):
-            raise _expected(f"{where}.role", "system, developer, user or assistant", role)
-        messages.append({"role": role, "content": _content(message.get("content"), f"{where}.content")})
-    if messages[-1]["role"] != "user":
-        raise _expected(
-            f"messages[{len(messages) - 1}].role", "user for the last message", messages[-1]["role"]
-        )
-    return tuple(messages)
-
-
-def _content(value: Any, where: str) -> str:
-    """Read a message's text: a text, or OpenAI's list of parts, of which only text is served."""
-    if isinstance(value, list):
-        parts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
-        texts = [text for text in parts if isinstance(text, str)]
-        value = "".join(texts) if len(texts) == len(value) else value
-    if not isinstance(value, str):
-        raise _expected(where, "text", value)
-    return value
-
-
-def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Read a prompt: a text, token ids, or a list of either."""
-    rows = [value] if isinstance(value, str) or _is_ids(value) else value
-    if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_PROMPTS:
-        raise _expected("prompt", f"a text, token ids, or a list of 1 to {MAX_PROMPTS} of either", value)
-    for index, row in enumerate(rows):
-        if not isinstance(row, str) and not _is_ids(row):
-            raise _expected(f"prompt[{index}]", "a text or a list of token ids", row)
-    return tuple(row if isinstance(row, str) else tuple(row) for row in rows)
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(index) is int for index in value)
-
-
-def _expected(name: str, what: str, got: Any) -> ApiError:
-    shown = json.dumps(got)
+def _refused(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
+    """Turn what pydantic found into a line: `n: expected less than or equal to 128, got 500`."""
+    found: dict[str, tuple[Any, list[str]]] = {}
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        name, value = "", cast(Any, body)
+        for key in item["loc"]:
+            if isinstance(value, list) and isinstance(key, int):
+                name, value = f"{name}[{key}]", value[key]
+            elif isinstance(value, dict) and (key in value or item["type"] == "missing"):
+                name, value = f"{name}.{key}" if name else str(key), value.get(key)
+            # Else pydantic names a kind of value that it tried.
+        if item["type"] == "extra_forbidden":
+            return ApiError(400, f"Unrecognized request argument supplied: {name[:80]}", param=name[:80])
+        wanted = item["msg"].removeprefix("Input should be ").partition(" or instance of ")[0]
+        wanted = re.sub(r"\w+ should have (.*) after validation.*", r"a list of \1", wanted)
+        wanted = wanted.replace("Field required", "a value")
+        found.setdefault(name, (value, []))[1].append(wanted)
+    name = max(found, key=len)  # of the kinds that a value may be, the one that it nearly is
+    value, choices = found[name]
+    shown = json.dumps(value)
     shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
-    return ApiError(400, f"{name}: expected {what}, got {shown}", param=name)
+    return ApiError(400, f"{name}: expected {' or '.join(dict.fromkeys(choices))}, got {shown}", param=name)
 
 
 def refusal(error: UserError) -> ApiError:

@@ -14,13 +14,11 @@ from whet.tasks.code import Code
 from whet.tasks.gsm8k import GSM8K
 from whet.tasks.gym import Gym
 from whet.tasks.jsonl import Jsonl
-from whet.tasks.made.algebra import algebra
 from whet.tasks.made.arithmetic import Arithmetic
-from whet.tasks.made.countdown import countdown, game24
+from whet.tasks.made.countdown import countdown
 from whet.tasks.made.letters import letters
 from whet.tasks.made.products import Products
 from whet.tasks.made.sanity import Sanity
-from whet.tasks.made.sudoku import sudoku
 from whet.tasks.math import MATH
 from whet.tasks.mixture import Mixture
 from whet.tasks.symbolic import Symbolic
@@ -32,10 +30,7 @@ _MADE = _DRAWN | {"path", "max_bad_rows", "level"}
 OPTIONS: dict[str, frozenset[str]] = {
     "arithmetic": frozenset(),
     "products": frozenset(),
-    "algebra": _DRAWN | {"level"},
     "countdown": _MADE,
-    "game24": frozenset({"path", "max_bad_rows"}),
-    "sudoku": _MADE,
     "letters": _MADE,
     "sanity": frozenset(),
     "gsm8k": frozenset({"path", "max_bad_rows", "keep_calculator", "symbolic"}),
@@ -53,7 +48,7 @@ OPTIONS: dict[str, frozenset[str]] = {
 }
 """Which fields of `TaskConfig` each task reads; setting another one is an error. A mixture also reads what its parts
 read, but for the path."""
-NO_PATH_NEEDED = frozenset({"countdown", "game24", "sudoku", "letters"})
+NO_PATH_NEEDED = frozenset({"countdown", "letters"})
 """Tasks that draw their problems where no data is given."""
 
 
@@ -62,8 +57,8 @@ class TaskConfig:
     """Which problems to train or test on."""
 
     name: str = "arithmetic"
-    """Made on the spot: arithmetic, products, algebra, countdown, game24, sudoku, letters; 50 fixed sums: sanity; data:
-    gsm8k, math, choice, yes_no, humaneval, mbpp, code, jsonl; gym (reasoning-gym); mixture; yours: path.py:MyTask."""
+    """Made on the spot: arithmetic, products, countdown, letters; 50 fixed sums: sanity; data: gsm8k, math,
+    choice, yes_no, humaneval, mbpp, code, jsonl; gym (reasoning-gym); mixture; yours: path.py:MyTask."""
     path: str = ""
     """Folder or file of the data, or hub name (gsm8k, math); gym: names of environments, with commas between."""
     max_bad_rows: int = 0
@@ -81,7 +76,7 @@ class TaskConfig:
     num_problems: int = 0
     """Tasks made on the spot, gym: how many problems, all splits together; 0 takes the task's own number."""
     level: int = 0
-    """algebra, countdown, sudoku, letters: one level of difficulty, from 1 for the easiest; 0 mixes all."""
+    """countdown, letters: one level of difficulty, from 1 for the easiest; 0 mixes all."""
     seed: int = 0
     """Tasks made on the spot, gym: another seed draws other problems."""
     weights: dict[str, float] = field(default_factory=dict)
@@ -171,10 +166,7 @@ def _drawn(config: TaskConfig) -> dict[str, int]:
 TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "arithmetic": lambda config: Arithmetic(),
     "products": lambda config: Products(),
-    "algebra": lambda config: algebra(**_drawn(config)),
     "countdown": lambda config: countdown(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
-    "game24": lambda config: game24(config.path, max_bad_rows=config.max_bad_rows),
-    "sudoku": lambda config: sudoku(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
     "letters": lambda config: letters(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
     "sanity": lambda config: Sanity(),
     "gsm8k": lambda config: GSM8K(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import threading
 import time
 from array import array
@@ -20,10 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 # The devices of this machine and how each of their sensors is read: NVIDIA, AMD, and the CPU with its memory.
 #
-# Each function finds the devices of one kind and raises where there are none, with the reason. Libraries are imported
-# inside: none of them is needed for anything else. GPUs that the environment hides from this process are not shown.
+# Each function finds the devices of one kind and raises where there are none, with the reason. The GPUs' libraries are
+# imported inside: none of them is needed for anything else. GPUs that the environment hides from this process are not
+# shown.
 
 EXTRA = "pip install 'whet[hardware]'"
 MIB, GIB = 2**20, 2**30
@@ -164,34 +168,17 @@ def amd_devices(kfd: Path = Path("/dev/kfd")) -> list[Device]:
     return _some(devices, "AMD")
 
 
-def cpu_devices(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> list[Device]:
+def cpu_devices(sys: Path = Path("/sys")) -> list[Device]:
     """Describe the processor and the memory of the whole machine.
 
-    Linux tells both in files; elsewhere psutil is asked. Energy is RAPL's, of all processor packages (not of the
+    Energy is RAPL's, of all processor packages (not of the
     memory), where the system lets this user read it.
 
     Args:
-        proc: The proc file system.
         sys: The sys file system.
     """
     absent = {"memory_activity": "no such sensor for a CPU"}
-    if (proc / "stat").is_file():
-        sensors: dict[str, Sensor] = {
-            "utilisation": _busy_share(lambda: _cpu_times(proc / "stat")),
-            "memory_gib": lambda: _memory_gib(proc / "meminfo"),
-        }
-    else:
-        try:
-            import psutil  # pyright: ignore[reportMissingModuleSource]
-        except ImportError:
-            raise LookupError(
-                f"no {proc}/stat on this system, and psutil is not installed: {EXTRA}"
-            ) from None
-        psutil.cpu_percent(None)
-        sensors = {
-            "utilisation": lambda: psutil.cpu_percent(None) / 100,
-            "memory_gib": lambda: psutil.virtual_memory().used / GIB,
-        }
+    sensors: dict[str, Sensor] = {"utilisation": _busy_share(_cpu_times), "memory_gib": _memory_gib}
     try:
         sensors["energy_j"] = _rapl(sys / "class/powercap")
     except (OSError, ValueError, LookupError) as error:
@@ -202,7 +189,7 @@ def cpu_devices(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> list[De
             sensors["temperature_c"] = lambda path=folder / "temp1_input": int(path.read_text()) / 1e3
     if "temperature_c" not in sensors:
         absent["temperature_c"] = f"no CPU thermometer in {sys}/class/hwmon"
-    return [Device("cpu", _cpu_name(proc), "cpu", sensors, absent)]
+    return [Device("cpu", cpu_name() or "CPU", "cpu", sensors, absent)]
 
 
 def visible(uuids: Sequence[str], names: Sequence[str]) -> list[int]:
@@ -250,15 +237,19 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _cpu_name(proc: Path) -> str:
-    lines = _text(proc / "cpuinfo").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+def cpu_name() -> str | None:
+    """Return the marketing name of the processor, where the system tells it."""
+    lines = _text(Path("/proc/cpuinfo")).splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or None
 
 
-def _cpu_times(stat: Path) -> tuple[float, float]:
-    """Return (busy, all) time of all processors since the start of the machine, in clock ticks."""
-    ticks = [int(word) for word in stat.read_text(encoding="ascii").splitlines()[0].split()[1:9]]
-    return float(sum(ticks) - ticks[3] - ticks[4]), float(sum(ticks))  # idle and waiting for a disk
+def _cpu_times() -> tuple[float, float]:
+    """Return (busy, all) time of all processors since the start of the machine, in seconds."""
+    times = psutil.cpu_times()
+    # A guest's time is in the user's, too; only Linux tells of guests and of waiting for a disk.
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return total - times.idle - getattr(times, "iowait", 0.0), total
 
 
 def _busy_share(times: Callable[[], tuple[float, float]]) -> Sensor:
@@ -274,10 +265,9 @@ def _busy_share(times: Callable[[], tuple[float, float]]) -> Sensor:
     return sensor
 
 
-def _memory_gib(meminfo: Path) -> float:
-    lines = meminfo.read_text(encoding="ascii").splitlines()
-    kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Mem")}
-    return (kib["MemTotal"] - kib["MemAvailable"]) / MIB
+def _memory_gib() -> float:
+    memory = psutil.virtual_memory()
+    return (memory.total - memory.available) / GIB
 
 
 def _rapl(folder: Path) -> Sensor:

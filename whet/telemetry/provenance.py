@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from whet import __version__
+from whet.telemetry.hardware import cpu_name
 from whet.types import Problem, UserError
 
 # The facts about machine and software that a number depends on, written beside it.
@@ -65,7 +66,7 @@ def describe_environment() -> dict[str, Any]:
             "operations": [name for name in choice.OPERATIONS if build.library() and choice.uses(name)],
             "ratios": dict(chosen.ratios) if (chosen := choice.current()) else {},
         },
-        "cpu": _cpu_model(),
+        "cpu": cpu_name(),
         "num_cpus": os.cpu_count(),
         "num_torch_threads": torch.get_num_threads(),
         "cuda_device": cuda,
@@ -99,16 +100,6 @@ def _git_commit(root: Path) -> str | None:
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-
-
-def _cpu_model() -> str | None:
-    """Return the marketing name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or None
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or None
 
 
 PROVENANCE = "provenance.json"

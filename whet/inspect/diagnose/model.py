@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+import psutil
 import torch
 
 from whet.algo.packing import TrainingSequence, pack
@@ -40,7 +41,7 @@ def environment(subject: Subject) -> Component:
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
     else:
-        name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        name, memory = "cpu", psutil.virtual_memory().total
     weights = run.policy.init or f"random, seed {run.seed}"
     part.headline = f"{name}, {optim.precision}; weights: {weights}"
     part.facts = {

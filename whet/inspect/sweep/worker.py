@@ -18,6 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import torch
 
 from whet.config import from_dict
@@ -161,8 +162,7 @@ def limit_memory(num_bytes: int, device: torch.device) -> int:
 
 def free_memory() -> int:
     """Return the bytes of memory that are free for this process: on the machine, and in its control group."""
-    lines = _text("/proc/meminfo").splitlines()
-    found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    free = psutil.virtual_memory().available
     group = [_text(f"{CGROUP}.{name}").strip() for name in ("max", "current")]
     if all(text.isdigit() for text in group):
         files = [
@@ -170,10 +170,9 @@ def free_memory() -> int:
             for line in _text(f"{CGROUP}.stat").splitlines()
             if line.startswith("inactive_file")
         ]
-        found.append(
-            int(group[0]) - int(group[1]) + sum(map(int, files))
-        )  # cached files are given up at need
-    return min(found, default=os.sysconf("SC_PHYS_PAGES") * resource.getpagesize())
+        # Cached files are given up at need.
+        free = min(free, int(group[0]) - int(group[1]) + sum(map(int, files)))
+    return free
 
 
 def num_cores() -> int:

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportMissingImports=false
-"""RMS norm, rotary positions with the cache write, and SwiGLU in Triton: one reading of memory where eager takes many.
+"""RMS norm and SwiGLU in Triton: one reading of memory where eager takes many.
 
 Sums and products are not contracted (`enable_fp_fusion=False`), so that element-wise results are the twins' to the bit.
 """
@@ -110,101 +110,6 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the residual and normalise; differentiable. See `whet.kernels.eager.rms_norm`."""
     return _RMSNorm.apply(x, weight, eps, residual)  # pyright: ignore[reportReturnType]
-
-
-@triton.jit
-def _normalise_rotate(
-    left, right, weight_ptr, cos_ptr, sin_ptr, channel, real, eps, C: tl.constexpr, NORM: tl.constexpr,
-    like: tl.constexpr,
-):  # fmt: skip
-    """Return both halves of one head's channels, normalised (where wished) and rotated, in float32."""
-    half: tl.constexpr = C // 2
-    left32, right32 = left.to(tl.float32), right.to(tl.float32)
-    if NORM:
-        inverse = tl.rsqrt((tl.sum(left32 * left32, 0) + tl.sum(right32 * right32, 0)) / C + eps)
-        left32 = (left32 * inverse).to(left.dtype).to(tl.float32)
-        right32 = (right32 * inverse).to(left.dtype).to(tl.float32)
-        left32 *= tl.load(weight_ptr + channel, mask=real, other=0.0).to(tl.float32)
-        right32 *= tl.load(weight_ptr + half + channel, mask=real, other=0.0).to(tl.float32)
-        left32, right32 = left32.to(like).to(tl.float32), right32.to(like).to(tl.float32)
-    cos_left = tl.load(cos_ptr + channel, mask=real, other=0.0)
-    cos_right = tl.load(cos_ptr + half + channel, mask=real, other=0.0)
-    sin_left = tl.load(sin_ptr + channel, mask=real, other=0.0)
-    sin_right = tl.load(sin_ptr + half + channel, mask=real, other=0.0)
-    return left32 * cos_left - right32 * sin_left, right32 * cos_right + left32 * sin_right
-
-
-@triton.jit(do_not_specialize=["B"])
-def _rope(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, out_ptr, keys_ptr, values_ptr, positions_ptr, q_weight_ptr, k_weight_ptr,
-    eps, q_stride, k_stride, v_stride, row_stride, head_stride, B, H: tl.constexpr, K: tl.constexpr,
-    C: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """One head of one row: of the queries, then of the keys, then of the values."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    half: tl.constexpr = C // 2
-    channel = tl.arange(0, HALF)
-    real = channel < half
-    like: tl.constexpr = out_ptr.dtype.element_ty
-    kept: tl.constexpr = keys_ptr.dtype.element_ty
-    cos_ptr += row * C
-    sin_ptr += row * C
-    if head < H:
-        at = q_ptr + row * q_stride + head * C + channel
-        left, right = tl.load(at, mask=real, other=0.0), tl.load(at + half, mask=real, other=0.0)
-        left, right = _normalise_rotate(
-            left, right, q_weight_ptr, cos_ptr, sin_ptr, channel, real, eps, C, NORM, like
-        )
-        to = out_ptr + (row * H + head) * C + channel
-        tl.store(to, left.to(like), mask=real)
-        tl.store(to + half, right.to(like), mask=real)
-    elif row < B:
-        kv_head = (head - H) % K
-        slot = row * row_stride + kv_head * head_stride + tl.load(positions_ptr + row) * C + channel
-        if head < H + K:
-            at = k_ptr + row * k_stride + kv_head * C + channel
-            left, right = tl.load(at, mask=real, other=0.0), tl.load(at + half, mask=real, other=0.0)
-            left, right = _normalise_rotate(
-                left, right, k_weight_ptr, cos_ptr, sin_ptr, channel, real, eps, C, NORM, like
-            )
-            tl.store(keys_ptr + slot, left.to(like).to(kept), mask=real)
-            tl.store(keys_ptr + slot + half, right.to(like).to(kept), mask=real)
-        else:
-            at = v_ptr + row * v_stride + kv_head * C + channel
-            tl.store(values_ptr + slot, tl.load(at, mask=real, other=0.0).to(kept), mask=real)
-            tl.store(values_ptr + slot + half, tl.load(at + half, mask=real, other=0.0).to(kept), mask=real)
-
-
-def rope_into_cache(
-    q_NHC: torch.Tensor,
-    k_NKC: torch.Tensor,
-    v_NKC: torch.Tensor,
-    cos_N1C: torch.Tensor,
-    sin_N1C: torch.Tensor,
-    keys_BKSC: torch.Tensor,
-    values_BKSC: torch.Tensor,
-    positions_B: torch.Tensor,
-    *,
-    q_weight_C: torch.Tensor | None = None,
-    k_weight_C: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
-    """Normalise, rotate and write into the cache; see `whet.kernels.eager.rope_into_cache`."""
-    rows, heads, channels = q_NHC.shape
-    kv_heads = k_NKC.shape[1]
-    assert all(x.stride()[1:] == (channels, 1) for x in (q_NHC, k_NKC, v_NKC))
-    assert keys_BKSC.stride() == values_BKSC.stride()
-    assert keys_BKSC.stride()[2:] == (channels, 1)
-    norm = q_weight_C is not None and k_weight_C is not None
-    dtype = torch.promote_types(q_NHC.dtype, q_weight_C.dtype) if q_weight_C is not None else q_NHC.dtype
-    out = torch.empty((rows, heads, channels), dtype=dtype, device=q_NHC.device)
-    _rope[(rows, heads + 2 * kv_heads)](
-        q_NHC, k_NKC, v_NKC, cos_N1C.contiguous(), sin_N1C.contiguous(), out, keys_BKSC, values_BKSC, positions_B,
-        q_weight_C if norm else out, k_weight_C if norm else out, eps, q_NHC.stride(0), k_NKC.stride(0),
-        v_NKC.stride(0), keys_BKSC.stride(0), keys_BKSC.stride(1), positions_B.shape[0], H=heads, K=kv_heads,
-        C=channels, HALF=triton.next_power_of_2(channels // 2), NORM=norm, num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
 
 
 @triton.jit

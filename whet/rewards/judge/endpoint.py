@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import http.client
-import json
+import asyncio
 import random
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, cast
 
 from whet.types import UserError
+
+if TYPE_CHECKING:
+    import openai
 
 MAX_REPLY_BYTES = 1 << 20
 """A larger answer is no chat completion."""
@@ -122,10 +123,11 @@ class _ItemError(Exception):
 
 
 class ChatEndpoint:
-    """A chat server that several threads ask at once. No proxy is used and no redirect followed.
+    """A chat server that several threads ask at once, through openai's client. No proxy is used, no redirect followed.
 
-    Each request has a connection of its own, `timeout_s` to its last byte, and up to `retries` repetitions with
-    exponential backoff and jitter, never sooner than a Retry-After of the server's says.
+    Each request has `timeout_s` to its last byte, and up to `retries` repetitions with exponential backoff and jitter,
+    never sooner than a Retry-After of the server's says. The client's own repetitions are switched off: they would be
+    neither counted nor held against the budget.
     """
 
     def __init__(
@@ -153,6 +155,9 @@ class ChatEndpoint:
             concurrency: Requests under way at once.
             max_reply_tokens: Longest reply.
             backoff_s: Pause before the first repetition; it doubles each time.
+
+        Raises:
+            UserError: If the extra `judge` is not installed.
         """
         self._url = url.rstrip("/")
         self._model = model
@@ -162,13 +167,17 @@ class ChatEndpoint:
         self._retries = retries
         self._max_reply_tokens = max_reply_tokens
         self._backoff_s = backoff_s
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
-        self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
-        self._ended = threading.Event()
+        self._client = self._make_client()
+        self._slots = asyncio.Semaphore(concurrency)
+        self._ended = asyncio.Event()
+        self._closing = asyncio.Event()
         self._end_reason = ""
         self._answered = False
         self._failures_in_a_row = 0
+        self._lock = threading.Lock()  # nothing is submitted to a loop that closes
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="judge", daemon=True)
+        self._thread.start()
 
     def ask_all(self, messages: Sequence[tuple[str, str]]) -> Iterator[tuple[int, str | None]]:
         """Ask about every (system, user) pair at once.
@@ -182,14 +191,17 @@ class ChatEndpoint:
         Raises:
             UserError: If the budget is spent or the server refuses; after the replies that were under way.
         """
-        futures = {self._pool.submit(self._ask, *pair): place for place, pair in enumerate(messages)}
+        with self._lock:
+            if messages and self._end_reason:
+                raise UserError(self._end_reason)
+            futures = {
+                asyncio.run_coroutine_threadsafe(self._ask(*pair), self._loop): place
+                for place, pair in enumerate(messages)
+            }
         try:
             for future in as_completed(futures):
                 if not future.cancelled() and future.exception() is None:
                     yield futures[future], future.result()
-                elif self._end_reason:
-                    for waiting in futures:
-                        waiting.cancel()
         finally:
             for waiting in futures:
                 waiting.cancel()
@@ -200,137 +212,148 @@ class ChatEndpoint:
 
     def close(self) -> None:
         """End at once: break off requests that are under way and wake those that wait."""
-        self._end("the judge was closed")
         with self._lock:
-            for connected in self._sockets:
-                with suppress(OSError):
-                    connected.shutdown(socket.SHUT_RDWR)
-        self._pool.shutdown(wait=False)  # those that wait find the reason and raise it
+            if not self._closing.is_set() and self._thread.is_alive():
+                self._end_reason = self._end_reason or "the judge was closed"
+                self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
+
+    def _make_client(self) -> openai.AsyncOpenAI:
+        try:
+            import openai
+        except ImportError:
+            raise UserError("a judge at a server needs openai: pip install 'whet[judge]'") from None
+        # What stands in the environment for openai.com is not sent to another server.
+        left_out = ("OpenAI-Organization", "OpenAI-Project", *(() if self._key else ("Authorization",)))
+        self._headers = dict.fromkeys(left_out, cast(str, openai.Omit()))
+        return openai.AsyncOpenAI(
+            base_url=self._url,
+            api_key=self._key or "none",
+            max_retries=0,
+            timeout=None,  # of each read; `_post` limits the whole
+            http_client=openai.DefaultAsyncHttpxClient(
+                trust_env=False, follow_redirects=False, event_hooks={"response": [_refuse_huge]}
+            ),
+        )
+
+    async def _live(self) -> None:
+        await self._closing.wait()  # what is under way then is cancelled by the runner
+        await self._client.close()
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._live())
 
     def _end(self, reason: str) -> UserError:
         """Let every later or waiting request fail with this reason; the first reason stays."""
-        with self._lock:
-            self._end_reason = self._end_reason or reason
+        self._end_reason = self._end_reason or reason
         self._ended.set()
         return UserError(self._end_reason)
 
-    def _ask(self, system: str, user: str) -> str | None:
-        roles = (("system", system), ("user", user))
-        body = {
-            "model": self._model,
-            "messages": [{"role": role, "content": _encodable(text)} for role, text in roles],
-            "temperature": 0,
-            "max_tokens": self._max_reply_tokens,
-        }
-        data = json.dumps(body).encode("ascii")
-        reason = ""
-        for attempt in range(self._retries + 1):
-            if self._end_reason:
-                raise UserError(self._end_reason)
-            try:
-                self._meter.take()
-            except UserError as error:
-                raise self._end(str(error)) from None
-            self._meter.add(retries=int(attempt > 0))
-            try:
-                reply, num_tokens = self._post(data)
-            except _ItemError as error:
-                reason = str(error)
-                break
-            except _PassingError as error:
-                reason = str(error)
-                pause_s = self._backoff_s * 2**attempt * random.uniform(0.5, 1.5)
-                if attempt < self._retries:
-                    self._ended.wait(min(max(pause_s, error.wait_s), MAX_WAIT_S))
-                continue
-            self._meter.add(tokens=num_tokens or estimated_tokens(system, user, reply))
-            with self._lock:
+    async def _ask(self, system: str, user: str) -> str | None:
+        async with self._slots:
+            reason = ""
+            for attempt in range(self._retries + 1):
+                if self._end_reason:
+                    raise UserError(self._end_reason)
+                try:
+                    self._meter.take()
+                except UserError as error:
+                    raise self._end(str(error)) from None
+                self._meter.add(retries=int(attempt > 0))
+                try:
+                    reply, num_tokens = await self._post(system, user)
+                except _ItemError as error:
+                    reason = str(error)
+                    break
+                except _PassingError as error:
+                    reason = str(error)
+                    if attempt < self._retries:
+                        pause_s = self._backoff_s * 2**attempt * random.uniform(0.5, 1.5)
+                        with suppress(TimeoutError):  # the end of the endpoint ends the pause
+                            await asyncio.wait_for(
+                                self._ended.wait(), min(max(pause_s, error.wait_s), MAX_WAIT_S)
+                            )
+                    continue
+                self._meter.add(tokens=num_tokens or estimated_tokens(system, user, reply))
                 self._answered, self._failures_in_a_row = True, 0
-            return reply
-        self._meter.add(failures=1)
-        with self._lock:
+                return reply
+            self._meter.add(failures=1)
             self._failures_in_a_row += 1
-            in_a_row = self._failures_in_a_row
-        if in_a_row >= MAX_FAILURES_IN_A_ROW:
-            raise self._end(
-                f"judge at {self._url}: {in_a_row} requests in a row failed, the last one: {reason}"
-            )
-        return None
-
-    def _post(self, data: bytes) -> tuple[str, int]:
-        """Send one request; return its reply and token count (0: not told)."""
-        try:
-            status, headers, raw = self._exchange(data)
-        except FIRST_CONTACT as error:
-            if not self._answered:
+            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
                 raise self._end(
-                    f"judge.url {self._url}: no connection ({error.strerror or error}): start the server, for example "
-                    f"'vllm serve {self._model}', or mend judge.url"
-                ) from None
-            raise _PassingError(f"no connection ({error.strerror or error})") from None
+                    f"judge at {self._url}: {self._failures_in_a_row} requests in a row failed, the last one: {reason}"
+                )
+            return None
+
+    async def _post(self, system: str, user: str) -> tuple[str, int]:
+        """Send one request; return its reply and token count (0: not told)."""
+        import openai
+
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                completion = await self._client.chat.completions.create(
+                    model=self._model,
+                    messages=[
+                        {"role": "system", "content": _encodable(system)},
+                        {"role": "user", "content": _encodable(user)},
+                    ],
+                    temperature=0,
+                    max_tokens=self._max_reply_tokens,
+                    extra_headers=self._headers,
+                )
+            return _read_reply(completion)
         except TimeoutError:
             raise _PassingError(f"no answer within judge.timeout_s = {self._timeout_s:g}") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise _PassingError(
-                f"connection broke ({self._clean(str(error) or type(error).__name__)})"
-            ) from None
-        if len(raw) > MAX_REPLY_BYTES:
-            raise _ItemError(f"the answer is larger than {MAX_REPLY_BYTES} bytes")
-        said = f"status {status}: {self._clean(raw.decode('utf-8', 'replace'))}"
+        except openai.APIStatusError as error:
+            raise self._refusal(error.response) from None
+        except openai.APIConnectionError as error:
+            cause = _root(error)
+            why = self._clean(str(cause) or type(cause).__name__)
+            if isinstance(cause, ConnectionRefusedError):  # asyncio writes "Connect call failed"
+                why = "connection refused"
+            if isinstance(cause, FIRST_CONTACT) and not self._answered:
+                raise self._end(
+                    f"judge.url {self._url}: no connection ({why}): start the server, for example "
+                    f"'vllm serve {self._model}', or mend judge.url"
+                ) from None
+            raise _PassingError(f"connection broke ({why})") from None
+        except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
+            raise _PassingError(f"not a chat completion: {self._clean(str(error))}") from None
+
+    def _refusal(self, response: Any) -> Exception:
+        """Say what a status other than 200 means: the end, another try, or none for this item."""
+        status, headers = response.status_code, response.headers
+        said = f"status {status}: {self._clean(response.text)}"
         if 300 <= status < 400:
             target = self._clean(headers.get("Location", ""))
-            raise self._end(
+            return self._end(
                 f"judge.url {self._url} redirects to {target}: not followed; give the final address"
             )
         if status in REFUSALS:
-            raise self._end(f"judge at {self._url}: {REFUSALS[status]} ({said})")
+            return self._end(f"judge at {self._url}: {REFUSALS[status]} ({said})")
         if status >= 500 or status in RETRIED:
-            raise _PassingError(said, _retry_after(headers.get("Retry-After", "")))
-        if status != 200:
-            raise _ItemError(said)
-        try:
-            return _read_reply(raw)
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            raise _PassingError(
-                f"not a chat completion: {self._clean(raw.decode('utf-8', 'replace'))}"
-            ) from None
-
-    def _exchange(self, data: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Return status, headers and at most one byte more than the permitted body."""
-        deadline = time.monotonic() + self._timeout_s
-        parts = urlsplit(self._url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port or kind.default_port, timeout=self._timeout_s)
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        connected = None
-        try:
-            connection.connect()
-            connected = connection.sock
-            with self._lock:
-                self._sockets.add(connected)
-            connection.request("POST", f"{parts.path}/chat/completions", data, headers)
-            response = connection.getresponse()
-            raw = b""
-            while len(raw) <= MAX_REPLY_BYTES:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError
-                connected.settimeout(left_s)
-                part = response.read1(MAX_REPLY_BYTES + 1 - len(raw))
-                if not part:
-                    break
-                raw += part
-            return response.status, response.headers, raw
-        finally:
-            with self._lock:
-                self._sockets.discard(connected)  # pyright: ignore[reportArgumentType]
-            connection.close()
+            return _PassingError(said, _retry_after(headers.get("Retry-After", "")))
+        return _ItemError(said)
 
     def _clean(self, text: str) -> str:
         """Quote what a server wrote for an error line: short, without control characters and without the key."""
         return repr(text.replace(self._key, "***") if self._key else text)[:300]
+
+
+async def _refuse_huge(response: Any) -> None:
+    """Stop before a body is read that is no chat completion."""
+    if int(response.headers.get("Content-Length", 0)) > MAX_REPLY_BYTES:
+        raise _ItemError(f"the answer is larger than {MAX_REPLY_BYTES} bytes")
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return the error that a chain of errors began with."""
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+        if isinstance(error, BaseExceptionGroup):  # one for each address of a host
+            error = error.exceptions[0]
+    return error
 
 
 def estimated_tokens(*texts: str) -> int:
@@ -338,16 +361,15 @@ def estimated_tokens(*texts: str) -> int:
     return sum(map(len, texts)) // 4
 
 
-def _read_reply(raw: bytes) -> tuple[str, int]:
-    """Return text and token count of a chat completion; any of several errors when it is none."""
-    answer = json.loads(raw)
-    choice = answer["choices"][0]
-    text = choice["message"]["content"]
+def _read_reply(completion: Any) -> tuple[str, int]:
+    """Return text and token count of what should be a chat completion; any of several errors when it is none."""
+    choice = completion.choices[0]
+    text = choice.message.content
     if not isinstance(text, str | None):
         raise TypeError
-    total = (answer.get("usage") or {}).get("total_tokens", 0)
+    total = getattr(completion.usage, "total_tokens", 0)
     num_tokens = total if isinstance(total, int) and 0 <= total < 1 << 40 else 0
-    return "" if choice.get("finish_reason") == "length" else text or "", num_tokens
+    return "" if choice.finish_reason == "length" else text or "", num_tokens
 
 
 def _retry_after(text: str) -> float:

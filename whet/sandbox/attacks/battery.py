@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
+
+import psutil
 
 from whet.sandbox.attacks.attacks import Attack
 from whet.sandbox.graders.functions import TestsVerdict
@@ -196,11 +197,12 @@ def run_battery(
         killed = _kill_supervisor(
             runner
         )  # first, so that the next one is started with the scene's secret around it
-        before, resident = set(descendants(os.getpid())), _resident_mib()
+        me = psutil.Process()
+        before, resident = descendants(me.pid), me.memory_info().rss
         with ThreadPoolExecutor(num_workers) as pool:
             findings = list(pool.map(mount, attacks))
-        growth = _resident_mib() - resident
-        left = set(descendants(os.getpid())) - before
+        growth = (me.memory_info().rss - resident) >> 20
+        left = descendants(me.pid) - before
         afterwards = [
             Finding("processes left", "afterwards", f"{len(left)} left" if left else "", "none", 0.0),
             Finding(
@@ -220,22 +222,21 @@ def run_battery(
 def _kill_supervisor(runner: Runner) -> Finding:
     """Kill the supervisor while a program runs: the program must die with it, and the next must run."""
     start = time.monotonic()
-    before = set(descendants(os.getpid()))
+    before = descendants(os.getpid())
     thread = threading.Thread(
         target=runner.run, args=("import time; time.sleep(600)",), kwargs={"timeout_s": 2.0}
     )
     thread.start()
     child = 0
     while not child and time.monotonic() < start + 10:
-        new = set(descendants(os.getpid())) - before
-        child = next(iter(new), 0)
+        child = next(iter(descendants(os.getpid()) - before), 0)
         time.sleep(0.01)
-    with suppress(OSError, ValueError):
-        os.kill(parents()[child], signal.SIGKILL)
+    with suppress(psutil.Error, ValueError):
+        psutil.Process(psutil.Process(child).ppid()).kill()
     breach = "the program outlived it"
     deadline = time.monotonic() + 5
     while breach and time.monotonic() < deadline:
-        breach = breach if child in parents() else ""
+        breach = breach if is_alive(child) else ""
         time.sleep(0.01)
     thread.join()
     if runner.run("print(1)", timeout_s=LONG_S).stdout != "1\n":
@@ -245,27 +246,14 @@ def _kill_supervisor(runner: Runner) -> Finding:
     )
 
 
-def parents() -> dict[int, int]:
-    """Return the parent of every process of this machine that is not a zombie."""
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError):
-                state, parent = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    found[int(name)] = int(parent)
-    return found
+def is_alive(pid: int) -> bool:
+    """Say whether a process runs; a zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the children of a process, their children, and so on."""
-    table = parents()
-    found = [pid]
-    for ancestor in found:
-        found += [child for child, parent in table.items() if parent == ancestor]
-    return found[1:]
-
-
-def _resident_mib() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+def descendants(pid: int) -> set[int]:
+    """Return the running children of a process, their children, and so on."""
+    return {child.pid for child in psutil.Process(pid).children(recursive=True) if is_alive(child.pid)}

@@ -1,4 +1,4 @@
-"""Countdown and game of 24: reach a target with given numbers, + - * / and parentheses."""
+"""Countdown: reach a target with given numbers, + - * / and parentheses; rows of the game of 24 are read, too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from whet.tasks.made.draft import Draft, Draw, FromRows, Generated
 from whet.tasks.read import Row
@@ -17,8 +17,8 @@ MAX_SOLVED = 4
 """Longest list of numbers of a row that is searched for a solution."""
 NUM_PROBLEMS = 10_000
 MAX_VALUE = 999
-LARGEST_CARD, NUM_HANDS = 13, 1362
 COLUMNS = (("numbers", "target"), ("nums", "target"), ("input", "output"), ("Puzzles", None))
+"""Columns of numbers and target; Puzzles are those of the game of 24."""
 SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 _TOKEN = re.compile(r"[0-9]+|[-+*/()]")
 
@@ -29,21 +29,15 @@ def countdown(
     """Return the task `countdown`: levels 1 to 4 have 3 to 6 numbers; every problem can be solved.
 
     Args:
-        path: Data with numbers and target (columns numbers or nums, target; or input, output); '' draws them.
+        path: Data with numbers and target (columns numbers or nums, target; or input, output; or
+            Puzzles, whose target is 24); '' draws them.
         level: The one level wanted; 0 mixes them.
         seed: Seed of the draws.
         num_problems: Problems in all splits together; 0 means 10,000.
         max_bad_rows: How many bad rows per file are tolerated.
     """
     if path:
-        return FromRows(
-            "countdown",
-            path,
-            lambda row: _from_row(row, None),
-            is_right,
-            answer_type="text",
-            max_bad_rows=max_bad_rows,
-        )
+        return FromRows("countdown", path, _from_row, is_right, answer_type="text", max_bad_rows=max_bad_rows)
     return Generated(
         "countdown",
         _make,
@@ -53,32 +47,6 @@ def countdown(
         answer_type="text",
         level=level,
         seed=seed,
-    )
-
-
-def game24(path: str = "", *, max_bad_rows: int = 0) -> Task:
-    """Return the task `game24`: four cards of 1 to 13 that make 24.
-
-    Args:
-        path: Data with a column Puzzles, numbers, nums or input; '' takes all 1,362 solvable sets of cards.
-        max_bad_rows: How many bad rows per file are tolerated.
-    """
-    if path:
-        return FromRows(
-            "game24",
-            path,
-            lambda row: _from_row(row, 24),
-            is_right,
-            answer_type="text",
-            max_bad_rows=max_bad_rows,
-        )
-    return Generated(
-        "game24",
-        lambda draw, level: _hands(),
-        is_right,
-        num_levels=1,
-        num_problems=NUM_HANDS,
-        answer_type="text",
     )
 
 
@@ -276,22 +244,13 @@ def _make(draw: Draw, level: int) -> list[Draft]:
     return [_draft(numbers, ways[0])]
 
 
-@cache
-def _hands() -> list[Draft]:
-    """Return the four-card hands that make 24, in a fixed shuffled order."""
-    faces = range(1, LARGEST_CARD + 1)
-    hands = [[a, b, c, d] for a in faces for b in faces for c in faces for d in faces if a <= b <= c <= d]
-    solved = ((hand, solve(hand, 24)) for hand in Draw("game24").shuffled(hands))
-    return [_draft(hand, way) for hand, way in solved if way]
-
-
-def _from_row(row: Row, target: int | None) -> Draft | str:
+def _from_row(row: Row) -> Draft | str:
     columns = next((pair for pair in COLUMNS if pair[0] in row), None)
     if columns is None:
         return f"no column of numbers ({', '.join(name for name, _ in COLUMNS)})"
     raw = row[columns[0]]
     words = raw if isinstance(raw, list) else re.findall(r"[^\s,;\[\]]+", str(raw))
-    goal = target if target is not None else row.get(columns[1] or "target")
+    goal = row.get(columns[1]) if columns[1] else 24
     texts = [str(word) for word in (*words, goal)]
     if not all(text.isascii() and text.isdigit() and len(text) <= 6 for text in texts):
         return f"expected whole numbers and a target, got {str(raw)[:60]!r} and {str(goal)[:20]!r}"

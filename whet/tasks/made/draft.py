@@ -40,11 +40,6 @@ class Draw:
         """Return an integer in [low, high]."""
         return low + self.below(high - low + 1)
 
-    def nonzero(self, limit: int) -> int:
-        """Return an integer in [-limit, limit] that is not 0."""
-        value = self.between(1, limit)
-        return value if self.below(2) else -value
-
     def one(self, items: Sequence[Item]) -> Item:
         """Return one of the items."""
         return items[self.below(len(items))]
