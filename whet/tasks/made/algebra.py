@@ -1,4 +1,4 @@
-"""Linear equations and pairs of them, made on the spot, with worked solutions."""
+"""The task `algebra`: generated linear equations and pairs of them, with worked solutions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PAIRS = ("xy", "ab", "pq", "mn", "uv")
 def algebra(*, level: int = 0, seed: int = 0, num_problems: int = 0) -> Task:
     """Return the task `algebra`.
 
-    Levels: 1 `x + a = b`; 2 `ax + b = c`; 3 `ax + b = cx + d`; 4 `a(x + b) + c = d(x + e)`, the solution may be a
-    fraction; 5 two equations with two unknowns, answered as a pair. All other solutions are whole numbers.
+    Levels: 1 `x + a = b`; 2 `ax + b = c`; 3 `ax + b = cx + d`; 4 `a(x + b) + c = d(x + e)`, the solution can be a
+        fraction; 5 two equations with two unknowns, answered as a pair. All other solutions are whole numbers.
 
     Args:
-        level: The one level wanted; 0 mixes them.
+        level: A single level; 0 mixes them.
         seed: Seed of the draws.
         num_problems: Problems in all splits together; 0 means 20,000.
     """

@@ -1,4 +1,4 @@
-"""Sudoku of 4x4 and 9x9, with exactly one solution."""
+"""The task `sudoku`: 4x4 and 9x9, with exactly one solution."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from whet.types import Problem, Task
 
 NUM_PROBLEMS = 4000
 NUM_VARIANTS = 8
-"""Puzzles made of one drawn puzzle, by renaming digits and moving lines; they share its split."""
+"""Variants of one generated puzzle, by renaming digits and moving lines; they share its split."""
 MAX_CHARACTERS = 2000
 SIDES = (4, 4, 9, 9)
 EXTRA_CLUES = (3, 0, 2, 0)
-"""Clues above those that are needed to fix the solution, by level."""
+"""Clues beyond those needed for a unique solution, by level."""
 NUM_TRIED = (0, 10, 0, 20)
-"""Clues that are tried to do without, one by one, by level."""
+"""Clues that we try to remove, one by one, by level."""
 _FRAME = re.compile(r"[\s,;|+\-\[\]()]+")
 
 Grid = tuple[int, ...]
@@ -35,10 +35,10 @@ def sudoku(
 
     Args:
         path: Data with columns puzzle and solution (digits row by row, 0 or . for empty cells); '' draws puzzles.
-        level: The one level wanted; 0 mixes them.
+        level: A single level; 0 mixes them.
         seed: Seed of the draws.
         num_problems: Problems in all splits together; 0 means 4,000.
-        max_bad_rows: How many bad rows per file are tolerated.
+        max_bad_rows: Bad rows per file that are tolerated.
     """
     if path:
         return FromRows("sudoku", path, _from_row, is_right, answer_type="text", max_bad_rows=max_bad_rows)
@@ -57,11 +57,11 @@ def sudoku(
 def is_right(problem: Problem, answer: str) -> bool:
     """Say whether an answer is a grid that keeps all clues, with every digit once in each row, column and box.
 
-    Digits may be laid out in any way: in lines, with spaces, commas, brackets or a frame of | + -, or in one run;
-    no other character may stand in the answer.
+    Digits may be laid out in any way: in lines, with spaces, commas, brackets or a frame of | + -, or in one run; no
+    other characters are permitted.
 
     Args:
-        problem: A problem of this task; its clues stand in `meta['puzzle']`.
+        problem: A problem of this task; its clues are in `meta['puzzle']`.
         answer: Any text.
     """
     puzzle = problem.meta["puzzle"]
@@ -92,7 +92,7 @@ def _units(side: int) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def _places(side: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the numbers of the three units of every cell."""
+    """Return the indices of the three units of every cell."""
     units = _units(side)
     return tuple(tuple(n for n, unit in enumerate(units) if cell in unit) for cell in range(side * side))  # pyright: ignore[reportReturnType]
 
@@ -102,10 +102,10 @@ def solutions(puzzle: Grid, order: list[int]) -> Iterator[tuple[Grid, list[int]]
 
     Args:
         puzzle: Its cells.
-        order: The digits, in the order in which they are tried.
+        order: The digits, in the order in which to try them.
 
     Yields:
-        Solution, and its cells in the order of filling; [] when a cell had to be guessed.
+        Solution, and its cells in the order of filling; [] if a cell had to be guessed.
     """
     side = isqrt(len(puzzle))
     places, grid = _places(side), list(puzzle)
@@ -150,7 +150,7 @@ def _is_unique(puzzle: Grid, order: list[int]) -> bool:
 
 
 def _make(draw: Draw, level: int) -> list[Draft]:
-    """Fill a grid, keep as few of its cells in a drawn order as fix it, and some more for the easier levels."""
+    """Fill a grid; keep the shortest prefix of a drawn cell order that makes it unique, plus more for easier levels."""
     side = SIDES[level - 1]
     order = draw.shuffled(range(1, side + 1))
     start = [0] * side**2
@@ -166,7 +166,7 @@ def _make(draw: Draw, level: int) -> list[Draft]:
     low, high = (
         side - 1,
         side**2,
-    )  # more clues never add a solution: the fewest of this order are found by halving
+    )  # more clues never add a solution, so bisection finds the fewest of this order
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _is_unique(puzzle(cells[:middle]), order) else (middle, high)
@@ -196,7 +196,7 @@ def _rearranged(puzzle: Grid, draw: Draw) -> Grid:
 
 
 def pattern(puzzle: Grid) -> str:
-    """Return a hash that all rearrangements of a puzzle share: of its cells' surroundings, without their places."""
+    """Return a hash that all rearrangements of a puzzle share: of each cell's neighbourhood, without positions."""
     side = isqrt(len(puzzle))
     units = _units(side)
     colours = [int(digit > 0) for digit in puzzle]
