@@ -1,7 +1,8 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportMissingImports=false
-"""RMS norm, rotary positions with the cache write, and SwiGLU in Triton: one reading of memory where eager takes many.
+"""RMS norm, rotary positions with the cache write, and SwiGLU in Triton: one pass over memory where eager takes many.
 
-Sums and products are not contracted (`enable_fp_fusion=False`), so that element-wise results are the twins' to the bit.
+Sums and products are not contracted (`enable_fp_fusion=False`), so that element-wise results are bitwise those of the
+twins.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _normalise_rotate(
     left, right, weight_ptr, cos_ptr, sin_ptr, channel, real, eps, C: tl.constexpr, NORM: tl.constexpr,
     like: tl.constexpr,
 ):  # fmt: skip
-    """Return both halves of one head's channels, normalised (where wished) and rotated, in float32."""
+    """Return both halves of one head's channels, normalised (optionally) and rotated, in float32."""
     half: tl.constexpr = C // 2
     left32, right32 = left.to(tl.float32), right.to(tl.float32)
     if NORM:

@@ -1,7 +1,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportMissingImports=false
-"""A matrix product whose rows do not depend on how many there are: fixed tiles, no split of the inner axis, in Triton.
+"""A row-invariant matrix product in Triton: fixed tiles, no split of the inner axis.
 
-cuBLAS chooses tiles by shape, so that a token's logits change with its batch. This one is slower, and for the parity
+cuBLAS chooses tiles by shape, so a token's logits change with its batch. This one is slower, and used only in parity
 mode, where sampler and trainer must agree to the bit.
 """
 
@@ -44,7 +44,7 @@ def _linear(
 
 
 class _Linear(torch.autograd.Function):
-    """The backward pass need not match anything and is PyTorch's own."""
+    """The backward pass needs no invariance and is PyTorch's own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -75,5 +75,6 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x @ weight.T + bias, row by row the same in any batch; differentiable. See `whet.kernels.eager.linear`."""
+    """Return x @ weight.T + bias, with rows independent of the batch; differentiable. See
+    `whet.kernels.eager.linear`."""
     return _Linear.apply(x, weight_VD, bias_V)  # pyright: ignore[reportReturnType]
