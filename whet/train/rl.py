@@ -31,7 +31,7 @@ from whet.telemetry.log import RunLog
 from whet.telemetry.spans import span, spanned
 from whet.train.objective.advantage import with_advantages, without_advantages
 from whet.train.objective.objective import Objective
-from whet.train.optim.precision import settle_precision
+from whet.train.optim.precision import resolve_precision
 from whet.train.optim.step import Optimizer, learning_rate
 from whet.train.record import Recorder, rl_batch
 from whet.train.rl_config import RLConfig
@@ -85,7 +85,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
     """
     is_main = rank() == 0
     tracking = begin(config)
-    config = settle_precision(config)
+    config = resolve_precision(config)
     setup = load_rl(config)
     policy, task = setup.policy, setup.task
     warnings = audit_parts(setup)
