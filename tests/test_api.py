@@ -218,7 +218,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a value": (lambda f, t: whet.rl(f, ROWS, out=t, max_new_tokens=0), "max_new_tokens = 0"),
     "a lambda": (
         lambda f, t: whet.rl(f, ROWS, out=t, rewards=[lambda p, x: 1.0]),
-        "expected a function that def",
+        "expected a named function",
     ),
     "one text": (lambda f, t: whet.load(f).generate("2+2="), "expected a list of prompts"),
     "nothing to score": (lambda f, t: whet.load(f).logprobs("2+2=", ""), "completion is empty"),

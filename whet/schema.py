@@ -1,7 +1,7 @@
-"""ResponseSchema: one object makes system prompt, template prefix, stop strings, parser and format reward.
+"""ResponseSchema: the one source of system prompt, template prefix, stop strings, parser and format reward.
 
 Runs have scored zero throughout because the prompt asked for one pair of tags while the reward looked for
-another. Here nothing but this object knows the tags; the preflight (`whet.eval.audit`) proves it before a run starts.
+another. Here only this object knows the tags; the preflight (`whet.eval.audit`) checks that before a run starts.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ResponseSchema:
 
     @property
     def tool_tags(self) -> tuple[str, ...]:
-        """The tags of calls and results, where there are tools."""
+        """The tags of calls and results; empty without tools."""
         if not self.tools:
             return ()
         return (self.tool_open, self.tool_close, self.result_open, self.result_close)
@@ -119,24 +119,24 @@ class ResponseSchema:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings at which generation stops: the end of a response, and that of a call where there are tools."""
+        """Strings at which generation stops: the end of a response and, with tools, of a call."""
         return (self.answer_close, self.tool_close) if self.tools else (self.answer_close,)
 
     def find_call(self, text: str) -> str | None:
-        """Return the input of the call that a turn ends with; None where it ends otherwise."""
+        """Return the input of the tool call that ends a turn; None if the turn ends otherwise."""
         if not self.tools or not text.endswith(self.tool_close):
             return None
         start = text.rfind(self.tool_open)
         return None if start < 0 else text[start + len(self.tool_open) : -len(self.tool_close)].strip()
 
     def render_result(self, text: str) -> str:
-        """Write what a tool answered as the model reads it; tags in it are taken out, so that it can end nothing."""
+        """Wrap a tool's output in result tags; tags inside it are removed, so that it cannot close a block."""
         for tag in (*self.tags, *self.tool_tags):
             text = text.replace(tag, "")
         return f"{self.result_open}{text}{self.result_close}"
 
     def split_results(self, text: str) -> list[tuple[str, bool]]:
-        """Cut a demonstration into (piece, whether the model writes it): results of tools are read only."""
+        """Cut a demonstration into (piece, whether the model writes it): the model only reads tool results."""
         if not self.tools:
             return [(text, True)]
         pieces: list[tuple[str, bool]] = []
@@ -161,7 +161,7 @@ class ResponseSchema:
         )
 
     def parse(self, completion: str) -> ParsedResponse:
-        """Read a completion in linear time, whatever it holds.
+        """Parse a completion in linear time, whatever it contains.
 
         The answer is the text of the *last closed* answer block after the thinking was closed, so that tags
         quoted in the thinking do not count. A completion that a stop string cut right after `answer_close`

@@ -1,6 +1,6 @@
 """Statistics of an evaluation: pass@k, majority votes, intervals, paired tests. Pure functions, numpy only.
 
-The unit of resampling is the problem: completions of one problem are no independent observations.
+The unit of resampling is the problem: completions of one problem are not independent.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     Args:
         num_samples: Samples drawn for the problem (n).
-        num_correct: How many of them are right (c).
-        k: Size of the attempt that is asked about; 1 gives the mean c/n.
+        num_correct: How many of them are correct (c).
+        k: Samples per attempt; 1 gives the mean c/n.
 
     Returns:
         A probability in [0, 1].
@@ -66,7 +66,7 @@ def majority_at_k(answers: Sequence[str | None], is_correct: Callable[[str], flo
 
     Args:
         answers: One canonical answer per sample: equal answers are equal strings. None has no vote.
-        is_correct: Judge of a canonical answer, or its credit in [0, 1]; asked for the winners alone.
+        is_correct: Returns whether a canonical answer is right, or its credit in [0, 1]; called for the winners only.
 
     Returns:
         The mean credit of the tied winners; 0 when nobody answered.
@@ -93,9 +93,8 @@ def bootstrap_interval(
 ) -> Interval:
     """Give the bootstrap interval of a mean, resampling problems: BCa (corrected for bias and skew), widened for few.
 
-    With 50 problems of which few are ever solved, plain percentiles hold the truth in 90 % of draws instead of 95 %,
-    these in 92 %. When all values are equal the interval is a point; for one proportion per run take `wilson_interval`
-    instead.
+    With 50 problems of which few are ever solved, plain percentile intervals cover the truth in 90 % of draws instead
+    of 95 %, these in 92 %. When all values are equal the interval is a point; for a proportion use `wilson_interval`.
 
     Args:
         values_P: One finite score per problem.
@@ -160,7 +159,7 @@ def paired_bootstrap(
 
 
 def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> Interval:
-    """Give the Wilson score interval of a proportion; it is honest at 0 and 1, where the bootstrap is not.
+    """Give the Wilson score interval of a proportion; it stays valid at 0 and 1, where the bootstrap collapses.
 
     Args:
         successes: Successes in [0, n].
@@ -191,7 +190,7 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> Interva
 
 
 def share_interval(values_P: Sequence[float], seed: int = 0) -> Interval:
-    """Give the 95 % interval of a mean of shares: bootstrap; Wilson's where each is 0 or 1, `unanimous` where equal.
+    """Give the 95 % interval of a mean of shares: Wilson's if each is 0 or 1, `unanimous` if all are equal, else BCa.
 
     Args:
         values_P: One share in [0, 1] per problem.
@@ -209,7 +208,7 @@ def share_interval(values_P: Sequence[float], seed: int = 0) -> Interval:
 
 
 def unanimous(value: float, n: int, lowest: float = 0.0) -> Interval:
-    """Give the interval of a mean where all n problems have one value: a bootstrap of it would promise certainty.
+    """Give the interval of a mean of n equal values: the bootstrap would give zero width.
 
     Args:
         value: The value, a share or a difference of shares.
@@ -217,7 +216,7 @@ def unanimous(value: float, n: int, lowest: float = 0.0) -> Interval:
         lowest: The least that the value can be: 0, or -1 for a difference. The most is 1.
 
     Returns:
-        The value, give or take what Wilson's interval of n successes in n leaves open for problems that were not drawn.
+        The value, widened by what Wilson's interval of n successes in n leaves open for problems that were not drawn.
     """
     unseen = 1 - wilson_interval(n, n).low
     return Interval(value, max(lowest, value - unseen), min(1.0, value + unseen))
@@ -248,7 +247,7 @@ def mcnemar_exact(b: int, c: int) -> float:
 def fisher_exact(a: int, num_a: int, b: int, num_b: int) -> float:
     """Give Fisher's exact two-sided p-value for two proportions of unpaired observations.
 
-    For two systems on the same problems take `mcnemar_exact`, which sees more.
+    For two systems on the same problems use `mcnemar_exact`, which has more power.
 
     Args:
         a: Successes of the first system.
@@ -279,10 +278,10 @@ def fisher_exact(a: int, num_a: int, b: int, num_b: int) -> float:
 def detectable_difference(
     values_P: Sequence[float] | np.ndarray, power: float = 0.8, confidence: float = 0.95
 ) -> float:
-    """Give the smallest difference of means that two unpaired evaluations like this one would show.
+    """Give the smallest difference of means that two unpaired evaluations like this one would detect.
 
-    For scores of 0 and 1 it is `minimum_detectable_effect`; several samples per problem make it smaller. Where all
-    scores are equal the formula says 0, which would promise certainty: at least one problem is taken to differ.
+    For scores of 0 and 1 it is `minimum_detectable_effect`; several samples per problem make it smaller. When all
+    scores are equal the formula gives 0, which is too good: at least one problem is assumed to differ.
 
     Args:
         values_P: One finite score in [0, 1] per problem.
@@ -300,7 +299,7 @@ def detectable_difference(
 
 
 def minimum_detectable_effect(p: float, n: int, power: float = 0.8, confidence: float = 0.95) -> float:
-    """Give the smallest difference between two unpaired evaluations that would be seen with the given power.
+    """Give the smallest difference between two unpaired evaluations that is detected with the given power.
 
     Args:
         p: Proportion around which both lie, in [0, 1].
@@ -330,7 +329,7 @@ def _two_sided_z(confidence: float) -> float:
 
 
 def _widened(z: float, size: int) -> float:
-    """Return the quantile that makes up for resampled spreads being too small: sqrt(n / (n-1)) t(n-1), in two terms."""
+    """Return the quantile that corrects for resampled spreads being too small: sqrt(n / (n-1)) t(n-1), in two terms."""
     freedom = max(1, size - 1)
     t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
     return t * math.sqrt((freedom + 1) / freedom)
@@ -370,7 +369,7 @@ def _interval(values_P: np.ndarray, means: np.ndarray, confidence: float) -> Int
     acceleration = float((deviations**3).sum()) / (6 * squares**1.5) if squares else 0.0
     ends = []
     for side in (bias - z, bias + z):
-        stretch = 1 - acceleration * side  # at or below 0 only with a handful of values: then without it
+        stretch = 1 - acceleration * side  # <= 0 only with a handful of values: then skip the correction
         ends.append(normal.cdf(bias + (side / stretch if stretch > 0 else side)))
     low, high = np.quantile(means, ends)
     return Interval(float(mean), min(float(low), float(mean)), max(float(high), float(mean)))

@@ -1,4 +1,4 @@
-"""The nouns that cross folder borders, and the one legend of shape letters.
+"""Records and protocols that every folder shares, and the legend of shape letters.
 
 Shape letters (one letter is exactly one axis; suffixes on tensor and list names):
 
@@ -52,7 +52,7 @@ class Problem:
         task: Name of the task that made it.
         prompt: The question as text, without any template or tags.
         answer: The gold answer as text.
-        solution: Worked thinking for fine-tuning; '' means "answers at once" (an empty scratch-pad).
+        solution: Worked thinking for fine-tuning; '' means "answer directly" (an empty scratch-pad).
         meta: Free labels such as subject, level, file and line.
     """
 
@@ -66,7 +66,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One completion of one problem, with everything that training and logs need of it.
+    """One completion of one problem, with everything that training and logs need.
 
     Example:
         >>> Sample(uid="ab12", index=0, prompt_ids=(1, 5), completion_ids=(7, 2),
@@ -119,7 +119,7 @@ class Group:
 
 
 class Segment(NamedTuple):
-    """Tokens that stand together in a flat batch; each sees those before it, and a shared prefix.
+    """A run of tokens in a flat batch; each attends to those before it, and to a shared prefix.
 
     Attributes:
         start: First row.
@@ -198,10 +198,10 @@ Reward = Callable[[Problem, str], "float | None"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What an environment answers to what the policy wrote.
+    """An environment's reply to one turn of the policy.
 
     Attributes:
-        observation: Text that the policy reads next; None ends the episode.
+        observation: Text for the policy to read next; None ends the episode.
         reward: What this turn earned.
         inline: True for a tool's result inside the policy's own message, False for a new message of the user's.
     """
@@ -212,7 +212,7 @@ class Turn:
 
 
 class Environment(Protocol):
-    """The other side of an episode of several turns. One object plays many episodes; what changes is in the state."""
+    """The other side of a multi-turn episode. One object plays many episodes; each keeps its own state."""
 
     def reset(self, problem: Problem) -> Any:
         """Begin an episode and return its state; the first observation is the problem's prompt."""
@@ -222,14 +222,14 @@ class Environment(Protocol):
         """Answer the newest turn of several episodes.
 
         Args:
-            states: What `reset` returned, changed in place as the environment likes.
-            texts: What the policy wrote in this turn, to the stop string included.
+            states: What `reset` returned; the environment may change it in place.
+            texts: What the policy wrote in this turn, including the stop string.
         """
         ...
 
 
 class Task(Protocol):
-    """Data, prompt and judge of one kind of problem.
+    """Data, prompt and answer check of one kind of problem.
 
     A task may have an attribute `answer_type` (`whet.schema.AnswerType`) that words the system prompt.
     """
@@ -248,16 +248,16 @@ class Task(Protocol):
             answer: Untrusted text of any length; None: nothing could be extracted.
 
         Returns:
-            True or False; None when no verdict could be had (a grader that died, a sandbox that did not start): such a
-            sample leaves statistics and denominators, and never counts as wrong. A wrong, empty or hostile answer is
-            False, and so is one that a grader needs too much time or memory for.
+            True or False; None when there is no verdict (the grader died, the sandbox did not start): the sample then
+            leaves statistics and denominators, and never counts as wrong. A wrong, empty or hostile answer is False,
+            and so is one that a grader needs too much time or memory for.
         """
         ...
 
 
 @runtime_checkable
 class ManyJudge(Protocol):
-    """A task that judges many answers faster at once than one by one."""
+    """A task that judges a batch of answers faster than one at a time."""
 
     def judge_many(self, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
         """Judge answers as `Task.is_correct` does, in their order."""

@@ -109,7 +109,7 @@ def test_only_problems_that_both_have_are_compared_and_the_rest_is_told(
     side = StoredEval(a, "a", {}, {"p": rows[:2], "q": [rows[2], rows[3] | {"correct": False}]}, {})
     assert lengths(side, ["p", "q"])["right"]["thinking_tokens"] == 5.0  # each problem counts once
     out = capsys.readouterr().out
-    assert "1 of its problems are not in all, left out" in " ".join(out.split())
+    assert "1 of its problems are not in all, skipped" in " ".join(out.split())
     assert "hardware: not recorded" in out
     page = (tmp_path / "out" / "compare.html").read_text()
     assert "not recorded" in page
@@ -122,7 +122,9 @@ def test_other_protocols_are_refused_and_by_force_get_a_banner(
 ) -> None:
     a = evaluation(tmp_path / "a", [1, 2])
     b = evaluation(tmp_path / "b", [1, 2], identity=IDENTITY | {"split": "dev", "sampling": {"top_k": 5}})
-    with pytest.raises(UserError, match=r"not alike: sampling\.top_k \(0, 5\); split .*--force") as caught:
+    with pytest.raises(
+        UserError, match=r"not comparable: sampling\.top_k \(0, 5\); split .*--force"
+    ) as caught:
         run(tmp_path / "out", a, b)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -130,7 +132,7 @@ def test_other_protocols_are_refused_and_by_force_get_a_banner(
     assert content["different"] == ["sampling.top_k (0, 5)", 'split ("test", "dev")']
     page = (tmp_path / "out" / "compare.html").read_text()
     assert 'class="alarm"' in page
-    assert "NOT ALIKE" in capsys.readouterr().out
+    assert "NOT COMPARABLE" in capsys.readouterr().out
     alike = evaluation(tmp_path / "c", [1, 2])
     run(tmp_path / "out2", a, alike)
     assert 'class="alarm"' not in (tmp_path / "out2" / "compare.html").read_text()
@@ -189,9 +191,7 @@ def test_source_000_hardware_table_is_reproduced() -> None:
     # S0-14: utilisation 100 / 100 %, memory activity 13 / 6, power 394 / 320 W, temperature 41 / 38 degrees.
     table = hardware_table([summary(window(394, 0.13, 41), 600), summary(window(320, 0.06, 38), 300)])
     rows = {row["name"]: row for row in table}
-    assert rows["power"]["changes"] == [
-        "-74 W, -18.8 % (of 394); the other way round +74 W, +23.1 % (of 320)"
-    ]
+    assert rows["power"]["changes"] == ["-74 W, -18.8 % (of 394); in reverse +74 W, +23.1 % (of 320)"]
     assert rows["memory activity"]["changes"][0].startswith("-7 points, -53.8 % (of 13)")
     assert rows["temperature"]["changes"] == ["-3 °C"], "a percentage of degrees means nothing"
     assert rows["utilisation"]["changes"] == ["+0 points"]
@@ -382,14 +382,14 @@ def test_ten_mistakes_each_get_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     cases: list[tuple[Sequence[str | Path], dict[str, Any], str]] = [
         ((), {}, "name two models"),
         ((a,), {}, "expected two or more"),
-        ((a, a), {}, "stands there twice"),
+        ((a, a), {}, "is given twice"),
         ((a, tmp_path / "nowhere" / "x"), {}, "no such folder, no run id"),
         ((a, "nowhere-20260101"), {}, "no run of that id"),
-        ((a, group), {}, f"it holds evaluations, name them: {group / 'eval' / 'sft'}"),
+        ((a, group), {}, f"it contains evaluations, name them: {group / 'eval' / 'sft'}"),
         ((a, tmp_path / "file.txt"), {}, "is a file; expected the folder"),
         ((a, torn), {}, "line 7 is damaged"),
         ((a, other), {}, "no problem in common"),
-        ((model, tmp_path / "b"), {"eval": None}, "no config.yaml|say how: --eval gsm8k"),
+        ((model, tmp_path / "b"), {"eval": None}, "no config.yaml|give the protocol: --eval gsm8k"),
         ((a, b), {"num_resamples": 100}, "num_resamples = 100: expected 2000 or more"),
         ((a, b), {"out": str(tmp_path / "taken")}, "already exists and is never overwritten"),
         ((a, b), {"prompts": ("questions.txt",)}, "no such file 'questions.txt'"),

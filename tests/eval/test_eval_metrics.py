@@ -84,7 +84,7 @@ def test_no_interval_claims_certainty_about_problems_that_were_not_drawn() -> No
     assert summary_of(rows_of([1] * 8, 1))["opportunity"]["high"] == 0.0  # pass@1 - pass@1
     one = summary_of(rows_of([3], 4))
     assert one["metrics"]["pass@1"]["low"] == 0.0
-    assert any("below 100.0 points would not be seen with 1 problem " in line for line in describe(one))
+    assert any("below 100.0 points would go undetected with 1 problem " in line for line in describe(one))
 
 
 def test_counts_of_one_or_none_are_no_shares() -> None:
@@ -199,7 +199,7 @@ def test_detectable_difference() -> None:
     assert detectable_difference([0.0] * 200) == pytest.approx(minimum_detectable_effect(1 / 201, 200))
     assert detectable_difference([1.0]) > 1  # one problem shows nothing
     found = summary_of(rows_of([16] * 4 + [0] * 196, 16))
-    assert any("below 3.9 points would not be seen with 200 problems" in line for line in describe(found))
+    assert any("below 3.9 points would go undetected with 200 problems" in line for line in describe(found))
 
 
 def test_fisher_against_an_oracle() -> None:

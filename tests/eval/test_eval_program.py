@@ -68,7 +68,7 @@ def test_several_tasks_in_one_command(
         assert (out / name / "config.yaml").is_file()
         assert f"{name}:" in shown
     with pytest.raises(
-        UserError, match="holds several tasks; give the folder of one of them: .*jsonl-second"
+        UserError, match="contains several tasks; give the folder of one of them: .*jsonl-second"
     ):
         read_eval(out)
     # Killed in the third task: the first two are read, not evaluated again.
@@ -98,11 +98,11 @@ def test_task_fields_go_to_those_that_read_them(tiny_policy: PolicyConfig, tmp_p
     [
         ({"k": (3,)}, r"k = 3: pass@3 needs 1 <= k <= num_samples = 2; draw more samples"),
         ({"k": (0,)}, r"k = 0: pass@0 needs"),
-        ({"rewards": {"judge": 1.0}}, r"rewards\.judge: an evaluation asks no judge"),
+        ({"rewards": {"judge": 1.0}}, r"rewards\.judge: evaluations do not use a judge"),
         ({"tasks": ("nonsense",)}, r"tasks: 'nonsense': task\.name = 'nonsense': expected one of"),
         ({"tasks": ("",)}, r"tasks: '': task\.name = ''"),
         ({"tasks": ("gsm8k",)}, r"tasks: 'gsm8k': task gsm8k needs data: .* NAME=FOLDER_OR_FILE"),
-        ({"tasks": ("arithmetic", "arithmetic")}, r"tasks: 'arithmetic' comes twice"),
+        ({"tasks": ("arithmetic", "arithmetic")}, r"tasks: 'arithmetic' is given twice"),
         ({"tasks": ("arithmetic=x",)}, r"task\.path is not read by task arithmetic"),
         (
             {"tasks": ("arithmetic",), "task": TaskConfig(name="letters", level=2)},

@@ -152,7 +152,7 @@ def test_source_004_claims_an_improvement_that_its_numbers_do_not_show(after: in
         assert not found.is_shown
         text = verdict(found, "sft", "grpo")
         assert text.startswith("no difference could be shown; differences below ")
-        assert text.endswith(" points would mostly not be seen")
+        assert text.endswith(" points would mostly go undetected")
     assert found.detectable is not None
     # 3 and 6 of 200 at different problems: sd of the differences is 0.212, so 2.80 * 0.212 / sqrt(200) = 4.2 points
     assert {4: 0.037, 6: 0.042}[after] == pytest.approx(found.detectable, abs=5e-4)

@@ -224,7 +224,7 @@ def test_files(spelling: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFix
     assert all(line.startswith(("    ", "### ")) or not line for line in body.split("\n"))
     assert "\x1b" not in page
     out = capsys.readouterr().out
-    assert "a number where none is asked" in out
+    assert "a number where the question asks for none" in out
     with pytest.raises(UserError, match="already exists"):
         main(config)
 

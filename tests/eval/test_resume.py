@@ -187,7 +187,7 @@ def test_killed_by_the_system(tiny_policy: PolicyConfig, tmp_path: Path) -> None
     assert not (killed / SUMMARY).exists()
     done = (killed / SAMPLES).read_bytes().count(b"\n")
     assert 0 < done < 180
-    with pytest.raises(UserError, match="is not finished; go on with --resume"):
+    with pytest.raises(UserError, match="is not finished; continue with --resume"):
         read_eval(killed)
     with pytest.raises(UserError, match="already exists .* or --resume"):
         main(config)
@@ -234,10 +234,10 @@ def test_what_cannot_go_on_is_refused(tiny_policy: PolicyConfig, tmp_path: Path)
         interrupt(whole, tmp_path / name, sum(map(len, lines[:9])), 1)
         notes = (tmp_path / name / PROGRESS).read_text()
         (tmp_path / name / PROGRESS).write_text(notes.replace(change, change + "f"))
-        attempt(name, rf"cannot go on, since its first start there has changed .*{change[1:-4]}")
+        attempt(name, rf"cannot resume: since its first start these have changed: .*{change[1:-4]}")
     interrupt(whole, tmp_path / "order", 0, 0)
     write_chunk(tmp_path / "order", lines[3:12])
-    attempt("order", "completion 1 is not of the problem that the task gives now")
+    attempt("order", "completion 1 does not belong to the task's current problem")
     interrupt(whole, tmp_path / "lost", len(lines[0]), 0)
     (tmp_path / "lost" / PROGRESS).unlink()
     attempt("lost", "has completions, but eval_progress.jsonl is lost")
@@ -304,7 +304,7 @@ def test_what_cannot_be_read_back(tiny_policy: PolicyConfig, tmp_path: Path) -> 
     for old, new in (('"gold": "', '"gold": "1'), ('"correct": false', '"correct": true')):
         assert old in rows
         (folder / SAMPLES).write_text(rows.replace(old, new, 1))
-        with pytest.raises(UserError, match="not as the evaluation left it"):
+        with pytest.raises(UserError, match="changed since the evaluation wrote it"):
             read_eval(folder)
     (folder / SAMPLES).unlink()
     with pytest.raises(UserError, match="cannot be read"):

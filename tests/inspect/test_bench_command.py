@@ -121,7 +121,7 @@ def test_peers_choose_the_programs(installed: set[str]) -> None:
     installed -= {"trl", "vllm"}
     chosen, notes = select(BenchConfig())
     assert set(chosen) == {"generate", "mfu"}
-    assert notes[0] == "trl is left out: not installed; pip install 'whet[peers]'"
+    assert notes[0] == "trl is skipped: not installed; pip install 'whet[peers]'"
     assert "VLLM_PYTHON" in notes[1]
     with pytest.raises(UserError, match=r"--against trl: not installed; pip install 'whet\[peers\]'"):
         select(BenchConfig(against=("hf,trl",)))

@@ -137,7 +137,7 @@ def test_a_hung_run_is_shown_with_the_main_threads_stack(
     beat(tmp_path, 0, ranks=1, state="hung", reason="no sign of life [red]", pid=1, stacks=threads + main)
     assert check("hang", str(tmp_path)) == 1
     printed = capsys.readouterr().out
-    assert "rank 0 hung and was ended: no sign of life [red]; go on with --resume" in printed
+    assert "rank 0 hung and was ended: no sign of life [red]; continue with --resume" in printed
     assert "line 7 in stuck" in printed
     assert "line 1 in other" not in printed
     assert "\x1b" not in printed
@@ -147,7 +147,7 @@ def test_died_with_stacks_was_locked(tmp_path: Path) -> None:
     beat(tmp_path, 0, ranks=1, pid=dead_pid())
     assert "(killed?)" in findings(read_ranks(tmp_path))[0]
     beat(tmp_path, 0, ranks=1, pid=dead_pid(), stacks="Timeout (0:01:00)!\nThread 1:\n  File a.py\n")
-    assert "kept the interpreter locked" in findings(read_ranks(tmp_path))[0]
+    assert "held the GIL" in findings(read_ranks(tmp_path))[0]
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def test_options_that_the_run_cannot_take(run: Path) -> None:
     text = (run / "config.yaml").read_text()
     assert "ref_ema: null" in text
     (run / "config.yaml").write_text(text.replace("ref_ema: null", "ref_ema: 0.9"))
-    with pytest.raises(UserError, match="cannot be replayed so: algo.ref_ema"):
+    with pytest.raises(UserError, match="cannot be replayed like this: algo.ref_ema"):
         again(run, precision="bfloat16_master")
     with pytest.raises(ValueError, match=r"token_budget = -1: expected 0 or more"):
         ReplayConfig(run="x", token_budget=-1)
@@ -430,4 +430,4 @@ def test_soft_and_hard_length_and_coins_are_scored_again(tmp_path: Path) -> None
             assert set(verdicts(replayed).values()) == {"exact"}, name
             samples = replayed.recorded.batches[0]["collected"]["rollout"]["groups"][0]["samples"]
             assert any(s["rewards"].get("overlong") for s in samples) or name == "coin"
-    assert replayed.stages[1].note == "a coin decided the rewards: not computed again"
+    assert replayed.stages[1].note == "the rewards were random: not recomputed"

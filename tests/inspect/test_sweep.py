@@ -178,7 +178,7 @@ def test_running_out_of_memory_is_not_mended_on_the_quiet(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("code", "status", "why"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "oom", "killed, as the system does"),
+        ("import os; os.kill(os.getpid(), 9)", "oom", "killed, probably by the system"),
         ("import sys; sys.exit('terminate: std::bad_alloc')", "oom", "status 1: terminate: std::bad_alloc"),
         ("import os; os.kill(os.getpid(), 11)", "failed", "SIGSEGV"),
         ("raise ValueError('no')", "failed", "status 1: ValueError: no"),
@@ -311,7 +311,9 @@ def test_the_best_is_found_and_can_be_pasted(
     text = as_text(content)
     assert "1,024 tokens, 64 rows, 1 thr., float32" in text
     assert "oom: no" in text
-    assert "not chosen, for it changes the numbers: --optim.precision bfloat16_autocast: 2.00 times" in text
+    assert (
+        "not chosen, because it changes the numbers: --optim.precision bfloat16_autocast: 2.00 times" in text
+    )
     assert "no reward differed" in text
     assert found.best.precision == "float32"
 
@@ -396,7 +398,7 @@ def test_two_models_are_compared_with_one() -> None:
     assert "two models in memory" in as_text(found.content())
     refused = rl_config(POLICY, Path("unused"))
     object.__setattr__(refused.algo, "surrogate", "geometric")
-    with pytest.raises(UserError, match="takes no reference model"):
+    with pytest.raises(UserError, match="cannot have a reference model"):
         with_reference(refused)
 
 

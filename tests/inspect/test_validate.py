@@ -246,7 +246,7 @@ def test_a_failing_stage(
     if program == "eval":  # what needs both evaluations says so
         assert "there is no evaluation before" in items["gain in pass@1, points"]["reason"]
     if program == "sft":
-        assert items["reinforcement"]["reason"] == "it needs the model of fine-tuning"
+        assert items["reinforcement"]["reason"] == "needs the model of fine-tuning"
 
 
 @pytest.mark.usefixtures("stubs")
@@ -347,7 +347,7 @@ def test_recipes(name: str) -> None:
         ),
         ("demo --thresholds.seconds.sft 0", "thresholds.seconds.sft = 0.0: expected above 0"),
         ("demo --sft.out runs/x", "sft.out = 'runs/x': every stage gets a folder in --out"),
-        ("demo --rl.policy.init runs/x", "the model to begin with is sft.policy.init"),
+        ("demo --rl.policy.init runs/x", "the starting model is sft.policy.init"),
         ("demo --eval.tasks arithmetic products", "eval.tasks: one task is evaluated before and after"),
         ("demo --probe.models runs/x", "probe.models: the stages' models are probed"),
         ("demo --probe.transcript=", "probe.transcript is empty"),

@@ -96,10 +96,10 @@ def test_asked_for_kernels_serve_models_head_and_sampling(monkeypatch: pytest.Mo
 def test_kernels_that_are_asked_for_and_missing_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(2, 16)
     monkeypatch.setattr(dispatch, "KERNELS", {"cpu": dict})
-    assert dispatch.asked_for(twins.swiglu, x) is None
+    assert dispatch.kernel_for(twins.swiglu, x) is None
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     with pytest.raises(UserError, match="WHET_KERNELS = triton: .*pip install triton"):
-        dispatch.asked_for(twins.swiglu, x)
-    assert dispatch.asked_for(twins.swiglu, x.double()) is None
+        dispatch.kernel_for(twins.swiglu, x)
+    assert dispatch.kernel_for(twins.swiglu, x.double()) is None
     monkeypatch.setattr(dispatch, "KERNELS", {})
-    assert dispatch.asked_for(twins.swiglu, x) is None, "a CPU goes on as always"
+    assert dispatch.kernel_for(twins.swiglu, x) is None, "a CPU goes on as always"

@@ -327,7 +327,7 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "many branches": (set_config(alpha_pattern={".?" * 40: 4}), ("alpha_pattern",)),
     "no pattern": (set_config(alpha_pattern={"[": 4}), ("alpha_pattern",)),
     "flags inside": (set_config(alpha_pattern={"(?i)q": 4}), ("alpha_pattern",)),
-    "no object": (set_config(alpha_pattern=[3]), ("alpha_pattern is no object",)),
+    "no object": (set_config(alpha_pattern=[3]), ("alpha_pattern is not an object",)),
     "target": (
         rename("self_attn.q_proj", "self_attn.qkv_proj"),
         ("'model.layers.0.self_attn.qkv_proj'", "does not have"),
@@ -375,9 +375,9 @@ def test_what_cannot_be_found_is_one_line(tmp_path: Path) -> None:
     old = make_adapter(tmp_path / "old", base, revision="v1")
     loop = make_adapter(tmp_path / "loop", nameless)
     refused(lambda: find_model(str(nameless)), "does not name its base", "policy.adapter")
-    refused(lambda: find_model(str(lost)), "its base is not there", "gone", "policy.adapter")
+    refused(lambda: find_model(str(lost)), "its base is missing", "gone", "policy.adapter")
     refused(lambda: find_model(str(old)), "revision 'v1'")
-    refused(lambda: find_model(str(loop)), "its base is not there", "no config.json")
+    refused(lambda: find_model(str(loop)), "its base is missing", "no config.json")
     refused(lambda: find_model(str(old), str(nameless)), "is an adapter itself")
     refused(lambda: find_model(str(base), str(base)), "no adapter_config.json")
     refused(lambda: find_model(str(base), str(tmp_path / "none")), "no adapter_config.json")

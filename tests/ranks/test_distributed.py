@@ -103,7 +103,7 @@ def unequal(how: str) -> Any:
 def test_unequal_work_is_said_on_every_rank(how: str, said: list[str]) -> None:
     for kind, text in run_ranks(2, unequal, how):
         assert kind == "RankError"
-        first, second = text.removeprefix("ranks are at different work: ").split("; ")[:2]
+        first, second = text.removeprefix("ranks are in different collectives: ").split("; ")[:2]
         assert first.startswith(f"rank 0: {said[0]} ")
         assert " in test_distributed.unequal:" in first
         assert second.startswith(f"rank 1: {said[1]} ")

@@ -111,14 +111,18 @@ GONE = "whet: error: rank 1 is gone (killed?)"
         (
             late,
             [1, 1],
-            "whet: error: rank 1 did not come; rank 0 waited in all_reduce_sum of 1 values in test_launch",
+            "whet: error: rank 1 did not arrive; rank 0 waited in all_reduce_sum of 1 values in test_launch",
         ),
         (
             asked_to_end,
             [1, 143],
-            "whet: error: told to end (SIGTERM); the same command with --resume goes on",
+            "whet: error: terminated (SIGTERM); the same command with --resume continues",
         ),
-        (unequal, [1, 1], "whet: error: ranks are at different work: rank 0: all_reduce_sum of 1 values"),
+        (
+            unequal,
+            [1, 1],
+            "whet: error: ranks are in different collectives: rank 0: all_reduce_sum of 1 values",
+        ),
     ],
 )
 def test_the_end_of_a_job(function, statuses: list[int], said: str, tmp_path: Path) -> None:
@@ -132,7 +136,7 @@ def test_the_end_of_a_job(function, statuses: list[int], said: str, tmp_path: Pa
     assert len(lines) == (said != ""), output
     assert said in output
     assert output.count("rank 0 speaks") <= 1
-    assert "rank 1 speaks" not in output, "rank 0 speaks for all"
+    assert "rank 1 speaks" not in output, "only rank 0 prints"
 
 
 def test_what_several_ranks_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_what_stands_in_old_or_foreign_files_is_text(runs: Path, capsys: pytest.
 def test_mistakes_get_one_line(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"folder": str(tmp_path / "nowhere")}, "no such folder; name the one"),
+        ({"folder": str(tmp_path / "nowhere")}, "no such folder; name the folder"),
         ({"folder": str(tmp_path / "empty")}, "no run below it"),
         ({"folder": str(runs), "note": ("zzz", "x")}, "no run of that id"),
         ({"folder": str(runs), "note": ("runs-e", "x")}, "names 3 runs"),

@@ -174,9 +174,9 @@ def test_damage_is_said_and_the_rest_is_shown(tmp_path):
     (run / "environment.json").write_text("[")
     text = text_of(page_of(run))
     for said in (
-        "2 damaged lines of metrics.jsonl left out",
+        "2 damaged lines of metrics.jsonl skipped",
         "the last line of metrics.jsonl is cut off",
-        "1 damaged line of samples.jsonl left out",
+        "1 damaged line of samples.jsonl skipped",
         "config.yaml cannot be read",
         "environment.json cannot be read",
         "Correct 100.0%",
@@ -252,7 +252,7 @@ def test_of_many_samples_as_many_as_asked_for(tmp_path):
     run = make_run(tmp_path / "run")
     page = page_of(run, max_samples=24)
     assert data_of(page, "part-0")["samples"]["num_indexed"] == 24
-    assert "24 of 120 are in this page" in text_of(page)
+    assert "24 of 120 are on this page" in text_of(page)
     assert data_of(page_of(run, max_samples=0), "part-0")["samples"]["num_indexed"] == 0
 
 

@@ -168,7 +168,7 @@ def test_foreign_names_and_methods_are_refused(site: Site) -> None:
         assert site.get("/", host=host)[0] == 200, host
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         status, _, text = site.get("/api/info", method=method)
-        assert (status, text) == (405, "whet watch: only reading is possible here\n")
+        assert (status, text) == (405, "whet watch: only GET and HEAD are supported\n")
 
 
 def test_every_answer_has_the_safe_headers(site: Site) -> None:

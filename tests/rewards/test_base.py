@@ -86,8 +86,8 @@ def test_a_function_is_a_reward_as_its_file_and_name_are() -> None:
         scores, total = score_completion(rewards, PROBLEM, "abc")
         assert scores == {"format": 0.0, "longer": pytest.approx(score)}
         assert total == pytest.approx(weight * score)
-    with pytest.raises(UserError, match="reward 'longer' comes twice"):
+    with pytest.raises(UserError, match="reward 'longer' is given twice"):
         build_rewards({}, SCHEMA, TASK, own)
     for nameless in (lambda problem, completion: 1.0, 3.0):
-        with pytest.raises(UserError, match="expected a function that def gives a name, or 'path"):
+        with pytest.raises(UserError, match="expected a named function"):
             build_rewards({}, SCHEMA, TASK, [nameless])  # type: ignore[list-item]

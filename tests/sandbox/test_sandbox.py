@@ -111,7 +111,7 @@ def test_ordinary_programs(code: str) -> None:
         ("exit('bad')", "rte", "done", "exit code 1"),
         ("while True: pass", "tle", "run", "out of time"),
         ("x = bytearray(1 << 40)", "mle", "run", "256 MiB"),
-        ("while True: print('x' * 1000)", "ole", "run", "wrote more"),
+        ("while True: print('x' * 1000)", "ole", "run", "exceeded its output limit"),
         ("import os; os.abort()", "killed", "run", "SIGABRT"),
         ("import os; os.kill(os.getpid(), 40)", "killed", "run", "signal 40"),
         ("import sys; print(1); sys.stderr.close(); 1 / 0", "rte", "run", "ZeroDivisionError"),

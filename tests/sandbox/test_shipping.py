@@ -301,7 +301,7 @@ def place_of_division(function: Callable[..., Any]) -> tuple[str, int | None]:
 REFUSED = {
     "what no statement binds": (
         "class A: pass\ndef g(): global C; C = A()\ng()\ndef f(x): return C",
-        r"grader f runs in a worker process and needs `C` \(an A object\), which cannot be sent there; make it inside",
+        r"grader f runs in a worker process and needs `C` \(an A object\), which cannot be sent there; create it",
     ),
     "no function": ("f = 3", "has no function 'f'; it has no functions"),
     "no such function": ("def g(x): return x\ndef _h(x): return x", "has no function 'f'; it has g$"),
@@ -360,7 +360,7 @@ def test_cells_of_a_notebook() -> None:
             exec(compile(text, file, "exec", dont_inherit=True), vars(module))
         assert travel(ship_function(vars(module)["f"]))("aab") == 5
         linecache.cache.pop("/nowhere/3.py")
-        with pytest.raises(UserError, match="grader f: its source cannot be found .*put the function into"):
+        with pytest.raises(UserError, match="grader f: its source cannot be found .*move the function to"):
             ship_function(vars(module)["f"])
     finally:
         for file in cells:

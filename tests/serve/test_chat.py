@@ -237,7 +237,7 @@ def test_save_writes_json_lines(make: Make, tmp_path: Path) -> None:
         ("/save", "/save needs the name of a file"),
         ("/save /nowhere/x", "cannot write '/nowhere/x': No such file or directory"),
         ("x" * 600, "the conversation (/reset forgets it) has 6"),
-        ("\udc80", "text holds a lone surrogate at character"),
+        ("\udc80", "text contains a lone surrogate at character"),
     ],
 )
 def test_mistakes_are_one_line(make: Make, line: str, message: str) -> None:

@@ -366,7 +366,7 @@ def test_conversations_are_asked_as_the_policy_is(policy: Policy) -> None:
     deaf = policy.tokenizer.with_template(
         "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}\n{% endfor %}"
     )
-    with pytest.raises(UserError, match=r"leaves out message 0 \(system\)"):
+    with pytest.raises(UserError, match=r"drops message 0 \(system\)"):
         chat_prompt(Policy(policy.model, deaf, policy.schema), asked)
 
 

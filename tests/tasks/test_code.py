@@ -147,8 +147,8 @@ def test_program_of() -> None:
 BAD = [
     ({"tests": "assert f()"}, "'tests': expected a list of Python texts"),
     ({"tests": []}, "'tests': expected a list of Python texts"),
-    ({"tests": ["assert ("]}, "holds what is not Python"),
-    ({"setup": "import ("}, "holds what is not Python"),
+    ({"tests": ["assert ("]}, "is not valid Python"),
+    ({"setup": "import ("}, "is not valid Python"),
     ({"prompt": ""}, "'prompt' is empty"),
 ]
 

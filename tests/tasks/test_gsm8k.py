@@ -78,13 +78,13 @@ def test_messages(tmp_path: Path) -> None:
         GSM8K(folder).problems("test")
     assert str(caught.value) == (
         "test.jsonl line 2: 'answer' has no '####' (and 1 more bad rows); "
-        "mend the rows or allow them with --task.max-bad-rows 2"
+        "fix the rows or allow them with --task.max-bad-rows 2"
     )
     task = GSM8K(folder, max_bad_rows=2)
     assert len(task.problems("test")) == 1
     assert [row.reason for row in task.bad_rows] == [
         "'answer' has no '####'",
-        "'answer' has nothing behind '####'",
+        "'answer' has nothing after '####'",
     ]
     with pytest.raises(UserError, match="split 'x': expected train, dev or test"):
         task.problems("x")
@@ -100,5 +100,5 @@ def test_one_bad_row_says_exactly_this(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         GSM8K(folder).problems("train")
     assert str(caught.value) == (
-        "train.jsonl line 812: 'answer' has no '####'; mend the row or allow it with --task.max-bad-rows 1"
+        "train.jsonl line 812: 'answer' has no '####'; fix the row or allow it with --task.max-bad-rows 1"
     )

@@ -103,7 +103,7 @@ def test_column_messages(tmp_path: Path, row: Any, options: dict[str, Any], mess
 def test_row_messages(tmp_path: Path, row: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         read(tmp_path, row, **options)
-    remedy = "mend the row or allow it with --task.max-bad-rows 1"
+    remedy = "fix the row or allow it with --task.max-bad-rows 1"
     assert str(caught.value) == f"test.jsonl line 1: {message}; {remedy}"
 
 

@@ -53,7 +53,7 @@ def test_small_folder(tmp_path: Path) -> None:
         MATH(tmp_path).problems("test")
     assert str(caught.value) == (
         "test.jsonl line 2: 'answer' is a number, expected text; "
-        "mend the row or allow it with --task.max-bad-rows 1"
+        "fix the row or allow it with --task.max-bad-rows 1"
     )
     (problem,) = MATH(tmp_path, max_bad_rows=1).problems("test")
     assert problem.meta == {"subject": "Algebra", "level": "3", "file": "test.jsonl", "line": "1"}

@@ -30,7 +30,7 @@ def test_bad_rows_of_a_task_and_of_the_parts_of_a_mixture(tmp_path: Path) -> Non
     assert not (run / QUARANTINE).exists(), "nothing has been read yet"
     task.problems("train")
     assert write_quarantine(run, task) == (
-        f"3 bad rows of the data left out (1 with an empty field): see {run / QUARANTINE}; "
+        f"3 bad rows of the data skipped (1 with an empty field): see {run / QUARANTINE}; "
         "1 rows of the data are repeated"
     )
     expected = [
@@ -67,5 +67,5 @@ def test_rows_beside_a_task_and_a_task_without_rows(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(f"5\n{GOOD}\n")
     _, bad = read_jsonl(path, required=["prompt"], max_bad_rows=1)
-    assert write_quarantine(tmp_path, bad).startswith("1 bad rows of the data left out: see")
+    assert write_quarantine(tmp_path, bad).startswith("1 bad rows of the data skipped: see")
     assert [row["raw"] for row in left_out(tmp_path)] == ["5"]

@@ -48,8 +48,8 @@ def test_rows_with_their_line_numbers(tmp_path: Path) -> None:
         (b'{"q": "x", "a": null}', "'a' is null, expected text"),
         (b'{"q": "x", "a": true}', "'a' is true, expected text"),
         (b'{"q": " \\n", "a": "2"}', "'q' is empty"),
-        (b'{"q": "x\\u0000", "a": "2"}', "'q' holds a NUL character"),
-        (b'{"q": "x\\ud800", "a": "2"}', "'q' holds a lone surrogate"),
+        (b'{"q": "x\\u0000", "a": "2"}', "'q' contains a NUL character"),
+        (b'{"q": "x\\ud800", "a": "2"}', "'q' contains a lone surrogate"),
         (b'{"q": "bad", "a": "2"}', "worse"),
     ],
 )
@@ -62,7 +62,7 @@ def test_bad_row(tmp_path: Path, line: bytes, reason: str) -> None:
     with pytest.raises(UserError) as caught:
         read_jsonl(path, **options)
     assert str(caught.value) == (
-        f"data.jsonl line 3: {reason}; mend the row or allow it with --task.max-bad-rows 1"
+        f"data.jsonl line 3: {reason}; fix the row or allow it with --task.max-bad-rows 1"
     )
     rows, bad = read_jsonl(path, max_bad_rows=1, **options)
     assert [number for number, _ in rows] == [1, 4]
@@ -76,7 +76,7 @@ def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
         read_jsonl(path, required=["q"], max_bad_rows=2)
     assert str(caught.value) == (
         "data.jsonl line 1: expected an object {...}, got a number (and 2 more bad rows); "
-        "mend the rows or allow them with --task.max-bad-rows 3"
+        "fix the rows or allow them with --task.max-bad-rows 3"
     )
     assert len(read_jsonl(path, required=["q"], max_bad_rows=3)[1]) == 3
 
@@ -89,7 +89,7 @@ def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UserError, match="data.jsonl: no rows"):
         read_jsonl(write(tmp_path, b"\n"), required=[])
     for content in (GOOD, gzip.compress(GOOD * 99)[:-9]):
-        with pytest.raises(UserError, match="cut.jsonl.gz: not a whole gzip file"):
+        with pytest.raises(UserError, match="cut.jsonl.gz: not a complete gzip file"):
             read_jsonl(write(tmp_path, content, "cut.jsonl.gz"), required=[])
     monkeypatch.setattr(read, "MAX_LINE_BYTES", 30)
     with pytest.raises(UserError, match="data.jsonl line 2: longer than 30 bytes"):
@@ -99,7 +99,7 @@ def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_json_array(tmp_path: Path) -> None:
     path = write(tmp_path, b'[{"q": "x"},\n 3]', "data.json")
     with pytest.raises(
-        UserError, match="^data.json row 2: expected an object {...}, got a number; mend the row"
+        UserError, match="^data.json row 2: expected an object {...}, got a number; fix the row"
     ):
         read_json_array(path, required=["q"])
     assert read_json_array(path, required=["q"], max_bad_rows=1)[0] == [(1, {"q": "x"})]
@@ -168,9 +168,9 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.load_dataset = load_dataset  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert read_hub("openai/gsm8k", "test", required=["q"])[0] == [(1, {"q": "openai/gsm8k main test"})]
-    with pytest.raises(UserError, match=r"split 'train': cannot be had from the hub \(no network\)$"):
+    with pytest.raises(UserError, match=r"split 'train': could not be loaded from the hub \(no network\)$"):
         read_hub("owner/far", "train", required=["q"])
-    with pytest.raises(UserError, match="owner/name train row 1: no 'a'; mend"):
+    with pytest.raises(UserError, match="owner/name train row 1: no 'a'; fix"):
         read_hub("owner/name", "train", required=["a"])
 
 

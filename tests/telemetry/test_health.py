@@ -63,12 +63,12 @@ PROBLEMS = [
     ({"rl/grad_norm": None}, "grad_norm is not finite", "lower lr"),
     ({"rl/reward_std": 0.0}, "no learning signal", "check rewards, tags and difficulty"),
     ({"rl/unscorable": 3.0}, "3 samples could not be scored", "whet doctor sandbox"),
-    ({"rl/zero_variance_groups": 0.95}, "over 90% of groups", "problems of middling difficulty"),
+    ({"rl/zero_variance_groups": 0.95}, "over 90% of groups", "problems of medium difficulty"),
     ({"rl/truncated": 0.3}, "cut off", "raise the completion limit"),
     ({"rl/ratio_drift": 1e-3}, "sampler and trainer disagree", "check precision"),
     ({"rl/entropy": 0.01, "rl/correct": 0.3}, "entropy fell", "raise clip_high"),
     ({"rl/kl": 2.0}, "left its reference", "raise the KL weight"),
-    ({"rl/clip_high": 0.25, "rl/clip_low": 0.1}, "the clip holds back 35% of tokens", "lower lr"),
+    ({"rl/clip_high": 0.25, "rl/clip_low": 0.1}, "the clip is active for 35% of tokens", "lower lr"),
     ({"rl/effective_samples": 0.7}, "effective_samples is below 80%", "lower off_policy.staleness"),
     ({"rl/repetition": 0.6}, "4-grams repeat", "look at samples.jsonl"),
     ({"rl/cancellation": 0.6}, "rewards cancel", "algo.multi_reward = normalise"),
@@ -121,7 +121,7 @@ def test_format_that_rises_alone_is_called_out() -> None:
 def test_length_that_grows_for_nothing_is_called_out() -> None:
     ((_, text),) = warnings_of(trend_rows(correct=(0.3, 0.28), completion_tokens=(100.0, 300.0)))
     assert "completions grew from 110 to 290 tokens" in text
-    assert "algo.aggregation = constant or an overlong punishment" in text
+    assert "algo.aggregation = constant or an overlong penalty" in text
     assert warnings_of(trend_rows(correct=(0.3, 0.5), completion_tokens=(100.0, 300.0))) == []
     assert warnings_of(trend_rows(correct=(0.3, 0.3), completion_tokens=(100.0, 140.0))) == []
 
@@ -149,8 +149,8 @@ def test_the_reward_for_right_answers_may_have_all_the_signal() -> None:
     ("wrong", "right", "reason"),
     [
         (1.0, 0.0, "every answer is wrong: start from a better model"),
-        (0.0, 1.0, "every answer is right: take harder problems"),
-        (0.5, 0.5, "all groups have equal rewards: .*middling difficulty"),
+        (0.0, 1.0, "every answer is right: use harder problems"),
+        (0.5, 0.5, "all groups have equal rewards: .*medium difficulty"),
         (0.0, 0.0, "all groups have equal rewards: .*more samples per prompt"),
     ],
 )

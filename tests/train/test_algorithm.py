@@ -165,7 +165,7 @@ PPO = ALGORITHMS["ppo"]()
 @pytest.mark.parametrize(
     ("algo", "off_policy", "value", "step", "message"),
     [
-        ({}, {}, {}, {"group_size": 1}, "group_size = 1: .*needs at least 2; take baseline none or value"),
+        ({}, {}, {}, {"group_size": 1}, "group_size = 1: .*needs at least 2; use baseline none or value"),
         ({"baseline": "leave_one_out", "scale": "none"}, {}, {}, {"group_size": 1}, "needs at least 2"),
         (
             {"baseline": "none", "scale": "mean", "uninformative": "keep"},
@@ -187,7 +187,7 @@ PPO = ALGORITHMS["ppo"]()
             {},
             {},
             {"weights": {"correct": 1.0, "format": 0.0}},
-            "a reward of weight 0: it would never teach",
+            "a reward of weight 0: it would never train",
         ),
         ({}, {"staleness": 10}, {}, {}, "off_policy.staleness = 10: expected below num_steps = 10"),
         (
@@ -209,14 +209,14 @@ PPO = ALGORITHMS["ppo"]()
             {"proximal": "recomputed", "correction": "token_mask"},
             {},
             {},
-            "do not fit a ratio of sequences; take sequence_truncate",
+            "do not fit a sequence-level ratio; use sequence_truncate",
         ),
         (
             {"ratio": "sequence"},
             {"proximal": "recomputed", "correction": "token_truncate"},
             {},
             {},
-            "do not fit a ratio of sequences; take sequence_truncate",
+            "do not fit a sequence-level ratio; use sequence_truncate",
         ),
         (
             {"surrogate": "logprob"},
@@ -231,7 +231,7 @@ PPO = ALGORITHMS["ppo"]()
             {"staleness": 1, "proximal": "recomputed"},
             {},
             {},
-            "nothing makes up for the age of the samples; give a correction, or set proximal to sampler",
+            "nothing corrects for stale samples; give a correction, or set proximal to sampler",
         ),
         ({}, {}, {"gamma": 0.9}, {}, "value.* is read with algo.baseline = value only; leave it out"),
     ],

@@ -257,11 +257,11 @@ def test_nothing_left_says_what_to_do(tmp_path: Path) -> None:
         select(tmp_path, problems=PROBLEMS[:3], num_samples=8)
     assert str(caught.value) == (
         "no problem has 0 < pass rate < 1 under the starting policy (never right 3, 0-25 % 0, 25-50 % 0, 50-75 % 0, "
-        "75-100 % 0, always right 0); start from a better model (SFT first), or take easier problems or more samples, "
+        "75-100 % 0, always right 0); start from a better model (SFT first), or use easier problems or more samples, "
         "or widen curriculum.min_pass_rate and max_pass_rate"
     )
     (tmp_path / "difficulty.jsonl").unlink()
-    with pytest.raises(UserError, match=r"always right 1\); take harder problems, or widen"):
+    with pytest.raises(UserError, match=r"always right 1\); use harder problems, or widen"):
         select(tmp_path, problems=PROBLEMS[4:5], num_samples=8)
 
 
@@ -303,7 +303,7 @@ def test_long_prompts_are_left_out_before_anything_is_measured(tmp_path: Path) -
     kept, notes = select(tmp_path, max_prompt_percentile=80)
     assert kept == [f"u{index}" for index in range(8)]
     assert notes == [
-        "prompts of more than 8 tokens (percentile 80) are left out: 2 of 10, the longest of 10 tokens"
+        "prompts of more than 8 tokens (percentile 80) are dropped: 2 of 10, the longest of 10 tokens"
     ]
     dice = Dice()
     kept, notes = select(tmp_path, dice, max_prompt_percentile=80, num_samples=40)

@@ -115,7 +115,7 @@ def test_own_rollouts_keep_their_tokens(halfway: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("right", "message"),
     [
-        ([True] * 8, r"all \d+ completions are right; take harder problems"),
+        ([True] * 8, r"all \d+ completions are right; use harder problems"),
         ([False] * 8, r"none of \d+ completions is right; start from a better model"),
         ([True, False], r"\d+ of \d+ completions are right, but no problem has both"),
     ],
@@ -280,10 +280,10 @@ def test_resume_after_a_crash_while_sampling(
         ({"batch_size": 0}, "batch_size = 0: expected 1 or more"),
         ({"sampling": SamplingParams(temperature=0)}, "sampling.temperature = 0"),
         ({"max_bad_rows": 1}, "max_bad_rows is read with a file of pairs only"),
-        ({"pairs": "p.jsonl", "num_samples": 4}, "nothing is sampled: put back --num-samples 8$"),
+        ({"pairs": "p.jsonl", "num_samples": 4}, "nothing is sampled: restore the defaults --num-samples 8$"),
         (
             {"pairs": "p.jsonl", "task": TaskConfig(name="gsm8k", path="x")},
-            "put back --task.name arithmetic --task.path ",
+            "restore the defaults --task.name arithmetic --task.path ",
         ),
     ],
 )

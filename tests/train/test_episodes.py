@@ -258,7 +258,7 @@ def test_what_a_reward_cannot_score_is_left_out_and_counted(
 def test_tools_and_environments_that_are_not_there(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     for tools, message in (
         (("calculater",), "tool 'calculater': expected calculator, python or path.py:function"),
-        (("calculator", "calculator"), "tool 'calculator' comes twice"),
+        (("calculator", "calculator"), "tool 'calculator' is given twice"),
     ):
         with pytest.raises(UserError, match=message):
             train(make_config(replace(tiny_policy, tools=tools), tmp_path / "run"))
@@ -288,5 +288,5 @@ def test_mistakes_in_own_rewards(
 
 
 def test_two_rewards_of_one_name(tiny_policy: PolicyConfig, tmp_path: Path, mine: Path) -> None:
-    with pytest.raises(UserError, match="reward 'even' comes twice"):
+    with pytest.raises(UserError, match="reward 'even' is given twice"):
         train(make_config(tiny_policy, tmp_path / "run", reward=(f"{mine}:even", f"{mine}:even=2")))

@@ -371,7 +371,7 @@ def test_a_second_gradient_before_the_step_is_refused() -> None:
     optimizer.begin(1e-2)
     loss_of(model, 0).backward()
     with pytest.raises(
-        UserError, match=r"a second gradient.*one micro-batch an update: raise optim.token_budget"
+        UserError, match=r"a second gradient.*one micro-batch per update: raise optim.token_budget"
     ):
         loss_of(model, 1).backward()
 
@@ -432,7 +432,7 @@ def test_no_clipping_leaves_gradients_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"update_in_backward": True}, "max_grad_norm = 1: .*switch clipping off with max_grad_norm = inf"),
+        ({"update_in_backward": True}, "max_grad_norm = 1: .*disable clipping with max_grad_norm = inf"),
         ({"max_grad_norm": math.nan}, "max_grad_norm = nan: expected a number above 0"),
         ({"checkpoint_kind": "mlp"}, "checkpoint_kind = mlp: expected with checkpoint_layers"),
         ({"offload_inputs": True}, "offload_inputs = true: expected with checkpoint_layers"),

@@ -32,7 +32,7 @@ from whet.train.optim.step import OptimConfig, Optimizer
 from whet.train.rl_config import RLConfig
 from whet.train.rollout import source
 from whet.train.rollout.order import EpochOrder
-from whet.train.rollout.overlap import Beside, OverlapConfig, part_groups
+from whet.train.rollout.overlap import BackgroundSampler, OverlapConfig, part_groups
 from whet.train.rollout.rollout import Rollout, RolloutParams
 from whet.types import Group, UserError
 
@@ -432,7 +432,7 @@ def test_a_copy_keeps_old_weights_and_a_twin_follows(tiny_policy: PolicyConfig) 
     def scores(model: Any) -> torch.Tensor:
         return score_micro_batch(model, micro)[0]
 
-    with_copy, with_twin = (Beside(policy, shares_weights=shares) for shares in (False, True))
+    with_copy, with_twin = (BackgroundSampler(policy, shares_weights=shares) for shares in (False, True))
     before = scores(policy.model)
     assert torch.equal(scores(with_copy.policy.model), before)
     assert torch.equal(scores(with_twin.policy.model), before)
@@ -454,7 +454,7 @@ def test_a_copy_keeps_old_weights_and_a_twin_follows(tiny_policy: PolicyConfig) 
 
 
 def test_threads_are_shared_and_given_back(tiny_policy: PolicyConfig) -> None:
-    beside = Beside(load_policy(tiny_policy, seed=0), shares_weights=True)
+    beside = BackgroundSampler(load_policy(tiny_policy, seed=0), shares_weights=True)
     for whole, half in ((2, 1), (1, 1), (7, 3)):
         torch.set_num_threads(whole)
         with beside.sharing_threads():

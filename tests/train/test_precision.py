@@ -12,7 +12,7 @@ from whet.config import load_yaml
 from whet.generate.policy import PolicyConfig
 from whet.train import sft
 from whet.train.optim import precision
-from whet.train.optim.precision import CANDIDATES, measure, settle_precision
+from whet.train.optim.precision import CANDIDATES, measure, resolve_precision
 from whet.train.optim.step import OptimConfig, Precision
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
@@ -65,7 +65,7 @@ def test_the_fastest_is_taken_and_bfloat16_for_a_reason(
     chosen: Precision,
 ) -> None:
     pretend(monkeypatch, **dict(zip(CANDIDATES, times, strict=True)))
-    assert settle_precision(config(tmp_path, tiny_policy)).optim.precision == chosen
+    assert resolve_precision(config(tmp_path, tiny_policy)).optim.precision == chosen
 
 
 def test_what_another_field_refuses_is_not_taken(
@@ -81,7 +81,7 @@ def test_what_another_field_refuses_is_not_taken(
         optim=OptimConfig(precision="auto"),
         algo=AlgoConfig(kl="k2_loss", kl_coef=0.1, ref_ema=0.9),
     )
-    assert settle_precision(wanted).optim.precision == "bfloat16_autocast"
+    assert resolve_precision(wanted).optim.precision == "bfloat16_autocast"
     said = capsys.readouterr().out
     assert "optim.precision = bfloat16_autocast" in said
     assert "bfloat16_master 0.40, bfloat16_autocast 0.60" in said
@@ -92,7 +92,7 @@ def test_a_given_precision_is_not_measured(
 ) -> None:
     asked = pretend(monkeypatch, float32=1.0, bfloat16_master=0.1, bfloat16_autocast=0.1)
     given = config(tmp_path, tiny_policy, "float32")
-    assert settle_precision(given) is given
+    assert resolve_precision(given) is given
     assert not asked
 
 

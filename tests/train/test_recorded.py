@@ -182,7 +182,7 @@ def test_a_full_disk_costs_the_record_only(
     record(tmp_path, 2, new_policy(), is_skipped=True)
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
-    assert all(line.endswith("(No space left on device); training goes on without it") for line in told)
+    assert all(line.endswith("(No space left on device); training continues without it") for line in told)
 
 
 def test_one_changed_bit_shows_in_the_sums() -> None:

@@ -46,15 +46,15 @@ def group_advantages(
 
     Args:
         rewards_PG: Total reward of each sample.
-        scored_PG: True where a sample has a score; the others get 0 and enter no statistic. Default all.
+        scored_PG: True where a sample has a score; the others get 0 and enter no statistic. Default: all.
         baseline: What is subtracted.
-        scale: The difference is divided by the standard deviation of its group, of the batch, by the group's mean
-            (MaxRL; advantage 0 where that is not positive), or by nothing.
+        scale: Divisor of the difference: the standard deviation of the group or of the batch, the group's mean (MaxRL;
+            advantage 0 if that is not positive), or none.
         std_ddof: 1 for the sample, 0 for the population standard deviation.
         eps: Added to the standard deviation.
         clip: Largest absolute advantage, or None.
-        batch_std: Standard deviation of all scored rewards of the step, from whoever sees all ranks; read with scale
-            'batch'. Default: that of `rewards_PG`.
+        batch_std: Standard deviation of all scored rewards of the step, over all ranks; read with scale 'batch'.
+            Default: that of `rewards_PG`.
 
     Returns:
         Advantages [P, G], float64; exactly 0 in groups whose rewards are all equal (with baseline 'none' they
@@ -64,8 +64,8 @@ def group_advantages(
         ValueError: If a scored reward is not finite, or a baseline or scale is undefined for the group size.
 
     Source: GRPO 2402.03300 eq. 3 (ddof and eps are conventions: TRL's are the defaults); Dr. GRPO 2503.20783;
-    RLOO 2402.14740; batch scale 2508.08221. Deviation: where all rewards are equal,
-    nothing is divided by their standard deviation.
+    RLOO 2402.14740; batch scale 2508.08221. Deviation: if all rewards of a group are equal, they are not divided by
+    their standard deviation.
     """
     rewards_PG = rewards_PG.double()
     scored_PG = torch.ones_like(rewards_PG, dtype=torch.bool) if scored_PG is None else scored_PG
@@ -102,7 +102,7 @@ def group_advantages(
 
 
 def standard_deviation(values: torch.Tensor, ddof: int) -> float:
-    """Return the standard deviation of some numbers; exactly 0 where they are all equal but for rounding."""
+    """Return the standard deviation; exactly 0 if all values are equal up to rounding."""
     everywhere = torch.ones_like(values[None], dtype=torch.bool)
     if values.numel() < 2 or not bool(has_spread(values[None], everywhere)):
         return 0.0
@@ -112,10 +112,10 @@ def standard_deviation(values: torch.Tensor, ddof: int) -> float:
 def normalised_rewards(
     rewards_PGX: torch.Tensor, weights: Sequence[float], scored_PG: torch.Tensor, *, std_ddof: int, eps: float
 ) -> torch.Tensor:
-    """Normalise every reward by itself inside its group, then add them up with their weights (GDPO).
+    """Normalise every reward separately within its group, then add them up with their weights (GDPO).
 
-    A sum of rewards hides one of small scale behind one of large scale, and equal sums behind different parts;
-    normalised first, each reward keeps its say.
+    A plain sum drowns rewards of small scale, and gives equal sums for different parts; normalised first, each reward
+    keeps its influence.
 
     Args:
         rewards_PGX: Unweighted scores, one plane per reward function.
@@ -142,7 +142,7 @@ def generalised_advantages(
     """Estimate token advantages by GAE: delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}.
 
     Args:
-        rewards_BT: Reward of each token (an outcome reward stands at the last trained token).
+        rewards_BT: Reward of each token (an outcome reward is at the last trained token).
         values_BT: Value estimates before the update.
         trained_BT: True at trained tokens, which are the first of each row; beyond them V and A are 0.
         gamma: Discount per token.
@@ -171,11 +171,11 @@ def rewards_to_go(rewards_T: torch.Tensor) -> torch.Tensor:
 
 
 def overlong_penalty(length: int, *, max_length: int, cache_length: int) -> float:
-    """Return DAPO's soft punishment of length: 0, then a ramp over the last `cache_length` tokens, then -1.
+    """Return DAPO's soft overlong penalty: 0, then a ramp over the last `cache_length` tokens, then -1.
 
     Args:
         length: Tokens of the completion.
-        max_length: Length from which the punishment is -1, L_max.
+        max_length: Length from which the penalty is -1, L_max.
         cache_length: Width of the ramp in tokens, L_cache.
 
     Returns:

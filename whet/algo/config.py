@@ -1,4 +1,4 @@
-"""What a reinforcement algorithm is: arguments. Their groups, and the combinations that cannot be exact."""
+"""Settings of the RL algorithms, and checks of combinations that cannot be exact."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _require_positive(config: Any, names: str) -> None:
 
 
 def _leave_out(config: Any, names: str, reason: str) -> None:
-    """Raise ValueError where a field that nothing would read was set."""
+    """Raise ValueError if a field is set that nothing reads."""
     for field in fields(config):
         if field.name in names.split() and getattr(config, field.name) != field.default:
             raise ValueError(
@@ -47,10 +47,10 @@ class AlgoConfig:
     """The policy objective: advantage x ratio x surrogate x aggregation x KL x entropy. GRPO by default."""
 
     baseline: Literal["group_mean", "leave_one_out", "none", "value"] = "group_mean"
-    """What is subtracted from a reward: group_mean (GRPO), leave_one_out (RLOO), none (REINFORCE), or value: a critic
+    """Subtracted from the reward: group_mean (GRPO), leave_one_out (RLOO), none (REINFORCE), or value: a critic
     with GAE (PPO)."""
     scale: Scale = "group"
-    """What the difference is divided by: the standard deviation of its group (GRPO) or of the batch, the group's mean
+    """Divisor of the difference: the standard deviation of its group (GRPO) or of the batch, the group's mean
     (MaxRL), or none (Dr. GRPO)."""
     std_ddof: int = 1
     """1 for the sample, 0 for the population standard deviation."""
@@ -78,7 +78,7 @@ class AlgoConfig:
     tau_negative: float = 1.05
     """sigmoid: temperature for the others."""
     entropy_top_share: float = 1.0
-    """Only this share of the step's tokens, those of highest entropy, carries policy gradient (0.2 for 80/20)."""
+    """Only this share of the step's tokens, those of highest entropy, receives policy gradient (0.2 for 80/20)."""
     aggregation: Aggregation = "token_mean"
     """token_mean (DAPO), sequence_mean (GRPO as published), prompt_mean, sequence_sum or constant (Dr. GRPO);
     denominators are global."""
@@ -97,14 +97,14 @@ class AlgoConfig:
     entropy_coef_final: float | None = None
     """The weight moves linearly to this over the run."""
     entropy_target: float | None = None
-    """Adapt the weight by 0.005 a step, and give the bonus only while the entropy is at most this (Skywork-OR1)."""
+    """Adapt the weight by 0.005 per step, and apply the bonus only while the entropy is at most this (Skywork-OR1)."""
     uninformative: Literal["keep", "drop", "refill"] = "drop"
-    """Groups whose rewards are all equal: keep them in the denominators, drop them, or sample others (DAPO)."""
+    """Groups whose rewards are all equal: keep them in the denominators, drop them, or sample replacements (DAPO)."""
     max_refills: int = 4
-    """refill: rounds of further sampling before the step goes on with what there is."""
+    """refill: rounds of further sampling before the step continues with the groups it has."""
     overlong: Overlong = "none"
-    """Completions near or at the limit: soft (DAPO's ramp of length to -1), hard (-0.5 when cut off without an
-    answer), or filter (cut-off ones leave the loss and its denominators)."""
+    """Completions near or at the limit: soft (DAPO's ramp of length to -1), hard (-0.5 if cut off without an answer),
+    or filter (cut-off ones leave the loss and its denominators)."""
     overlong_cache: int = 0
     """soft: width of the ramp before max_new_tokens, in tokens; 0 for a fifth of it, as in the paper."""
     num_minibatches: int = 1
@@ -152,8 +152,8 @@ class AlgoConfig:
             )
         if self.baseline in ("none", "value") and self.uninformative != "keep":
             raise ValueError(
-                f"uninformative = {self.uninformative} with baseline = {self.baseline}: here equal rewards teach too; "
-                "set uninformative to keep"
+                f"uninformative = {self.uninformative} with baseline = {self.baseline}: equal rewards carry signal, "
+                "too; set uninformative to keep"
             )
         if self.baseline == "value":
             _leave_out(self, "std_ddof eps multi_reward advantage_clip", "with baseline = value")
@@ -216,7 +216,7 @@ class AlgoConfig:
 
     @property
     def has_entropy_bonus(self) -> bool:
-        """Whether an entropy bonus is or may come on."""
+        """Whether an entropy bonus is on, or may turn on."""
         return self.entropy_coef > 0 or bool(self.entropy_coef_final) or self.entropy_target is not None
 
     @property
@@ -225,7 +225,7 @@ class AlgoConfig:
         return self.scale == "group" and self.multi_reward == "sum"
 
     def ramp(self, max_new_tokens: int) -> int:
-        """Return the width of the soft length punishment in tokens."""
+        """Return the width of the soft overlong penalty in tokens."""
         return self.overlong_cache or max(1, max_new_tokens // 5)
 
     @property
@@ -236,10 +236,10 @@ class AlgoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicyConfig:
-    """What is done when the policy that sampled is not the one that is trained: age, recomputation, correction."""
+    """Handling of samples from a policy other than the current one: staleness, recomputation, correction."""
 
     staleness: int = 0
-    """Rollouts are sampled this many steps before they are trained on, as asynchronous sampling would; 0 is
+    """Rollouts are sampled this many steps before they are trained on, as with asynchronous sampling; 0 is
     on-policy."""
     proximal: Literal["sampler", "recomputed"] = "sampler"
     """What the ratio starts from: the sampler's log-probabilities, or the trainer's, recomputed before the first
@@ -248,9 +248,9 @@ class OffPolicyConfig:
     """Weight for proximal / sampler: token_truncate (TIS), token_mask (IcePop), sequence_truncate, sequence_mask,
     geometric_mask or k3_mask."""
     low: float | None = None
-    """Lower bound of the correction; none for the published one."""
+    """Lower bound of the correction; none takes the published one."""
     high: float | None = None
-    """Upper bound of the correction; none for the published one."""
+    """Upper bound of the correction; none takes the published one."""
 
     def __post_init__(self) -> None:
         _require(self, "staleness low high", 0)
@@ -283,9 +283,9 @@ class ValueConfig:
     lam: float = 1.0
     """GAE's trade of bias (0) against variance (1)."""
     clip: float | None = 0.2
-    """Largest move of a value estimate from where the batch began that is rewarded, or none."""
+    """Clip range of value estimates around their values at the start of the batch, or none."""
     warmup_steps: int = 0
-    """Steps in which only the critic is trained."""
+    """First steps, in which only the critic is trained."""
 
     def __post_init__(self) -> None:
         _require(self, "gamma lam", 0, 1)
@@ -304,7 +304,7 @@ def check_combination(
     num_steps: int,
     max_new_tokens: int,
 ) -> None:
-    """Refuse, before anything is loaded, what cannot be exact or would be read by nobody.
+    """Refuse, before anything is loaded, settings that cannot be exact or that nothing would read.
 
     Raises:
         ValueError: One line: what, why, and what to change.
@@ -313,7 +313,7 @@ def check_combination(
         algo.baseline in ("group_mean", "leave_one_out") or algo.scale in ("group", "mean")
     ):
         raise ValueError(
-            f"group_size = {group_size}: a group-relative baseline or scale needs at least 2; take baseline none or "
+            f"group_size = {group_size}: a group-relative baseline or scale needs at least 2; use baseline none or "
             "value with scale none or batch"
         )
     if num_prompts % algo.num_minibatches:
@@ -331,8 +331,8 @@ def check_combination(
         )
     if algo.ratio == "sequence" and off_policy.correction in ("token_truncate", "token_mask"):
         raise ValueError(
-            f"algo.ratio = sequence with off_policy.correction = {off_policy.correction}: weights of tokens do not fit "
-            "a ratio of sequences; take sequence_truncate, sequence_mask or geometric_mask"
+            f"algo.ratio = sequence with off_policy.correction = {off_policy.correction}: token weights do not fit "
+            "a sequence-level ratio; use sequence_truncate, sequence_mask or geometric_mask"
         )
     _check_age(algo, off_policy)
     for name, steps in (
@@ -341,11 +341,11 @@ def check_combination(
     ):
         if steps >= num_steps and steps:
             raise ValueError(
-                f"{name} = {steps}: expected below num_steps = {num_steps}, or it never comes to that"
+                f"{name} = {steps}: expected below num_steps = {num_steps}, otherwise it never takes effect"
             )
     if algo.multi_reward == "normalise" and 0 in weights.values():
         raise ValueError(
-            "algo.multi_reward = normalise with a reward of weight 0: it would never teach, yet keep groups; leave it "
+            "algo.multi_reward = normalise with a reward of weight 0: it would never train, yet keep groups; leave it "
             "out"
         )
     if algo.baseline != "value" and value != ValueConfig():
@@ -353,7 +353,7 @@ def check_combination(
 
 
 def _check_age(algo: AlgoConfig, off_policy: OffPolicyConfig) -> None:
-    """Refuse old samples that nothing makes up for, and a recomputation that nothing reads."""
+    """Refuse stale samples without a correction, and a recomputation that nothing reads."""
     if (
         algo.surrogate == "logprob"
         and off_policy.proximal == "recomputed"
@@ -365,11 +365,11 @@ def _check_age(algo: AlgoConfig, off_policy: OffPolicyConfig) -> None:
         )
     if algo.surrogate == "logprob" and off_policy.staleness and off_policy.correction == "none":
         raise ValueError(
-            f"off_policy.staleness = {off_policy.staleness} with algo.surrogate = logprob: old samples need a ratio or "
-            "a correction; use surrogate clip, or proximal recomputed with a correction"
+            f"off_policy.staleness = {off_policy.staleness} with algo.surrogate = logprob: stale samples need a ratio "
+            "or a correction; use surrogate clip, or proximal recomputed with a correction"
         )
     if off_policy.staleness and (off_policy.proximal, off_policy.correction) == ("recomputed", "none"):
         raise ValueError(
             f"off_policy.staleness = {off_policy.staleness} with proximal = recomputed and no correction: nothing "
-            "makes up for the age of the samples; give a correction, or set proximal to sampler"
+            "corrects for stale samples; give a correction, or set proximal to sampler"
         )

@@ -1,4 +1,4 @@
-"""Weights that make up for a sampler that is not the policy that is trained: importance weights and rejections."""
+"""Corrections for samples from a policy other than the current one: importance weights and rejections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUNDS: dict[Correction, tuple[float, float]] = {
     "geometric_mask": (0.999, 1.001),
     "k3_mask": (0.0, 0.01),
 }
-"""Bounds of the published forms, used where a configuration gives none."""
+"""Bounds of the published forms, used if the configuration gives none."""
 
 
 def correction_weights(
@@ -39,7 +39,7 @@ def correction_weights(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weigh tokens by rho = proximal / sampler, bounded; the caller keeps the denominator of all tokens.
+    """Weight tokens by rho = proximal / sampler, bounded; the caller keeps the denominator of all tokens.
 
     =================  =====================================================  ==============================
     kind               weight of a token                                      also known as
@@ -63,14 +63,14 @@ def correction_weights(
     Returns:
         Weights [M] (constants), and where a bound was active (truncated or masked), bool [M].
 
-    Source: math.md section 3; TIS (fengyao.notion.site/off-policy-rl), IcePop 2510.18855. Deviation: log-ratios, and
+    Source: TIS (fengyao.notion.site/off-policy-rl), IcePop 2510.18855. Deviation: log-ratios, and
     their sums over a sequence, are clamped to +-20.
     """
     log_rho_M = log_ratio(proximal_logprobs_M, sampler_logprobs_M).detach()
     if kind == "none":
         return torch.ones_like(log_rho_M), torch.zeros_like(log_rho_M, dtype=torch.bool)
     if kind == "k3_mask":
-        # expm1: near 0 the plain form is rounding noise below 0.
+        # expm1, because near 0 the direct form is rounding noise, even below 0.
         measure_M = sequence_means((log_rho_M.expm1() - log_rho_M).clamp(min=0.0), sequence_M)
     elif kind == "geometric_mask":
         measure_M = sequence_means(log_rho_M, sequence_M).exp()

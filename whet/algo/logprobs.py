@@ -1,6 +1,6 @@
-"""Log-probability and entropy of chosen tokens, from hidden states, without ever building [N, V].
+"""Log-probability and entropy of chosen tokens, from hidden states, without materialising [N, V].
 
-Sampler and trainer call the same functions here, so what was sampled is what is scored.
+Sampler and trainer call the same functions, so the trainer scores exactly the distribution that was sampled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from whet.kernels import eager
 from whet.kernels.cpu import head as cpu_head
-from whet.kernels.dispatch import asked_for
+from whet.kernels.dispatch import kernel_for
 
 ROW_QUANTUM = 16
 COLUMN_QUANTUM = 16
@@ -26,8 +26,8 @@ def head_logits(
 ) -> torch.Tensor:
     """Compute float32 logits of the sampled distribution: head(hidden) / temperature over the valid ids.
 
-    Rows and columns are padded (columns with -inf), so that neither the matrix product nor a later reduction
-    depends on how many rows are computed together.
+    Rows and columns are padded (columns with -inf), so that neither the matrix product nor a later reduction depends on
+    the number of rows in the call.
 
     Args:
         hidden_MD: Hidden states.
@@ -66,15 +66,15 @@ def head_logits(
 def exp_logits(logits_MV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return exp(logits - largest) [M, V], its sums [M] and the log-normaliser [M].
 
-    Sampler and trainer take their normaliser here, so that it is the same to the last bit; the sampler draws from the
-    exponentials, the trainer makes its gradient of them: they are what takes time, and are computed once.
+    Sampler and trainer both take their normaliser from here, so that it is bitwise the same. The sampler draws from the
+    exponentials and the trainer builds its gradient from them; they dominate the cost and are computed once.
 
     Args:
         logits_MV: Float32 (or float64) logits; -inf columns are outside the support.
     """
     top_M1 = logits_MV.amax(-1, keepdim=True)
     weights_MV = (logits_MV - top_M1).exp_()
-    # PyTorch cuts the sum of a single long row into one part a thread: other bits than the same row among others.
+    # PyTorch splits the sum of a single long row over threads, which gives other bits than the same row in a batch.
     rows = weights_MV.expand(2, -1) if weights_MV.shape[0] == 1 else weights_MV
     total_M = rows.sum(-1)[: weights_MV.shape[0]]
     return weights_MV, total_M, total_M.log() + top_M1.squeeze(1)
@@ -88,11 +88,11 @@ def select_logprobs(
     Args:
         logits_MV: Float32 (or float64) logits; -inf columns are outside the support.
         targets_M: int64 ids.
-        normaliser_M: That of `exp_logits`, where it has been called; kernels have their own.
+        normaliser_M: The normaliser of `exp_logits`, if it was called; kernels compute their own.
     """
     if cpu_head.can_select(logits_MV):
         return cpu_head.select(logits_MV, targets_M)
-    if (kernel := asked_for(eager.logprob_entropy, logits_MV)) is not None:
+    if (kernel := kernel_for(eager.logprob_entropy, logits_MV)) is not None:
         return kernel(logits_MV, targets_M)[:2]
     if normaliser_M is None:
         normaliser_M = exp_logits(logits_MV)[2]
@@ -100,17 +100,17 @@ def select_logprobs(
 
 
 def chunk_rows(vocab: int, device: torch.device) -> int:
-    """Choose how many rows of logits are held at once: a memory budget, within [1024, 16384]."""
+    """Choose the rows of logits held at once: a memory budget, within [1024, 16384]."""
     budget = CHUNK_BYTES_GPU if device.type == "cuda" else CHUNK_BYTES_CPU
     return max(1024, min(16384, budget // (4 * vocab)))
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Chunked head: the forward keeps hidden states and three numbers a row, the backward recomputes logits.
+    """Chunked head: the forward saves hidden states and three numbers per row, the backward recomputes logits.
 
-    Where they are few, it keeps the logits' exponentials instead: a product and a pass of exp less (a tenth of a small
-    model's training step). Gradient of a row's logits, for upstream g (of the log-probability) and e (of the entropy):
-    dz = g (onehot - p) - e p (log p + H). The tests verify it by finite differences.
+    If the logits are small enough, it saves their exponentials instead, which avoids a matrix product and a pass of exp
+    (a tenth of a small model's training step). Gradient of a row's logits, for upstream g (of the log-probability) and
+    e (of the entropy): dz = g (onehot - p) - e p (log p + H). The tests verify it by finite differences.
     """
 
     @staticmethod
@@ -129,9 +129,9 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
-            if (kernel := asked_for(eager.logprob_entropy, logits)) is not None:
+            if (kernel := kernel_for(eager.logprob_entropy, logits)) is not None:
                 logprob, normaliser, entropy = kernel(logits, targets_M[rows])
-                total = normaliser  # the gradient's kernel takes no other
+                total = normaliser  # the gradient kernel accepts no other
             else:
                 weights, total, normaliser = exp_logits(logits)
                 logprob, _ = select_logprobs(logits, targets_M[rows], normaliser)
@@ -149,7 +149,9 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_MD, weight_VD, targets_M, normaliser_M, entropy_M, total_M, *kept = ctx.saved_tensors
         temperature, num_valid, chunk = ctx.options
         grad_logprob_M, grad_entropy_M = upstream
-        use_entropy = hidden_MD.is_cuda or bool((grad_entropy_M != 0).any())  # a GPU is not waited for
+        use_entropy = hidden_MD.is_cuda or bool(
+            (grad_entropy_M != 0).any()
+        )  # do not synchronise with the GPU
         exact = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
         gradient = partial(_logit_gradient, temperature=temperature, use_entropy=use_entropy)
         weight = weight_VD.to(exact)
@@ -163,7 +165,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 dz = gradient(kept[0], total_M[rows], targets, entropy, *grads)
             else:
                 logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
-                if (kernel := asked_for(eager.logprob_entropy_backward_, logits)) is not None:
+                if (kernel := kernel_for(eager.logprob_entropy_backward_, logits)) is not None:
                     dz = kernel(logits, targets, normaliser_M[rows], entropy, *grads, temperature)
                 else:
                     weights, total, _ = exp_logits(logits)
@@ -188,7 +190,7 @@ def _entropy(
     num_valid: int,
 ) -> torch.Tensor:
     """Return the entropy in nats of softmax(logits) [M]: log-normaliser minus the mean logit."""
-    # Columns outside the support are left out, not masked: 0 x -inf is nan, and a mask is three passes more.
+    # Columns outside the support are sliced off, not masked: 0 x -inf is nan, and a mask costs three more passes.
     logits_MV, weights_MV = logits_MV[:, :num_valid], weights_MV[:, :num_valid]
     return normaliser_M - (weights_MV * logits_MV).sum(-1) / total_M
 
@@ -204,7 +206,7 @@ def _logit_gradient(
     temperature: float,
     use_entropy: bool,
 ) -> torch.Tensor:
-    """Return the gradient of logits before the temperature divides them, from the exponentials of those after."""
+    """Return the gradient of the logits before the division by temperature, from the exponentials after it."""
     if use_entropy:
         probs = weights_MV / total_M[:, None]
         logprobs = probs.log().masked_fill_(probs == 0, 0.0)
@@ -224,15 +226,15 @@ def token_logprobs(
     num_valid: int | None = None,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score chosen tokens, differentiably in hidden states and head, holding at most `chunk` rows of logits.
+    """Score chosen tokens, differentiably in hidden states and head, with at most `chunk` rows of logits in memory.
 
     Args:
         hidden_MD: Hidden states of the rows that predict the targets.
         weight_VD: Output projection.
         targets_M: int64 ids.
-        temperature: Temperature that the tokens were sampled at, above 0.
-        num_valid: Ids at and above this are outside the support; default all V.
-        chunk: Rows of logits held at once; default by a memory budget.
+        temperature: Temperature at which the tokens were sampled, above 0.
+        num_valid: Ids at and above this are outside the support; default: all V.
+        chunk: Rows of logits held at once; default: by a memory budget.
 
     Returns:
         Log-probabilities [M] and entropies [M] in nats, float32 (float64 for float64 heads).

@@ -1,6 +1,6 @@
-"""Losses of single tokens and how they add up. Nothing here divides by a count of its own.
+"""Per-token losses and their aggregation. The caller owns every denominator.
 
-A policy loss is put together from arguments: level of the ratio x surrogate (where and how it is clipped). GRPO, GSPO,
+A policy loss is composed from arguments: level of the ratio x surrogate (where and how it is clipped). GRPO, GSPO,
 CISPO, GMPO, SAPO, PPO and REINFORCE are values of these; `docs/algorithms/` has a page for each.
 """
 
@@ -44,7 +44,7 @@ def loss_denominator(
     """Return the one denominator of an optimizer step, from counts over all micro-batches and ranks.
 
     Args:
-        aggregation: How tokens add up.
+        aggregation: How tokens are aggregated.
         num_tokens: Trained tokens of the whole step.
         num_sequences: Sequences with a trained token in the whole step.
         max_length: Longest possible completion in tokens, the constant of Dr. GRPO.
@@ -53,7 +53,7 @@ def loss_denominator(
     Returns:
         A positive number (1 for an empty step).
 
-    Source: math.md section 6; DAPO 2503.14476, GRPO 2402.03300, Dr. GRPO 2503.20783.
+    Source: DAPO 2503.14476, GRPO 2402.03300, Dr. GRPO 2503.20783.
     """
     table = {
         "token_mean": num_tokens,
@@ -73,7 +73,7 @@ def sequence_means(values_M: torch.Tensor, sequence_M: torch.Tensor) -> torch.Te
 
 
 def log_ratio(logprobs_M: torch.Tensor, base_logprobs_M: torch.Tensor) -> torch.Tensor:
-    """Return the difference of log-probabilities, within +-20 so that its exponential stays finite."""
+    """Return the difference of log-probabilities, clamped to +-20 so that its exponential stays finite."""
     return (logprobs_M - base_logprobs_M.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -107,7 +107,7 @@ def policy_loss(
     ==========  ==========================================================  =================
 
     Args:
-        policy_logprobs_M: Log-probabilities under the policy that is trained (differentiable).
+        policy_logprobs_M: Log-probabilities under the current policy (differentiable).
         proximal_logprobs_M: Log-probabilities that the ratio starts from: the sampler's, or recomputed (constants).
         advantages_M: Advantages (constants).
         sequence_M: Index of each token's sequence, ascending; needed at sequence level.
@@ -193,9 +193,9 @@ def kl_estimate(
 def unbiased_kl(
     policy_logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor, sampler_logprobs_M: torch.Tensor
 ) -> torch.Tensor:
-    """Return r k3 with r = policy / sampler, differentiated through r too: exact off-policy, in value and gradient.
+    """Return r k3 with r = policy / sampler, differentiated through r, too: unbiased off-policy, in value and gradient.
 
-    Both are those of KL(policy || reference), whatever policy drew the samples.
+    Both estimate KL(policy || reference), whatever policy drew the samples.
 
     Source: DeepSeek-V3.2 2512.02556 section 3.1; TRL's `use_bias_correction_kl`.
     """
@@ -209,15 +209,15 @@ def value_loss(
     """Compute half the squared error of value estimates, with PPO's pessimistic clip around the start values.
 
     Args:
-        values_M: Estimates of the critic that is trained (differentiable).
-        start_values_M: Estimates that the advantages were made from (constants).
+        values_M: Estimates of the current critic (differentiable).
+        start_values_M: Estimates that the advantages were computed from (constants).
         returns_M: Targets (constants).
-        clip: Largest move from the start value that is rewarded, or None.
+        clip: Clip range around the start value, or None.
 
     Returns:
         Loss [M], and where the clipped form is the larger one, bool [M].
 
-    Source: PPO as in 1707.06347's code; math.md section 2: max((V - R)^2, (clip(V, V0 +- c) - R)^2) / 2.
+    Source: PPO as in 1707.06347's code: max((V - R)^2, (clip(V, V0 +- c) - R)^2) / 2.
     """
     error_M = (values_M - returns_M.detach()).square()
     if clip is None:
@@ -225,13 +225,13 @@ def value_loss(
     start_M = start_values_M.detach()
     clipped_M = start_M + (values_M - start_M).clamp(-clip, clip)
     clipped_error_M = (clipped_M - returns_M.detach()).square()
-    # Inside the band both forms are equal but for rounding: that is no clip.
+    # Inside the band both forms are equal up to rounding: that does not count as clipped.
     held_M = (clipped_error_M > error_M) & ((values_M - start_M).abs() > clip)
     return 0.5 * torch.maximum(error_M, clipped_error_M), held_M.detach()
 
 
 def weighted_sum(values_M: torch.Tensor, weights_M: torch.Tensor, denominator: float) -> torch.Tensor:
-    """Add up tokens: sum(value * weight) / denominator.
+    """Return sum(value * weight) / denominator over tokens.
 
     Tokens of weight 0 contribute exactly nothing, to value and gradient, even where they are inf or nan.
     """

@@ -1,4 +1,4 @@
-"""Cut a step's sequences into micro-batches of packed tokens."""
+"""Packs a step's sequences into micro-batches of flat tokens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from whet.types import Batch, MicroBatch, Segment
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSequence:
-    """One sequence to train on: prompt, then completion; every completion token is trained, or those of a mask.
+    """One sequence to train on: prompt, then completion; all completion tokens are trained, or those of a mask.
 
     The columns (names in `_T`) have one number per trained token; an absent one takes the default in brackets.
 
     Attributes:
         prompt_ids: Ids that are only conditioned on (at least one).
         completion_ids: Ids that follow it.
-        trained: True for completion tokens that are trained; empty for all. The rest (what a tool wrote) is only read.
+        trained: True for completion tokens that are trained; empty for all. The rest (tool output) is context only.
         advantage: Advantage of every trained token (0 in supervised training), unless there are `advantages_T`.
-        group: Name of the prompt that it belongs to; its number of tokens is `num_group_tokens`.
+        group: Name of its prompt's group, which has `num_group_tokens` trained tokens.
         num_group_tokens: Trained tokens of all counted sequences of the group.
         sampler_logprobs: Log-probabilities of the trained tokens at sampling time; empty in supervised training.
-        turn_rewards: (index of a trained token, reward) that is paid before the end; part of `advantage`.
+        turn_rewards: (index of a trained token, reward) paid before the end; part of `advantage`.
         advantages_T: Advantage of each token [advantage].
         proximal_logprobs_T: Recomputed log-probabilities before the update [sampler_logprobs].
         ref_logprobs_T: Log-probabilities under the reference [0].
@@ -62,7 +62,7 @@ class TrainingSequence:
 
 
 Family = list[tuple[int, TrainingSequence]]
-"""Sequences of one prompt, each with its index in the list that is packed."""
+"""Sequences of one prompt, each with its index in the packed list."""
 
 
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -72,7 +72,7 @@ def split_by_budget(lengths: Sequence[int], token_budget: int) -> list[list[int]
 
     Args:
         lengths: Tokens of each sequence.
-        token_budget: Largest sum of a bin; a longer single sequence gets a bin of its own.
+        token_budget: Largest sum of a bin; a longer single sequence gets its own bin.
 
     Returns:
         Indices of each bin; every index occurs once.
@@ -99,10 +99,10 @@ def pack(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Batch:
-    """Pack a step's sequences into micro-batches; what each token weighs does not depend on the cut.
+    """Pack a step's sequences into micro-batches; token weights do not depend on the split.
 
-    A prompt that several sequences of a micro-batch have in common is computed once for all of them: what they see, and
-    so every number, is the same.
+    A prompt shared by several sequences of a micro-batch is computed once. Each sequence attends to the same tokens as
+    alone, so every number is the same.
 
     Args:
         sequences: All sequences of this rank's step.
@@ -112,7 +112,7 @@ def pack(
         dtype: Dtype of weights, advantages and log-probabilities.
 
     Returns:
-        The batch, with the counts that denominators are made of.
+        The batch, with the counts for the denominators.
 
     Raises:
         ValueError: If a prompt is empty (its first completion token would have no predecessor).
@@ -136,12 +136,12 @@ def pack(
 
 
 def _num_rows(family: Family) -> int:
-    """Return the tokens that a family's sequences take when their prompt stands there once."""
+    """Return the tokens of a family's sequences with their prompt stored once."""
     return len(family[0][1].prompt_ids) + sum(len(sequence.completion_ids) for _, sequence in family)
 
 
 def _families(sequences: Family, token_budget: int) -> list[Family]:
-    """Put sequences of one prompt together, as many as a micro-batch takes; long ones first."""
+    """Group sequences of one prompt, as many as fit into a micro-batch; long ones first."""
     by_prompt: dict[tuple[int, ...], Family] = {}
     for item in sequences:
         by_prompt.setdefault(item[1].prompt_ids, []).append(item)
@@ -159,7 +159,7 @@ def _families(sequences: Family, token_budget: int) -> list[Family]:
 
 
 def _lay_out(families: Sequence[Family]) -> tuple[list[int], list[int], list[int], tuple[Segment, ...]]:
-    """Return tokens, the row that scores each trained token, these tokens, and where each sequence lies."""
+    """Return the tokens, each trained token's scoring row, the trained tokens, and the segments."""
     tokens: list[int] = []
     source: list[int] = []
     targets: list[int] = []

@@ -1,4 +1,4 @@
-"""Losses of preference pairs, from the log-probabilities of whole completions. Nothing here averages over pairs.
+"""Losses of preference pairs, from the log-probabilities of whole completions. The caller averages over pairs.
 
 `B` counts pairs. A log-ratio is log policy(completion | prompt) - log reference(completion | prompt), in nats.
 """
@@ -35,8 +35,8 @@ def dpo_loss(
     Args:
         chosen_ratios_B: Log-ratios of the preferred completions.
         rejected_ratios_B: Log-ratios of the others.
-        beta: Strength of the tie to the reference, above 0.
-        label_smoothing: Assumed share s of pairs labelled the wrong way round, 0 to 0.5.
+        beta: Strength of the pull to the reference, above 0.
+        label_smoothing: Assumed share s of mislabelled pairs, 0 to 0.5.
 
     Source: DPO 2305.18290 eq. 7; with s above 0 conservative DPO, ericmitchell.ai/cdpo.pdf. Of log-ratios
     per token it is TRL's 'sigmoid_norm'.
@@ -46,7 +46,7 @@ def dpo_loss(
 
 
 def ipo_loss(chosen_ratios_B: torch.Tensor, rejected_ratios_B: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """Return (h - 1 / (2 beta))^2 [B]: the gap of the log-ratios is drawn to a finite target.
+    """Return (h - 1 / (2 beta))^2 [B]: the gap of the log-ratios is pulled towards a finite target.
 
     Args:
         chosen_ratios_B: Log-ratios of the preferred completions, summed (TRL takes means per token).
@@ -61,7 +61,7 @@ def ipo_loss(chosen_ratios_B: torch.Tensor, rejected_ratios_B: torch.Tensor, *, 
 def mean_nll(policy_B: torch.Tensor, num_tokens_B: torch.Tensor) -> torch.Tensor:
     """Return each completion's mean negative log-probability per token [B]: the fine-tuning term of RPO.
 
-    A mean over pairs of these weighs every pair alike, whatever its length.
+    Their mean over pairs weights every pair equally, whatever its length.
 
     Source: Iterative RPO 2404.19733 eq. 1 (the third version: alpha weighs this term). TRL's 'sft' divides the sum over
     all chosen tokens of a batch by their number instead.
@@ -70,5 +70,5 @@ def mean_nll(policy_B: torch.Tensor, num_tokens_B: torch.Tensor) -> torch.Tensor
 
 
 def agreement(margins_B: torch.Tensor) -> torch.Tensor:
-    """Return 1 where the implicit reward prefers the chosen completion, 0 where the other, 1/2 where neither [B]."""
+    """Return 1 if the implicit reward prefers the chosen completion, 0 if the other, 1/2 if neither [B]."""
     return (margins_B > 0).double() + 0.5 * (margins_B == 0).double()

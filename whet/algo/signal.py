@@ -1,4 +1,4 @@
-"""Where the learning signal of a step comes from: sums that say which reward moves the policy, and which cancel."""
+"""Decomposition of a step's learning signal: which rewards move the policy, and which cancel."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def signal_sums(
     *,
     scale_groups: bool = False,
 ) -> tuple[list[float], list[float], float]:
-    """Split the spread of total rewards inside groups, or of the advantages made of them, into parts of each reward.
+    """Decompose the spread of total rewards within groups, or of their advantages, into the parts of each reward.
 
     With d_x the weighted deviation of reward x from its group's mean and d their sum, the total spread is
     sum(d d) = sum_x sum(d_x d): a reward's share is sum(d_x d) / sum(d d). Shares add up to 1; a negative one works
-    against the rest. All results are sums, to be added over ranks.
+    against the rest. All results are sums that can be added over ranks.
 
     Args:
         rewards_PGX: Unweighted scores, one plane per reward.
         weights: One weight per plane.
         scored_PG: True where a sample has a score.
         scale_groups: Divide each group's deviations by the root of its own sum(d d), as GRPO's standard deviation does:
-            every group that has a spread then counts alike.
+            every group with a spread then counts equally.
 
     Returns:
         sum(d_x d) of each reward, sum(d_x d_x) of each reward, and sum(d d).
@@ -49,7 +49,7 @@ def signal_sums(
 
 
 def cancellation(own_squares: Sequence[float], total_square: float) -> float:
-    """Return how much of the rewards' spread is lost in their sum: 0 for none, 1 when they cancel altogether.
+    """Return the share of the rewards' spread that their sum loses: 0 for none, 1 if they cancel completely.
 
     Args:
         own_squares: sum(d_x d_x) of each reward, over all ranks.
@@ -60,6 +60,6 @@ def cancellation(own_squares: Sequence[float], total_square: float) -> float:
 
 
 def repeated_share(ids: Sequence[int]) -> float:
-    """Return the share of a completion's 4-grams of tokens that occurred in it before."""
+    """Return the share of a completion's token 4-grams that are repeats."""
     ngrams = [tuple(ids[i : i + REPEATED_NGRAM]) for i in range(len(ids) - REPEATED_NGRAM + 1)]
     return 1.0 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0

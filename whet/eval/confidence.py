@@ -1,7 +1,7 @@
-"""Measured confidence of a completion: log-probability of its answer, hedges, changes of mind, votes. Pure functions.
+"""Confidence measures of a completion: log-probability of its answer, hedges, revisions, votes. Pure functions.
 
-None of these is a calibrated probability. They are counts and sums that anybody can repeat on the saved completions,
-in place of a reader's impression. Every pass over a model's text takes linear time.
+None of these is a calibrated probability. They are counts and sums that anyone can recompute from the saved
+completions. Every pass over a model's text takes linear time.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ HEDGES = (
     "unclear",
     "wait",
 )
-"""Phrases that take back or soften what is said, whole words, in any case; of overlapping ones the first counts."""
+"""Phrases that retract or soften a statement, as whole words in any case; of overlapping ones the first counts."""
 LONGEST_STATEMENT = 300
-"""Characters behind a mark such as "the answer is" in which a stated answer is looked for."""
+"""Characters after a mark such as "the answer is" that are searched for a stated answer."""
 LONGEST_VOTE = 200
-"""Longer answers (programs) vote as they are written."""
+"""Longer answers (programs) vote by their exact text."""
 
 _HEDGE = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, HEDGES))})(?!\w)")
 _MARK = re.compile(r"answer\*{0,3}(?: is| ?[:=])|\\boxed(?![A-Za-z])|####", re.IGNORECASE)
@@ -63,13 +63,13 @@ _READERS: dict[str, Callable[[str], str | None]] = {"\\": from_box, "#": from_ha
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """How sure a completion was of itself.
+    """Confidence measures of one completion.
 
     Attributes:
-        mean_logprob: Mean log-probability of the tokens that the model wrote, nats; None when it wrote none.
-        answer_logprob: The same of the tokens of the final answer alone; None when there is no answer in the text.
-        hedges: How many hedging phrases it has.
-        revisions: How often the answer that it states changes within its text.
+        mean_logprob: Mean log-probability of the tokens that the model wrote, in nats; None if it wrote none.
+        answer_logprob: The same for the tokens of the final answer only; None if the text has no answer.
+        hedges: Number of hedging phrases.
+        revisions: How often the stated answer changes within the text.
     """
 
     mean_logprob: float | None = None
@@ -92,10 +92,10 @@ def measure_confidence(
     Args:
         text: The decoded completion.
         answer: Its final answer; None without one.
-        schema: Knows the tags of an answer block.
-        logprobs: Log-probability of each token under the distribution that it was drawn from, nats.
+        schema: Defines the tags of an answer block.
+        logprobs: Log-probability of each token under its sampling distribution, in nats.
         trained: True for tokens that the model wrote; empty when it wrote all.
-        num_characters: Returns the length of the text of the first so many tokens; it never falls.
+        num_characters: Returns the text length of the first n tokens; non-decreasing.
     """
     written = [value for place, value in enumerate(logprobs) if not trained or trained[place]]
     span = None if answer is None else answer_span(text, answer, schema)
@@ -107,15 +107,15 @@ def measure_confidence(
 
 
 def answer_span(text: str, answer: str, schema: ResponseSchema) -> tuple[int, int] | None:
-    """Find the characters of the final answer: in the last answer block that has it, else where it stands last.
+    """Find the characters of the final answer: in the last answer block that has it, else its last occurrence.
 
     Args:
         text: The completion.
         answer: The answer that was extracted from it.
-        schema: Knows the tags of an answer block.
+        schema: Defines the tags of an answer block.
 
     Returns:
-        (first character, one past the last); None for an answer that was put together and stands nowhere as such.
+        (first character, one past the last); None for an answer that does not occur verbatim.
     """
     close = text.rfind(schema.answer_close)
     opened = text.rfind(schema.answer_open, 0, max(close, 0))
@@ -129,12 +129,12 @@ def answer_span(text: str, answer: str, schema: ResponseSchema) -> tuple[int, in
 def token_span(
     span: tuple[int, int], num_tokens: int, num_characters: Callable[[int], int]
 ) -> tuple[int, int]:
-    """Return the range (first, one past the last) of the tokens that hold a character of a span, by bisection.
+    """Return the range (first, one past the last) of the tokens that overlap a span of characters, by bisection.
 
     Args:
         span: Characters, one past the last excluded.
         num_tokens: Tokens of the text.
-        num_characters: Returns the length of the text of the first so many tokens; it never falls.
+        num_characters: Returns the text length of the first n tokens; non-decreasing.
     """
     counts = range(num_tokens + 1)
     first = bisect_right(counts, span[0], key=num_characters) - 1
@@ -149,15 +149,16 @@ def count_hedges(text: str) -> int:
 def count_revisions(text: str, schema: ResponseSchema) -> int:
     r"""Count how often the stated answer changes: "the answer is 5 ... <answer>6</answer>" has one revision.
 
-    A statement is an answer block of the schema, a `\boxed{...}`, the layout `#### ...` or an "answer is ...". Equal
-    answers in another spelling (5 and 5.0) are no change.
+    A statement is an answer block of the schema, a `\boxed{...}`, the format `#### ...` or an "answer is ...". Equal
+    answers in another spelling (5 and 5.0) are not a change.
     """
     stated = [canonical(answer) for answer in _statements(text, schema)]
     return sum(left != right for left, right in zip(stated, stated[1:], strict=False))
 
 
 def canonical(answer: str) -> str:
-    """Write an answer so that equal numbers, and texts that differ in case and white space only, are equal strings."""
+    """Normalise an answer so that equal numbers, and texts that differ only in case and white space, are equal
+    strings."""
     if len(answer) > LONGEST_VOTE:
         return answer
     short = " ".join(answer.split()).strip("$* ").rstrip(".").casefold()
@@ -166,7 +167,7 @@ def canonical(answer: str) -> str:
 
 
 def vote_share(answers: Sequence[str | None]) -> float:
-    """Return the share of a problem's samples that gave its most frequent answer; a sample without one votes for none.
+    """Return the share of a problem's samples with its most frequent answer; a sample without an answer has no vote.
 
     Args:
         answers: One answer per sample, at least one.
@@ -179,17 +180,17 @@ def vote_share(answers: Sequence[str | None]) -> float:
 
 
 def answer_entropy(answers: Sequence[str | None]) -> float | None:
-    """Return the entropy of a problem's answers over its samples, nats: 0 where all agree; None where none answers."""
+    """Return the entropy of a problem's answers over its samples, nats: 0 if all agree; None if none answers."""
     counts = Counter(canonical(answer) for answer in answers if answer is not None).values()
     total = sum(counts)
     return sum(count / total * math.log(total / count) for count in counts) if total else None
 
 
 def vote_score(answers: Sequence[str | None], verdicts: Sequence[bool]) -> float:
-    """Score the majority vote over one problem's samples (`majority_at_k`); their own verdicts judge what wins.
+    """Score the majority vote over one problem's samples (`majority_at_k`); their own verdicts judge the winner.
 
-    Answers that vote together mostly have one verdict; where they do not (programs that differ in white space), the
-    share of right ones among them counts.
+    Answers that vote together usually have one verdict; otherwise (programs that differ in white space) the share of
+    right ones among them counts.
 
     Args:
         answers: One answer per sample, None without one.
@@ -204,7 +205,7 @@ def vote_score(answers: Sequence[str | None], verdicts: Sequence[bool]) -> float
 
 def _statements(text: str, schema: ResponseSchema) -> list[str]:
     """Return the stated answers in their order; a box inside an answer block is one statement, not two."""
-    found: list[tuple[int, int, str]] = []  # where a statement begins and ends, and what it says
+    found: list[tuple[int, int, str]] = []  # start, end and answer of each statement
     start = text.find(schema.answer_open)
     while start >= 0 and (end := text.find(schema.answer_close, start)) >= 0:
         block = text[start + len(schema.answer_open) : end]

@@ -1,4 +1,4 @@
-"""`whet eval`: measure a model on held-out problems, with intervals over problems."""
+"""`whet eval`: evaluates a model on held-out problems, with intervals over problems."""
 
 from __future__ import annotations
 
@@ -39,37 +39,37 @@ class EvalConfig:
     """Evaluation of one model on one task."""
 
     out: str
-    """Run folder to make."""
+    """Output folder."""
     policy: PolicyConfig
     """The model."""
     task: TaskConfig = field(default_factory=TaskConfig)
     """The problems."""
     tasks: tuple[str, ...] = ()
-    """Several tasks at once, each a name or name=FOLDER_OR_FILE, in place of task.name and task.path; the other
-    fields of task go to those that read them. Each gets a sub-folder of its own."""
+    """Several tasks, each a name or name=FOLDER_OR_FILE, in place of task.name and task.path; the other fields of task
+    go to those that read them. Each gets its own sub-folder."""
     split: str = "test"
-    """Part of the data: train, dev or test."""
+    """Split of the data: train, dev or test."""
     num_problems: int = 200
     """Problems taken from the front of the split's hash order; 0 takes all."""
     num_samples: int = 16
     """Completions per problem (n); pass@k is reported for every k up to this."""
     k: tuple[int, ...] = ()
-    """More k for which pass@k is shown; each at most num_samples. eval.json has them all."""
+    """Further k for which pass@k is shown; each at most num_samples. eval.json has all of them."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How completions are drawn (greedy decoding is always measured too)."""
+    """Sampling settings (greedy decoding is always measured, too)."""
     answer_from: AnswerFrom = "schema"
-    """schema: only the answer block counts; anywhere: boxes, phrases and the last number count too."""
+    """schema: only the answer block counts; anywhere: boxes, phrases and the last number count, too."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Weight of built-in rewards by name, as in `whet rl`: every completion is scored, and best@n is the accuracy of
     the sample with the highest reward. Empty: no best@n."""
     reward: tuple[str, ...] = ()
-    """Rewards of your own besides: path.py:function, weight 1, or path.py:function=0.5."""
+    """Additional rewards of your own: path.py:function, weight 1, or path.py:function=0.5."""
     precision: str = "float32"
     """Dtype of the parameters: float32 or bfloat16."""
     seed: int = 0
     """Seed of the samples and of the bootstrap."""
     hardware: bool = True
-    """Watch power, energy, load and memory of the devices while completions are drawn."""
+    """Record power, energy, load and memory of the devices during sampling."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -86,10 +86,10 @@ class EvalConfig:
         if wrong is not None:
             raise ValueError(
                 f"k = {wrong}: pass@{wrong} needs 1 <= k <= num_samples = {self.num_samples}; draw more samples, or "
-                "ask for a smaller k"
+                "use a smaller k"
             )
         if JUDGE in self.rewards:
-            raise ValueError("rewards.judge: an evaluation asks no judge; leave it out")
+            raise ValueError("rewards.judge: evaluations do not use a judge; leave it out")
         task_configs(self)
 
 
@@ -100,13 +100,13 @@ def take_problems(task: Task, split: str, count: int) -> list[Problem]:
 
 
 def fitting_problems(policy: Policy, problems: Sequence[Problem], *, min_new_tokens: int) -> list[Problem]:
-    """Return the problems whose prompt leaves room in the model's context.
+    """Return the problems whose prompt leaves enough room in the model's context.
 
     Args:
-        policy: Gives tokenizer and context.
+        policy: Provides tokenizer and context length.
         problems: Candidates.
-        min_new_tokens: Room wanted. Training asks for the longest completion, so that the context cuts none off; an
-            evaluation asks for one token and counts what is cut off, so that hard problems do not drop out.
+        min_new_tokens: Required room. Training requires the longest completion, so that the context truncates none; an
+            evaluation requires one token and counts truncated ones, so that hard problems do not drop out.
 
     Raises:
         UserError: If none fits, or the tokenizer cannot spell them.
@@ -122,7 +122,7 @@ def fitting_problems(policy: Policy, problems: Sequence[Problem], *, min_new_tok
     if problems and not kept:
         raise UserError(
             f"no prompt fits: the context holds {context} tokens, the shortest prompt has {min(lengths)}, completions "
-            f"need {min_new_tokens}; lower sampling.max_new_tokens or take a model with a longer context"
+            f"need {min_new_tokens}; lower sampling.max_new_tokens or use a model with a longer context"
         )
     return kept
 
@@ -131,7 +131,7 @@ def task_configs(config: EvalConfig) -> dict[str, TaskConfig]:
     """Return the tasks of an evaluation by the name of their sub-folder; '' for the one task without `tasks`.
 
     Raises:
-        UserError: If an entry names no task, two have the same folder, or a field of `task` is read by none.
+        UserError: If an entry names no task, two have the same folder, or no task reads a field of `task`.
     """
     if not config.tasks:
         return {"": config.task}
@@ -156,7 +156,7 @@ def task_configs(config: EvalConfig) -> dict[str, TaskConfig]:
         if folder in found and path:
             folder = f"{folder}-{Path(path).stem}"
         if folder in found:
-            raise UserError(f"tasks: {entry!r} comes twice; leave one out")
+            raise UserError(f"tasks: {entry!r} is given twice; leave one out")
         found[folder] = task
         read |= options.keys()
     unread = sorted(given.keys() - read)
@@ -241,9 +241,9 @@ def _write_origin(config: EvalConfig, problems: Sequence[Problem]) -> None:
 
 
 def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, task: Task) -> _Job:
-    """Take the problems and make the rewards; whatever is missing is found before a folder is made."""
+    """Take the problems and create the rewards; anything missing is found before the folder is created."""
     policy.expect(answer_type_of(task))
-    environment_for(policy.schema, task)  # a tool that is not there is found now
+    environment_for(policy.schema, task)  # fails now if a tool is missing
     rewards: list[WeightedReward] = []
     if config.rewards or config.reward:
         rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
@@ -252,7 +252,9 @@ def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, tas
     wanted = take_problems(task, config.split, config.num_problems)
     twice = next((left.uid for left, right in pairwise(wanted) if left.uid == right.uid), None)
     if twice is not None:
-        raise UserError(f"task {task.name}: two problems have the uid {twice!r}; give every problem its own")
+        raise UserError(
+            f"task {task.name}: two problems have the uid {twice!r}; give every problem a unique one"
+        )
     problems = fitting_problems(policy, wanted, min_new_tokens=1)
     if not problems:
         raise UserError(f"nothing to evaluate: task {task.name} has no problems in split {config.split!r}")
@@ -269,7 +271,7 @@ def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, tas
 
 
 def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate one task, or go on where an earlier start ended; return what eval.json holds."""
+    """Evaluate one task, or resume it; return the content of eval.json."""
     config, folder = job.config, Path(job.config.out)
     if _is_finished(folder):
         return json.loads((folder / SUMMARY).read_bytes())
@@ -288,12 +290,12 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
     ):
         if job.num_left_out:
             num_wanted = job.num_left_out + len(job.problems)
-            display.note(f"{job.num_left_out} of {num_wanted} problems do not fit the context; left out")
+            display.note(f"{job.num_left_out} of {num_wanted} problems do not fit the context; skipped")
         if said := write_quarantine(folder, job.task):
             display.note(said)
         advance = advancing(display)
         if known:
-            display.note(f"{len(known)} of {len(job.problems)} problems were finished before; going on")
+            display.note(f"{len(known)} of {len(job.problems)} problems were already finished; continuing")
             advance(len(known) * count)
 
         def keep(chunk: Chunk) -> None:
@@ -323,7 +325,7 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _identity(policy: Policy, job: _Job) -> dict[str, Any]:
-    """Return what was asked: two results compare only where it is the same (`whet.eval.record.differences`)."""
+    """Return the evaluation's identity: results are comparable only if it is equal (`whet.eval.record.differences`)."""
     config = job.config
     return {
         "protocol": policy.protocol(),
@@ -340,7 +342,7 @@ def _identity(policy: Policy, job: _Job) -> dict[str, Any]:
 
 
 def _report(folder: Path, summary: dict[str, Any], result: EvalResult) -> None:
-    """Log the metrics and write report.md with its plots; done again by a start that finds it half done."""
+    """Log the metrics and write report.md with its plots; repeated on resume if it was interrupted."""
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     with RunLog(folder) as log:
         log.write_metrics("eval", 0, {f"eval/{name}": row.mean for name, row in result.metrics.items()})
@@ -352,7 +354,7 @@ def _report(folder: Path, summary: dict[str, Any], result: EvalResult) -> None:
 
 
 def _overview(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return what the table of several tasks keeps of one."""
+    """Return one task's entry in the table of several tasks."""
     metrics = summary["metrics"]
     return {
         "num_problems": summary["num_problems"],

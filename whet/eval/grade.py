@@ -1,4 +1,4 @@
-"""The one place where a completion is judged: training, evaluation and logs all ask here."""
+"""Grading of completions: training, evaluation and logs all use these functions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ AnswerFrom = Literal["schema", "anywhere"]
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What a completion is worth.
+    """The grade of a completion.
 
     Attributes:
         answer: The final answer, or None.
         is_correct: Whether it is right.
         verdict: Format verdict of the schema.
-        thinking_tokens: Tokens before the closing thinking tag; all tokens when there is none.
+        thinking_tokens: Tokens before the closing thinking tag; all tokens if there is none.
         answer_step: Where the answer was found: 'schema', or a step of `whet.rewards.answers.extract`.
-        is_judged: False where the task could not say (its sandbox failed): then it is neither right nor wrong.
+        is_judged: False if the task gave no verdict (its sandbox failed): the answer is then neither right nor wrong.
     """
 
     answer: str | None
@@ -43,14 +43,14 @@ class Judged:
     Attributes:
         text: The decoded completion.
         num_tokens: Its length.
-        finish_reason: 'stop', or 'length' where it was cut off.
+        finish_reason: 'stop', or 'length' if it was cut off.
         grade: Answer, correctness, format.
         num_turns: Turns of the episode; 1 without tools.
-        ids: Its tokens; empty where they were written to disk and let go.
+        ids: Its tokens; empty once they were written to disk and released.
         logprobs: Log-probability of each token, nats, rounded to 4 places; empty as `ids`.
-        confidence: How sure it was of itself.
-        rewards: Unweighted score of every reward by name; None where a reward could not score it.
-        reward: Weighted sum; None without rewards, or where one could not score it.
+        confidence: Confidence measures.
+        rewards: Unweighted score of every reward by name; None if a reward could not score it.
+        reward: Weighted sum; None without rewards, or if one could not score it.
     """
 
     text: str
@@ -66,7 +66,7 @@ class Judged:
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens behind the thinking: the tags and the answer."""
+        """Tokens after the thinking: the tags and the answer."""
         return max(0, self.num_tokens - self.grade.thinking_tokens)
 
 
@@ -80,14 +80,14 @@ def grade(
     """Judge completions.
 
     Args:
-        policy: Gives schema and tokenizer.
-        task: Judges the answers, several at once where it can.
+        policy: Provides schema and tokenizer.
+        task: Judges the answers, in batches if it can.
         items: Problem, decoded completion and its tokens.
         answer_from: 'schema' takes the answer block only; 'anywhere' falls back to boxes, phrases and the
             last number.
 
     Returns:
-        Answer, correctness, format and length of the thinking of each.
+        For each: answer, correctness, format and length of the thinking.
     """
     parsed = [policy.schema.parse(text) for _, text, _ in items]
     found: list[tuple[str | None, str | None]] = []
@@ -115,7 +115,7 @@ def grade(
 
 
 def judge_answers(task: Task, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
-    """Ask the task about answers, all at once where it has `judge_many` (programs run side by side)."""
+    """Judge answers by the task, in a batch if it has `judge_many` (programs run in parallel)."""
     if isinstance(task, ManyJudge):
         return task.judge_many(items)
     return [task.is_correct(problem, answer) for problem, answer in items]

@@ -1,4 +1,4 @@
-"""Sample and grade completions of held-out problems, in chunks, so that a killed evaluation can go on."""
+"""Samples and grades completions of held-out problems, in chunks, so that a killed evaluation can resume."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from whet.tasks.tools import environment_for
 from whet.telemetry.hardware import ENERGY, FIELDS, rates
 from whet.types import Problem, Task, UserError
 
-# What an evaluation sampled, how long that took, and what the hardware did over exactly that time.
+# Work of an evaluation: tokens sampled, time, and hardware readings over exactly that time.
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A stretch of sampling.
+    """A period of sampling.
 
     Attributes:
         prompt_tokens: Tokens of the prompts, each once for its samples and once for its greedy completion.
         completion_tokens: Tokens that the model wrote.
         requests: Completions.
         seconds: Wall time of sampling alone, without grading.
-        hardware: What the sensors read meanwhile (`HardwareMonitor.window`); None where nobody asked.
+        hardware: Sensor readings of the period (`HardwareMonitor.window`); None if not recorded.
     """
 
     prompt_tokens: int = 0
@@ -45,7 +45,7 @@ class Work:
 
 
 def total_work(parts: Sequence[Work]) -> Work:
-    """Add stretches up; the hardware is told only where every one of them has been watched."""
+    """Add up periods; hardware readings are given only if all of them were recorded."""
     windows = [part.hardware for part in parts if part.hardware is not None]
     return Work(
         sum(part.prompt_tokens for part in parts),
@@ -57,9 +57,9 @@ def total_work(parts: Sequence[Work]) -> Work:
 
 
 def join_windows(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Make one window of several that lie apart: means weighted by time, sums of energy.
+    """Merge separate windows into one: time-weighted means, sums of energy.
 
-    A reading that one of them lacks is absent from the whole, for a sum without it would be too small.
+    A reading that one of them lacks is absent from the result: a sum without it would be too small.
 
     Args:
         windows: What `HardwareMonitor.window` returned, one or more.
@@ -98,7 +98,7 @@ def join_windows(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def show_work(work: Work) -> dict[str, Any]:
-    """Return a stretch as eval.json holds it; joules per token and request are there where energy was read."""
+    """Return a period as in eval.json, with joules per token and request if energy was read."""
     hardware = work.hardware
     if hardware is not None:
         hardware = hardware | rates(hardware, work.completion_tokens, work.requests)
@@ -111,7 +111,7 @@ def show_work(work: Work) -> dict[str, Any]:
 
 
 def _join(parts: Sequence[tuple[float, Mapping[str, Any] | None]]) -> dict[str, Any] | None:
-    """Average readings by time; None where one is missing."""
+    """Average readings by time; None if one is missing."""
     known = [(seconds, reading) for seconds, reading in parts if reading is not None]
     if len(known) < len(parts):
         return None
@@ -124,17 +124,17 @@ def _join(parts: Sequence[tuple[float, Mapping[str, Any] | None]]) -> dict[str, 
 
 
 CHUNK_ROUNDS = 4
-"""Sequences of a chunk, in multiples of the engine's rows: few, so that little is lost; enough to keep rows full."""
+"""Sequences per chunk, in multiples of the engine's rows: few, so that little is lost; enough to keep rows full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some problems, finished.
+    """Some finished problems.
 
     Attributes:
         problems: The problems.
         rows: Per problem the greedy completion, then its samples.
-        work: What they took.
+        work: Their sampling work.
         start_s: When sampling began, `time.monotonic()`.
         end_s: When it ended.
     """
@@ -156,7 +156,7 @@ class EvalResult:
         samples: Graded samples of each problem.
         greedy: Graded greedy completion of each problem.
         seconds: Wall time.
-        work: What was sampled in it.
+        work: Its sampling work.
         seed: Seed of samples and bootstrap.
     """
 
@@ -186,7 +186,7 @@ def evaluate(
 ) -> EvalResult:
     """Sample and grade completions of every problem, greedy ones too.
 
-    A sample's noise is keyed by seed, problem and index, so that results do not depend on how the work is cut.
+    A sample's noise is keyed by seed, problem and index, so that results do not depend on how the work is split.
 
     Args:
         policy: The model.
@@ -195,13 +195,13 @@ def evaluate(
         num_samples: Completions per problem.
         sampling: How they are drawn.
         seed: Seed of samples and bootstrap.
-        answer_from: Where an answer may stand.
+        answer_from: Where answers are searched.
         rewards: Score every completion; none for no best-of-n.
-        ks: pass@k wanted besides.
-        known: Completions of the first problems, greedy first, as an earlier start left them: they are not drawn.
+        ks: Further k of pass@k.
+        known: Completions of the first problems, greedy first, from an earlier start: they are not sampled again.
         on_finished: Called with the number of completions that ended since the last call.
-        on_chunk: Called with every finished chunk, to save it; the tokens of its completions are let go afterwards.
-            Without it everything is drawn at once and kept.
+        on_chunk: Called with every finished chunk, to save it; the tokens of its completions are released afterwards.
+            Without it everything is sampled in one chunk and kept.
 
     Returns:
         The result.
@@ -258,7 +258,7 @@ def _finish(
     rewards: Sequence[WeightedReward],
     on_finished: Callable[[int], None] | None,
 ) -> Chunk:
-    """Draw and grade the completions of some problems."""
+    """Sample and grade the completions of some problems."""
     environment = environment_for(policy.schema, task)
     seeds = [
         [sequence_seed("eval", seed, problem.uid, index) for index in range(num_samples)]
@@ -295,7 +295,7 @@ def _judge(
     answer_from: AnswerFrom,
     rewards: Sequence[WeightedReward],
 ) -> list[Judged]:
-    """Grade and score completions, and measure how sure they were."""
+    """Grade and score completions, and measure their confidence."""
     texts = [policy.completion_text(prompt, done.ids) for _, prompt, done in items]
     asked = [(problem, text) for (problem, _, _), text in zip(items, texts, strict=True)]
     grades = grade(
@@ -334,7 +334,7 @@ def _confidence(
     policy: Policy, prompt: tuple[int, ...], done: Completion, text: str, answer: str | None
 ) -> Confidence:
     def num_characters(count: int) -> int:
-        """Count the characters of the first tokens; the whole text has no final end-of-text token."""
+        """Count the characters of the first tokens; the full text excludes the final end-of-text token."""
         if count == len(done.ids):
             return len(text)
         return len(policy.tokenizer.decode_completion(prompt, done.ids[:count]))

@@ -1,4 +1,4 @@
-"""From graded completions to numbers: averages over samples within a problem, then intervals over problems."""
+"""Metrics of graded completions: averages over samples within a problem, then intervals over problems."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from whet.types import Problem
 
 NEAR_ZERO = 0.05
 BREAKDOWN = ("part", "subject", "level", "environment")
-"""Labels of problems by which pass@1 is reported besides."""
+"""Problem labels by which pass@1 is also reported."""
 COUNTS = ("thinking_tokens", "completion_tokens", "turns")
-"""Metrics that are no shares."""
+"""Metrics that are not shares."""
 Rows = Sequence[Sequence[Judged]]
 LENGTHS: dict[str, Callable[[Judged], float]] = {
     "thinking": lambda done: done.grade.thinking_tokens,
@@ -44,13 +44,13 @@ CONFIDENCE: dict[str, Callable[[Judged], float | None]] = {
 def headline(
     samples: Rows, greedy: Sequence[Judged], *, seed: int, ks: Sequence[int] = ()
 ) -> dict[str, Interval]:
-    """Measure what the table and the run's log show.
+    """Compute the metrics of the table and the run's log.
 
     Args:
-        samples: Graded samples of each problem, equally many.
+        samples: Graded samples of each problem, the same number for all.
         greedy: Graded greedy completion of each problem.
         seed: Seed of the bootstrap.
-        ks: pass@k that are wanted beside k = 1, 2, 4, 8 ... and all samples.
+        ks: Further k of pass@k besides 1, 2, 4, 8 ... and all samples.
 
     Raises:
         ValueError: If a k is larger than the number of samples.
@@ -81,9 +81,9 @@ def headline(
 
 
 def best_of_n(row: Sequence[Judged]) -> float:
-    """Score the sample with the highest reward; samples that tie share the credit.
+    """Score the sample with the highest reward; tied samples share the credit.
 
-    Where no sample could be scored there is nothing to choose by, and any of them counts as likely.
+    If no sample could be scored, all of them are equally likely to be chosen.
     """
     scored = [done for done in row if done.reward is not None]
     highest = max((done.reward for done in scored if done.reward is not None), default=None)
@@ -93,12 +93,12 @@ def best_of_n(row: Sequence[Judged]) -> float:
 def summarise(
     problems: Sequence[Problem], samples: Rows, metrics: Mapping[str, Interval], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Measure everything else that eval.json holds, as JSON values.
+    """Compute everything else in eval.json, as JSON values.
 
     Args:
         problems: The problems.
         samples: Graded samples of each problem.
-        metrics: What `headline` gave.
+        metrics: The result of `headline`.
         seed: Seed of the bootstrap.
     """
     count, correct_P = len(samples[0]), _right(samples)
@@ -145,7 +145,7 @@ VERDICTS = {"right": True, "wrong": False}
 
 
 def breakdown(problems: Sequence[Problem], samples: Rows) -> dict[str, dict[str, Interval]]:
-    """Return pass@1 for each value of a problem's labels (subject, level ...), where a label has several values."""
+    """Return pass@1 for each value of a problem's labels (subject, level ...) that has several values."""
     found: dict[str, dict[str, Interval]] = {}
     for label in BREAKDOWN:
         rows: dict[str, list[float]] = {}
@@ -158,11 +158,11 @@ def breakdown(problems: Sequence[Problem], samples: Rows) -> dict[str, dict[str,
 
 
 def remark(pass_at_1: float, num_problems: int, num_samples: int) -> str:
-    """Say plainly what the numbers must not be taken for; '' where there is nothing to warn of."""
+    """Return a warning about what the numbers do not show; '' if there is none."""
     found: list[str] = []
     if num_samples == 1 or num_problems == 1:
         why = "one problem" if num_problems == 1 else "one sample per problem"
-        found.append(f"anecdote: {why} says little about the model; take more before you conclude anything.")
+        found.append(f"anecdote: {why} says little about the model; use more before you draw conclusions.")
     if pass_at_1 < NEAR_ZERO:
         found.append(
             f"accuracy is near zero (pass@1 {100 * pass_at_1:.1f} %): the model does not solve this task; right "
@@ -201,7 +201,7 @@ def _over_problems(
         seed: Seed of the bootstrap.
 
     Returns:
-        mean, low, high, quartiles and how much they rest on; None without any sample.
+        mean, low, high, quartiles and the number of samples behind them; None without any sample.
     """
     kept = [
         [measure(done) for done in row if is_right is None or done.grade.is_correct == is_right]

@@ -1,4 +1,4 @@
-"""What a killed evaluation goes on from: chunks that count once their note is there, each with a hash."""
+"""Progress of an evaluation, for resuming: a chunk counts once its note, with a hash, is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from whet.types import Problem, UserError
 
 
 def start_progress(folder: Path, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Begin the notes of an evaluation, or check that those of an earlier start are of the same one.
+    """Start the notes of an evaluation, or check that an earlier start's notes belong to the same one.
 
     Args:
         folder: The evaluation's folder.
@@ -30,7 +30,7 @@ def start_progress(folder: Path, asked: Mapping[str, Any]) -> list[dict[str, Any
         The notes of the chunks that earlier starts finished; empty for a new evaluation.
 
     Raises:
-        UserError: If the model or what is asked of it has changed, or the notes are lost.
+        UserError: If the model or the evaluation's settings have changed, or the notes are lost.
     """
     path = folder / PROGRESS
     asked = json.loads(json.dumps(asked))
@@ -42,7 +42,7 @@ def start_progress(folder: Path, asked: Mapping[str, Any]) -> list[dict[str, Any
     if not notes:
         if (folder / SAMPLES).exists():
             raise UserError(
-                f"{folder}: has completions, but {PROGRESS} is lost, so nobody knows of which model; "
+                f"{folder}: has completions, but {PROGRESS} is lost, so their model is unknown; "
                 "choose another --out"
             )
         path.unlink(missing_ok=True)
@@ -51,14 +51,14 @@ def start_progress(folder: Path, asked: Mapping[str, Any]) -> list[dict[str, Any
     changed = [text for key in asked for text in unequal(key, notes[0].get(key), asked[key])]
     if changed:
         raise UserError(
-            f"{folder}: cannot go on, since its first start there has changed {'; '.join(changed)[:300]}; "
+            f"{folder}: cannot resume: since its first start these have changed: {'; '.join(changed)[:300]}; "
             "choose another --out"
         )
     return notes[1:]
 
 
 def save_chunk(folder: Path, chunk: Chunk, work: Work) -> None:
-    """Append a finished chunk: its completions, then the note by which they count, as it has the hash of both."""
+    """Append a finished chunk: its completions, then its note with a hash over both, which makes them count."""
     size, hashed = append_rows(folder, chunk.problems, chunk.rows)
     note = {"work": asdict(work), "size": size}
     append_lines(folder / PROGRESS, [note | {"sha256": _note_hash(note, hashed)}])
@@ -67,21 +67,21 @@ def save_chunk(folder: Path, chunk: Chunk, work: Work) -> None:
 def read_finished(
     folder: Path, notes: Sequence[Mapping[str, Any]], problems: Sequence[Problem], num_samples: int
 ) -> tuple[list[list[Judged]], list[Work]]:
-    """Return what earlier starts left of the first problems; what is behind the last whole chunk is cut off.
+    """Return the results of earlier starts; anything after the last complete chunk is truncated.
 
-    A chunk that is not as it was written is told of and, with all behind it, sampled again; the files are kept.
+    A damaged chunk is reported and, with all after it, sampled again; the damaged files are kept.
 
     Args:
         folder: The evaluation's folder.
-        notes: What `start_progress` returned.
+        notes: The result of `start_progress`.
         problems: All problems, in their order.
         num_samples: Samples of each.
 
     Returns:
-        The completions per problem, and what each chunk of them took.
+        The completions per problem, and the work of each chunk.
 
     Raises:
-        UserError: If the file holds other problems than the task gives now.
+        UserError: If the file has other problems than the task now.
     """
     path, parts, size = folder / SAMPLES, list[Work](), 0
     finished: list[list[Judged]] = []
@@ -94,7 +94,7 @@ def read_finished(
                 for damaged in (path, folder / PROGRESS):
                     shutil.copyfile(damaged, damaged.with_name(f".corrupt-{damaged.name}"))
                 text = f"chunk {number} of {len(notes)} is damaged; as found: .corrupt-{SAMPLES}"
-                print(f"whet: warning: {path}: {text}; it and what follows is sampled again", flush=True)
+                print(f"whet: warning: {path}: {text}; it and all after it are sampled again", flush=True)
                 break
             finished += _chunk_of(path, data, problems, len(finished), num_samples)
             parts.append(Work(**note["work"]))
@@ -105,7 +105,7 @@ def read_finished(
 
 
 def _note_hash(note: Mapping[str, Any], hash_of_rows: str) -> str:
-    """Hash what a chunk took together with its rows."""
+    """Hash a chunk's note together with its rows."""
     content = json.dumps([note.get("work"), note.get("size"), hash_of_rows])
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -113,14 +113,14 @@ def _note_hash(note: Mapping[str, Any], hash_of_rows: str) -> str:
 def _chunk_of(
     path: Path, data: bytes, problems: Sequence[Problem], first: int, num_samples: int
 ) -> list[list[Judged]]:
-    """Read a whole chunk back; its first problem is `problems[first]`."""
+    """Read back a complete chunk; its first problem is `problems[first]`."""
     found: list[Judged] = []
     for place, line in enumerate(data.splitlines(), start=first * (num_samples + 1)):
         row, (index, sample) = json.loads(line), divmod(place, num_samples + 1)
         uid = problems[index].uid if index < len(problems) else None
         if (row.get("uid"), row.get("sample")) != (uid, sample - 1 if sample else GREEDY):
             raise UserError(
-                f"{path}: completion {place + 1} is not of the problem that the task gives now, so the data has "
+                f"{path}: completion {place + 1} does not belong to the task's current problem, so the data has "
                 "changed; choose another --out"
             )
         try:
@@ -131,7 +131,7 @@ def _chunk_of(
 
 
 def _judged(row: Mapping[str, Any]) -> Judged:
-    """Read a row back, but for its tokens: what the metrics are made of is exactly what was written."""
+    """Read back a row without its tokens: everything that the metrics use is exactly as written."""
     graded = Grade(row["answer"], row["correct"], row["format"], row["thinking_tokens"], row["answer_from"])
     confidence = Confidence(row["mean_logprob"], row["answer_logprob"], row["hedges"], row["revisions"])
     return Judged(
@@ -147,7 +147,7 @@ def _judged(row: Mapping[str, Any]) -> Judged:
 
 
 def _cut(path: Path, size: int) -> None:
-    """Cut a file to its whole lines."""
+    """Truncate a file to a size."""
     if path.stat().st_size > size:
         with path.open("r+b") as file:
             file.truncate(size)

@@ -1,4 +1,4 @@
-"""The files of an evaluation: written so that a killed one goes on, read by whoever compares."""
+"""The files of an evaluation: written so that a killed one can resume, read for comparisons."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from whet.telemetry.log import parse_row
 from whet.telemetry.provenance import describe_model
 from whet.types import Problem, UserError
 
-# Which weights were evaluated: where they came from, and their hash.
+# The evaluated weights: their origin and hash.
 
 
 def describe_weights(config: PolicyConfig, policy: Policy) -> dict[str, Any]:
-    """Say which weights are evaluated.
+    """Describe the evaluated weights.
 
     Args:
-        config: Where the user said that they are.
-        policy: What was loaded.
+        config: Their location, as configured.
+        policy: The loaded policy.
 
     Returns:
         init; folder and sha256 of the base's files (`sha256_of_all` of `whet.telemetry.provenance.describe_model`), of
-        all parameters where there are no files; adapter, the hash of a LoRA adapter on it, or None.
+        all parameters if there are no files; adapter, the hash of a LoRA adapter on it, or None.
     """
     adapter = policy.adapter
     base = adapter.base if adapter is not None and not config.adapter else config.init
@@ -58,14 +58,14 @@ def _model_digest(model: LanguageModel) -> str:
 SUMMARY = "eval.json"
 SAMPLES = "eval_samples.jsonl"
 PROGRESS = "eval_progress.jsonl"
-"""What an unfinished evaluation was asked, and what each chunk took, with a hash; it goes when eval.json is there."""
+"""Identity of an unfinished evaluation, and the work of each chunk with a hash; deleted once eval.json exists."""
 GREEDY = "greedy"
 IDENTITY = ("protocol", "task", "split", "sampling", "answer_from", "precision")
-"""Parts of the identity in which two evaluations must agree to be compared. Not among them are `seed` (other noise, the
-same question), `num_samples` (pass@1 asks the same of any number; pass@k and maj@n have it in their names) and what
-names the problems: those that both have are compared."""
+"""Parts of the identity in which two evaluations must agree to be compared. Excluded are `seed` (other noise, same
+question), `num_samples` (pass@1 does not depend on it; pass@k and maj@n have it in their names) and the selection of
+problems: common problems are compared."""
 ELSEWHERE = ("task.path",)
-"""Parts that may differ: the same data may lie in another folder. That it is the same is seen by the problems."""
+"""Parts that may differ: the same data may be in another folder; the problems show whether it is the same."""
 
 
 KINDS: dict[str, Any] = {
@@ -78,15 +78,15 @@ KINDS: dict[str, Any] = {
     "answer": str | None,
     "correct": bool,
 }
-"""Types of what eval.json and its completions hold."""
+"""Types of the fields of eval.json and its completions."""
 ROW = ("uid", "prompt", "gold", "text", "answer", "correct", "format", "finish_reason")
 ROW += ("thinking_tokens", "completion_tokens")
-"""What a completion must hold to be compared, beside its number."""
+"""Fields that a completion needs to be compared, besides its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEval:
-    """A finished evaluation, read back.
+    """A finished evaluation, read from disk.
 
     Attributes:
         folder: Its folder.
@@ -111,18 +111,20 @@ def read_eval(folder: str | Path, needed: Sequence[str] = ("uid", "text", "corre
         needed: Fields that every completion must have.
 
     Raises:
-        UserError: If it is none, is not finished, or is damaged.
+        UserError: If it is not an evaluation, not finished, or damaged.
     """
     folder = Path(folder)
     path = folder / SUMMARY
     if not path.is_file():
         unfinished = (folder / PROGRESS).is_file()
-        what = "the evaluation is not finished; go on with --resume" if unfinished else f"no {SUMMARY} in it"
+        what = (
+            "the evaluation is not finished; continue with --resume" if unfinished else f"no {SUMMARY} in it"
+        )
         raise UserError(f"{folder}: {what}; expected the folder of a finished `whet eval`")
     summary = parse_row(path.read_bytes())
     if summary is not None and "tasks" in summary:
         names = ", ".join(str(folder / name) for name in summary["tasks"])
-        raise UserError(f"{folder}: holds several tasks; give the folder of one of them: {names}")
+        raise UserError(f"{folder}: contains several tasks; give the folder of one of them: {names}")
     if summary is None or not _holds(
         summary, ("label", "metrics", "identity", "num_problems", "num_samples")
     ):
@@ -143,13 +145,13 @@ def read_eval(folder: str | Path, needed: Sequence[str] = ("uid", "text", "corre
         raise UserError(f"{folder / SAMPLES}: completions are missing; evaluate again")
     if summary.get("samples_sha256", hashed := _digest(folder / SAMPLES)) != hashed:
         raise UserError(
-            f"{folder / SAMPLES}: not as the evaluation left it (damaged, or changed); evaluate again"
+            f"{folder / SAMPLES}: changed since the evaluation wrote it (damaged, or edited); evaluate again"
         )
     return StoredEval(folder, str(summary["label"]), summary, samples, greedy)
 
 
 def _holds(row: Mapping[str, Any], needed: Sequence[str]) -> bool:
-    """Say whether a JSON object has what is needed, and everything that it has is of its type and finite."""
+    """Say whether a JSON object has the needed fields, all of the right type and finite."""
     return all(name in row for name in needed) and all(
         isinstance(row[name], kind) and (not isinstance(row[name], float) or isfinite(row[name]))
         for name, kind in KINDS.items()
@@ -158,14 +160,14 @@ def _holds(row: Mapping[str, Any], needed: Sequence[str]) -> bool:
 
 
 def differences(a: StoredEval, b: StoredEval) -> list[str]:
-    """Name what was asked differently of two models; empty when their results may be compared.
+    """Return the differences in protocol of two evaluations; empty if their results are comparable.
 
     Args:
         a: One evaluation.
         b: The other.
 
     Returns:
-        Such as `protocol.system_prompt (True, False)`; long values are named alone.
+        Such as `protocol.system_prompt (True, False)`; long values are omitted.
     """
     one, two = a.summary["identity"], b.summary["identity"]
     found: list[str] = []
@@ -181,7 +183,7 @@ def differences(a: StoredEval, b: StoredEval) -> list[str]:
 
 
 def unequal(name: str, a: Any, b: Any) -> list[str]:
-    """Return the dotted names under which two JSON values differ, with short values behind them."""
+    """Return the dotted names at which two JSON values differ, followed by short values."""
     if a == b or name in ELSEWHERE:
         return []
     if isinstance(a, dict) and isinstance(b, dict):
@@ -205,8 +207,8 @@ def write_result(
         folder: Existing folder.
         result: The result.
         label: What was evaluated.
-        identity: Protocol, task and sampling: two results compare only when these are equal.
-        model: Where the weights came from, and their hash.
+        identity: Protocol, task and sampling: two results are comparable only if these are equal.
+        model: Origin and hash of the weights.
     """
     rows = [[greedy, *row] for greedy, row in zip(result.greedy, result.samples, strict=True)]
     (folder / SAMPLES).unlink(missing_ok=True)
@@ -222,7 +224,7 @@ def write_summary(
     identity: Mapping[str, Any],
     model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write eval.json alone, whole or not at all, and return its content; arguments as in `write_result`."""
+    """Write only eval.json, atomically, and return its content; arguments as in `write_result`."""
     content = {
         "label": label,
         **summarise(result.problems, result.samples, result.metrics, seed=result.seed),
@@ -237,7 +239,7 @@ def write_summary(
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file atomically."""
     temporary = path.with_name(f".{path.name}.partial")
     with temporary.open("w", encoding="ascii") as file:
         file.write(json.dumps(content, indent=1) + "\n")
@@ -252,7 +254,7 @@ def append_rows(
     """Append the completions of problems to eval_samples.jsonl, the greedy one first, and sync them to disk.
 
     Returns:
-        Size and SHA-256 of what was written.
+        Size and SHA-256 of the written bytes.
     """
     return append_lines(
         folder / SAMPLES,
@@ -300,7 +302,7 @@ def read_lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> tuple[int, str]:
-    """Append rows and sync them to disk; return size and SHA-256 of what was written."""
+    """Append rows and sync them to disk; return size and SHA-256 of the written bytes."""
     size, hashed = 0, hashlib.sha256()
     try:
         with path.open("ab") as file:

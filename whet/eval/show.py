@@ -1,4 +1,4 @@
-"""Results of an evaluation as tables and sentences in the terminal."""
+"""Shows results of an evaluation: plots, tables and sentences in the terminal."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BINS = 30
 def draw_evaluation(
     summary: Mapping[str, Any], samples: Sequence[Sequence[Judged]], folder: Path
 ) -> list[str]:
-    """Draw what an evaluation gives rise to.
+    """Draw the plots of an evaluation.
 
     Args:
         summary: Content of eval.json.
         samples: Graded samples of each problem.
-        folder: Where the PNG files go; made if missing.
+        folder: Folder of the PNG files; created if missing.
 
     Returns:
         Names of the plots, without `.png`.
@@ -60,7 +60,7 @@ def draw_evaluation(
 
 
 def _histogram(axes: Any, quantity: str, samples: Sequence[Sequence[Judged]]) -> None:
-    """Draw the share of right and of wrong completions over length, each of its own number."""
+    """Draw the shares of right and of wrong completions over length, each normalised separately."""
     lengths: dict[bool, list[int]] = {True: [], False: []}
     for row in samples:
         for done in row:
@@ -101,13 +101,13 @@ def print_result(results: Mapping[str, Mapping[str, Interval]], num_problems: in
 
 
 def table_names(num_samples: int) -> list[str]:
-    """Return the metrics of the table: six, as many as 80 columns hold."""
+    """Return the metrics of the table: six, which fit into 80 columns."""
     names = ["pass@1", "greedy", f"pass@{num_samples}", f"maj@{num_samples}", "format", "thinking_tokens"]
     return list(dict.fromkeys(names))
 
 
 def show_metric(name: str, interval: Interval) -> str:
-    """Write a metric and, on a second line, its interval: shares in percent, lengths in tokens."""
+    """Format a metric and, on a second line, its interval: shares in percent, lengths in tokens."""
     scale = 1.0 if name.endswith("tokens") else 100.0
     mean, low, high = (
         f"{scale * value:.1f}".replace("100.0", "100")
@@ -122,7 +122,7 @@ def intervals(summary: Mapping[str, Any]) -> dict[str, Interval]:
 
 
 def describe(summary: Mapping[str, Any]) -> list[str]:
-    """Say in a few lines what the table leaves out: consistency, opportunity, lengths, speed, and what to beware of.
+    """Describe in a few lines what the table omits: consistency, opportunity, lengths, speed, and caveats.
 
     Args:
         summary: Content of eval.json.
@@ -148,7 +148,7 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
         lines.append(_speed(summary))
     effect = min(1.0, summary["minimum_detectable_effect"])
     lines.append(
-        f"a difference of pass@1 below {100 * effect:.1f} points would not be seen with "
+        f"a difference of pass@1 below {100 * effect:.1f} points would go undetected with "
         f"{problems} problem{'s' * (problems != 1)} (two evaluations side by side, 80 % power)"
     )
     return [*lines, summary["remark"]] if summary["remark"] else lines

@@ -1,8 +1,8 @@
-"""What the sampler computed of each token, kept for the training step, which then needs no forward pass of its own.
+"""Keeps the sampler's activations for the training step, which then needs no forward pass.
 
-Sampler and trainer compute the same numbers to the last bit (C++ kernels), so an on-policy step does not have to
-compute them twice: that is a third of its training pass. What is kept takes as much memory as autograd would keep of
-all tokens of the step at once.
+Sampler and trainer compute the same numbers to the last bit (C++ kernels), so an on-policy step need not compute them
+twice; that saves a third of its training pass. They take as much memory as autograd would save for all tokens of the
+step at once.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from whet.types import MicroBatch
 KNOWN_OPTIONS = {"rope_scaling", "tie_embeddings", "attention_bias", "qkv_bias"}
 """Options of a model whose forward pass has the sequence of calls that is kept."""
 NOWHERE = -(2**40)
-"""A base that keeps nothing: every place counted from it is below 0."""
+"""A base for tokens that are not kept: every place counted from it is below 0."""
 NOTHING = 0
-"""Place of a token that the sampler never read: the last one of a completion. No later token sees it, and its own
-hidden state scores none, so that zeros are as good as what would be there."""
+"""Place of a token that the sampler never read: the last one of a completion. No later token attends to it, and its
+hidden state scores no token, so zeros serve as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where a sequence is: the first place of what was prefilled, that of what was drawn, and the length of the former.
+    """Location of a sequence: first place of its prefilled tokens, first place of its sampled tokens, number prefilled.
 
-    What was prefilled is not always the prompt that is trained with: in an episode of several turns the turns before,
-    and their answers, are in it.
+    The prefilled tokens are not always the training prompt: in a multi-turn episode they include earlier turns and
+    their observations.
     """
 
     prefilled: int
@@ -41,7 +41,7 @@ class _Found:
     length: int
 
     def places(self, first: int, last: int) -> torch.Tensor:
-        """Return the places of the tokens from `first` to before `last` of the sequence."""
+        """Return the places of tokens `first` to `last` - 1 of the sequence."""
         position = torch.arange(first, last)
         return torch.where(
             position < self.length, self.prefilled + position, self.drawn + position - self.length
@@ -52,7 +52,7 @@ class Activations:
     """Activations of one rollout.
 
     Args:
-        max_bytes: Most that may be kept; a rollout that needs more keeps nothing.
+        max_bytes: Memory limit; a rollout that needs more keeps nothing.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -65,18 +65,18 @@ class Activations:
         self._versions: tuple[int, ...] = ()
 
     def clear(self) -> None:
-        """Forget everything, and give the memory back."""
+        """Forget everything, and free the memory."""
         self._layers, self._last, self._rstd = [], torch.empty(0), torch.empty(0)
         self._free = self._size = 0
         self._prompts.clear()
         self._found.clear()
 
     def begin(self, model: LanguageModel, layers: Layers, requests: Sequence[Request], max_new: int) -> bool:
-        """Make room for what a rollout will compute; say whether there is.
+        """Allocate memory for a rollout; say whether it fits.
 
         Args:
             model: The policy.
-            layers: Its decoding steps.
+            layers: Its fused layers.
             requests: Prompts with the seeds of their samples.
             max_new: Longest completion.
         """
@@ -98,13 +98,13 @@ class Activations:
         return True
 
     def prompt(self, request: Request) -> int:
-        """Return the first place of a prompt; samples of it that are admitted later find it again."""
+        """Return the first place of a prompt; samples that are admitted later find it again."""
         if id(request) not in self._prompts:
             self._prompts[id(request)] = request, self._take(len(request.prompt_ids))
         return self._prompts[id(request)][1]
 
     def completion(self, longest: int) -> int:
-        """Return the first place of a completion of at most so many tokens."""
+        """Return the first place of a completion of at most `longest` tokens."""
         return self._take(longest)
 
     def _take(self, count: int) -> int:
@@ -114,17 +114,17 @@ class Activations:
         return self._free - count
 
     def note(self, request: Request, own: int, ids: Sequence[int]) -> None:
-        """Remember where a completed sequence is."""
+        """Record the location of a completed sequence."""
         prompt = self.prompt(request)
         if prompt >= 0 and own >= 0:
             length = len(request.prompt_ids)
             self._found[(*request.prompt_ids, *ids)] = _Found(prompt, own, length)
 
     def tape(self, model: LanguageModel, micro: MicroBatch) -> cpu.Tape | None:
-        """Return what the forward pass of a micro-batch would compute; None where not all of it is here.
+        """Return the results of a micro-batch's forward pass; None if some are missing.
 
         Args:
-            model: The policy; where its weights have changed since, nothing is here.
+            model: The policy; if its weights have changed since, nothing is valid.
             micro: Packed sequences.
         """
         if not self._found or _versions(model) != self._versions or not torch.is_grad_enabled():
@@ -136,13 +136,13 @@ class Activations:
             own = tokens[segment.start : segment.start + segment.length]
             prompt = tokens[segment.prefix : segment.prefix + segment.shared]
             if not segment.shared and segment.start in shared_prompts:
-                continue  # its samples say where it is
+                continue  # a shared prompt: its samples locate it
             found = self._found.get((*prompt, *own))
             if found is None:
                 return None
             if segment.shared:
                 places[segment.prefix : segment.prefix + segment.shared] = found.places(0, segment.shared)
-            # The last token was drawn, and never read.
+            # The last token was sampled but never read.
             end = segment.start + segment.length - 1
             places[segment.start : end] = found.places(segment.shared, segment.shared + segment.length - 1)
         return cpu.Tape(self._results(places))
@@ -153,7 +153,7 @@ class Activations:
 
         for arrays in self._layers:
             yield at(arrays["norm1"]), at(arrays["rstd1"])
-            yield (None,)  # queries and keys before they are rotated: nobody reads them
+            yield (None,)  # queries and keys before rotation: nothing reads them
             yield (None,)
             yield (at(arrays["v"]),)
             yield (at(arrays["q"]),)
@@ -169,7 +169,7 @@ class Activations:
 
 
 def bytes_per_token(config: ModelConfig, number_bytes: int) -> int:
-    """Return the bytes that are kept of a token.
+    """Return the bytes kept per token.
 
     Args:
         config: Shape of the model.
@@ -180,19 +180,19 @@ def bytes_per_token(config: ModelConfig, number_bytes: int) -> int:
 
 
 def is_known(config: ModelConfig) -> bool:
-    """Say whether the forward pass of models of this shape is the sequence of calls that a tape has."""
+    """Say whether the forward pass of models of this shape makes exactly the calls that a tape replays."""
     return config.family != "gpt2" and options(config) <= KNOWN_OPTIONS
 
 
 def can_keep(model: LanguageModel) -> bool:
-    """Say whether what a model computes is all that its backward pass needs."""
+    """Say whether the kept results are all that a model's backward pass needs."""
     if not (isinstance(model, LlamaLike) and is_known(model.config)) or model.checkpoint_layers:
         return False
     return all(parameter.requires_grad for parameter in model.parameters())
 
 
 def _widths(config: ModelConfig) -> Mapping[str, int]:
-    """Return the numbers that a layer keeps of a token, by name."""
+    """Return the width of each kept array of a layer, by name."""
     width, feed = config.hidden_size, config.intermediate_size
     heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     found: dict[str, int] = {}
@@ -207,5 +207,5 @@ def _widths(config: ModelConfig) -> Mapping[str, int]:
 
 
 def _versions(model: LanguageModel) -> tuple[int, ...]:
-    """Return what tells whether weights have changed."""
+    """Return version counters that show whether weights have changed."""
     return tuple(version for p in model.parameters() for version in (id(p), p._version, p.data_ptr()))

@@ -1,11 +1,11 @@
-"""Key/value cache of fixed rows, and the attention contexts that fill and read it.
+"""Key/value cache with fixed rows, and the attention contexts that fill and read it.
 
 Live sequences occupy rows 0..B-1 without holes: when one ends, the last row moves into its place, so that
 decoding reads contiguous memory and never gathers.
 
-With the C++ kernels a prompt is kept once for all its samples, in a slot beside the rows: a row has only what is behind
-its prompt's last whole tile of 16 positions. That is less memory, and much less of it is read in a decoding step: with
-eight samples of a prompt that is as long as its completions, little more than half.
+With the C++ kernels a prompt is stored once for all its samples, in a separate slot: a row only stores the positions
+after its prompt's last whole tile of 16. That saves memory, and a decoding step reads much less of it: with eight
+samples of a prompt as long as its completions, little more than half.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from whet.kernels import eager
 from whet.kernels.cpu import attention as cpu_attention
 from whet.kernels.cpu.attention import TILE
-from whet.kernels.dispatch import asked_for
+from whet.kernels.dispatch import kernel_for
 from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
@@ -34,14 +34,14 @@ from whet.model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:
-    """What a cache holds at most.
+    """Capacity of a cache.
 
     Attributes:
-        rows: Sequences at once.
+        rows: Concurrent sequences.
         prompt: Positions of the longest prompt.
         completion: Tokens of the longest completion.
-        context: Positions of the longest sequence; less than prompt and completion where the model has no more.
-        prompts: Different prompts at once.
+        context: Positions of the longest sequence; less than prompt and completion if the model's context is shorter.
+        prompts: Different concurrent prompts.
     """
 
     rows: int
@@ -52,19 +52,19 @@ class CacheSize:
 
     @property
     def whole(self) -> int:
-        """Positions of a sequence that lies in one piece; rounded up for exact attention."""
+        """Positions per row without prompt sharing; rounded up for exact attention."""
         longest = min(self.prompt + self.completion, self.context)
         return round_up(longest, KEY_QUANTUM if longest <= KEY_BLOCK else KEY_BLOCK)
 
     @property
     def own(self) -> int:
-        """Positions of a sequence behind its prompt's last whole tile."""
+        """Positions per row after its prompt's last whole tile."""
         return round_up(min(self.completion + TILE - 1, self.prompt + self.completion, self.context), TILE)
 
 
 @dataclass(slots=True)
 class _Slot:
-    """What is in a prompt's slot, and how many rows go on from it."""
+    """The prompt in a slot, and how many rows continue it."""
 
     prompt: object = None
     num_rows: int = 0
@@ -75,17 +75,17 @@ class KVCache:
 
     Args:
         config: Shape of the model.
-        size: What it holds.
-        dtype: Dtype of keys and values as the model computes them.
-        device: Where it lives.
-        is_tiled: Keep keys as the C++ kernels read them, [rows, K, S / 16, C, 16], and a prompt once for all its rows.
+        size: Its capacity.
+        dtype: Dtype of the model's keys and values.
+        device: Its device.
+        is_tiled: Store keys in the C++ kernels' layout, [rows, K, S / 16, C, 16], and a prompt once for all its rows.
 
     Attributes:
-        keys: Those of the rows, [L, rows, K, ...]; where it is tiled, without what they share.
-        values: The same.
-        prompt_keys: Those of the prompts, where it is tiled; else empty.
-        prompt_values: The same.
-        shared_B2: The prompt's slot that a row goes on from, and how many positions of it: 0 where it is not tiled.
+        keys: Keys of the rows, [L, rows, K, ...]; if tiled, without the shared prompts.
+        values: The same for values.
+        prompt_keys: Keys of the prompts if tiled, else empty.
+        prompt_values: The same for values.
+        shared_B2: Slot of the prompt that each row continues, and the positions shared from it; 0 if not tiled.
     """
 
     def __init__(
@@ -106,18 +106,17 @@ class KVCache:
         self.shared_B2 = torch.zeros(size.rows, 2, dtype=torch.int64)
         self._slots = [_Slot() for _ in range(size.prompts if is_tiled else 0)]
         if is_tiled:
-            # What lies behind a row's last position is never read, so it need not be zero.
+            # The kernels never read behind a row's last position, so it need not be zero.
             prompts = (layers, size.prompts, heads, round_up(size.prompt, TILE), channels)
             self.keys, self.prompt_keys = (torch.empty(_tiles(s), dtype=dtype) for s in (shape, prompts))
             self.values, self.prompt_values = (torch.empty(s, dtype=dtype) for s in (shape, prompts))
         else:
-            # Zeros, not empty: a masked position still multiplies its value by an exact 0, and 0 x inf would
-            # be nan.
+            # Zeros, not empty: a masked position still multiplies its value by an exact 0, and 0 x inf would be nan.
             self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             self.prompt_keys = self.prompt_values = torch.empty(0)
 
     def fits(self, size: CacheSize) -> bool:
-        """Say whether the cache has room for all of this."""
+        """Say whether the cache has at least this capacity."""
         mine = self.size
         prompts = mine.prompts >= size.prompts and mine.prompt >= size.prompt
         has_length = mine.own >= size.own if self.is_tiled else mine.whole >= size.whole
@@ -128,15 +127,15 @@ class KVCache:
         self._slots = [_Slot() for _ in self._slots]
 
     def place(self, prompts: Sequence[object], rows: Sequence[Sequence[int]]) -> list[int]:
-        """Choose where prompts are to be read into.
+        """Choose the slots into which prompts are read.
 
         Args:
-            prompts: What stands for each; no two alike.
-            rows: The rows of each, which are new.
+            prompts: A distinct key for each prompt.
+            rows: The new rows of each prompt.
 
         Returns:
-            A slot for each: the one that it has already for other rows, where reading it again writes the same numbers,
-            or a free one. Where nothing is shared, its first row.
+            A slot for each: the one that it already has for other rows (reading it again writes the same numbers), or a
+            free one. Without sharing, its first row.
         """
         if not self.is_tiled:
             return [members[0] for members in rows]
@@ -152,12 +151,12 @@ class KVCache:
         return homes
 
     def give(self, homes: Sequence[int], rows: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
-        """Let rows go on from their prompts, which have been read.
+        """Attach rows to their prompts, which have been read.
 
         Args:
-            homes: Where `place` put them.
-            rows: The rows of each.
-            lengths: Tokens of each.
+            homes: Slots from `place`.
+            rows: The rows of each prompt.
+            lengths: Tokens of each prompt.
         """
         if not self.is_tiled:
             for home, members, length in zip(homes, rows, lengths, strict=True):
@@ -170,7 +169,7 @@ class KVCache:
         )
         shared = tokens // TILE * TILE
         self.shared_B2[every] = torch.stack((slots, shared), dim=1)
-        # The part of a tile at the prompt's end is copied: there each row's own tokens follow.
+        # The partial tile at the prompt's end is copied to every row: the row's own tokens continue in it.
         has_rest = shared < tokens
         target, slots, tiles = torch.tensor(every)[has_rest], slots[has_rest], shared[has_rest] // TILE
         self.keys[:, target, :, 0] = self.prompt_keys[:, slots, :, tiles].transpose(0, 1)
@@ -178,17 +177,17 @@ class KVCache:
         own[:, target, :, 0] = prompts[:, slots, :, tiles].transpose(0, 1)
 
     def leave(self, rows: Sequence[int]) -> None:
-        """End rows; a prompt whose last row this is makes room."""
+        """Free rows, and the slots of prompts without further rows."""
         for slot in self.shared_B2[list(rows), 0].tolist() if self.is_tiled else ():
             self._slots[slot].num_rows -= 1
 
     def move(self, source: Sequence[int], target: Sequence[int], deepest: int) -> None:
-        """Copy live rows onto others that have ended.
+        """Copy live rows over ended ones.
 
         Args:
-            source: The rows.
-            target: Where they go.
-            deepest: Largest position that any of them has.
+            source: The live rows.
+            target: The ended rows.
+            deepest: Largest position of any of them.
         """
         if self.is_tiled and source:
             self.shared_B2[list(target)] = self.shared_B2[list(source)]
@@ -196,7 +195,7 @@ class KVCache:
         self._copy(source, target, min(deepest + 1, self.capacity))
 
     def _copy(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of rows onto others, in all layers."""
+        """Copy the first `length` positions of rows over others, in all layers."""
         if not source:
             return
         from_rows = torch.tensor(source, device=self.keys.device)
@@ -208,7 +207,7 @@ class KVCache:
             tensor[:, to_rows, :, :count] = tensor[:, from_rows, :, :count]
 
     def kernel_cache(self, layer: int) -> cpu_attention.Cache:
-        """Return a layer's part as the C++ kernels take it; valid while the cache lives."""
+        """Return a layer's part for the C++ kernels; valid while the cache lives."""
         own = self.keys[layer], self.values[layer]
         return cpu_attention.Cache.of(
             *own, self.prompt_keys[layer], self.prompt_values[layer], self.shared_B2
@@ -216,18 +215,18 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keys and values take."""
+        """Size of keys and values in bytes."""
         tensors = self.keys, self.values, self.prompt_keys, self.prompt_values
         return sum(tensor.nbytes for tensor in tensors)
 
 
 def _tiles(shape: tuple[int, int, int, int, int]) -> tuple[int, ...]:
-    """Return the shape of keys in tiles for that of values."""
+    """Return the tiled shape of keys for a shape of values."""
     return (*shape[:3], shape[3] // TILE, shape[4], TILE)
 
 
 class Prefill:
-    """Packed causal attention that also writes each prompt's keys and values to where `KVCache.place` put it."""
+    """Packed causal attention that also writes each prompt's keys and values to its slot from `KVCache.place`."""
 
     def __init__(
         self, cache: KVCache, homes: Sequence[int], lengths_B: Sequence[int], kind: AttentionKind
@@ -241,7 +240,7 @@ class Prefill:
     def attend(
         self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
     ) -> torch.Tensor:
-        """Return attention outputs [N, H, C] and remember keys and values."""
+        """Return attention outputs [N, H, C] and store keys and values in the cache."""
         count = self._packed.num_tokens
         if self._cache.is_tiled:
             k, v = k_NKC[:count], v_NKC[:count]
@@ -278,7 +277,7 @@ class Decode:
         hidden = torch.arange(num_keys, device=positions_B.device) > positions_B[:, None]
         bias = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))
         self._bias_Z1S = bias.repeat_interleave(kv_heads, 0)[:, None]
-        # Where a layer's keys and values go, the cache seen as rows of one head and position.
+        # Flat write indices of a layer's keys and values: the cache viewed as rows of one head and position.
         slots = torch.arange(self._rows.shape[0] * kv_heads, device=positions_B.device) * capacity
         self._slots_Z = slots + positions_B.repeat_interleave(kv_heads)
 
@@ -300,7 +299,7 @@ class Decode:
             rows_ZC = new[:rows].reshape(-1, channels).to(tensor.dtype)
             tensor.view(-1, channels).index_copy_(0, self._slots_Z, rows_ZC)
         surplus = q_NHC.shape[0] - rows
-        if (kernel := asked_for(eager.decode_attention, q_NHC)) is not None:
+        if (kernel := kernel_for(eager.decode_attention, q_NHC)) is not None:
             out = kernel(q_NHC[:rows], keys, values, self._positions + 1)
             return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
         count_z = rows * keys.shape[1]

@@ -1,7 +1,7 @@
-"""Episodes: generate, let the environment answer, go on; one turn without an environment.
+"""Episodes: generate, let the environment answer, repeat; a single turn without an environment.
 
-Tokens in, tokens out: what the policy wrote is kept as the tokens that were drawn, what the environment answers is
-encoded once and appended. Nothing is decoded and encoded again, so the trainer reads exactly what the sampler saw.
+Tokens in, tokens out: the policy's text stays the sampled tokens, and the environment's answers are encoded once and
+appended. Nothing is decoded and re-encoded, so the trainer reads exactly what the sampler saw.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.types import Environment, FinishReason, Problem
 
 MAX_TURNS = 16
-"""Turns after which an episode is cut off."""
+"""Turns after which an episode is truncated."""
 
 
 @dataclass(slots=True, eq=False)
 class _Episode:
-    """One sample that is being played."""
+    """One sample in progress."""
 
     place: int
     prompt_ids: tuple[int, ...]
@@ -42,7 +42,7 @@ class _Episode:
         return (*self.prompt_ids, *self.ids)
 
     def write(self, done: Completion) -> None:
-        """Append what the policy wrote."""
+        """Append the policy's tokens."""
         self.ids += done.ids
         self.logprobs += done.logprobs
         self.trained += [True] * len(done.ids)
@@ -50,7 +50,7 @@ class _Episode:
         self.turn_rewards.append(0.0)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Append what the environment answered."""
+        """Append the environment's tokens."""
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.trained += [False] * len(ids)
@@ -78,15 +78,15 @@ def play(
     *,
     on_finished: Callable[[int], None] | None = None,
 ) -> list[list[Completion]]:
-    """Draw every sample of every problem, each to the end of its episode.
+    """Sample every episode of every problem to its end.
 
     Args:
-        policy: The policy that writes.
+        policy: The policy.
         engine: Its engine.
-        problems: What is asked.
-        seeds: Seeds of the samples of each problem; a later turn's seed is made of it and the turn's number.
-        params: How tokens are drawn; `max_new_tokens` bounds a whole episode, the environment's tokens included.
-        environment: What answers; without one every episode is one turn.
+        problems: The problems.
+        seeds: Seeds of the samples of each problem; a later turn's seed is derived from it and the turn's number.
+        params: Sampling settings; `max_new_tokens` bounds a whole episode, including the environment's tokens.
+        environment: The environment; without one every episode is one turn.
         on_finished: Called with the number of samples that ended since the last call.
 
     Returns:
@@ -122,7 +122,7 @@ def _advance(
     environment: Environment,
     turn: int,
 ) -> None:
-    """Play one turn of every episode: write, and where it goes on, read the answer."""
+    """Play one turn of every episode: generate and, if it continues, read the answer."""
     going: list[_Episode] = []
     texts: list[str] = []
     for episode, done in zip(active, _generate(engine, active, params, turn), strict=True):
@@ -150,7 +150,7 @@ def _advance(
 def _generate(
     engine: Sampler, active: Sequence[_Episode], params: SamplingParams, turn: int
 ) -> list[Completion]:
-    """Draw the next turn of every episode; equal prefixes that stand together are read once."""
+    """Generate the next turn of every episode; adjacent equal prefixes are prefilled once."""
     requests = []
     for _, members in groupby(active, key=lambda episode: (episode.place, episode.prefix)):
         row = list(members)

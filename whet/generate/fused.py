@@ -1,4 +1,4 @@
-"""Decoding steps in one call of the C++ kernels, where model and machine allow it: bit for bit the same numbers."""
+"""Decoding steps as one call of the C++ kernels, if model and machine allow it; the results are bitwise the same."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from whet.model.config import options
 from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
 
 CHUNK = 192
-"""Prompt tokens of one call: their activations stay in a core's cache."""
+"""Prompt tokens per call, so that their activations stay in a core's cache."""
 KNOWN_OPTIONS = {"rope_scaling", "tie_embeddings", "attention_bias", "qkv_bias", "qk_norm"}
 """Options of a model that the compiled step computes."""
 FUSED_PREFILL = 256
-"""Longest prompt read this way: beyond, attention goes over blocks of queries."""
+"""Longest prompt read this way: for longer ones attention goes over blocks of queries."""
 
 
 def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
-    """Say whether all of a decoding step can be one call.
+    """Say whether a decoding step can be one call.
 
     Args:
         model: The model.
@@ -36,14 +36,14 @@ def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
     if options(model.config) - KNOWN_OPTIONS:
         return False
     is_plain = all(not m._forward_hooks and m._compiled_call_impl is None for m in model.modules())  # pyright: ignore[reportPrivateUsage]
-    # A head's norm under autocast gives float32 queries; the fused step keeps them in the products' dtype.
+    # Under autocast a head's norm gives float32 queries; the fused step would keep them in the products' dtype.
     has_wide_queries = model.config.qk_norm and model.head_weight.dtype != dtype
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
     return is_plain and not has_wide_queries and cpu.usable(model.model.embed_tokens.weight, *matrices)
 
 
 def fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> Layers:
-    """Gather the addresses of a model that `can_fuse`; valid while neither weights nor cache move."""
+    """Collect the addresses of a model that `can_fuse`; valid while neither weights nor cache move."""
     assert isinstance(model, LlamaLike)
     config, (cos, sin) = model.config, model.rotary(cache.keys.device)
     layers = [_tensors(layer, dtype) for layer in model.model.layers if isinstance(layer, DecoderLayer)]
@@ -68,15 +68,15 @@ def prefill(
     lengths: Sequence[int],
     places_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Read prompts of some lengths, one behind the other, into slots of the cache; return hidden states [M, D].
+    """Read concatenated prompts into slots of the cache; return hidden states [M, D].
 
     Args:
         layers: The model's layers.
         tokens_M: Token ids of all prompts.
         positions_M: Their positions.
         slots: Slot of each prompt.
-        lengths: Tokens of each.
-        places_M: Where what is computed of each token is kept; None keeps nothing.
+        lengths: Tokens of each prompt.
+        places_M: Places for each token's activations; None keeps nothing.
     """
     slots_M = torch.tensor(slots).repeat_interleave(torch.tensor(lengths))
     parts = [tensor.split(CHUNK) for tensor in (tokens_M, positions_M, slots_M)]

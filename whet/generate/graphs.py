@@ -1,4 +1,5 @@
-"""CUDA graphs of a decode step, one per batch size: the host launches one thing a token instead of a thousand."""
+"""CUDA graphs of a decode step, one per batch size: the host launches one graph per token instead of a thousand
+kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
 
 
 class StaticDecode:
-    """`whet.generate.cache.Decode` for graphs: every shape is fixed and how far a row sees is read on the device.
+    """`whet.generate.cache.Decode` for graphs: every shape is fixed, and the length of each row is read on the device.
 
     Args:
         cache: The cache; rows 0..B-1 are live.
@@ -46,20 +47,20 @@ class StaticDecode:
 
 
 class DecodeGraphs:
-    """Runs a decode step, from its second time at a batch size on as a replay of what the first time launched.
+    """Runs a decode step; from the second run at a batch size on it replays the first run's launches.
 
-    A step is captured for the batch sizes in `BUCKETS` and run for the next larger one: the rows behind the live ones
-    are drawn along and must be harmless. The first run takes the largest size, since the graphs share one memory pool
-    and the later, smaller ones then fit into it. Elsewhere than on a GPU, with `WHET_KERNELS=eager`, and for more rows
-    than the largest bucket, the step just runs.
+    A step is captured for the batch sizes in `BUCKETS` and run at the next larger one: the padding rows are computed
+    along and must be harmless. The largest size is captured first: the graphs share one memory pool, and smaller ones
+    then fit into it. Without a GPU, with `WHET_KERNELS=eager`, and for more rows than the largest bucket, the step runs
+    eagerly.
 
     Args:
-        step: Runs one decode step of rows 0..n-1. It reads and writes tensors that stay where they are, leaves nothing
-            else behind, and never asks the device for a value.
-        tensors: Returns these tensors (parameters, cache, state of the rows). Their values may change between two runs;
-            when one has moved or changed its shape, all graphs are dropped and captured again.
-        num_rows: Rows that exist.
-        device: Where the tensors are.
+        step: Runs one decode step of rows 0..n-1. It only reads and writes tensors at fixed addresses, has no other
+            side effects, and never synchronises with the device.
+        tensors: Returns these tensors (parameters, cache, state of the rows). Their values may change between runs; if
+            one moves or changes shape, all graphs are dropped and captured again.
+        num_rows: Number of rows.
+        device: Device of the tensors.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class DecodeGraphs:
 
         Args:
             num_live: Rows 0..num_live-1 are live.
-            key: What else decides which operations the step launches: sampling parameters, adapters on or off.
+            key: Everything else that determines the launched operations: sampling parameters, adapters on or off.
         """
         if self._stream is None or num_live > BUCKETS[-1] or dispatch.mode() == "eager":
             self._step(num_live)
@@ -99,16 +100,16 @@ class DecodeGraphs:
             graph.replay()
 
     def clear(self) -> None:
-        """Drop all graphs and the memory that they hold."""
+        """Drop all graphs and free their memory."""
         self._graphs.clear()
         self._places = []
 
     def _capture(self, rows: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        """Run the step for real, which compiles kernels and warms libraries up, then record it, which runs nothing."""
+        """Run the step, which compiles kernels and warms up libraries, then capture it, which executes nothing."""
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         cached = torch.is_autocast_cache_enabled()
-        # A weight's cast that autocast keeps would be freed, or stale, when the graph reads it: cast inside the graph.
+        # A weight cast cached by autocast would be freed or stale when the graph reads it: cast inside the graph.
         torch.set_autocast_cache_enabled(False)
         torch.clear_autocast_cache()
         try:
@@ -125,7 +126,7 @@ class DecodeGraphs:
 
 
 def can_graph(model: LanguageModel, cache: KVCache) -> bool:
-    """Say whether steps are to be graphs: on a GPU with `WHET_KERNELS=triton`, unless a module has hooks.
+    """Say whether to use graphs: on a GPU with `WHET_KERNELS=triton`, unless a module has hooks.
 
     Args:
         model: The model.
@@ -136,12 +137,12 @@ def can_graph(model: LanguageModel, cache: KVCache) -> bool:
 
 
 class StaticSteps:
-    """Decode steps on rows that stay where they are, so that a step can be a graph.
+    """Decode steps on rows at fixed addresses, so that a step can be a graph.
 
     Args:
         model: The model.
         cache: Its cache.
-        state: The rows; those behind the live ones are drawn along as ended ones.
+        state: The rows; those after the live ones are computed along as ended ones.
         stop_ids: Ids that end a row.
     """
 
@@ -152,11 +153,11 @@ class StaticSteps:
         self._graphs = DecodeGraphs(self._step, self._tensors, state.num_rows, cache.keys.device)
 
     def fits(self, cache: KVCache, state: Rows) -> bool:
-        """Say whether these rows do for a session that wants others."""
+        """Say whether these rows are large enough for another session's."""
         return self._cache is cache and self.state.tokens.shape == state.tokens.shape
 
     def run(self, num_live: int, params: SamplingParams) -> None:
-        """Draw the next token of the first rows."""
+        """Sample the next token of the first rows."""
         self.state.done[num_live:] = True
         self._params = params
         self._graphs.run(num_live, params)
@@ -189,7 +190,7 @@ class StaticSteps:
 def static_steps(
     before: StaticSteps | None, model: LanguageModel, cache: KVCache, state: Rows, stop_ids: torch.Tensor
 ) -> StaticSteps | None:
-    """Return the steps of a session: those of the session before, emptied, where they fit; None without graphs."""
+    """Return the steps of a session: the previous session's, cleared, if they fit; None without graphs."""
     if not can_graph(model, cache):
         return None
     if before is None or not before.fits(cache, state):

@@ -1,7 +1,7 @@
-"""Measure the C++ kernels against PyTorch on this machine and a model's widths, and use what is at least as fast.
+"""Times the C++ kernels against PyTorch on this machine for a model's widths, and uses those that are at least as fast.
 
-A compiler, an instruction set or a virtual machine may make them slow: on one where they were 30 times slower nobody
-was told. Timing takes half a second at most; results are kept beside the built library, for each width.
+A compiler, an instruction set or a virtual machine can make them slow: on one machine they were 30 times slower,
+silently. Timing takes at most half a second; results are stored with the built library, per width.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from whet.model.weights import build_model
 from whet.ranks.collectives import on_main
 
 WIDEST, MOST_HEADS = 1024, 16
-"""Wider models are measured as if they had these: what is faster does not change there, and time is short."""
+"""Wider models are measured at these widths: beyond them the winner does not change, and time is short."""
 ROWS = (128, 1024)
-"""Rows of training; few rows are those of a decoding step, which is timed whole."""
+"""Rows of a training batch; a decoding step has few rows, and is timed as a whole."""
 SEQUENCES, LENGTH = 4, 96
 PROMPT, NEW_TOKENS, SAMPLES = 16, 12, 8
 BUDGET_S = 0.5
@@ -42,12 +42,12 @@ NONE = Choice(frozenset())
 
 
 def choose_kernels(shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Set which kernels this process uses, unless that is done already.
+    """Set which kernels this process uses, unless already set.
 
     Args:
-        shape: The first model of the process; others follow what was chosen for it.
+        shape: The first model of the process; later ones follow its choice.
         dtype: Its parameters' dtype.
-        device: Where it lives; only a CPU has something to choose.
+        device: Its device; there is only a choice on a CPU.
     """
     if choice.current() is not None or device.type != "cpu" or dtype not in cpu.DTYPES:
         return
@@ -58,11 +58,11 @@ def choose_kernels(shape: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 
 def keep_kernels(folder: Path) -> None:
-    """Use the kernels that a run used when it was started, so that it resumes bit for bit.
+    """Use the kernels of a run's first start, so that it resumes bitwise.
 
     Args:
-        folder: Run folder; nothing is done where it has no environment.json, or another library has been built since
-            (the checkpoint's own record then says so).
+        folder: Run folder; ignored if it has no environment.json, or another library has been built since (the
+            checkpoint's record then shows that).
     """
     if build.library() is None:
         return
@@ -76,7 +76,7 @@ def keep_kernels(folder: Path) -> None:
 
 
 def small(shape: ModelConfig) -> ModelConfig:
-    """Return a model of one layer with a shape's widths, as far as there is time to measure them."""
+    """Return a one-layer shape with a model's widths, capped to what can be measured quickly."""
     heads = min(shape.num_heads, MOST_HEADS)
     kv_heads = max(1, min(shape.num_kv_heads, heads * shape.num_kv_heads // shape.num_heads))
     return replace(
@@ -93,7 +93,7 @@ def small(shape: ModelConfig) -> ModelConfig:
 
 
 def _known(shape: ModelConfig, dtype: torch.dtype) -> Mapping[Operation, float]:
-    """Return the ratios for a shape: those that were kept, or measured ones."""
+    """Return the ratios for a shape, stored or newly measured."""
     folder = build.folder()
     assert folder is not None
     sizes = shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -127,16 +127,16 @@ def _write(file: Path, rows: Mapping[str, Mapping[Operation, float]]) -> None:
 
 
 def measure(shape: ModelConfig, dtype: torch.dtype, *, budget_s: float = BUDGET_S) -> dict[Operation, float]:
-    """Time the kernels and PyTorch in turn.
+    """Time the kernels and PyTorch alternately.
 
     Args:
-        shape: A small model; its widths count.
+        shape: A small model with the widths to measure.
         dtype: Dtype of parameters and products.
-        budget_s: Seconds that it takes, about.
+        budget_s: Approximate time limit in seconds.
 
     Returns:
-        How many times as fast as PyTorch each operation is that the kernels can do for this shape, by the best time
-        of each side: a neighbour on the machine can only add to a time.
+        Speed ratio over PyTorch of each operation that the kernels support for this shape, by the best time of each
+        side: other load on the machine can only add to a time.
     """
     ratios: dict[Operation, float] = {}
     for operation, work in _work(shape, dtype).items():
@@ -161,7 +161,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _work(shape: ModelConfig, dtype: torch.dtype) -> dict[Operation, Sequence[Callable[[], object]]]:
-    """Return what is timed for each operation; with the choice as it stands they run on either side."""
+    """Return the timed functions of each operation; the current choice decides which side they run on."""
     width, feed = shape.hidden_size, shape.intermediate_size
     if width % cpu.QUANTUM or feed % cpu.QUANTUM:
         return {}

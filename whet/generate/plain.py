@@ -1,10 +1,9 @@
 """Decoding steps in as few PyTorch calls as possible, for plain Llama-like models in float32 on a CPU.
 
-A step of a small model is hundreds of calls of a few microseconds each, so what counts is their number. Bit for bit the
-results are those of the model's own forward pass (`tests/generate/test_plain.py` compares them): every sum is made of
-the same products in the same order. What is left out is module calls, rotating queries and keys one after the other,
-masks and indices made again in every layer, and temporaries. A model, an option or a hook that is not known here takes
-the general path.
+A step of a small model is hundreds of calls of a few microseconds each, so their number counts. The results are bitwise
+those of the model's own forward pass (`tests/generate/test_plain.py` compares them): every sum has the same products in
+the same order. It avoids module calls, separate rotations of queries and keys, rebuilding masks and indices in every
+layer, and temporaries. Models, options or hooks that are unknown here take the general path.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ KNOWN_MODULES = (
 KNOWN_OPTIONS = {"rope_scaling", "tie_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "qk_norm"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 FEW_ROWS = 128
-"""Up to so many rows the turned product is the faster one: W x^T by 20 % at 64 rows, by 60 % at 16 (MKL, AVX2)."""
+"""Up to this many rows the transposed product W x^T is faster: by 20 % at 64 rows, by 60 % at 16 (MKL, AVX2)."""
 WIDE = 512
-"""From this width on it is worth turning the results of narrow layers back; the feed-forward part's need not be."""
+"""From this width on transposing narrow layers' results back pays off; the feed-forward part's need not be."""
 
 
 def can_step(model: LanguageModel, kv_cache: KVCache) -> bool:
-    """Say whether `PlainSteps` computes what this model does: nothing here is unknown, and no kernel is to run.
+    """Say whether `PlainSteps` computes exactly what this model does: every feature is known, and no kernel should run.
 
     Args:
         model: The model.
@@ -79,7 +78,8 @@ def can_step(model: LanguageModel, kv_cache: KVCache) -> bool:
 def turns_exactly(num_out: int, width: int) -> bool:
     """Say whether W x^T has the bits of x W^T for a weight of this shape, with a bias and without.
 
-    So it was for every shape tried (MKL on AVX2); another BLAS may sum otherwise: the turned product is not used then.
+    That held for every shape tried (MKL on AVX2); another BLAS may sum in another order: then the transposed product is
+    not used.
 
     Args:
         num_out: Rows of the weight.
@@ -100,7 +100,7 @@ def turns_exactly(num_out: int, width: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer's weights, as the steps read them; every one is the model's own tensor."""
+    """A layer's weights for the steps; all are views of the model's own tensors."""
 
     norms: tuple[torch.Tensor, torch.Tensor]
     qkvo: tuple[tuple[torch.Tensor, torch.Tensor | None], ...]
@@ -144,9 +144,9 @@ class PlainSteps:
         ]
         cos, sin = model.rotary(kv_cache.keys.device)
         half = config.head_dim // 2
-        # Rotating is x cos + (halves of x swapped) sin, once the first half of the sine has its sign.
+        # Rotation is x cos + (x with swapped halves) sin, with the sign folded into the first half of the sine.
         self._angles = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), dim=1)), dim=1)
-        # Row r of this view hides the keys from position capacity - r on: a mask is one look-up.
+        # Row r of this view masks the keys from position capacity - r on, so that a mask is one lookup.
         line = torch.zeros(2 * self._capacity)
         line[self._capacity :] = float("-inf")
         self._masks = line.as_strided((self._capacity, self._capacity), (1, 1))
@@ -165,12 +165,13 @@ class PlainSteps:
         self._turns_attention = is_wide and all(turns_exactly(*shape) for shape in shapes)
 
     def run(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, deepest: int) -> torch.Tensor:
-        """Read one token of each of the cache's first rows; return the hidden states [B, D] that score the next ones.
+        """Read one token for each of the cache's first rows; return the hidden states [B, D] that score the next
+        tokens.
 
         Args:
             tokens_B: The tokens.
             positions_B: Their positions.
-            deepest: Largest of these.
+            deepest: The largest of them.
         """
         count = tokens_B.shape[0]
         surplus = -count % ROW_QUANTUM
@@ -184,7 +185,7 @@ class PlainSteps:
         cos_N1C, sin_N1C = self._angles.index_select(0, positions_B)[:, :, None].unbind(1)
         x_ND = self._embeddings.index_select(0, tokens_B)
         attended_ND = x_ND.new_zeros(rows, self._heads * self._channels)
-        # Fewer than four queries a head take another path of the BLAS: zeros stand for the missing ones.
+        # Fewer than four queries per head take another BLAS path with other bits: pad with zeros.
         group = self._heads // self._kv_heads
         queries = x_ND.new_zeros(count, self._kv_heads, max(group, MIN_QUERY_ROWS), self._channels)
         for layer in self._layers:
@@ -235,7 +236,7 @@ class PlainSteps:
         if not (self._turns_mlp and x_ND.shape[0] <= FEW_ROWS):
             gated = F.silu(F.linear(x_ND, *gate), inplace=True)
             return F.linear(gated.mul_(F.linear(x_ND, *up)), *down)
-        # Turned all the way through: what stands between the products does not care.
+        # Transposed throughout: the element-wise operations between the products do not care.
         x_DN = x_ND.t()
         gated = F.silu(_turned(x_DN, *gate), inplace=True)
         return _turned(gated.mul_(_turned(x_DN, *up)), *down).t()

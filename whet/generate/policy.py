@@ -1,7 +1,7 @@
-"""A policy: model, tokenizer and prompt protocol together, loaded from and saved to one folder.
+"""A policy: model, tokenizer and prompt protocol, loaded from and saved to one folder.
 
 The protocol (schema, template, system prompt) travels with the weights as protocol.json, so that every stage and every
-evaluation asks the same question in the same words.
+evaluation uses the same prompts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOKENIZER_MADE = ("characters", "bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Where a model comes from and how it is asked."""
+    """The model, and how it is prompted."""
 
     init: str = ""
     """Run folder, Hugging Face folder or hub name, or a LoRA adapter that names its base; empty for random weights of
@@ -50,29 +50,29 @@ class PolicyConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     """Shape when the weights are random; vocab_size is set from the tokenizer."""
     tokenizer: str = ""
-    """Folder or hub name; 'characters' or 'bytes' to make one; empty for that of `init`."""
+    """Folder or hub name; 'characters' or 'bytes' to create one; empty for that of `init`."""
     alphabet: str = ""
-    """The characters that a 'characters' tokenizer knows."""
+    """The alphabet of a 'characters' tokenizer."""
     tags_as_tokens: bool = False
-    """Give each of the schema's tags a token of its own (after the existing vocabulary)."""
+    """Give each of the schema's tags its own token (after the existing vocabulary)."""
     padded_vocab_size: int = 0
     """Embedding rows to grow to when tags are added; 0 for just enough. Unused rows are never sampled."""
     schema: SchemaName = "inherit"
     """Tags of a response; inherit takes that of `init`, or think_answer."""
     template: TemplateName = "auto"
-    """Prompt: the model's chat template, 'base' (Question/Answer text), 'plain' (just the question); auto takes
-    what `init` was trained with, else chat where there is one, else base."""
+    """Prompt: the model's chat template, 'base' (Question/Answer text), 'plain' (just the question); auto takes the one
+    that `init` was trained with, else chat if it has one, else base."""
     tools: tuple[str, ...] = ()
-    """Tools that it may call while it thinks: calculator, python (in the sandbox), or path.py:function of your own;
-    none for no tool where `init` has some."""
+    """Tools for the model to call while thinking: calculator, python (in the sandbox), or your own path.py:function;
+    none for no tools if `init` has some."""
     system_prompt: bool = True
-    """Begin with the schema's instruction (plain prompts have none)."""
+    """Start with the schema's instruction (plain prompts have none)."""
     max_rows: int = 256
     """Sequences decoded together."""
     attention: Literal["auto", "exact", "fast"] = "auto"
     """exact: sampler and trainer agree bitwise on CPU; fast: PyTorch's fused kernel; auto: exact on CPU only."""
     device: str = "auto"
-    """Device such as cpu or cuda; auto takes cuda where there is one."""
+    """Device such as cpu or cuda; auto takes cuda if available."""
     num_threads: int = 0
     """CPU threads; 0 leaves PyTorch's choice."""
 
@@ -104,17 +104,17 @@ class PolicyConfig:
 
 
 class Policy:
-    """A model with its tokenizer and the protocol by which it is asked.
+    """A model with its tokenizer and prompt protocol.
 
     Attributes:
         model: The network.
         tokenizer: Its tokenizer; the chat template in it is the protocol's.
         schema: Tags and answer type of a response.
-        system_prompt: Whether prompts begin with the schema's instruction.
+        system_prompt: Whether prompts start with the schema's instruction.
         attention: Attention kernel for sampling and training.
         max_rows: Sequences decoded together.
-        autocast: Compute dtype of products where it is not the parameters' own.
-        activations: Where its engines keep what they compute for `score`; None at first.
+        autocast: Compute dtype of products if it is not the parameters' own.
+        activations: Activations that its engines keep for `score`; None at first.
         adapter: The LoRA adapter that was merged into the model, or is applied to it; None without one.
     """
 
@@ -153,15 +153,15 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """The model's device."""
         return self.model.head_weight.device
 
     def expect(self, answer_type: AnswerType) -> None:
-        """Word the instruction for the kind of answer that a task asks for."""
+        """Adapt the instruction to a task's type of answer."""
         self.schema = replace(self.schema, answer_type=answer_type)
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
-        """Tokens that ask a problem, up to and including the schema's opening tag where it is in the prompt."""
+        """Return a problem's prompt tokens, including the schema's opening tag if it is in the prompt."""
         messages = [{"role": "system", "content": self.schema.system_prompt}] if self.system_prompt else []
         messages.append({"role": "user", "content": problem.prompt})
         return tuple(self.tokenizer.encode_prompt(messages, prefix=self.schema.generation_prefix))
@@ -169,15 +169,15 @@ class Policy:
     def solution(
         self, problem: Problem, *, thinking: str | None = None
     ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Tokens of the demonstration: thinking, answer and what ends a response.
+        """Return the tokens of a demonstration: thinking, answer and the end of the response.
 
         Args:
             problem: Problem with its worked solution.
-            thinking: Another thinking text, such as '' for an empty scratch-pad; default the calls that solve it where
-                the schema has tools and the problem says which, else the solution.
+            thinking: Another thinking text, such as '' for an empty scratch-pad; default: the calls that solve it if
+                the schema has tools and the problem lists them, else the solution.
 
         Returns:
-            The tokens, and True for those that the model writes; empty when it writes all.
+            The tokens, and True for those that the model writes; empty if it writes all.
         """
         if thinking is None:
             calls = problem.meta.get(CALLS) if self.schema.tools else None
@@ -195,11 +195,11 @@ class Policy:
         return tuple(ids), () if all(trained) else tuple(trained)
 
     def check_alphabet(self, problems: Sequence[Problem], *, solutions: bool = False) -> None:
-        """Refuse problems that the tokenizer cannot spell: training on unknown tokens would teach nothing, silently.
+        """Refuse problems that the tokenizer cannot spell: training on unknown tokens would silently learn nothing.
 
         Args:
-            problems: The problems; the first few hundred are looked at.
-            solutions: Whether their demonstrations are read too.
+            problems: The problems; the first few hundred are checked.
+            solutions: Whether their demonstrations are read, too.
 
         Raises:
             UserError: If more than 1 % of the tokens are unknown.
@@ -215,17 +215,17 @@ class Policy:
             missing = sorted(c for c in set(text) if unknown in self.tokenizer.encode(c))
             raise UserError(
                 f"the tokenizer does not know {''.join(missing)[:40]!r}, {ids.count(unknown) / len(ids):.0%} of the "
-                "problems' tokens: give it another policy.alphabet, or take another tokenizer"
+                "problems' tokens: give it another policy.alphabet, or use another tokenizer"
             )
 
     def observation_ids(self, text: str, last_id: int, *, inline: bool) -> tuple[int, ...]:
-        """Tokens of what an environment answers.
+        """Return the tokens of an environment's answer.
 
         Args:
             text: The answer.
             last_id: The last token that the policy wrote; an end-of-message token is not written twice.
-            inline: True inside the policy's own message (a tool's result, tagged), False for a message of the user's,
-                with what closes the policy's message before it and opens the next one behind it.
+            inline: True inside the policy's own message (a tool's result, tagged), False for a user message, with the
+                tokens that close the policy's message before it and open the next one after it.
         """
         if inline:
             return tuple(self.tokenizer.encode(self.schema.render_result(text)))
@@ -233,7 +233,7 @@ class Policy:
         return tuple(ids[1:] if ids[:1] == [last_id] and last_id in self.stop_ids else ids)
 
     def completion_text(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
-        """Text of a completion: exactly its tokens, without a final end-of-text token (a final tag stays)."""
+        """Return a completion's text: exactly its tokens, without a final end-of-text token (a final tag stays)."""
         ids = list(completion_ids)
         tags = (*self.schema.tags, *self.schema.tool_tags)
         if ids and ids[-1] in self.stop_ids and self.tokenizer.token_text(ids[-1]) not in tags:
@@ -241,11 +241,11 @@ class Policy:
         return self.tokenizer.decode_completion(prompt_ids, ids)
 
     def engine(self, *, stops: bool = True, keeps: bool = False) -> Engine:
-        """Make an engine on this model.
+        """Create an engine for this model.
 
         Args:
-            stops: Whether completions end by themselves; otherwise each is a longest one.
-            keeps: Keep what it computes in `activations`, for `score`.
+            stops: Whether completions can stop; otherwise each has maximum length.
+            keeps: Keep activations for `score`.
         """
         return Engine(
             self.model,
@@ -261,11 +261,11 @@ class Policy:
     def score(
         self, micro: MicroBatch, *, temperature: float = 1.0, attention: AttentionKind | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score a micro-batch's trained tokens, as `engine` drew them.
+        """Score a micro-batch's trained tokens, under the distribution that `engine` sampled.
 
         Args:
             micro: Packed sequences.
-            temperature: Temperature that the tokens were sampled at.
+            temperature: Temperature at which the tokens were sampled.
             attention: Another attention kernel than the policy's.
 
         Returns:
@@ -281,7 +281,7 @@ class Policy:
         )
 
     def protocol(self) -> dict[str, object]:
-        """Describe how the model is asked: part of a result's identity."""
+        """Describe the prompt protocol: part of a result's identity."""
         return {
             "schema": asdict(self.schema) | {"tools": list(self.schema.tools)},
             "system_prompt": self.system_prompt,
@@ -290,22 +290,22 @@ class Policy:
         }
 
     def save(self, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write weights (a copy that was taken, or as they are), tokenizer and protocol: a folder to load from."""
+        """Write weights (given ones or the current ones), tokenizer and protocol to a loadable folder."""
         assert self.adapter is None or not self.adapter.is_applied, "an applied adapter would be left out"
         self.save_protocol(folder)
         save_model(self.model, folder, bos_id=self.tokenizer.bos_id, eos_ids=self.stop_ids, weights=weights)
 
     def save_protocol(self, folder: Path) -> None:
-        """Write tokenizer and protocol alone: what shows completions, without the weights that wrote them."""
+        """Write only tokenizer and protocol: enough to display completions without the weights."""
         self.tokenizer.save(folder)
         (folder / "protocol.json").write_text(json.dumps(self.protocol(), indent=1) + "\n")
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn 'auto' or a device name into a device that is there.
+    """Resolve 'auto' or a device name to an available device.
 
     Raises:
-        UserError: If it is not.
+        UserError: If it is not available.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -326,20 +326,21 @@ def load_policy(
     autocast: torch.dtype | None = None,
     merge: bool = True,
 ) -> Policy:
-    """Load or make model, tokenizer and protocol. An adapter's own tokenizer and protocol go before its base's.
+    """Load or create model, tokenizer and protocol. An adapter's tokenizer and protocol take precedence over its
+    base's.
 
     Args:
         config: What to load.
         seed: Seed of random weights and of new vocabulary rows.
         dtype: Parameter dtype.
-        autocast: Compute dtype of products where it is another.
+        autocast: Compute dtype of products if it differs.
         merge: Merge an adapter; False applies it, so that it can be switched off (`policy.adapter.off`).
 
     Returns:
         The policy, on its device.
 
     Raises:
-        UserError: If something is missing, malformed or does not fit together.
+        UserError: If something is missing, malformed or inconsistent.
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
@@ -393,7 +394,7 @@ def load_policy(
 
 
 def _home(folder: Path | None, adapter: Adapter | None, name: str) -> Path | None:
-    """Return the folder of a file: the adapter's where it has one, else the base's."""
+    """Return the folder of a file: the adapter's if it has the file, else the base's."""
     return adapter.folder if adapter is not None and (adapter.folder / name).is_file() else folder
 
 
@@ -437,7 +438,7 @@ def _tokenizer(
     home = _home(folder, adapter, "tokenizer.json")
     tokenizer = Tokenizer.load(config.tokenizer or str(home))
     if not config.tokenizer and home != folder and folder and (folder / "tokenizer.json").is_file():
-        base = Tokenizer.load(folder)  # what ends a generation is often told beside the base only
+        base = Tokenizer.load(folder)  # stop tokens are often defined only in the base's folder
         tokenizer.stop_ids |= {n for n in base.stop_ids if base.token_text(n) == tokenizer.token_text(n)}
     rows = config.padded_vocab_size or None
     return tokenizer.with_tags(tags, padded_vocab_size=rows) if tags else tokenizer

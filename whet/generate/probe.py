@@ -1,4 +1,4 @@
-"""Start-up probe: do sampler and trainer agree to the last bit on this machine, with this model?"""
+"""Start-up probe: checks that sampler and trainer agree to the last bit on this machine, with this model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBE_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What the probe saw: whether every log-probability was equal, and the largest difference in nats."""
+    """Result of the probe: whether all log-probabilities were equal, and the largest difference in nats."""
 
     exact: bool
     max_gap: float
@@ -32,7 +32,7 @@ class ProbeResult:
 
 
 def probe_policy(policy: Policy, *, temperature: float = 1.0) -> ProbeResult:
-    """Sample a few completions of odd lengths in an odd batch and score them again as the trainer does.
+    """Sample a few completions of odd lengths in an odd batch, and score them as the trainer does.
 
     Args:
         policy: The policy as it will be trained.

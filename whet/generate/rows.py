@@ -1,4 +1,4 @@
-"""What is being drawn: a job for every completion, and the tensors of the rows that are live."""
+"""Work in progress of the engine: a job for every completion, and the tensors of the live rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from whet.generate.sampling import SamplingParams, counter_uniforms, sample_toke
 from whet.types import FinishReason
 
 CHARACTER_TOKENS = 4
-"""Tokens that spell one character at most."""
+"""Most tokens that one character may be split into."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prompt and the seeds of the samples wanted of it; `max_new_tokens` tightens the bound."""
+    """One prompt and the seeds of its samples; `max_new_tokens` tightens the limit."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -27,9 +27,9 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """Generated ids (stop token included), their log-probabilities (fp32) and why it ended.
+    """Generated ids (including the stop token), their log-probabilities (fp32) and why it ended.
 
-    The rest is that of an episode of several turns, see `whet.types.Sample`.
+    The other fields are for multi-turn episodes, see `whet.types.Sample`.
     """
 
     ids: tuple[int, ...]
@@ -74,12 +74,12 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token, its log-probability under the model itself (temperature 1, no filter), and the likeliest in its place.
+    """A token, its log-probability under the model itself (temperature 1, no filter), and the most likely alternatives.
 
     Attributes:
         id: Token id.
-        logprob: Natural logarithm; None where nothing was asked for, or nothing stands before the token.
-        top: (id, log-probability) of the likeliest tokens, best first.
+        logprob: Natural logarithm; None if not requested, or for the first token.
+        top: (id, log-probability) of the most likely tokens, best first.
     """
 
     id: int
@@ -89,18 +89,19 @@ class Token:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Job:
-    """One completion to be drawn.
+    """One completion to generate.
 
     Attributes:
-        request: Its prompt; jobs of one request that stand together share a prefill.
+        request: Its prompt; adjacent jobs of one request share a prefill.
         seed: Seed of its noise.
-        params: How tokens are drawn.
-        stop_strings: Texts that end it.
-        num_top: Note the model's own log-probabilities, with this many alternatives; None notes none.
-        notes: What was noted, a token each.
-        cancelled: Nobody wants it any more; may be set by any thread.
+        params: Sampling settings.
+        stop_strings: Texts that stop it.
+        num_top: Record the model's own log-probabilities, with this many alternatives; None records none.
+        notes: The recorded tokens.
+        cancelled: The result is no longer needed; any thread may set it.
         completion: The result, once it has ended.
-        tail: Tokens in which the end of a stop string may hide: each spells a byte at least, a character takes a few.
+        tail: Number of last tokens that may contain a stop string: each has at least one byte, a character may take
+            several.
     """
 
     request: Request
@@ -119,7 +120,7 @@ class Job:
 
 @dataclass(slots=True)
 class Rows:
-    """State of the live rows, as tensors of as many rows as fit; row r of every field belongs to one job."""
+    """State of the live rows, as tensors of fixed capacity; row r of every field belongs to one job."""
 
     seeds: torch.Tensor
     positions: torch.Tensor
@@ -137,7 +138,7 @@ class Rows:
 
     @classmethod
     def empty(cls, num_rows: int, max_new: int, device: torch.device) -> Rows:
-        """Make `num_rows` rows; the buffers have one spare column, where ended rows write."""
+        """Create `num_rows` rows; the buffers have one spare column, where ended rows write."""
 
         def whole(dtype: torch.dtype, *width: int) -> torch.Tensor:
             return torch.zeros(num_rows, *width, dtype=dtype, device=device)
@@ -159,13 +160,13 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Rows that fit."""
+        """Capacity in rows."""
         return self.seeds.shape[0]
 
     def take(
         self, rows: slice, tokens_B: torch.Tensor, logprobs_B: torch.Tensor, stop_ids: torch.Tensor
     ) -> None:
-        """Note a drawn token of each row; ended rows write into the spare column and do not move on."""
+        """Store a sampled token for each row; ended rows write into the spare column and do not advance."""
         done, counts = self.done[rows], self.counts[rows]
         live = ~done
         column = torch.where(live, counts, self.tokens.shape[1] - 1)[:, None]
@@ -181,14 +182,14 @@ class Rows:
         done |= counts >= self.limits[rows]
 
     def draw_noise(self, rows: slice, longest: int) -> None:
-        """Compute the uniforms of all tokens that new rows may draw: one by one that is two dozen calls a step."""
+        """Compute the uniforms of all tokens that new rows may sample: per step it would be two dozen calls."""
         index = torch.arange(longest, device=self.seeds.device)
         self.noise[rows, :longest] = counter_uniforms(self.seeds[rows, None], index)
 
     def draw(
         self, rows: slice, logits_BV: torch.Tensor, *, has_noise: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw a token for each row, as its job asks for.
+        """Sample a token for each row, with its job's settings.
 
         Args:
             rows: The rows.
@@ -217,14 +218,14 @@ class Rows:
         return tokens, logprobs
 
     def clear(self) -> None:
-        """Make all rows free and zero, where they are."""
+        """Reset all rows to zero, in place."""
         self.jobs.clear()
         for item in fields(self):
             if item.name != "jobs":
                 getattr(self, item.name).zero_()
 
     def move(self, source: list[int], target: list[int]) -> None:
-        """Overwrite rows `target` by rows `source`."""
+        """Overwrite rows `target` with rows `source`."""
         for item in fields(self):
             if item.name != "jobs":
                 tensor = getattr(self, item.name)
@@ -236,9 +237,9 @@ class Rows:
 def has_stop(
     ids: Sequence[int], stop_strings: Sequence[str], decode: Callable[[Sequence[int]], str] | None
 ) -> bool:
-    """Say whether the text of tokens has a stop string; the first may begin within a character."""
+    """Say whether the tokens' text contains a stop string; the first token may start within a character."""
     assert decode is not None
-    for skipped in range(CHARACTER_TOKENS):  # SentencePiece garbles all bytes behind a cut character
+    for skipped in range(CHARACTER_TOKENS):  # SentencePiece garbles all bytes after a cut character
         text = decode(ids[skipped:])
         if any(stop in text for stop in stop_strings):
             return True
@@ -248,18 +249,18 @@ def has_stop(
 
 
 def share_params(jobs: Sequence[Job]) -> bool:
-    """Say whether all draw alike and want no notes."""
+    """Say whether all jobs have the same settings and record nothing."""
     params = jobs[0].params
     return all(job.params is params and job.num_top is None for job in jobs)
 
 
 def are_plain(jobs: Sequence[Job]) -> bool:
-    """Say whether all draw alike, without a filter, and want no notes."""
+    """Say whether all jobs have the same settings without filters, and record nothing."""
     return not jobs[0].params.is_filtered and share_params(jobs)
 
 
 def by_params(jobs: Sequence[Job]) -> Iterable[tuple[SamplingParams, list[int] | None]]:
-    """Group jobs by how their tokens are drawn: (params, indices), None for all where there is one group."""
+    """Group jobs by sampling settings: (params, indices), None for all if there is one group."""
     first = jobs[0].params
     if all(job.params is first for job in jobs):
         return [(first, None)]
@@ -270,7 +271,7 @@ def by_params(jobs: Sequence[Job]) -> Iterable[tuple[SamplingParams, list[int] |
 
 
 def note(logits_BV: torch.Tensor, tokens_B: torch.Tensor, jobs: Sequence[Job]) -> None:
-    """Append to the jobs that ask for it what the model thought of their newest token."""
+    """Append the model's own score of the newest token to the jobs that record it."""
     rows = [row for row, job in enumerate(jobs) if job.num_top is not None]
     most = max(jobs[row].num_top or 0 for row in rows)
     for row, token in zip(rows, noted(logits_BV[rows], tokens_B[rows], most), strict=True):
@@ -282,8 +283,8 @@ def noted(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> list
 
     Args:
         logits_BV: Logits at temperature 1.
-        tokens_B: The tokens that stand there.
-        num_top: Likeliest tokens to name besides.
+        tokens_B: The sampled tokens.
+        num_top: Number of most likely alternatives.
     """
     chosen, normaliser = select_logprobs(logits_BV, tokens_B)
     values, ids = logits_BV.topk(min(num_top, logits_BV.shape[1]), dim=-1)

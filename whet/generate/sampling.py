@@ -1,4 +1,4 @@
-"""Sampling with counter-based noise: the same token whatever the batch, slot, order, restart or device count.
+"""Sampling with counter-based noise: the same token for any batch, slot, order, restart or device count.
 
 One uniform per (sequence seed, token index) from an integer hash, and an inverse-CDF draw: no generator state
 anywhere.
@@ -22,7 +22,7 @@ LARGEST_UNIFORM = 1 - 2.0**-25
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How completions are drawn: temperature first, then top-k, min-p, top-p, then renormalise."""
+    """Sampling settings, applied in order: temperature, top-k, min-p, top-p, then renormalise."""
 
     temperature: float = 1.0
     """Divides the logits; 0 is greedy."""
@@ -33,7 +33,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens with at least this share of the top probability; 0 keeps all."""
     max_new_tokens: int = 256
-    """Longest completion in tokens, the stop token included."""
+    """Longest completion in tokens, including the stop token."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < 10:
@@ -49,7 +49,7 @@ class SamplingParams:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether tokens are cut from the distribution (a trainer would have to replay the kept set)."""
+        """Whether tokens are removed from the distribution (a trainer would have to replay the kept set)."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -60,7 +60,7 @@ def sequence_seed(*parts: int | str) -> int:
 
 
 def _mix_32(x: torch.Tensor) -> torch.Tensor:
-    """Finalise 32 bits held in int64 (MurmurHash3's fmix32)."""
+    """Mix 32 bits held in int64 (MurmurHash3's fmix32)."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & MASK_32
     x = x ^ (x >> 13)
@@ -85,14 +85,14 @@ def counter_uniforms(seeds_B: torch.Tensor, index_B: torch.Tensor) -> torch.Tens
 
 
 def filter_logits(logits_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Set the logits of cut tokens to -inf: top-k, then min-p, then top-p, each on what the one before left.
+    """Set the logits of removed tokens to -inf: top-k, then min-p, then top-p, each on the previous filter's output.
 
     Args:
         logits_BV: Float32 logits, already divided by the temperature.
-        params: Which filters are on.
+        params: The filters.
 
     Returns:
-        A new tensor, or the argument when no filter is on.
+        A new tensor, or the argument if no filter is on.
     """
     if not params.is_filtered:
         return logits_BV
@@ -109,7 +109,7 @@ def filter_logits(logits_BV: torch.Tensor, params: SamplingParams) -> torch.Tens
 
 
 def _nucleus_floor(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Return the smallest kept logit of each row [B, 1]; sorts all only if the guess misses the nucleus."""
+    """Return the smallest kept logit of each row [B, 1]; sorts everything only if the guess misses the nucleus."""
     probs = torch.softmax(logits_BV, dim=-1)
     count = min(NUCLEUS_GUESS, logits_BV.shape[1])
     while True:
@@ -131,7 +131,7 @@ def draw_tokens(
     Args:
         logits_BV: Float32 logits; -inf is never drawn. V a multiple of 16.
         uniforms_B: Float64 uniforms in (0, 1).
-        weights_BV: exp(logits - largest), where they are known.
+        weights_BV: exp(logits - largest), if known.
 
     Returns:
         int64 ids [B].
@@ -155,11 +155,10 @@ def draw_tokens(
 
 
 def _search(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Return the first index whose cumulative weight exceeds uniform * total; never one of zero weight.
+    """Return the first index whose cumulative weight exceeds uniform * total; never one with zero weight.
 
-    A uniform is at least 2^-25 below 1, so what is searched for is below the total in float64, and the first larger sum
-    is one that grew. What is left of it within a block may be a last bit outside [0, 1), since the block's sum is
-    rounded.
+    A uniform is at least 2^-25 below 1, so the target is below the total in float64, and the first larger sum is one
+    that grew. Within a block the remainder may be one last bit outside [0, 1), because the block's sum is rounded.
     """
     cumulative = weights_BV.cumsum(-1, dtype=torch.float64)
     wanted = uniforms_B.clamp(0.0, LARGEST_UNIFORM) * cumulative[:, -1]
@@ -173,18 +172,18 @@ def sample_tokens(
     params: SamplingParams,
     uniforms_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the next token of each sequence and score it under the distribution that was sampled.
+    """Sample the next token of each sequence and score it under the sampled distribution.
 
     Args:
         logits_BV: Float32 logits divided by the temperature (by 1 for greedy).
         seeds_B: Sequence seeds.
         index_B: Index of the token to draw in its completion, 0-based.
         params: Temperature and filters.
-        uniforms_B: The `counter_uniforms` of seeds and index, where they are known.
+        uniforms_B: The `counter_uniforms` of seeds and index, if known.
 
     Returns:
-        Ids [B] and log-probabilities [B] (float32; renormalised over the kept set when filters are on; at
-        temperature 1 when greedy).
+        Ids [B] and log-probabilities [B] (float32; renormalised over the kept set if filters are on; at temperature 1
+        if greedy).
     """
     if params.temperature == 0:
         tokens = logits_BV.argmax(-1)
@@ -192,7 +191,7 @@ def sample_tokens(
     kept = filter_logits(logits_BV, params)
     if uniforms_B is None:
         uniforms_B = counter_uniforms(seeds_B, index_B)
-    # Drawing and scoring read the same exponentials.
+    # Sampling and scoring share the same exponentials.
     weights, _, normaliser = exp_logits(kept)
     tokens = draw_tokens(kept, uniforms_B, weights)
     return tokens, select_logprobs(kept, tokens, normaliser)[0]

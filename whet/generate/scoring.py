@@ -1,4 +1,4 @@
-"""The trainer's side of a log-probability: packed sequences through the sampler's own module and head."""
+"""Log-probabilities on the trainer's side: packed sequences through the sampler's own module and head."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def hidden_rows(
     Args:
         model: The model.
         micro: Packed sequences.
-        autocast: Compute dtype when it is not the parameters' own.
+        autocast: Compute dtype if it is not the parameters' own.
         attention: Attention kernel; 'exact' equals the sampler's.
-        activations: What the sampler has computed of these tokens, if it was kept.
+        activations: The sampler's activations of these tokens, if kept.
     """
     tape = None if activations is None or autocast is not None else activations.tape(model, micro)
     device = micro.tokens_N.device
@@ -54,10 +54,10 @@ def score_micro_batch(
     Args:
         model: The model.
         micro: Packed sequences.
-        temperature: Temperature that the tokens were sampled at.
-        autocast: Compute dtype when it is not the parameters' own.
+        temperature: Temperature at which the tokens were sampled.
+        autocast: Compute dtype if it is not the parameters' own.
         attention: Attention kernel; 'exact' equals the sampler's.
-        activations: What the sampler has computed of these tokens, if it was kept.
+        activations: The sampler's activations of these tokens, if kept.
 
     Returns:
         Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.

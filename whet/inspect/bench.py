@@ -1,4 +1,4 @@
-"""`whet bench`: whet and its peers at the same work on this machine, by the programs of the repository's bench/."""
+"""`whet bench`: runs the repository's bench/ programs, which time whet and its peers at the same work."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 PEERS = {
     "trl": "pip install 'whet[peers]'",
     "hf": "pip install 'whet[peers]'",
-    "vllm": "set VLLM_PYTHON to the Python of an environment with vLLM (its CPU build where there is no GPU)",
+    "vllm": "set VLLM_PYTHON to the Python of an environment with vLLM (its CPU build if there is no GPU)",
 }
-"""Peer -> how to get it."""
+"""Peer -> how to install it."""
 PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpo_step": ("GRPO step", ("trl",)),
     "sft_step": ("SFT step", ("trl",)),
@@ -36,15 +36,15 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "memory": ("memory of a GRPO step", ("trl",)),
     "mfu": ("training MFU", ()),
 }
-"""File in bench/ -> what it measures, and beside whom."""
+"""File in bench/ -> what it measures, and against which peers."""
 HF_TARGET, VLLM_TARGET, VLLM_BATCHES = 3.0, 1.1, (8, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """Speed and memory beside TRL, transformers and vLLM on this machine: ratio, target and floor.
+    """Speed and memory against TRL, transformers and vLLM on this machine: ratio, target and floor.
 
-    Exit status 1 when a program fails.
+    Exit status 1 if a program fails.
     """
 
     against: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class BenchConfig:
     threads: int = 0
     """CPU threads of both sides; 0 for all cores."""
     out: str = ""
-    """Folder to make for bench.json and bench.html; empty for runs/bench-DATE-TIME."""
+    """Output folder for bench.json and bench.html; empty for runs/bench-DATE-TIME."""
 
     def __post_init__(self) -> None:
         for name, words, known in (("against", self.against, PEERS), ("programs", self.programs, PROGRAMS)):
@@ -76,7 +76,7 @@ class BenchConfig:
 
     @property
     def options(self) -> list[str]:
-        """What every program is given."""
+        """Options for every program."""
         words = ["--quick"] if self.quick else []
         words += ["--models", self.models] if self.models else []
         words += ["--repeats", str(self.repeats)] if self.repeats else []
@@ -84,7 +84,7 @@ class BenchConfig:
 
 
 def split(words: Iterable[str]) -> list[str]:
-    """Return words that stand alone or with commas between them."""
+    """Return words that are separate or comma-separated."""
     return [word for text in words for word in text.split(",") if word]
 
 
@@ -95,11 +95,11 @@ class Result:
     Attributes:
         program: Program that measured it.
         case: Model and work.
-        peer: Who is beside whet, with the settings that were its best; '' for the machine's own limit.
-        value: How many times as fast; of memory and MFU a share.
-        target: What is aimed at; None where nothing is.
-        floor: Ratio at which only the arithmetic would be left; None where it is not known.
-        share: Share of the floor that is reached.
+        peer: The peer, with its best settings; '' for the machine's own limit.
+        value: Speed ratio; for memory and MFU a share.
+        target: The target; None without one.
+        floor: Ratio at which only the arithmetic remains; None if unknown.
+        share: Reached share of the floor.
         is_lower_better: Whether small values are good: memory.
     """
 
@@ -114,7 +114,7 @@ class Result:
 
     @property
     def name(self) -> str:
-        """What it is called from one run to the next."""
+        """Its name, stable between runs."""
         peer = self.peer.partition(",")[0].partition(" ")[0]
         return f"{self.program} {self.case}{f' vs {peer}' if peer else ''}"
 
@@ -153,15 +153,15 @@ def results(program: str, rows: Iterable[Mapping[str, Any]]) -> list[Result]:
 
 
 def main(config: BenchConfig) -> None:
-    """Run the programs one after the other, and print and write one table.
+    """Run the programs in sequence, and print and write one table.
 
     Raises:
-        UserError: If bench/ or a peer that is asked for is missing.
+        UserError: If bench/ or a requested peer is missing.
         SystemExit: With status 1 when a program fails.
     """
     if not (BENCH / "sides.py").is_file():
         raise UserError(
-            f"whet bench: the measuring programs are not part of the installed package (no {BENCH}); get the "
+            f"whet bench: the benchmark programs are not part of the installed package (no {BENCH}); get the "
             "repository with its bench/ folder, there pip install -e '.[peers]', and run whet bench again"
         )
     chosen, notes = select(config)
@@ -191,7 +191,7 @@ def main(config: BenchConfig) -> None:
     (folder / "bench.json").write_text(text + "\n", encoding="ascii")
     page = render(
         "bench.html",
-        title="whet beside its peers",
+        title="whet against its peers",
         styles=("bench.css",),
         content=content,
         found=found,
@@ -207,17 +207,17 @@ def main(config: BenchConfig) -> None:
 
 
 def select(config: BenchConfig) -> tuple[dict[str, list[str]], list[str]]:
-    """Return which programs can be run, with what each is given besides, and notes on what is left out.
+    """Return the programs that can run, their further options, and notes on what is skipped.
 
     Raises:
-        UserError: If a peer that is asked for is missing, or nothing is left.
+        UserError: If a requested peer is missing, or nothing is left to run.
     """
     asked, programs = split(config.against), split(config.programs)
     missing = [peer for peer in PEERS if not is_installed(peer)]
     if lacking := [peer for peer in asked if peer in missing]:
         raise UserError(f"--against {lacking[0]}: not installed; {PEERS[lacking[0]]}, or leave it out")
     wanted = [peer for peer in asked or PEERS if peer not in missing]
-    notes = [f"{peer} is left out: not installed; {PEERS[peer]}" for peer in missing if not asked]
+    notes = [f"{peer} is skipped: not installed; {PEERS[peer]}" for peer in missing if not asked]
     chosen: dict[str, list[str]] = {}
     for program in programs:
         beside = PROGRAMS[program][1]
@@ -233,14 +233,14 @@ def select(config: BenchConfig) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def is_installed(peer: str) -> bool:
-    """Say whether a peer is at hand."""
+    """Say whether a peer is installed."""
     if peer == "vllm":
         return bool(os.environ.get("VLLM_PYTHON"))
     return importlib.util.find_spec({"trl": "trl", "hf": "transformers"}[peer]) is not None
 
 
 def run_program(path: Path, options: Sequence[str]) -> dict[str, Any] | None:
-    """Run a measuring program, which prints as it goes; return what it wrote, or None when it failed."""
+    """Run a benchmark program with its output shown; return its results, or None if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         words = [sys.executable, str(path), *options, "--json", str(file)]
@@ -266,7 +266,7 @@ def verdict(result: Result) -> str:
 
 def table(found: Sequence[Result]) -> str:
     """Lay out the results as text."""
-    lines = [f"{'work':<48}{'beside':<32}{'whet':>8}{'target':>9}{'floor':>8}{'reached':>9}"]
+    lines = [f"{'work':<48}{'peer':<32}{'whet':>8}{'target':>9}{'floor':>8}{'reached':>9}"]
     for result in found:
         share = "" if result.share is None else f"{result.share:.0%}"
         target = shown(result, result.target)

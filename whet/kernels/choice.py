@@ -1,7 +1,7 @@
-"""Which of the CPU's C++ kernels a process uses: those that were measured to be faster than PyTorch on this machine.
+"""The process-wide choice of C++ kernels: those that were measured to be as fast as PyTorch on this machine, or faster.
 
-`whet.generate.kernel_speed` measures and sets the choice, once a process, before the first model computes anything: a
-sampler and a trainer that chose differently would not agree to the last bit. Until then, and with `WHET_KERNELS=cpp`,
+`whet.generate.kernel_speed` measures and sets the choice once per process, before the first model computes anything: a
+sampler and a trainer with different choices would not agree to the last bit. Until then, and with `WHET_KERNELS=cpp`,
 all kernels are used.
 """
 
@@ -21,16 +21,16 @@ OPERATIONS: tuple[Operation, ...] = ("product", "attention", "decode")
 
 
 TIE = 0.95
-"""Both are near the machine's peak for large products in float32; a clock cannot tell them apart by less."""
+"""For large float32 products both are near the machine's peak; timing cannot resolve a smaller difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is used, and how fast it was.
+    """The operations in use, and their measured speed.
 
     Attributes:
         used: Operations that run on the C++ kernels.
-        ratios: Speed over PyTorch's by operation; empty where nothing was measured.
+        ratios: Speed over PyTorch's by operation; empty if nothing was measured.
     """
 
     used: frozenset[Operation] = frozenset(OPERATIONS)
@@ -38,7 +38,7 @@ class Choice:
 
     @classmethod
     def of(cls, ratios: Mapping[Operation, float]) -> Choice:
-        """Use what is as fast as PyTorch, or faster."""
+        """Use the operations that are at least as fast as PyTorch."""
         used: set[Operation] = {name for name, ratio in ratios.items() if ratio >= TIE}
         if not {"product", "attention"} <= used:
             used.discard("decode")
@@ -49,19 +49,19 @@ _current: Choice | None = None
 
 
 def current() -> Choice | None:
-    """Return the choice of this process; None before there is one."""
+    """Return this process's choice; None if it is not made yet."""
     return _current
 
 
 def take(choice: Choice | None) -> None:
-    """Make a choice that of this process."""
+    """Set this process's choice."""
     global _current
     _current = choice
 
 
 @contextmanager
 def taken(choice: Choice) -> Iterator[None]:
-    """Use other kernels inside a block, to measure or to test them."""
+    """Use another choice within this context, for measurements and tests."""
     before = _current
     take(choice)
     try:
@@ -71,15 +71,15 @@ def taken(choice: Choice) -> Iterator[None]:
 
 
 def uses(operation: Operation) -> bool:
-    """Say whether an operation is to run on the C++ kernels, where there are any."""
+    """Say whether an operation should run on the C++ kernels, if there are any."""
     return _current is None or operation in _current.used
 
 
 def describe(choice: Choice | None = None) -> str:
-    """Say in a few words what computes on the CPU: `C++ avx2, 1.4x PyTorch` or `PyTorch (C++ avx2 was 0.8x)`.
+    """Describe the CPU kernels in a few words: `C++ avx2, 1.4x PyTorch` or `PyTorch (C++ avx2 was 0.8x)`.
 
     Args:
-        choice: That of this process where there is none.
+        choice: Default: this process's choice.
     """
     if build.library() is None:
         return f"PyTorch ({build.reason().removeprefix('eager: ')})"
@@ -99,7 +99,7 @@ def describe(choice: Choice | None = None) -> str:
 
 
 def identity() -> str:
-    """Name what the last bits of a result depend on: the built library and what of it is used."""
+    """Identify what the last bits of a result depend on: the built library and the operations in use."""
     left_out = [name for name in OPERATIONS if not uses(name)]
     return build.reason() + (f" without {', '.join(left_out)}" if left_out else "")
 

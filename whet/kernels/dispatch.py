@@ -1,9 +1,9 @@
-"""One table: which implementation of which operation on which device.
+"""The table of implementations: which kernel runs which operation on which device.
 
-`WHET_KERNELS=eager` in the environment switches every operation to its eager twin; `auto`, the default, takes what the
-table says, and on a CPU those C++ kernels that are measured to be faster than PyTorch; `cpp` takes these unmeasured;
-`triton` takes the GPU kernels and CUDA graphs in models, head and sampling, too. Triton is not imported before an
-operation runs on a device that it serves.
+`WHET_KERNELS=eager` in the environment switches every operation to its eager twin; `auto`, the default, follows the
+table, and on a CPU uses the C++ kernels that are measured to be faster than PyTorch; `cpp` uses these without
+measuring; `triton` uses the GPU kernels and CUDA graphs in models, head and sampling, too. Triton is imported only when
+an operation runs on a device that it serves.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def mode() -> Literal["auto", "cpp", "eager", "triton"]:
-    """Read the switch.
+    """Read the `WHET_KERNELS` switch.
 
     Raises:
-        UserError: If it is none of them.
+        UserError: If its value is unknown.
     """
     value = os.environ.get(VARIABLE, "auto")
     if value == "auto" or value == "cpp" or value == "eager" or value == "triton":
@@ -41,7 +41,7 @@ def mode() -> Literal["auto", "cpp", "eager", "triton"]:
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed and PyTorch is built for NVIDIA's GPUs, the only ones that the kernels are for."""
+    """Say whether Triton is installed and PyTorch is built for NVIDIA GPUs, the only ones that the kernels support."""
     return torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
 
 
@@ -64,16 +64,16 @@ def _cuda_kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
     }
 
 
-# Device type -> a function that imports the device's kernels and says which twin each stands for.
+# Device type -> a function that imports the device's kernels and returns them by eager twin.
 KERNELS = {"cuda": _cuda_kernels}
 
 
 def pick(twin: Callable[P, R], device: torch.device, dtype: torch.dtype = torch.float32) -> Callable[P, R]:
-    """Return what runs in place of an eager twin on a device: `pick(eager.swiglu, x.device, x.dtype)(gate, up)`.
+    """Return the implementation of an eager twin on a device: `pick(eager.swiglu, x.device, x.dtype)(gate, up)`.
 
     Args:
-        twin: A function of `whet.kernels.eager`; it is its own answer where there is no kernel.
-        device: Where the tensors are.
+        twin: A function of `whet.kernels.eager`; returned itself if there is no kernel.
+        device: Device of the tensors.
         dtype: Their dtype; kernels are for float16, bfloat16 and float32.
     """
     if device.type not in KERNELS or dtype not in DTYPES or mode() == "eager":
@@ -81,15 +81,15 @@ def pick(twin: Callable[P, R], device: torch.device, dtype: torch.dtype = torch.
     return cast("Callable[P, R]", KERNELS[device.type]().get(twin, twin))
 
 
-def asked_for(twin: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R] | None:
-    """Return the kernel that stands for an eager twin where `WHET_KERNELS=triton` asks for it; None: go on as always.
+def kernel_for(twin: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R] | None:
+    """Return the kernel of an eager twin if `WHET_KERNELS=triton` requests it; None: use the default path.
 
     Args:
         twin: A function of `whet.kernels.eager`.
-        tensor: What it works on.
+        tensor: Its input.
 
     Raises:
-        UserError: If it is asked for on a GPU that has none.
+        UserError: If it is requested on a GPU without kernels.
     """
     serves = tensor.device.type in KERNELS and tensor.dtype in DTYPES and not torch.compiler.is_compiling()
     if not serves or mode() != "triton":

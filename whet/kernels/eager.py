@@ -1,4 +1,4 @@
-"""The eager twins: what every kernel computes, in plain PyTorch, on any device.
+"""The eager twins: the reference of every kernel, in plain PyTorch, on any device.
 
 A kernel has its twin's name, arguments and result; `whet.kernels.dispatch` chooses between them.
 """
@@ -16,7 +16,7 @@ SPLIT = 256
 NF4_BLOCK = 64
 SCALE_BLOCK = 256
 SLICE = 2**18
-"""Numbers of a slice: a few such arrays fit into a core's share of the cache."""
+"""Numbers per slice: a few such arrays fit into a core's share of the cache."""
 # fmt: off
 NF4_CODES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -29,15 +29,15 @@ NF4_CODES = (
 def decode_attention(
     q_BHC: torch.Tensor, keys_BKSC: torch.Tensor, values_BKSC: torch.Tensor, lengths_B: torch.Tensor
 ) -> torch.Tensor:
-    """Attend from one query a row to the row's own past, in splits of `SPLIT` keys merged from first to last.
+    """Attend from one query per row to the row's own past, in splits of `SPLIT` keys merged from first to last.
 
-    A row's result depends neither on the other rows nor on what stands at or after its length, even inf and nan.
+    A row's result depends neither on the other rows nor on the contents at or after its length, even inf and nan.
 
     Args:
-        q_BHC: Queries; the heads of one key/value head stand together.
-        keys_BKSC: Keys; may have more rows than there are queries.
+        q_BHC: Queries; the heads of one key/value head are adjacent.
+        keys_BKSC: Keys; may have more rows than queries.
         values_BKSC: Values.
-        lengths_B: Integers on the device: positions that a row may see; 0 gives zeros.
+        lengths_B: Integers on the device: positions that a row attends to; 0 gives zeros.
 
     Returns:
         Outputs [B, H, C] in the dtype of the queries; the arithmetic is float32.
@@ -87,7 +87,7 @@ def logprob_entropy_backward_(
     grad_entropy_M: torch.Tensor,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """Overwrite logits by the loss's gradient: (g (onehot - p) - e p (log p + H)) / temperature.
+    """Overwrite logits with the loss's gradient: (g (onehot - p) - e p (log p + H)) / temperature.
 
     Args:
         logits_MV: Logits as `logprob_entropy` read them; overwritten.
@@ -96,12 +96,12 @@ def logprob_entropy_backward_(
         entropy_M: From the forward pass.
         grad_logprob_M: Upstream gradient g.
         grad_entropy_M: Upstream gradient e.
-        temperature: What divided the logits before, so that the gradient is that of the undivided ones.
+        temperature: Temperature that already divided the logits; the gradient is that of the undivided ones.
 
     Returns:
         The argument.
 
-    Source: engine.md, part 5; the tests verify it against autograd.
+    The tests verify it against autograd.
     """
     logprobs = logits_MV.sub_(normaliser_M[:, None])
     finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
@@ -134,7 +134,7 @@ def rms_norm(
 def _normalised(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x over its root mean square, and one over that [..., 1], both float32."""
     x32 = x.float()
-    # Not torch.linalg.vecdot, which autocast would compute in bfloat16; not mean, which is slower than a sum.
+    # Not torch.linalg.vecdot, which autocast would run in bfloat16; not mean, which is slower than sum.
     rstd = (x32.square().sum(-1, keepdim=True) * (1 / x.shape[-1]) + eps).rsqrt()
     return x32 * rstd, rstd
 
@@ -149,7 +149,7 @@ def _scaled(weight: torch.Tensor, normalised: torch.Tensor, dtype: torch.dtype) 
 
 
 class _Norm(torch.autograd.Function):
-    """The norm with its gradient in six passes; autograd takes a dozen."""
+    """The norm with its gradient in six passes over memory; autograd takes a dozen."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -175,7 +175,7 @@ def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) ->
     Args:
         x_NHC: Queries or keys.
         cos_N1C: Float32 table at each row's position; its halves are equal.
-        sin_N1C: The same of the sine.
+        sin_N1C: The same for the sine.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _Rotate.apply(x_NHC, cos_N1C, sin_N1C)  # pyright: ignore[reportReturnType]
@@ -190,7 +190,7 @@ def _rotated(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor, 
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation; its gradient is turned back by the same angle."""
+    """Rotation; its gradient is rotated back by the same angle."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -211,10 +211,10 @@ def swiglu(gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """The gate with its gradient, in slices of rows that stay in a CPU's cache from one pass to the next.
+    """The gated unit with its gradient, in slices of rows that stay in the CPU's cache between passes.
 
-    Its arrays are the largest of a training step beside the logits. What silu returned is computed again: it would take
-    as long to read.
+    Its arrays are the largest of a training step besides the logits. The backward pass recomputes silu: reading it from
+    memory would take as long.
     """
 
     @staticmethod
@@ -238,13 +238,13 @@ class _SwiGLU(torch.autograd.Function):
 
 def _slices(x_NF: torch.Tensor) -> list[slice]:
     rows, step = x_NF.shape[0], max(1, SLICE // x_NF.shape[1])
-    # On a GPU a slice more is a launch more, and there is no cache to stay in.
+    # On a GPU every slice is another launch, and there is no cache to stay in.
     return [slice(None)] if x_NF.is_cuda else [slice(start, start + step) for start in range(0, rows, step)]
 
 
 @cache
 def has_bfloat16_products() -> bool:
-    """Whether PyTorch multiplies bfloat16 matrices on this CPU with more than plain loops.
+    """Say whether PyTorch multiplies bfloat16 matrices on this CPU with more than plain loops.
 
     These were 15 times slower than float32 for a training step on AVX2 (11M parameters: 48 s against 3).
     """
@@ -252,7 +252,7 @@ def has_bfloat16_products() -> bool:
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype that products with a tensor are computed in: float32 for bfloat16 without such products."""
+    """Return the dtype of products with a tensor: float32 for bfloat16 without such products."""
     is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not has_bfloat16_products()
     return torch.float32 if is_slow else x.dtype
 
@@ -274,7 +274,7 @@ def linear(x: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None
 
 
 class _Widened(torch.autograd.Function):
-    """A bfloat16 product in float32: what it keeps is bfloat16 all the same, and the weight itself."""
+    """A bfloat16 product computed in float32; it saves bfloat16 inputs and the weight itself for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -304,10 +304,10 @@ class NF4:
     """A tensor in 4-bit NormalFloat.
 
     Attributes:
-        codes: uint8, two codes a byte, the first in the high half; the end is filled up to a whole block.
+        codes: uint8, two codes per byte, the first in the high half; padded to a whole block.
         absmax: Largest magnitude of each block of `NF4_BLOCK`: float32, or int8 when doubly quantised.
         scale: Float32 step of each `SCALE_BLOCK` entries of an int8 `absmax`; else None.
-        offset: Float32 mean that was taken off `absmax` before; else None.
+        offset: Float32 mean subtracted from `absmax` before; else None.
         shape: Shape of the tensor.
     """
 
@@ -319,14 +319,15 @@ class NF4:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Its size in bytes."""
         parts = (self.codes, self.absmax, self.scale, self.offset)
         return sum(part.nbytes for part in parts if part is not None)
 
 
 @cache
 def nf4_table(device: torch.device) -> torch.Tensor:
-    """Return the 16 code values on a device; made once, since a copy from the host cannot be captured in a graph."""
+    """Return the 16 code values on a device; cached, because a copy from the host cannot be captured in a CUDA
+    graph."""
     with torch.inference_mode(False):
         return torch.tensor(NF4_CODES, device=device)
 
@@ -336,10 +337,10 @@ def nf4_quantize(tensor: torch.Tensor, *, double: bool = True) -> NF4:
 
     Args:
         tensor: Weights of any shape and float dtype.
-        double: Quantise the blocks' absmax to int8 too (4.127 bits a weight instead of 4.5).
+        double: Quantise the blocks' absmax to int8, too (4.127 bits per weight instead of 4.5).
 
     Source: QLoRA 2305.14314, section 3 and appendix E. Deviation: the second quantisation is to int8 with one
-    offset, where the paper takes 8-bit floats.
+    offset, where the paper uses 8-bit floats.
     """
     surplus = -tensor.numel() % NF4_BLOCK
     blocks = F.pad(tensor.detach().reshape(-1).float(), (0, surplus)).view(-1, NF4_BLOCK)
@@ -371,7 +372,7 @@ def nf4_absmax(absmax: torch.Tensor, scale: torch.Tensor | None, offset: torch.T
 def nf4_dequantize(packed: NF4, dtype: torch.dtype) -> torch.Tensor:
     """Return the tensor that the codes stand for: code x absmax in float32, rounded once to `dtype`."""
     table = nf4_table(packed.codes.device)
-    pairs = torch.cartesian_prod(table, table)  # one look-up a byte is twice as fast as one a code (CPU)
+    pairs = torch.cartesian_prod(table, table)  # one lookup per byte is twice as fast as one per code (CPU)
     values = F.embedding(packed.codes.int(), pairs).view(-1, NF4_BLOCK)
     values = values * nf4_absmax(packed.absmax, packed.scale, packed.offset)[:, None]
     count = torch.Size(packed.shape).numel()

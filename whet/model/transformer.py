@@ -14,7 +14,7 @@ from torch import nn
 
 from whet.kernels import eager
 from whet.kernels.cpu import ops as cpu
-from whet.kernels.dispatch import asked_for
+from whet.kernels.dispatch import kernel_for
 from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, round_up
 from whet.model.checkpointing import Recompute
 from whet.model.config import ModelConfig, RopeScaling
@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
         out = cpu.norm(x, self.weight, self.eps)
         if out is not None:
             return out
-        if (kernel := asked_for(eager.rms_norm, x)) is not None:
+        if (kernel := kernel_for(eager.rms_norm, x)) is not None:
             return kernel(x, self.weight, self.eps)[0]
         return eager.rms_norm(x, self.weight, self.eps)[0]
 
@@ -135,7 +135,7 @@ class MLP(nn.Module):
         gate_NF, up_NF = self.gate_proj(x_ND), self.up_proj(x_ND)
         gated_NF = cpu.swiglu(gate_NF, up_NF)
         if gated_NF is None:
-            gated_NF = (asked_for(eager.swiglu, gate_NF) or eager.swiglu)(gate_NF, up_NF)
+            gated_NF = (kernel_for(eager.swiglu, gate_NF) or eager.swiglu)(gate_NF, up_NF)
         return self.down_proj(gated_NF)
 
 

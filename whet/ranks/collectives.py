@@ -1,7 +1,7 @@
-"""Ranks, and the work that they do together. World size 1 runs the same code: every reduction is then the identity.
+"""Collective operations of the ranks. World size 1 runs the same code: every reduction is then the identity.
 
-Before they exchange numbers, ranks exchange what they are about to do: unequal work is an error on every rank, never a
-hang or a wrong sum. Numbers are exchanged on the CPU; only gradients stay on the device that they are on.
+Before ranks exchange numbers, they exchange what they are about to do: a mismatch is an error on every rank, never a
+hang or a wrong sum. Numbers are exchanged on the CPU; only gradients stay on their device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _current = ""
 
 
 class RankError(RuntimeError):
-    """What a rank cannot do because of another one: it is gone, late, or at other work.
+    """A collective failed because another rank is gone, late, or in a different collective.
 
     Attributes:
-        work: What was waited for; '' where all ranks came.
+        work: The collective that was waited for; '' if all ranks reached it.
     """
 
     def __init__(self, text: str, *, work: str = "") -> None:
@@ -53,13 +53,13 @@ def world_size() -> int:
 
 
 def current_collective() -> str:
-    """Return what this rank waits for with the others, as 'all_reduce_max in train.step.clip:93'; '' for nothing."""
+    """Return the collective that this rank waits in, as 'all_reduce_max in train.step.clip:93'; '' if none."""
     return _current
 
 
 @contextmanager
 def together(what: str, number: int = 0) -> Iterator[list[int]]:
-    """Do a thing together with all ranks, once they agree on what it is, and where.
+    """Run a collective on all ranks once they agree on what it is and where it is called.
 
     Args:
         what: What is done, with everything that must be the same on all ranks.
@@ -69,7 +69,7 @@ def together(what: str, number: int = 0) -> Iterator[list[int]]:
         The number of each rank.
 
     Raises:
-        RankError: On every rank, if one is at other work; on this one, if another is gone or does not come in time.
+        RankError: On every rank, if one is in a different collective; on this one, if another is gone or late.
     """
     work = f"{what} in {_caller()}"
     with _named(work):
@@ -80,8 +80,10 @@ def together(what: str, number: int = 0) -> Iterator[list[int]]:
         found = [bytes(part.numpy()) for part in parts]
         texts = [data[:_TEXT_BYTES].decode().rstrip() for data in found]
         if len(set(texts)) > 1:
-            where = "; ".join(f"rank {place}: {said}" for place, said in enumerate(texts[:8]))
-            raise RankError(f"ranks are at different work: {where}; start all with the same code and files")
+            where = "; ".join(f"rank {place}: {text}" for place, text in enumerate(texts[:8]))
+            raise RankError(
+                f"ranks are in different collectives: {where}; start all with the same code and files"
+            )
         yield [int.from_bytes(data[_TEXT_BYTES:], "little") for data in found]
 
 
@@ -113,7 +115,7 @@ def all_reduce_max(value: float) -> float:
 
 
 def all_agree(flag: bool) -> bool:
-    """Say whether a thing is true on every rank."""
+    """Say whether a flag is true on every rank."""
     return all_reduce_max(float(not flag)) == 0.0
 
 
@@ -142,7 +144,7 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """Run a function on rank 0 only, and share how it ended.
+    """Run a function on rank 0 only, and share its result or error.
 
     Args:
         function: Returns a JSON value.
@@ -179,8 +181,8 @@ def barrier() -> None:
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Add gradients over all ranks.
 
-    Losses are divided by global counts, so the sum is the gradient of the whole batch. A parameter that only other
-    ranks have a gradient of counts as zero here; one that no rank has a gradient of stays without.
+    Losses are divided by global counts, so the sum is the gradient of the whole batch. A parameter without a gradient
+    here but with one on other ranks counts as zero; one without a gradient on any rank stays without.
     """
     if not is_distributed():
         return
@@ -204,12 +206,12 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def shard(count: int) -> range:
-    """Return the indices of `count` items that are this rank's: every world_size-th, from its rank on."""
+    """Return this rank's share of `count` indices: every world_size-th, starting at its rank."""
     return range(rank(), count, world_size())
 
 
 def redeal(parts: Sequence[Sequence[T]]) -> list[T]:
-    """Return this rank's share of items that `shard` had dealt, perhaps to another number of ranks.
+    """Return this rank's share of items that `shard` had split, perhaps over another number of ranks.
 
     Args:
         parts: The items of each of those ranks.
@@ -237,7 +239,7 @@ def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def _named(work: str) -> Iterator[None]:
-    """Let `current_collective` return this; turn what gloo and nccl raise into one line."""
+    """Make `current_collective` return this; turn what gloo and nccl raise into one line."""
     global _current
     before, _current = _current, work
     try:

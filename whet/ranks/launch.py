@@ -1,7 +1,7 @@
-"""One rank of a job that torchrun (or the like) started: it joins the others, notices when one is gone, and ends.
+"""One rank of a job that torchrun (or the like) started: join the others, notice when one is gone, and end.
 
-The first rank with an error says it, and all end: torchrun's own way, to send SIGTERM and to wait 30 s, neither
-reaches a rank that is stopped nor says what happened.
+The first rank with an error prints it, and all ranks end. torchrun's own way (SIGTERM, then 30 s of waiting) neither
+reaches a stopped rank nor says what happened.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TIMEOUT_VARIABLE = "WHET_COLLECTIVE_TIMEOUT_S"
 COLLECTIVE_LIMIT_S = 600.0
 JOIN_LIMIT = timedelta(minutes=30)
 GRACE_S = 10.0
-"""What a rank may still do once another has failed."""
-RESUME = "the same command with --resume goes on from the last checkpoint"
+"""Seconds that a rank may still run after another has failed."""
+RESUME = "the same command with --resume continues from the last checkpoint"
 
 
 def run_rank(function: Callable[[], int]) -> NoReturn:
@@ -68,27 +68,27 @@ def _status(function: Callable[[], int]) -> int:
 
 
 def _describe(error: BaseException, job: Job | None) -> tuple[int, str]:
-    """Return exit status and text of an error, as `guard` has them; a traceback where it is a bug of ours."""
+    """Return exit status and text of an error, as `guard` does; a traceback if it is a bug of ours."""
     if isinstance(error, RankError) and job is not None:
         return 1, f"whet: error: {job.explain(error)}\n"
     if isinstance(error, _Terminated):
         missing = job.missing() if job is not None else ""
-        return 143, f"whet: error: {missing or 'told to end (SIGTERM)'}; {RESUME}\n"
+        return 143, f"whet: error: {missing or 'terminated (SIGTERM)'}; {RESUME}\n"
 
     def again() -> None:
         raise error
 
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             status = guard(again)
     except BaseException as bug:
         return 1, f"rank {os.environ['RANK']}: {''.join(traceback.format_exception(bug))}"
-    return status, said.getvalue()
+    return status, stderr.getvalue()
 
 
 def _end(status: int) -> NoReturn:
-    """End the process without the interpreter's own exit, in which gloo's threads now and then abort (SIGABRT)."""
+    """End the process without the interpreter's normal exit, during which gloo's threads sometimes abort (SIGABRT)."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # pyright: ignore[reportAttributeAccessIssue] - the sandbox closes its workers
@@ -99,7 +99,7 @@ def _end(status: int) -> NoReturn:
 
 
 class _Terminated(BaseException):
-    """SIGTERM outside of the steps of a run, which has its own handler for them."""
+    """SIGTERM outside the steps of a run, which have their own handler."""
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
@@ -107,10 +107,10 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 class Job:
-    """All ranks, as one of them sees them through the key-value store that they joined by.
+    """The job as one rank sees it, through the key-value store of the rendezvous.
 
     Raises:
-        UserError: If the environment does not say how to join.
+        UserError: If the environment variables do not say how to join.
     """
 
     def __init__(self) -> None:
@@ -124,8 +124,8 @@ class Job:
         except (ValueError, RuntimeError) as error:
             raise UserError(f"this rank cannot join the others ({error}); start it with torchrun") from None
         if self._rank:
-            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - rank 0 speaks for all
-        self._store = PrefixStore("whet", store.clone())  # pyright: ignore - a connection that no collective keeps busy
+            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - only rank 0 prints
+        self._store = PrefixStore("whet", store.clone())  # pyright: ignore - own connection: no collective blocks it
         self._store.set(f"process/{self._rank}", _process(os.getpid()))
         names = [f"process/{place}" for place in range(world_size)]
         self._store.wait(names, JOIN_LIMIT)
@@ -151,15 +151,15 @@ class Job:
         dist.destroy_process_group()
 
     def claim(self, text: str) -> bool:
-        """Say whether nobody else has told of an error yet: this thread of this rank may."""
+        """Say whether no other rank has reported an error yet, so that this thread may."""
         value = f"{self._rank}/{threading.get_ident()}: {text}"
         try:
             return self._store.compare_set("error", "", value).decode() == value
-        except RuntimeError:  # whoever held the store is gone
+        except RuntimeError:  # the rank that hosts the store is gone
             return True
 
     def explain(self, error: RankError) -> str:
-        """Return in one line what became of the others."""
+        """Return in one line what happened to the others."""
         if not error.work:
             return str(error)
         if not (missing := self.missing(with_stopped=True)):
@@ -169,13 +169,13 @@ class Job:
             late = [
                 n for n in range(len(self._processes)) if n != self._rank and not self._has(f"noticed/{n}")
             ]
-            missing = "; ".join(f"rank {number} did not come" for number in late)
+            missing = "; ".join(f"rank {number} did not arrive" for number in late)
         if not missing:
             return f"rank {self._rank} lost the others in {error}; {RESUME}"
         return f"{missing}; rank {self._rank} waited in {error.work}; {RESUME}"
 
     def missing(self, *, with_stopped: bool = False) -> str:
-        """Name the ranks of this machine that are gone without having ended, or (if asked) are stopped."""
+        """Name the ranks of this machine that died, or (with_stopped) are stopped."""
         found = []
         for number, process in enumerate(self._processes):
             fate = _fate(process)
@@ -184,19 +184,19 @@ class Job:
         return "; ".join(found)
 
     def _has(self, key: str) -> bool:
-        with contextlib.suppress(RuntimeError):  # the store may be gone with whoever held it
+        with contextlib.suppress(RuntimeError):  # the store is gone if its host is
             return self._store.check([key])
         return False
 
     def kill_stopped(self) -> None:
-        """Kill the ranks of this machine that are stopped: nothing else would end them."""
+        """Kill the ranks of this machine that are stopped: nothing else would."""
         for process in self._processes:
             if _fate(process) == "stopped":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(process.split()[-2]), signal.SIGKILL)
 
     def _watch(self) -> None:
-        """End this rank when another one has failed, whatever it is at."""
+        """End this rank when another one has failed, whatever it is doing."""
         missing = ""
         while not missing:
             if self._is_over.wait(0.5):
@@ -224,7 +224,7 @@ def _collective_limit() -> timedelta:
 
 
 def _machine() -> str:
-    """Return what processes share that see each other's ids."""
+    """Return a key that is equal for processes that can see each other's pids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -233,13 +233,13 @@ def _machine() -> str:
 
 
 def _process(pid: int) -> str:
-    """Return 'machine pid start', which no other process ever has."""
+    """Return 'machine pid start', unique to one process even after its pid is reused."""
     _, started = _state(pid)
     return f"{_machine()} {pid} {started}"
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Return the state letter of a process ('' when there is none) and when it was started."""
+    """Return the state letter of a process ('' if it does not exist) and its start time."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,5 @@
-"""`whet demo`: the whole story in a minute: random weights, fine-tuning, reinforcement, and a table as proof."""
+"""`whet demo`: the whole pipeline in a minute: random weights, fine-tuning, reinforcement, and an evaluation of
+each."""
 
 from __future__ import annotations
 
@@ -45,15 +46,15 @@ class DemoConfig:
     """The demo: sums of two-digit numbers, from random weights to a model that thinks before it answers."""
 
     out: str = ""
-    """Run folder to make; empty for runs/demo-DATE-TIME."""
+    """Output folder; empty for runs/demo-DATE-TIME."""
     seed: int = 0
-    """Seed of everything."""
+    """Seed of all random choices."""
     num_problems: int = 512
     """Held-out problems of the test split."""
     num_samples: int = 16
     """Samples per problem."""
     split: str = "test"
-    """Part of the data that is measured; the recipe was chosen on dev."""
+    """Split to evaluate on; the recipe was tuned on dev."""
     num_threads: int = 2
     """CPU threads."""
 
@@ -64,7 +65,7 @@ class DemoConfig:
 
 
 def main(config: DemoConfig) -> None:
-    """Train, measure, and tell the story."""
+    """Train, evaluate, and print the results."""
     console = Console()
     folder = Path(config.out or time.strftime("runs/demo-%Y%m%d-%H%M%S"))
     open_run(folder, dump_yaml(config), resumable=False)
@@ -150,7 +151,7 @@ def _measure(policy: Policy, config: DemoConfig, folder: Path, stage: str) -> Ev
 
 
 def _write_summary(folder: Path, results: Mapping[str, EvalResult], seconds: float) -> None:
-    """Write summary.json: per stage the means under their names, and the intervals beside them."""
+    """Write summary.json: for each stage the means by name, and their intervals."""
     content: dict[str, object] = {"seconds": round(seconds, 1)}
     for stage, result in results.items():
         means = {name: interval.mean for name, interval in result.metrics.items()}
@@ -160,7 +161,7 @@ def _write_summary(folder: Path, results: Mapping[str, EvalResult], seconds: flo
 
 
 def _show_samples(console: Console, results: Mapping[str, EvalResult]) -> None:
-    """Print the first sample of the first problems, before and after: not chosen, just the first."""
+    """Print the first sample of the first problems, before and after: not selected, just the first."""
     rows: Sequence[int] = range(min(NUM_SHOWN, len(results["rl"].problems)))
     text = Text("\nThe first sample of the first held-out problems, before and after\n\n", style="bold")
     for row in rows:
@@ -177,7 +178,7 @@ def _show_samples(console: Console, results: Mapping[str, EvalResult]) -> None:
 
 
 def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoConfig) -> None:
-    """Write report.md: the table, the curve of the reinforcement stage and the same samples as on the screen."""
+    """Write report.md: the table, the curve of the reinforcement stage and the samples shown on screen."""
     names = [
         "pass@1",
         "greedy",

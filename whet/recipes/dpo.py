@@ -44,7 +44,7 @@ def qwen25_05b_math() -> DPOConfig:
 
 
 def qwen25_05b_pairs() -> DPOConfig:
-    """DPO on pairs of your own (--pairs FILE: prompt, chosen, rejected) from Qwen2.5-0.5B-Instruct."""
+    """DPO on your own pairs (--pairs FILE: prompt, chosen, rejected) from Qwen2.5-0.5B-Instruct."""
     return DPOConfig(
         out="runs/qwen2.5-0.5b-pairs-dpo",
         policy=PolicyConfig(init="Qwen/Qwen2.5-0.5B-Instruct", system_prompt=False),

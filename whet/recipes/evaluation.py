@@ -38,7 +38,7 @@ def calculator() -> EvalConfig:
 
 
 def gsm8k() -> EvalConfig:
-    """Any model (--policy.init) on 200 GSM8K test problems x 16 samples at temperature 0.7 (source 004's protocol)."""
+    """Any model (--policy.init) on 200 GSM8K test problems x 16 samples at temperature 0.7."""
     return EvalConfig(
         out="runs/gsm8k-eval",
         policy=PolicyConfig(init=STORIES, system_prompt=False),

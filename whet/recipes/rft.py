@@ -14,7 +14,7 @@ from whet.train.rft import RFTConfig, main, plan
 
 
 def demo() -> RFTConfig:
-    """Two rounds on the demo's fine-tuned model: right sums only, and those mostly show their working."""
+    """Two rounds on the demo's fine-tuned model: only right sums are kept, and most of them show their working."""
     return RFTConfig(
         out="runs/demo-rft",
         policy=demo_policy("runs/demo-sft"),

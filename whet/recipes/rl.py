@@ -45,7 +45,7 @@ def dr_grpo() -> AlgoConfig:
 
 
 def dapo() -> AlgoConfig:
-    """DAPO: clip-higher, dynamic sampling with refill, token-level loss, soft overlong punishment (2503.14476)."""
+    """DAPO: clip-higher, dynamic sampling with refill, token-level loss, soft overlong penalty (2503.14476)."""
     return AlgoConfig(
         clip_high=0.28,
         aggregation="token_mean",
@@ -175,7 +175,7 @@ def stories260k_gsm8k() -> RLConfig:
 
 
 def gpt2_gsm8k() -> RLConfig:
-    """DAPO on GSM8K from the fine-tuned GPT-2 124M (source 004's setting, with refill instead of skip)."""
+    """DAPO on GSM8K from the fine-tuned GPT-2 124M (with refill of uninformative groups)."""
     return RLConfig(
         out="runs/gpt2-gsm8k-rl",
         policy=PolicyConfig(init="runs/gpt2-gsm8k-sft", max_rows=128),
@@ -226,19 +226,19 @@ def qwen25_15b_math() -> RLConfig:
 
 
 def qwen25_3b_math_grpo() -> RLConfig:
-    """GRPO with KL 0.1 to the reference on MATH from the fine-tuned Qwen2.5-3B (source 001)."""
+    """GRPO with KL 0.1 to the reference on MATH from the fine-tuned Qwen2.5-3B."""
     return replace(
         _hub("qwen2.5-3b", replace(grpo(), kl="k3_loss", kl_coef=0.1)), out="runs/qwen2.5-3b-math-grpo"
     )
 
 
 def qwen25_3b_math_dr_grpo() -> RLConfig:
-    """Dr. GRPO on MATH from the fine-tuned Qwen2.5-3B (source 001)."""
+    """Dr. GRPO on MATH from the fine-tuned Qwen2.5-3B."""
     return replace(_hub("qwen2.5-3b", dr_grpo()), out="runs/qwen2.5-3b-math-dr-grpo")
 
 
 def qwen25_3b_math_dapo() -> RLConfig:
-    """DAPO on MATH from the fine-tuned Qwen2.5-3B (source 001)."""
+    """DAPO on MATH from the fine-tuned Qwen2.5-3B."""
     return replace(_hub("qwen2.5-3b", dapo()), out="runs/qwen2.5-3b-math-dapo")
 
 
@@ -248,7 +248,7 @@ def qwen3_06b_math() -> RLConfig:
 
 
 def qwen3_4b_math() -> RLConfig:
-    """DAPO on MATH from the primed Qwen3-4B (source 002)."""
+    """DAPO on MATH from the primed Qwen3-4B."""
     return _hub("qwen3-4b", dapo())
 
 

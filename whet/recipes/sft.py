@@ -53,7 +53,7 @@ def stories260k_gsm8k() -> SFTConfig:
 
 
 def gpt2_gsm8k() -> SFTConfig:
-    """GPT-2 124M on GSM8K solutions with think/answer tags as tokens (source 004's setting)."""
+    """GPT-2 124M on GSM8K solutions with think/answer tags as tokens."""
     return SFTConfig(
         out="runs/gpt2-gsm8k-sft",
         policy=gpt2_policy(),
@@ -97,7 +97,7 @@ def qwen25_15b_math() -> SFTConfig:
 
 
 def qwen25_3b_math() -> SFTConfig:
-    """Qwen2.5-3B on worked MATH solutions (source 001's model)."""
+    """Qwen2.5-3B on worked MATH solutions."""
     return _hub("Qwen/Qwen2.5-3B", "qwen2.5-3b", lr=2e-5, checkpoint_layers=True)
 
 
@@ -107,7 +107,7 @@ def qwen3_06b_math() -> SFTConfig:
 
 
 def qwen3_4b_math() -> SFTConfig:
-    """Qwen3-4B-Base primed on worked MATH solutions with the workshop's tags (source 002's model)."""
+    """Qwen3-4B-Base primed on worked MATH solutions with the tags of Unsloth's GRPO notebooks."""
     config = _hub("Qwen/Qwen3-4B-Base", "qwen3-4b", lr=1e-5, checkpoint_layers=True)
     return replace(config, policy=replace(config.policy, schema="working_out_solution"))
 

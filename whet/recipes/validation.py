@@ -31,7 +31,7 @@ def _validate(
 
 
 def demo() -> ValidateConfig:
-    """The demo, held to what it promises: it learns to think, and nothing drifts. About a minute."""
+    """The demo with its thresholds: it learns to think, and nothing drifts. About a minute."""
     return _validate(
         "demo",
         "demo",
@@ -49,7 +49,7 @@ def demo() -> ValidateConfig:
 
 
 def quick() -> ValidateConfig:
-    """The demo cut short, over bytes, so that the probes too have something to measure. Under a minute."""
+    """A shortened demo over bytes, so that the probes also have something to measure. Under a minute."""
     config = demo()
     policy = demo_policy()
     policy = replace(
@@ -65,7 +65,7 @@ def quick() -> ValidateConfig:
 
 
 def stories260k_gsm8k() -> ValidateConfig:
-    """A real pretrained model on GSM8K: the format must be learned; the maths is not expected, prose is lost."""
+    """A real pretrained model on GSM8K: the format must be learned; maths is not expected, and prose degrades."""
     return _validate(
         "stories260k-gsm8k",
         "stories260k-gsm8k",

@@ -1,4 +1,4 @@
-"""The curves of a run as chart data: rows of metrics.jsonl -> figures of panels of series; long ones are thinned."""
+"""Chart data of a run's curves: rows of metrics.jsonl -> figures of panels of series; long ones are thinned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_POINTS = 3000
 
 NUM_BINS = 1000
 MAX_SERIES = 6
-"""Series in one panel, as there are colours; more go into further panels."""
+"""Most series in one panel (the number of colours); more go into further panels."""
 
 TITLES = {
     "rl_learning": "Learning",
@@ -36,14 +36,14 @@ TITLES = {
     "hardware": "Hardware",
     "other": "Other metrics",
 }
-"""Figure -> heading, in the order of a page; figures without a heading of their own come last."""
+"""Figure -> heading, in the order of a page; figures without a heading come last."""
 
 
 def figures(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Turn rows of metrics into chart data, as charts.js draws it.
 
     Args:
-        rows: Rows of metrics.jsonl in any order; of a step logged twice the later row counts. They are read once.
+        rows: Rows of metrics.jsonl in any order; the later row of a repeated step counts. Read once.
 
     Returns:
         Figures that have data: {name, title, panels: [{title, unit, smooth, series: [{name, label, meaning, steps,
@@ -54,7 +54,7 @@ def figures(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def figures_of(curves: Series) -> list[dict[str, Any]]:
-    """Turn curves that were collected into chart data, as `figures` does.
+    """Turn collected curves into chart data, as `figures` does.
 
     Args:
         curves: Name -> steps and values, from `collect`.
@@ -88,7 +88,7 @@ def figures_of(curves: Series) -> list[dict[str, Any]]:
 def overlay(
     own: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], label: str
 ) -> list[dict[str, Any]]:
-    """Add the series of another run to the panels that both have.
+    """Add another run's series to the panels that both have.
 
     Args:
         own: Figures of the run.
@@ -121,13 +121,13 @@ def overlay(
 
 
 def collect(rows: Iterable[Mapping[str, Any]]) -> Series:
-    """Gather the curve of every metric in compact arrays; what is no number of a step is left out.
+    """Collect the curve of every metric in compact arrays; values that are not numbers of a step are dropped.
 
     Args:
         rows: Rows of metrics.jsonl; nothing in them is trusted.
 
     Returns:
-        Name -> ascending steps and their values; NaN where a row holds null.
+        Name -> ascending steps and their values; NaN where a row has null.
     """
     points: dict[str, tuple[array[int], array[float]]] = {}
     for row in filter(None, map(clean_metrics, rows)):
@@ -157,7 +157,7 @@ def _place(figure: str) -> int:
 
 
 def _fill(panels: Sequence[Panel], present: Sequence[str]) -> Iterator[tuple[Panel, str, list[str]]]:
-    """Give each panel its metrics; too many go on in a further panel."""
+    """Give each panel its metrics; too many continue in a further panel."""
     for panel, shown in fill(panels, present):
         for start in range(0, len(shown), MAX_SERIES):
             suffix = f" ({start // MAX_SERIES + 1})" if start else ""
@@ -167,7 +167,7 @@ def _fill(panels: Sequence[Panel], present: Sequence[str]) -> Iterator[tuple[Pan
 def _series(
     name: str, metric: Metric | None, steps: np.ndarray, values: np.ndarray, span: tuple[int, int]
 ) -> dict[str, Any]:
-    families = ("rl/reward/", "rl/signal/")  # what follows is a name that the user chose: it stays as it is
+    families = ("rl/reward/", "rl/signal/")  # the rest is a name that the user chose: keep it unchanged
     family = next((family for family in families if name.startswith(family)), "")
     label = name.removeprefix(family) if family else metric_label(name)
     series: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""How a run stands, from its folder alone: whether it goes on, its newest numbers, warnings and new rows of metrics."""
+"""Status of a run from its folder alone: whether it is running, its newest values, warnings and new metric rows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from whet.telemetry.metrics import find_metric, format_metric
 
 MARK_BYTES = 256
 CHECKED_ROWS = 20_000
-"""Newest rows that are looked at for warnings when a run is opened; each takes some 50 microseconds."""
+"""Newest rows that are checked for warnings when a run is opened; each takes some 50 microseconds."""
 
 GLANCE_BYTES = 1 << 16
 
 MAX_WARNINGS = 20
 SILENT_S, SILENT_STEPS = 60.0, 8.0
-"""A run is called silent after so many seconds, and so many of its usual steps, without a row."""
+"""A run counts as silent after this many seconds, and this many usual step times, without a row."""
 
 HEADLINES = {
     "rl": (
@@ -41,7 +41,7 @@ HEADLINES = {
 
 
 class RunFollower:
-    """Follows the metrics.jsonl of one run folder. Any thread may ask it."""
+    """Follows the metrics.jsonl of one run folder. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,12 +56,12 @@ class RunFollower:
         """Return what a page shows of the run.
 
         Args:
-            cursor: The `cursor` of the answer before, to get only what is new in the curves; '' for everything.
+            cursor: The previous answer's `cursor`, to get only new points of the curves; '' for everything.
 
         Returns:
             `status` {kind, text, step, num_steps}, `headline` [{label, value, meaning}], `warnings` [{step, text}], the
-            newest first, `figures` of the rows after the cursor, `whole`: whether these are all rows (the file is new,
-            or another one than before), and the new `cursor`.
+            newest first, `figures` of the rows after the cursor, `whole`: whether these are all rows (the file is new
+            or was replaced), and the new `cursor`.
         """
         with self._lock:
             self._catch_up()
@@ -77,7 +77,7 @@ class RunFollower:
             }
 
     def _catch_up(self) -> None:
-        """Take the rows in that came since the last call."""
+        """Read the rows appended since the last call."""
         rows, self._cursor, whole = read_appended(self._path, self._cursor)
         if whole:
             self._recent = deque(maxlen=HISTORY_ROWS)
@@ -109,7 +109,7 @@ class RunFollower:
 
 
 def run_status(folder: Path, recent: Iterable[Mapping[str, Any]], now: float) -> dict[str, Any]:
-    """Say whether a run goes on, and for how long.
+    """Return whether a run is running, and for how much longer.
 
     Args:
         folder: Its folder.
@@ -129,7 +129,7 @@ def run_status(folder: Path, recent: Iterable[Mapping[str, Any]], now: float) ->
     num_steps = planned_steps(folder)
     steps = [int(step) for row in recent if (step := as_number(row.get("step"))) is not None]
     if not steps:
-        kind, text = "waiting", "waiting: no metrics were logged yet"
+        kind, text = "waiting", "waiting: no metrics logged yet"
         if (folder / "eval.json").is_file():
             kind, text = "finished", "an evaluation, finished"
         elif (folder / "eval_samples.jsonl").is_file():
@@ -155,7 +155,7 @@ def run_status(folder: Path, recent: Iterable[Mapping[str, Any]], now: float) ->
 
 
 def glance(folder: Path) -> dict[str, Any]:
-    """Return `run_status` from the end of a run's metrics alone, for lists of many runs."""
+    """Return `run_status` from the end of a run's metrics only, for lists of many runs."""
     path = folder / "metrics.jsonl"
     try:
         start = max(0, path.stat().st_size - GLANCE_BYTES)
@@ -169,10 +169,10 @@ def glance(folder: Path) -> dict[str, Any]:
 
 
 def is_summed_up(folder: Path, last_s: float) -> bool:
-    """Say whether a run has a summary that is newer than its last row: a resumed run has that of the time before.
+    """Say whether a run's summary is newer than its last row: a resumed run still has its previous summary.
 
     Args:
-        folder: The run folder; a copy may have any times, but none before the run's own.
+        folder: The run folder; a copy may have other file times, but none before the run's own.
         last_s: Unix time of the last row.
     """
     try:
@@ -183,15 +183,15 @@ def is_summed_up(folder: Path, last_s: float) -> bool:
 
 
 def read_appended(path: Path, cursor: str) -> tuple[Iterator[dict[str, Any]], str, bool]:
-    """Read the rows after a cursor; a last line without an end is left for later.
+    """Read the rows after a cursor; an incomplete last line is left for later.
 
     Args:
         path: A JSON-lines file; it may be missing.
-        cursor: What the call before returned; '' for the beginning.
+        cursor: What the previous call returned; '' for the beginning.
 
     Returns:
-        The rows, the new cursor, and whether the rows are all there are: there was no cursor, or the file is not any
-        more what it was (a resumed run drops rows).
+        The rows, the new cursor, and whether these are all rows: there was no cursor, or the file was rewritten (a
+        resumed run drops rows).
     """
     try:
         with path.open("rb") as file:
@@ -210,7 +210,7 @@ def read_appended(path: Path, cursor: str) -> tuple[Iterator[dict[str, Any]], st
 
 
 def planned_steps(folder: Path) -> int | None:
-    """Return the number of steps that a run's config asks for, None where it does not say."""
+    """Return the number of steps in a run's config, None if it has none."""
     try:
         with (folder / "config.yaml").open(encoding="utf-8", errors="replace") as file:
             found = re.search(r"^num_steps: (\d{1,9})$", file.read(1 << 20), re.MULTILINE)
@@ -229,7 +229,7 @@ def duration(seconds: float) -> str:
 
 
 def _before(file: Any, end: int) -> bytes:
-    """Return the bytes before a place, which tell whether the file is still the same; b'?' when it is shorter."""
+    """Return the bytes before an offset, which show whether the file is still the same; b'?' if it is shorter."""
     start = max(0, end - MARK_BYTES)
     file.seek(start)
     data = file.read(end - start)
@@ -243,5 +243,5 @@ def _rows(path: Path, start: int, end: int) -> Iterator[dict[str, Any]]:
             while (left := end - file.tell()) > 0 and (line := file.readline(left)):
                 if (row := parse_row(line)) is not None:
                     yield row
-    except OSError:  # deleted meanwhile: the next look says so
+    except OSError:  # deleted meanwhile: the next call reports it
         return

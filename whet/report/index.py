@@ -1,7 +1,7 @@
-"""An index of a growing samples.jsonl: the numbers of every row in numpy columns, the texts left in the file.
+"""An index of a growing samples.jsonl: numbers in numpy columns, texts left in the file.
 
-A thread of its own reads the newest rows first, then the older ones, then follows what is appended. Rows are
-read by their place in the file when somebody looks at them; the file is never held in memory.
+A background thread reads the newest rows first, then the older ones, then follows appended rows. Rows are read by their
+offset when they are viewed; the file is never held in memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import numpy as np
 from whet.report.samples import clean, snippet
 from whet.telemetry.log import parse_row
 
-# The numbers of samples as numpy columns, and which samples a query chooses among them.
+# The numbers of samples as numpy columns, and queries on them.
 
 MAX_REWARDS = 64
 MAX_LIMIT = 500
 MAX_INT = 2**31 - 1
 
 ORDERS = {"step": "id", "reward": "reward", "length": "num_tokens", "advantage": "advantage"}
-"""What samples are ordered by, and the column that says it; the file's order is that of the steps."""
+"""Sort orders and their columns; the file's order is that of the steps."""
 
 TYPES: dict[str, Any] = {
     "id": np.int64,
@@ -42,32 +42,33 @@ TYPES: dict[str, Any] = {
     "finish": np.int64,
     "correct": np.int8,
 }
-"""Columns; `id` is a row's place in the file, `uid` and `finish` are hashes, `correct` and `step` -1 where unknown."""
+"""Columns; `id` is a row's offset in the file, `uid` and `finish` are hashes, `correct` and `step` are -1 if
+unknown."""
 
 REWARD = "reward:"
-"""Before the name of a reward it is the name of its column."""
+"""Prefix of a reward's name that gives its column."""
 
 Columns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Query:
-    """Which samples, and in which order.
+    """Filters and order of samples.
 
     Attributes:
         step_min: First step; None for all.
         step_max: Last step.
-        reward: Reward that the two bounds and the order mean; '' for the total.
+        reward: Reward of the two bounds and the order; '' for the total.
         reward_min: Least score.
         reward_max: Largest score.
         correct: Right or wrong samples only.
         uid: Samples of this problem only.
         finish: Samples that ended for this reason only.
-        text: Words that completion, prompt or answer hold, in any case.
+        text: Text to find in completion, prompt or answer, case-insensitive.
         order: 'step' (as they were written), 'reward', 'length' or 'advantage'.
-        descending: Newest or largest first; samples without the number come last either way.
-        offset: Rows to leave out (not with `text`).
-        limit: Most rows of an answer.
+        descending: Newest or largest first; samples without the value come last either way.
+        offset: Rows to skip (not with `text`).
+        limit: Maximum number of rows.
     """
 
     step_min: int | None = None
@@ -94,11 +95,11 @@ class Query:
 
 
 def read_columns(data: bytes, start: int) -> tuple[Columns, int, bool]:
-    """Read the numbers of whole lines.
+    """Read the numbers of complete lines.
 
     Args:
-        data: Lines of a samples.jsonl; nothing in them is trusted.
-        start: Place of the first one in the file.
+        data: Untrusted lines of a samples.jsonl.
+        start: Offset of the first one in the file.
 
     Returns:
         The columns, the number of damaged lines, and whether a row has log-probabilities.
@@ -118,7 +119,7 @@ def read_columns(data: bytes, start: int) -> tuple[Columns, int, bool]:
             entries.append((place, len(line) + 1, *_numbers(sample)))
         num_damaged += row is None and bool(line.strip())
         place += len(line) + 1
-    with np.errstate(over="ignore"):  # a score beyond float32 is infinite
+    with np.errstate(over="ignore"):  # a score beyond float32 becomes infinite
         columns = {
             name: np.array([entry[number] for entry in entries], kind)
             for number, (name, kind) in enumerate(TYPES.items())
@@ -130,7 +131,7 @@ def read_columns(data: bytes, start: int) -> tuple[Columns, int, bool]:
 
 
 def merge(parts: Sequence[Columns]) -> Columns:
-    """Join parts, which lose their columns meanwhile, to save memory; a reward that a part lacks is NaN in it."""
+    """Join parts, consuming their columns to save memory; a reward that a part lacks is NaN."""
     lengths = [len(part["id"]) for part in parts]
     names = dict.fromkeys([*TYPES, *(name for part in parts for name in part)])
     merged: Columns = {}
@@ -145,7 +146,7 @@ def merge(parts: Sequence[Columns]) -> Columns:
 
 
 def choose(columns: Columns, query: Query) -> np.ndarray:
-    """Return the numbers of the rows that a query chooses, all of them in its order; its text is left aside."""
+    """Return the indices of all rows that match a query, in its order; its text is ignored."""
     kept = np.ones(len(columns["id"]), bool)
     scores = columns.get(REWARD + query.reward) if query.reward else columns["reward"]
     if scores is None:
@@ -154,7 +155,7 @@ def choose(columns: Columns, query: Query) -> np.ndarray:
         (columns["step"], query.step_min, query.step_max),
         (scores, query.reward_min, query.reward_max),
     ):
-        with np.errstate(over="ignore"):  # a bound beyond float32 is infinite
+        with np.errstate(over="ignore"):  # a bound beyond float32 becomes infinite
             kept &= True if low is None else values >= low
             kept &= True if high is None else values <= high
     if query.correct is not None:
@@ -168,7 +169,7 @@ def choose(columns: Columns, query: Query) -> np.ndarray:
 
 
 def _numbers(sample: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a sample's columns after its place and length."""
+    """Return a sample's columns after its offset and length."""
     return (
         _whole(sample["step"], -1),
         hash(sample["uid"]),
@@ -191,31 +192,32 @@ def _whole(value: Any, missing: int) -> int:
 
 BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20
-"""A longer line is damaged: no sample is that long, and it would fill the memory."""
+"""Longer lines count as damaged: no sample is that long, and they would fill memory."""
 
 MAX_PARTS = 256
 MARK_BYTES = 256
-"""Bytes before the end that was read; when they change, the file is another one."""
+"""Bytes before the end of what was read; if they change, the file was replaced."""
 
 TEXTS = ("completion", "prompt", "answer")
 CONTEXT = 50
-"""Characters of a text shown before the words that were looked for."""
+"""Characters shown before a search hit."""
 
 
 class SampleIndex:
-    """The samples of one run. Any thread may call its methods; close it when done.
+    """The samples of one run. Thread-safe; close it when done.
 
     Attributes:
-        num_damaged: Lines so far that hold no sample.
-        generation: Grows when the file was replaced, cut or deleted (a resumed run drops rows): older ids are void.
+        num_damaged: Lines so far without a sample.
+        generation: Increases when the file is replaced, truncated or deleted (a resumed run drops rows): older ids are
+            then invalid.
     """
 
     def __init__(self, path: Path, *, follow_s: float | None = 1.0, block_bytes: int = BLOCK_BYTES) -> None:
-        """Open at once; nothing is read yet.
+        """Open the index without reading anything yet.
 
         Args:
-            path: The samples.jsonl; it may be missing, and come later.
-            follow_s: Seconds between looks for new rows; None starts no thread: the caller calls `advance`.
+            path: The samples.jsonl; it may appear later.
+            follow_s: Polling interval for new rows in seconds; None starts no thread: the caller calls `advance`.
             block_bytes: Bytes read at a time.
         """
         self.num_damaged = 0
@@ -237,17 +239,17 @@ class SampleIndex:
         self._stop.set()
 
     def advance(self) -> bool:
-        """Read one block: appended rows first, then older ones. Only the thread calls it where there is one.
+        """Read one block: appended rows first, then older ones. If there is a thread, only that calls it.
 
         Returns:
-            Whether there was anything to read; False when all whole lines are indexed.
+            Whether there was anything to read; False if all complete lines are indexed.
         """
         file = self._look()
         if file is None:
             return False
         for is_tail, start, stop in ((True, self._tail, file.size()), (False, self._head, self._head_end)):
             data = self._lines(file, start, stop)
-            if not data:  # nothing new, or a last line that is still being written
+            if not data:  # nothing new, or the last line is still being written
                 continue
             part, num_damaged, has_logprobs = read_columns(data, start)
             with self._lock:
@@ -264,7 +266,7 @@ class SampleIndex:
         return False
 
     def info(self) -> dict[str, Any]:
-        """Return counts, the first and last step (None where rows have none) and the names of the rewards.
+        """Return counts, the first and last step (None if rows have none) and the names of the rewards.
 
         While older rows are still being read, `num_samples` is estimated from their bytes.
         """
@@ -285,17 +287,17 @@ class SampleIndex:
     def find(self, query: Query, *, after: int | None = None, seconds: float = 0.2) -> dict[str, Any]:
         """Return one page of samples.
 
-        A search for text reads the samples that the rest of the query chooses, in its order, until it has a page or its
-        time is over; called again with `after = next` it goes on.
+        A text search reads the samples that match the rest of the query, in its order, until it has a page or its time
+        is up; call it again with `after = next` to continue.
 
         Args:
-            query: What to look for.
-            after: With text: the `next` of the answer before.
-            seconds: With text: time that reading may take.
+            query: Filters and order.
+            after: With text: the previous answer's `next`.
+            seconds: With text: time limit of reading.
 
         Returns:
-            `rows`; `total`: samples chosen by everything but the text; `indexed`: samples known; `searched`: how
-            many of the total were read so far; `next`: where to go on, None at the end.
+            `rows`; `total`: samples that match all but the text; `indexed`: samples known; `searched`: how many of the
+            total were read so far; `next`: where to continue, None at the end.
         """
         columns, file = self._snapshot()
         chosen = choose(columns, query)
@@ -328,7 +330,7 @@ class SampleIndex:
         }
 
     def sample(self, place: int) -> dict[str, Any] | None:
-        """Return the row of an id, as `whet.report.samples.clean` shapes it; None when it is not there (any more)."""
+        """Return the row of an id, as `whet.report.samples.clean` shapes it; None if it does not exist (any more)."""
         columns, file = self._snapshot()
         number = _number(columns, place)
         row = None if file is None or number is None else parse_row(file.line(columns, number))
@@ -350,10 +352,10 @@ class SampleIndex:
             if not has_read or 0 < self._head <= self._block_bytes < self._head_end:
                 self._stop.wait(
                     interval_s
-                )  # newest and oldest rows are known: the page opens before the rest is read
+                )  # newest and oldest rows are known: the page can open before the rest is read
 
     def _look(self) -> _File | None:
-        """Return the file, opened again when it is another one than before."""
+        """Return the file, reopened if it was replaced."""
         file = self._file
         try:
             if file is not None and file.is_still(self._path) and file.ends_with(self._mark, self._tail):
@@ -375,7 +377,7 @@ class SampleIndex:
         return fresh
 
     def _lines(self, file: _File, start: int, stop: int) -> bytes:
-        """Return whole lines from `start`, a block of them or one longer line; nothing when there is none yet."""
+        """Return complete lines from `start`, a block of them or one longer line; empty if there is none yet."""
         num_bytes = self._block_bytes
         while True:
             data = file.read(start, min(num_bytes, stop - start))
@@ -387,7 +389,7 @@ class SampleIndex:
             num_bytes *= 4
 
     def _snapshot(self) -> tuple[Columns, _File | None]:
-        """Return all columns in the order of the file, and the file that they belong to."""
+        """Return all columns in file order, and their file."""
         with self._lock:
             if len(self._parts) > 1:
                 columns = merge(self._parts)
@@ -399,7 +401,7 @@ class SampleIndex:
 
 
 class _File:
-    """A file that is read at places; closed when nobody uses it any more."""
+    """A file for random access; closed when it is no longer used."""
 
     def __init__(self, path: Path) -> None:
         self._number = -1
@@ -426,16 +428,17 @@ class _File:
 
 
 class _Sieve:
-    """Finds a text in rows; most lines are passed over without being parsed."""
+    """Finds a text in rows; most lines are skipped without parsing."""
 
     def __init__(self, text: str) -> None:
         self._text = text.lower()
-        # JSON spells letters beyond ASCII as \u...., whose case is not that of the line: look for a plain part first.
+        # JSON spells letters beyond ASCII as \u...., whose case differs from the line's: search for an ASCII part
+        # first.
         plain = max("".join(c if c.isascii() else "\0" for c in self._text).split("\0"), key=len)
         self._needle = json.dumps(plain)[1:-1].encode()
 
     def row(self, line: bytes) -> dict[str, Any] | None:
-        """Return the row of a line when one of its texts holds the text."""
+        """Return the row of a line if one of its texts contains the text."""
         row = parse_row(line) if self._needle in line.lower() else None
         return row if row and any(self._text in text.lower() for text in _texts(clean(row))) else None
 
@@ -445,13 +448,13 @@ def _texts(sample: Mapping[str, Any]) -> list[str]:
 
 
 def _number(columns: Columns, place: int) -> int | None:
-    """Return the number of the row with an id."""
+    """Return the index of the row with an id."""
     number = int(np.searchsorted(columns["id"], place))
     return number if number < len(columns["id"]) and columns["id"][number] == place else None
 
 
 def _listed(place: int, row: Mapping[str, Any], text: str = "") -> dict[str, Any]:
-    """Return what a list shows of a row: its numbers, and the end of its text or the surroundings of what was found."""
+    """Return a row's list entry: its numbers, and the end of its text or the surroundings of the hit."""
     sample = clean(row)
     shown = snippet(sample["completion"])
     for found in _texts(sample) if text else ():

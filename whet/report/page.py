@@ -1,7 +1,7 @@
-"""Self-contained HTML pages: one file, no network, nothing that a model wrote is ever read as markup.
+"""Self-contained HTML pages: one file, no network; model-written text is never read as markup.
 
 A page is a jinja2 template (autoescaped) with styles and scripts of this package inlined and allowed by their hashes:
-an injected script or handler does not run even if escaping were forgotten somewhere.
+an injected script or handler would not run even if escaping were missing somewhere.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def render(
         template: File in `templates/`; it extends base.html and fills its block `main`.
         title: Title and heading.
         data: JSON values that scripts read with `pageData(name)`; NaN and infinities become null.
-        scripts: Files in `static/`, in order; page.js comes first by itself when there are any.
+        scripts: Files in `static/`, in order; page.js is put first automatically.
         styles: Files in `static/` besides page.css.
-        connect: Whether the page may ask the server that it came from; otherwise it cannot reach any network.
-        values: What the template shows. Text is escaped; control and direction characters are made visible.
+        connect: Whether the page may connect to its own server; otherwise it has no network access.
+        values: Template values. Text is escaped; control and direction characters are made visible.
 
     Returns:
-        The whole HTML file.
+        The complete HTML file.
     """
     scripts = ("page.js", *scripts) if scripts else ()
     sheets = [_static(name) for name in (*STYLES, *styles)]
@@ -67,7 +67,7 @@ def render(
         .render(
             title=title,
             version=__version__,
-            policy=Markup("; ".join(policy)),  # hashes and keywords alone
+            policy=Markup("; ".join(policy)),  # only hashes and keywords
             styles=[Markup(sheet) for sheet in sheets],
             scripts=[Markup(code) for code in codes],
             data={name: json_for_script(value) for name, value in (data or {}).items()},
@@ -77,7 +77,7 @@ def render(
 
 
 def json_for_script(value: Any) -> Markup:
-    r"""Write a value as JSON that no HTML parser reads as markup: <, >, & and line separators are \u escapes.
+    r"""Encode a value as JSON that no HTML parser reads as markup: <, >, & and line separators are \u escapes.
 
     Args:
         value: JSON value; NaN and infinities in it become null.
@@ -106,7 +106,7 @@ def _finite(value: Any) -> Any:
 @cache
 def _static(name: str) -> str:
     text = (FOLDER / "static" / name).read_text(encoding="utf-8")
-    assert "</script" not in text, name  # it would close its own element
+    assert "</script" not in text, name  # it would close its own script element
     assert "</style" not in text, name
     return text
 

@@ -31,10 +31,10 @@ KINDS = {
     "eval": "Evaluation",
 }
 MARKS = ("metrics.jsonl", "eval.json", "eval_samples.jsonl", "samples.jsonl")
-"""A folder with one of them holds a run or an evaluation."""
+"""A folder with one of them is a run or an evaluation."""
 
 MAX_HEALTH_ROWS = 50_000
-"""Rows of a stage that are searched for warnings, the newest: some 50 microseconds each."""
+"""Newest rows of a stage that are checked for warnings: some 50 microseconds each."""
 
 MAX_FILE_BYTES = 1 << 20
 MAX_FIELDS, MAX_DEPTH, MAX_GROUPS = 5000, 30, 8
@@ -52,7 +52,7 @@ SHARES = ("pass@", "consistency", "format", "eval/opportunity", "eval/vote_share
 FILES = ("config.yaml", "environment.json", "summary.json", "eval.json")
 
 ALIVE_S = 120.0
-"""A run without summary.json whose last row is younger is taken to be running."""
+"""A run without summary.json whose last row is younger counts as running."""
 
 
 @dataclass(kw_only=True)
@@ -60,8 +60,8 @@ class Part:
     """One run or evaluation, as read.
 
     Attributes:
-        name: How the page calls it.
-        folder: Where it lies.
+        name: Its name on the page.
+        folder: Its location.
         stages: Stages of its metrics, in order.
         curves: Its metrics.
         findings: Warnings as (step, text), in order.
@@ -70,9 +70,9 @@ class Part:
         scan: Its completions.
         config: config.yaml; {} without.
         environment: environment.json.
-        summary: summary.json, which a run writes in its end.
+        summary: summary.json, which a run writes at its end.
         evaluation: eval.json.
-        missing: In words, what was not there or damaged.
+        missing: Descriptions of missing or damaged files.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Part:
 
     @property
     def kind(self) -> str:
-        """The stage that the run is there for, a key of `KINDS`; '' when nothing tells."""
+        """The run's main stage, a key of `KINDS`; '' if unknown."""
         if self.evaluation or (self.scan is not None and self.scan.path.name == "eval_samples.jsonl"):
             return "eval"
         return next((kind for kind in KINDS if kind in self.stages), "rl" if self.scan is not None else "")
@@ -110,7 +110,7 @@ class Part:
 
 
 def find_parts(folder: Path) -> list[str]:
-    """Return the names of the runs that a folder holds: ['.'] for itself, or paths of its subfolders, oldest first."""
+    """Return the names of the runs in a folder: ['.'] for itself, or paths of its subfolders, oldest first."""
     if any((folder / mark).is_file() for mark in MARKS):
         return ["."]
     inner = {
@@ -122,20 +122,18 @@ def find_parts(folder: Path) -> list[str]:
 
 
 def read_part(folder: Path, name: str) -> Part:
-    """Read everything in a run or evaluation folder but the texts of its completions.
+    """Read everything in a run or evaluation folder except the texts of its completions.
 
     Args:
         folder: The folder; any file may be missing or damaged.
-        name: How the page calls it.
+        name: Its name on the page.
     """
     part = Part(name=name, folder=folder)
     part.summary, part.evaluation, part.environment = (
         _read_object(folder / file, part.missing)
         for file in ("summary.json", "eval.json", "environment.json")
     )
-    if (
-        not part.evaluation or (folder / "config.yaml").exists()
-    ):  # an evaluation inside a demo has none of its own
+    if not part.evaluation or (folder / "config.yaml").exists():  # an evaluation inside a demo has none
         part.config = _read_config(folder / "config.yaml", part.missing)
     path = find_samples(folder)
     part.scan = None if path is None else scan(path)
@@ -150,13 +148,13 @@ def read_part(folder: Path, name: str) -> Part:
         )
     elif part.kind != "eval":
         part.missing.append("there is no metrics.jsonl, so no curves")
-    if path is None and part.kind not in ("sft", "dpo", "rft"):  # these log none
+    if path is None and part.kind not in ("sft", "dpo", "rft"):  # these do not log completions
         part.missing.append("no completions were saved")
     return part
 
 
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every leaf of nested mappings; what is nested too deep is a leaf."""
+    """Yield (dotted name, value) of every leaf of nested mappings; deeper levels count as leaves."""
     if isinstance(value, Mapping) and name.count(".") < MAX_DEPTH:
         for key, inner in value.items():
             yield from flatten(inner, f"{name}.{key}" if name else str(key))
@@ -183,13 +181,13 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[
 
 
 def facts(part: Part) -> list[tuple[str, str]]:
-    """Say what a run is, when it ran, how long, and on which machine.
+    """Return a run's kind, start, duration and machine.
 
     Args:
         part: The run.
 
     Returns:
-        (label, text) of what is known.
+        (label, text) of the known facts.
     """
     config, machine = part.config, part.environment
     policy, task = config.get("policy"), config.get("task")
@@ -361,7 +359,7 @@ def _read_text(path: Path) -> str:
 
 
 def _age(folder: Path) -> float:
-    """Return when a run began or an evaluation was written."""
+    """Return when a run started or an evaluation was written."""
     path = next(path for mark in MARKS if (path := folder / mark).is_file())
     with path.open("rb") as file:
         row = parse_row(file.readline()) or {}
@@ -369,7 +367,7 @@ def _age(folder: Path) -> float:
 
 
 def _rows(part: Part, recent: dict[str, deque[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Read metrics.jsonl row by row; keep the newest rows of each stage, the times and what was damaged."""
+    """Read metrics.jsonl row by row; keep the newest rows of each stage, the times and the damage."""
     num_bad = num_torn = 0
     with (part.folder / "metrics.jsonl").open("rb") as file:
         for line in file:
@@ -396,13 +394,13 @@ def _duration(seconds: float) -> str:
 
 def _say_damage(part: Part, name: str, num_bad: int, num_torn: int) -> None:
     if num_bad:
-        part.missing.append(f"{num_bad:,} damaged line{'s' * (num_bad > 1)} of {name} left out")
+        part.missing.append(f"{num_bad:,} damaged line{'s' * (num_bad > 1)} of {name} skipped")
     if num_torn:
-        part.missing.append(f"the last line of {name} is cut off and left out")
+        part.missing.append(f"the last line of {name} is cut off and was skipped")
 
 
 def _findings(stage: str, rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return the warnings that rows of a stage give rise to, with their steps."""
+    """Return the health warnings of a stage's rows, with their steps."""
     first = max(0, len(rows) - MAX_HEALTH_ROWS)
     return [(rows[index]["step"], text) for index, text in find_warnings(stage, rows, first)]
 

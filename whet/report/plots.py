@@ -1,4 +1,4 @@
-"""The curves of a run as PNG files: calm small multiples, raw points under a rolling mean."""
+"""Plots a run's curves as PNG files: small multiples, raw points under a rolling mean."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Panel:
 
     Attributes:
         title: What it shows.
-        names: Metrics; a name that ends in '/' or '@' stands for all others that begin with it.
+        names: Metrics; a name that ends in '/' or '@' stands for all others with this prefix.
         smooth: Whether a rolling mean is drawn; not for schedules and counters.
     """
 
@@ -40,7 +40,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
     "sft": (
         Panel("loss", ("sft/loss", "sft/validation_loss")),
         Panel("gradient norm", ("sft/grad_norm",)),
-        Panel("steps left out in a row", ("sft/skipped",), smooth=False),
+        Panel("consecutive steps skipped", ("sft/skipped",), smooth=False),
         Panel("learning rate", ("sft/lr",), smooth=False),
         Panel("speed", ("sft/tokens_per_second",)),
         Panel("tokens trained", ("sft/tokens",), smooth=False),
@@ -54,7 +54,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("log-probability of a completion", ("dpo/chosen_logprob", "dpo/rejected_logprob")),
         Panel("loss of the chosen", ("dpo/nll",)),
         Panel("gradient norm", ("dpo/grad_norm",)),
-        Panel("steps left out in a row", ("dpo/skipped",), smooth=False),
+        Panel("consecutive steps skipped", ("dpo/skipped",), smooth=False),
         Panel("learning rate", ("dpo/lr",), smooth=False),
         Panel("speed", ("dpo/tokens_per_second",)),
         Panel("tokens trained", ("dpo/tokens",), smooth=False),
@@ -66,7 +66,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("right and covered", ("rft/right", "rft/covered"), smooth=False),
         Panel("completions", ("rft/sampled", "rft/kept"), smooth=False),
         Panel("gradient norm", ("rft/grad_norm",)),
-        Panel("steps left out in a row", ("rft/skipped",), smooth=False),
+        Panel("consecutive steps skipped", ("rft/skipped",), smooth=False),
         Panel("learning rate", ("rft/lr",), smooth=False),
         Panel("speed", ("rft/tokens_per_second",)),
         Panel("tokens trained", ("rft/tokens",), smooth=False),
@@ -115,7 +115,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("clipped tokens", ("rl/clip_high", "rl/clip_low")),
         Panel("spread of the ratio", ("rl/ratio_spread",)),
         Panel("gradient norm", ("rl/grad_norm",)),
-        Panel("steps left out in a row", ("rl/skipped",), smooth=False),
+        Panel("consecutive steps skipped", ("rl/skipped",), smooth=False),
         Panel("learning rate", ("rl/lr",), smooth=False),
         Panel("surrogate loss", ("rl/loss",)),
         Panel("coefficients", ("rl/kl_coef", "rl/entropy_coef"), smooth=False),
@@ -160,7 +160,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("memory in use", ("hardware/memory_gib/",)),
     ),
 }
-"""PNG file stem -> panels. Every declared metric has its place here; a test says so."""
+"""PNG file stem -> panels. Every declared metric is in one of them; a test checks that."""
 
 NUM_COLUMNS = 3
 MAX_LABEL = 40
@@ -201,7 +201,7 @@ def draw_figures(series: Series, folder: Path) -> list[str]:
 
     Args:
         series: Curves by declared metric.
-        folder: Where `<figure>.png` go; made if anything is drawn.
+        folder: Where `<figure>.png` go; created if anything is drawn.
 
     Returns:
         Names of the figures that were drawn.
@@ -218,7 +218,7 @@ def draw_figures(series: Series, folder: Path) -> list[str]:
 
 
 def fill(panels: Sequence[Panel], present: Sequence[str]) -> list[tuple[Panel, list[str]]]:
-    """Give each panel those of its metrics that are present; a metric that is named goes before prefixes."""
+    """Give each panel its present metrics; an exact name takes precedence over prefixes."""
     named = {name for panel in panels for name in panel.names}
     free = [name for name in present if name not in named]
     filled: list[tuple[Panel, list[str]]] = []
@@ -233,7 +233,7 @@ def fill(panels: Sequence[Panel], present: Sequence[str]) -> list[tuple[Panel, l
 
 
 def _draw(panels: Sequence[tuple[Panel, Sequence[str]]], series: Series, path: Path) -> None:
-    """Draw panels, three in a row, into one PNG. No pyplot: its figures would be global state."""
+    """Draw panels, three in a row, into one PNG. No pyplot: its figures are global state."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -241,7 +241,7 @@ def _draw(panels: Sequence[tuple[Panel, Sequence[str]]], series: Series, path: P
     num_rows = math.ceil(len(panels) / NUM_COLUMNS)
     num_columns = min(NUM_COLUMNS, len(panels))
     with matplotlib.rc_context(cast(Any, STYLE)), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # names in scripts that the font lacks
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the font lacks some scripts
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
         figure = Figure(figsize=(4.0 * num_columns, 2.7 * num_rows), layout=layout, facecolor="white")
         for index, (panel, names) in enumerate(panels):
@@ -266,7 +266,7 @@ def _draw_curves(axes: Axes, names: Sequence[str], smooth: bool, series: Series)
 
 
 def _head(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
-    """Write the title, below it the unit and, where the title does not say it all, a legend."""
+    """Write the title, below it the unit and, if the title is not enough, a legend."""
     unit = find_metric(names[0]).unit
     axes.set_title(panel.title)
     axes.set_xlabel("step")
@@ -279,7 +279,7 @@ def _head(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
 
 
 def _label(name: str) -> str:
-    """Write the legend of a metric without what title and unit say, and nothing that matplotlib would obey."""
+    """Write a metric's legend without what title and unit say, and without matplotlib's control characters."""
     if name.startswith("rl/reward/"):
         label = escape_controls(name.removeprefix("rl/reward/"))
         return (label if len(label) <= MAX_LABEL else label[: MAX_LABEL - 1] + "…").replace("$", r"\$")
@@ -290,7 +290,7 @@ def _label(name: str) -> str:
 
 
 def _scale(axes: Axes, metric: Metric, values: np.ndarray) -> None:
-    """Set limits and ticks; a constant is shown at its place, not magnified to rounding noise."""
+    """Set limits and ticks; a constant is shown at its value, not magnified to rounding noise."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
     finite = values[np.isfinite(values)]

@@ -1,4 +1,4 @@
-"""`whet runs [FOLDER]`: every run below a folder, where it comes from and what it scored, as table, JSON and page.
+"""`whet runs [FOLDER]`: every run below a folder with its origin and scores, as table, JSON and page.
 
 Only the small files of a run are read (provenance, config, environment, summary, eval.json), never its samples.
 """
@@ -43,23 +43,23 @@ YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True, kw_only=True)
 class RunsConfig:
-    """The registry of runs: what was run, from which model, with which data and code, and what it scored."""
+    """The registry of runs: program, base model, data, code and scores of each."""
 
     folder: str = "runs"
-    """Folder below which runs are looked for; registry.json, registry.md and runs.html are written into it."""
+    """Folder to search for runs; registry.json, registry.md and runs.html are written into it."""
     note: tuple[str, str] | None = None
-    """Add a note to a run: its id (or a beginning of it, or its path below the folder) and the text."""
+    """Add a note to a run: its id (or a prefix of it, or its path below the folder) and the text."""
 
 
 def main(config: RunsConfig) -> None:
     """Print the runs and write the registry's files.
 
     Raises:
-        UserError: If the folder is missing, holds no run, or cannot be written.
+        UserError: If the folder is missing, contains no run, or cannot be written.
     """
     root = Path(config.folder)
     if not root.is_dir():
-        raise UserError(f"{root}: no such folder; name the one that holds your runs: `whet runs FOLDER`")
+        raise UserError(f"{root}: no such folder; name the folder of your runs: `whet runs FOLDER`")
     if config.note is not None:
         add_note(root, *config.note)
     runs = read_runs(root)
@@ -86,7 +86,7 @@ def add_note(root: Path, name: str, text: str) -> Path:
 
 
 def read_runs(root: Path) -> list[dict[str, Any]]:
-    """Read the runs below a folder, the oldest first, before them those whose start is not recorded.
+    """Read the runs below a folder, oldest first; those without a recorded start come before all others.
 
     Args:
         root: The folder.
@@ -105,7 +105,7 @@ def read_runs(root: Path) -> list[dict[str, Any]]:
 
 
 def lineage(run: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what a run descends from, the oldest first: names of base models, then run folders."""
+    """Return a run's ancestors, oldest first: names of base models, then run folders."""
     by_folder = {other["folder"]: other for other in runs}
     chain: list[str] = []
     current: Mapping[str, Any] | None = run
@@ -126,14 +126,14 @@ def lineage(run: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[s
 
 
 def results_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put what evaluations found into one table: models by tasks; None where nothing has been measured.
+    """Collect evaluation scores in one table of models by tasks; None where nothing was measured.
 
     Args:
-        runs: Of `read_runs`.
+        runs: From `read_runs`.
 
     Returns:
-        'tasks' and 'rows' (model, peak_memory_gib, cells by task). Trained models without evaluation are rows, too. Of
-        several evaluations of one model on one task, the newest counts.
+        'tasks' and 'rows' (model, peak_memory_gib, cells by task). Trained models without evaluation are rows, too. The
+        newest evaluation of a model on a task counts.
     """
     trained = {run["folder"]: run for run in runs if run["kind"] in TRAINED}
     rows: dict[str, dict[str, Any]] = {}
@@ -228,7 +228,7 @@ def print_runs(runs: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) ->
 
 
 def _read_run(root: Path, folder: Path) -> dict[str, Any]:
-    """Read one run as far as its files tell."""
+    """Read one run from its files."""
     provenance, evaluation = read_json(folder / PROVENANCE), read_json(folder / "eval.json")
     environment, summary = read_json(folder / "environment.json"), read_json(folder / "summary.json")
     config = _read_config(folder / "config.yaml")
@@ -275,7 +275,7 @@ def _read_run(root: Path, folder: Path) -> dict[str, Any]:
 
 
 def _find_parent(folder: Path, source: str, evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Find the run that an old folder's model lies in; the demo's evaluations name the stage beside them."""
+    """Find the run that contains an old folder's model; the demo's evaluations name the stage next to them."""
     beside = folder.parent.parent / str(evaluation.get("label") or "")
     if not source and evaluation.get("label") and beside != folder:
         source = str(beside) if os.path.isdir(beside / "checkpoints") else ""
@@ -286,7 +286,7 @@ def _find_parent(folder: Path, source: str, evaluation: Mapping[str, Any]) -> di
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.yaml, whatever program's; empty where it cannot be read."""
+    """Return the fields of any program's config.yaml; empty if it cannot be read."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             return {}
@@ -297,7 +297,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _kind(config: Mapping[str, Any], evaluation: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
-    """Name the program: by what only its config has, else by the command line."""
+    """Identify the program: by a field that only its config has, else by the command line."""
     if evaluation.get("metrics"):
         return "eval"
     argv = environment.get("argv")
@@ -315,7 +315,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _scores(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return pass@1 and greedy with their intervals, and how many problems and samples; empty without scores."""
+    """Return pass@1 and greedy with their intervals, and the numbers of problems and samples; empty without scores."""
     metrics = _object(evaluation.get("metrics"))
     found = {
         name: {end: as_number(_object(metrics.get(name)).get(end)) for end in ("mean", "low", "high")}
@@ -369,7 +369,7 @@ def _memory(row: Mapping[str, Any]) -> str:
 
 
 def _short(commit: str) -> str:
-    """Shorten a commit to ten digits; a trailing -dirty stays."""
+    """Shorten a commit to ten digits; keep a trailing -dirty."""
     hash_, _, state = commit.partition("-")
     return hash_[:10] + (f"-{state}" if state else "")
 

@@ -1,6 +1,6 @@
-"""Completions of a run for a page: one pass over the file, an even choice, and compressed chunks that a browser opens.
+"""Prepares a run's completions for a page: one pass over the file, an even selection, and compressed chunks.
 
-Nothing here holds a file whole: the pass keeps a few numbers of each row, and only chosen rows are read again.
+A file is never held in memory: the pass keeps a few numbers per row, and only selected rows are read again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from whet.telemetry.log import as_number, parse_row
 
 FILES = ("samples.jsonl", "eval_samples.jsonl")
 MAX_TEXT_BYTES = 128 << 20
-"""Text of the samples in one page, before compression: with more, fewer samples are taken."""
+"""Largest text of the samples in one page, before compression; beyond it fewer samples are taken."""
 
 CHUNK_CHARACTERS = 300_000
-"""Text of a chunk: a browser opens one in a few milliseconds."""
+"""Text per chunk: a browser opens one in a few milliseconds."""
 
 SNIPPET_CHARACTERS = 110
 NUM_RANGES, NUM_BINS, MAX_DISTINCT = 5, 20, 12
 USUAL = {"num_read_tokens": 0, "num_turns": 1}
-"""Values that say nothing."""
+"""Uninformative values."""
 
 TAGS = ("think_open", "think_close", "answer_open", "answer_close")
 FORMAT_SCORES = {"perfect": 1.0, "partial": 0.5, "none": 0.0}
@@ -38,7 +38,7 @@ COLUMNS = (
     *("step", "uid", "index", "reward", "advantage", "num_completion_tokens", "finish_reason", "correct"),
     "snippet",
 )
-"""What the list of samples shows and filters by, besides the single rewards."""
+"""Fields that the list of samples shows and filters by, besides the single rewards."""
 
 SHOWN = {
     *("step", "uid", "index", "sample", "prompt", "answer", "gold", "completion", "text", "meta"),
@@ -53,22 +53,22 @@ SHOWN = {
     ),
     *("completion_ids", "sampler_logprobs", "logprobs"),
 }
-"""Fields that have a place of their own; other single values of a row are shown as they are."""
+"""Fields with their own place on the page; other single values of a row are shown unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scan:
-    """What one pass over a file of completions found: a few numbers of each of its N readable rows.
+    """Result of one pass over a file of completions: a few numbers of each of its N readable rows.
 
     Attributes:
         path: The file.
         offsets: Byte at which each row begins.
-        sizes: About how many characters of it a page would hold.
-        steps: Optimizer steps done; -1 where the row has none (evaluations).
+        sizes: Approximate characters of each row on a page.
+        steps: Optimizer steps done; -1 if the row has none (evaluations).
         groups: Number of the group (same step and problem, in a row), from 0.
         scores: Score per reward, NaN where it has none; the total is under ''.
         num_bad: Lines that could not be read.
-        num_torn: 1 when the last line has no end: the run was killed while it wrote it, or writes it now.
+        num_torn: 1 if the last line is incomplete: the run was killed while writing it, or is writing it now.
     """
 
     path: Path
@@ -96,10 +96,10 @@ def find_samples(folder: Path) -> Path | None:
 
 
 def clean(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring a row of samples.jsonl or eval_samples.jsonl into one shape; a value of another type becomes None.
+    """Normalise a row of samples.jsonl or eval_samples.jsonl; a value of another type becomes None.
 
     Args:
-        row: A row as it was read; nothing in it is trusted.
+        row: An untrusted row.
 
     Returns:
         The fields of a row of samples.jsonl, and `correct` (bool or None), `sampler_logprobs` (None unless there is
@@ -142,13 +142,13 @@ def clean(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def snippet(completion: str) -> str:
-    """Return the end of a completion in one line: there the answer stands."""
+    """Return the end of a completion, where the answer is, in one line."""
     text = " ".join(completion[-4 * SNIPPET_CHARACTERS :].split())
     return text if len(text) <= SNIPPET_CHARACTERS else "… " + text[-SNIPPET_CHARACTERS:]
 
 
 def find_tags(folder: Path) -> dict[str, str] | None:
-    """Return the four tags that a run's completions are written with, from its evaluation or checkpoints, or None."""
+    """Return the four tags of a run's completions, from its evaluation or checkpoints, or None."""
     evaluation = _mapping(_mapping(read_json(folder / "eval.json")).get("identity"))
     newest = sorted(folder.glob("checkpoints/*/protocol.json"), reverse=True)
     for protocol in (evaluation.get("protocol"), *map(read_json, newest[:1])):
@@ -159,7 +159,7 @@ def find_tags(folder: Path) -> dict[str, str] | None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; None when it is missing or damaged."""
+    """Read a JSON file; None if it is missing or damaged."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -167,7 +167,7 @@ def read_json(path: Path) -> Any:
 
 
 def scan(path: Path) -> Scan:
-    """Pass once over a file of completions, up to where it ends now.
+    """Pass once over a file of completions, up to its current end.
 
     Args:
         path: samples.jsonl or eval_samples.jsonl.
@@ -211,11 +211,11 @@ def scan(path: Path) -> Scan:
 
 
 def choose(found: Scan, max_samples: int) -> np.ndarray:
-    """Choose whole groups, evenly over the file and so over the steps.
+    """Select whole groups, evenly over the file and hence over the steps.
 
     Args:
         found: The scanned file.
-        max_samples: Most samples; fewer are taken where their text would be over `MAX_TEXT_BYTES`.
+        max_samples: Most samples; fewer if their text would exceed `MAX_TEXT_BYTES`.
 
     Returns:
         Ascending row numbers.
@@ -226,22 +226,22 @@ def choose(found: Scan, max_samples: int) -> np.ndarray:
     num_groups = int(found.groups[-1]) + 1
     num_taken = max(1, int(num_groups * share))
     edges = np.arange(num_taken + 1) * num_groups // num_taken
-    # One group of each stretch by chance: every tenth could be the same problem at all steps.
+    # One random group of each stretch: every tenth could be the same problem at all steps.
     taken = np.random.default_rng(0).integers(edges[:-1], edges[1:])
     return np.flatnonzero(np.isin(found.groups, taken))
 
 
 def embed(found: Scan, rows: np.ndarray, spell: Callable[[int], str] | None) -> dict[str, Any]:
-    """Pack chosen rows for the sample browser of a page.
+    """Pack selected rows for the sample browser of a page.
 
     Args:
         found: The scanned file.
         rows: Ascending row numbers; they are the ids of the samples in the page.
-        spell: Text of a token; without it log-probabilities are left out.
+        spell: Text of a token; without it log-probabilities are omitted.
 
     Returns:
         'columns' (what filters and the list need), 'chunks' (the rows) and 'vocabulary' (texts of the tokens), each
-        gzip in base64, and 'starts' (place in the choice at which each chunk begins), 'rewards', 'has_logprobs'.
+        gzip in base64, and 'starts' (index of each chunk's first selected row), 'rewards', 'has_logprobs'.
     """
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     scores: dict[str, list[Any]] = {name: [] for name in found.reward_names}
@@ -277,7 +277,7 @@ def embed(found: Scan, rows: np.ndarray, spell: Callable[[int], str] | None) -> 
 
 
 def histograms(found: Scan) -> list[dict[str, Any]]:
-    """Count every reward by ranges of steps, over all rows of the file.
+    """Compute histograms of every reward by ranges of steps, over all rows of the file.
 
     Args:
         found: The scanned file.

@@ -1,4 +1,4 @@
-"""`whet track`: send a run that has ended, or was killed, to experiment trackers, from its own files."""
+"""`whet track`: send a finished or killed run to experiment trackers, from its own files."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from whet.types import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class TrackRunConfig:
-    """Send a run folder to experiment trackers: all its values, its config and some completions, as a new run there."""
+    """Send a run folder to experiment trackers: all its values, its config and some completions, as a new run."""
 
     run: str = ""
-    """Run folder of a training."""
+    """Run folder."""
     to: tuple[TrackerName, ...] = ()
-    """Trackers; empty for those that the run was started with."""
+    """Trackers; empty for those of the run's config."""
     project: str = ""
-    """Project there; empty for the one that the run was started with."""
+    """Project; empty for the one of the run's config."""
     name: str = ""
-    """Name of the run there; empty for the one that the run was started with, or the folder's name."""
+    """Name of the run; empty for the one of the run's config, or the folder's name."""
     offline: bool = False
     """wandb: only write files below RUN/wandb."""
     uri: str = ""
-    """mlflow: a server, sqlite:///FILE or a folder; empty for the one that the run was started with."""
+    """mlflow: a server, sqlite:///FILE or a folder; empty for the one of the run's config."""
 
 
 def main(config: TrackRunConfig) -> None:
-    """Send the run to each tracker and say where it is.
+    """Send the run to each tracker and print its location.
 
     Raises:
         UserError: If there is no such run, a tracker is not installed, or one fails.
@@ -59,7 +59,7 @@ def main(config: TrackRunConfig) -> None:
 
 
 def track_settings(config: TrackRunConfig, folder: Path) -> TrackConfig:
-    """Return how the run was tracked, changed by what is asked for now.
+    """Return the run's tracker settings, with the given options applied.
 
     Raises:
         UserError: If there is no such run, or no tracker is named.
@@ -84,10 +84,10 @@ def track_settings(config: TrackRunConfig, folder: Path) -> TrackConfig:
 
 
 def send(name: str, tracker: Tracker, folder: Path, num_samples: int) -> str:
-    """Send a whole run folder to a tracker as a new run there, and note it in trackers.json.
+    """Send a whole run folder to a tracker as a new run, and record it in trackers.json.
 
     Returns:
-        Where it is.
+        Its location.
 
     Raises:
         UserError: If the run has no rows, or the tracker fails.
@@ -110,7 +110,7 @@ def send(name: str, tracker: Tracker, folder: Path, num_samples: int) -> str:
 
 
 def rows_in_order(folder: Path, num_samples: int) -> Iterator[Item]:
-    """Yield what a tracker gets of both files of a run, by step; the files are streamed."""
+    """Yield the items of both files of a run, by step; the files are streamed."""
 
     def items(file: str) -> Iterator[Item]:
         rows: Iterator[dict[str, Any]] = read_rows(folder / file)

@@ -1,6 +1,6 @@
 """`whet watch RUN`: a local web page that follows a run: curves, warnings, and every completion.
 
-The server only reads, only inside the folder that it was given, and answers only who has the token of its address.
+The server only reads, only inside the given folder, and only answers requests with the token of its address.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from whet.report.samples import FILES, find_samples, find_tags
 from whet.telemetry.display import escape_controls
 from whet.types import UserError
 
-# Who may ask `whet watch`: a token, the names of this machine, and the headers of every answer.
+# Access control of `whet watch`: a token, the names of this machine, and the headers of every answer.
 
 Asgi = Callable[[Any, Any, Any], Any]
 HEADERS = {
@@ -46,17 +46,17 @@ DATA_POLICY = "default-src 'none'; frame-ancestors 'none'"
 
 
 class Guard:
-    """Stands before an application: answers only who has the token, and only under this machine's own names."""
+    """Middleware that only admits requests with the token, addressed to one of this machine's own names."""
 
     def __init__(self, app: Asgi, *, token: str, cookie: str, hosts: Sequence[str] | None) -> None:
-        """Take the post.
+        """Wrap an application.
 
         Args:
-            app: The ASGI application behind it.
-            token: Secret of the address; a page that was opened with it gets it as a cookie.
+            app: The ASGI application.
+            token: Secret of the address; a page opened with it gets it as a cookie.
             cookie: Name of the cookie.
-            hosts: Names that a request may call this machine by, against sites whose name is made to lead here;
-                None permits addresses in numbers, too, for a server that others may reach.
+            hosts: Permitted host names of this machine, against DNS rebinding; None also permits numeric addresses, for
+                a server that others may reach.
         """
         self._app = app
         self._token = token
@@ -64,15 +64,15 @@ class Guard:
         self._hosts = hosts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Let one request through, or refuse it."""
-        assert scope["type"] == "http"  # the server is started without the other protocols
+        """Admit a request, or refuse it."""
+        assert scope["type"] == "http"  # the server is started with HTTP only
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         extra = dict(HEADERS)
         if not self._is_named(headers.get("host", "")):
-            await self._refuse(send, 421, "this name does not lead to a whet watch")
+            await self._refuse(send, 421, "this host name is not served by whet watch")
         elif scope["method"] not in ("GET", "HEAD"):
-            await self._refuse(send, 405, "only reading is possible here")
+            await self._refuse(send, 405, "only GET and HEAD are supported")
         elif self._fits(given):
             extra["set-cookie"] = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
             await self._app(scope, receive, _adding(send, extra))
@@ -103,7 +103,7 @@ class Guard:
 
 
 def is_address(text: str) -> bool:
-    """Say whether a text is an IP address in numbers."""
+    """Say whether a text is a numeric IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -112,13 +112,13 @@ def is_address(text: str) -> bool:
 
 
 def _cookie(header: str, name: str) -> str:
-    """Return the value of a cookie, '' without it; those of other programs on this machine may look like anything."""
+    """Return the value of a cookie, '' without it; cookies of other programs on this machine may be malformed."""
     pairs = (part.strip().partition("=") for part in header.split(";"))
     return next((value for key, _, value in pairs if key == name), "")
 
 
 def _adding(send: Any, extra: Mapping[str, str]) -> Any:
-    """Return a `send` that adds headers to an answer."""
+    """Return a `send` that adds headers to the response."""
 
     async def add(message: Any) -> None:
         if message["type"] == "http.response.start":
@@ -129,34 +129,34 @@ def _adding(send: Any, extra: Mapping[str, str]) -> Any:
     return add
 
 
-# The web application of `whet watch`: the runs of a folder, and what is asked about them.
+# The web application of `whet watch`: the runs of a folder, and requests about them.
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 LOGS = ("metrics.jsonl", *FILES)
-"""A folder that holds one of these is a run."""
+"""A folder with one of these is a run."""
 
 READ = (*LOGS, "config.yaml", "summary.json", "eval.json", "checkpoints")
 MAX_DEPTH, MAX_FOLDERS, MAX_RUNS = 4, 5000, 200
 MAX_OPEN = 4
-"""Runs whose samples are indexed at a time; the one that nobody looked at for longest is closed."""
+"""Runs whose samples are indexed at a time; the least recently used one is closed."""
 
 MAX_CONFIG_CHARACTERS = 200_000
 MAX_CUT = 4
-"""Tokens that one letter may be cut into."""
+"""Most tokens that one letter may be split into."""
 
 SCRIPTS = ("address.js", "uplot.js", "charts.js", "browser.js", "watch.js")
 STYLES = ("uplot.css", "charts.css", "browser.css", "watch.css")
 PAGE_POLICY = "frame-ancestors 'none'"
-"""What a page cannot say in itself; the rest of its policy, with the hashes of its scripts, stands in the page."""
+"""The part of the policy that a page cannot contain; the rest, with the hashes of its scripts, is in the page."""
 
 
 class Runs:
-    """The runs of a folder; each is opened when somebody looks at it."""
+    """The runs of a folder; each is opened on first access."""
 
     def __init__(self, root: Path) -> None:
-        """Begin.
+        """Set the root folder.
 
         Args:
             root: A run folder, or a folder with runs below it.
@@ -166,14 +166,15 @@ class Runs:
         self._open: OrderedDict[str, Run] = OrderedDict()
 
     def names(self) -> list[str]:
-        """Return the runs as paths below the root, '.' for the root itself, which may be a run that only begins."""
+        """Return the runs as paths below the root, '.' for the root itself, which may be a run that is just
+        starting."""
         return sorted(_find_runs(self.root)) or (["."] if (self.root / "config.yaml").is_file() else [])
 
     def get(self, name: str) -> Run:
         """Return a run, opened.
 
         Raises:
-            UserError: If there is no such run, or one of its files leads outside of the folder.
+            UserError: If there is no such run, or one of its files links outside the folder.
         """
         with self._lock:
             if name not in self._open:
@@ -203,7 +204,7 @@ class Runs:
 
 
 class Run:
-    """One run folder, as the page asks for it.
+    """One run folder, as the page requests it.
 
     Attributes:
         follower: Its metrics.
@@ -215,7 +216,7 @@ class Run:
 
         Args:
             folder: The run folder.
-            root: Folder that nothing outside of is read.
+            root: Folder outside of which nothing is read.
         """
         self._folder = folder
         self._root = root
@@ -229,7 +230,7 @@ class Run:
         self.index.close()
 
     def config(self) -> str:
-        """Return config.yaml, '' where there is none yet."""
+        """Return config.yaml, '' if there is none yet."""
         try:
             with (self._folder / "config.yaml").open(encoding="utf-8", errors="replace") as file:
                 return file.read(MAX_CONFIG_CHARACTERS)
@@ -237,12 +238,12 @@ class Run:
             return ""
 
     def info(self) -> dict[str, Any]:
-        """Return what the sample browser begins with."""
+        """Return the initial data of the sample browser."""
         self._tags = self._tags or next(filter(None, map(find_tags, self._families())), None)
         return {**self.index.info(), "tags": self._tags}
 
     def sample(self, place: int) -> dict[str, Any] | None:
-        """Return a sample, with the texts of its tokens where log-probabilities and a checkpoint are there."""
+        """Return a sample, with the texts of its tokens if there are log-probabilities and a checkpoint."""
         row = self.index.sample(place)
         if row is None:
             return None
@@ -251,7 +252,7 @@ class Run:
         return {**row, "pieces": self._spell(ids) if ids and self._spell else None}
 
     def _families(self) -> list[Path]:
-        """Return the run folder and, where it lies in the root, too, the one of the model that the run began with."""
+        """Return the run folder and, if it is inside the root, that of the run's starting model."""
         found = re.search(r"^  init: ['\"]?(.+?)['\"]?$", self.config(), re.MULTILINE)
         init = Path(found[1]).absolute() if found else self._folder
         init = init.parent.parent if init.parent.name == "checkpoints" else init
@@ -259,10 +260,10 @@ class Run:
 
 
 def build_app(runs: Runs) -> Starlette:
-    """Make the application: GET routes alone. It goes behind a `Guard`.
+    """Create the application: GET routes only. Wrap it in a `Guard`.
 
     Args:
-        runs: What it shows.
+        runs: The runs to show.
     """
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -309,7 +310,7 @@ def build_app(runs: Runs) -> Starlette:
 
 
 def read_query(options: dict[str, str]) -> Query:
-    """Take the fields of a query out of a request's options, each in JSON or, for texts, as it is.
+    """Read the fields of a query from a request's options; texts are plain, other fields JSON.
 
     Raises:
         ValueError: With the field, its value and what was expected.
@@ -336,7 +337,7 @@ def _find(run: Run, options: dict[str, str]) -> dict[str, Any]:
 
 
 def _place(options: dict[str, str], name: str) -> int:
-    """Take a sample's id out of a request's options."""
+    """Read a sample's id from a request's options."""
     text = options.pop(name, "")
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise UserError(f"{name} = {text[:40]!r}: expected the id of a sample")
@@ -344,7 +345,7 @@ def _place(options: dict[str, str], name: str) -> int:
 
 
 def _page(runs: Runs, names: Sequence[str], name: str) -> str:
-    """Render the page of a run, or of the choice among several."""
+    """Render the page of a run, or the list of several."""
     run = runs.get(name) if name else None
     title = (runs.root / name).resolve().name
     return render(
@@ -362,7 +363,7 @@ def _page(runs: Runs, names: Sequence[str], name: str) -> str:
 
 
 def _is_inside(path: Path, root: Path) -> bool:
-    """Say whether a path, its links followed, lies in the root; never an error, whatever the path."""
+    """Say whether a path, with links resolved, is inside the root; never raises."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
@@ -385,7 +386,7 @@ def _find_runs(root: Path) -> Iterator[str]:
 
 
 def _speller(folders: Sequence[Path]) -> Callable[[Sequence[int]], list[str]] | None:
-    """Return a function from token ids to their texts, of the newest checkpoint in the folders; None without one."""
+    """Return a function from token ids to texts, from the newest checkpoint in the folders; None without one."""
     for path in (
         path
         for folder in folders
@@ -400,7 +401,7 @@ def _speller(folders: Sequence[Path]) -> Callable[[Sequence[int]], list[str]] | 
 
 
 def _spell(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; of a letter cut into several tokens the last one has it."""
+    """Return the text of each token; of a letter split into several tokens the last one gets it."""
     pieces: list[str] = []
     held: list[int] = []
     for index in ids:
@@ -415,25 +416,25 @@ def _spell(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 SWITCH_S = 5e-4
-"""Longest time that the indexing of samples keeps an answer waiting for its turn; Python's own is ten times that."""
+"""Thread switch interval: limits how long sample indexing delays an answer; Python's default is ten times that."""
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """What to watch, and the address to show it at."""
+    """The run to watch, and the address of the page."""
 
     run: str = ""
     """A run folder, or a folder with runs below it."""
     host: str = "127.0.0.1"
-    """Address to listen at; one that other machines reach needs --expose."""
+    """Address to listen on; one that other machines can reach needs --expose."""
     port: int = 0
-    """Port; 0 takes a free one."""
+    """Port; 0 picks a free one."""
     expose: bool = False
-    """Let other machines in: unencrypted, and whoever has the link reads the run."""
+    """Let other machines connect: unencrypted, and anyone with the link can read the run."""
     open: bool = True
-    """Open the page in a browser, where there is a screen."""
+    """Open the page in a browser, if there is a screen."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -444,7 +445,7 @@ def main(config: WatchConfig) -> None:
     """Serve the page until Ctrl-C.
 
     Raises:
-        UserError: If there is no run, the address cannot be taken, or the extra 'web' is missing.
+        UserError: If there is no run, the address cannot be used, or the extra 'web' is missing.
     """
     try:
         import starlette  # noqa: F401
@@ -458,14 +459,14 @@ def main(config: WatchConfig) -> None:
     if not is_local and not config.expose:
         raise UserError(
             f"host = {config.host!r}: other machines could read the run; expected 127.0.0.1 (and `ssh -L` from "
-            "elsewhere), or --expose beside it"
+            "elsewhere), or --expose in addition"
         )
     listener = _listen(config.host, config.port)
     port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
     address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}/?token={token}"
     if not is_local:
         print(
-            "warning: other machines can connect, unencrypted; whoever has the link reads the run",
+            "warning: other machines can connect, unencrypted; anyone with the link can read the run",
             file=sys.stderr,
         )
     print(f"watching {escape_controls(str(root))}: {address}  (Ctrl-C ends)", flush=True)
@@ -508,14 +509,12 @@ def _root(run: str) -> Path:
     except OSError as error:
         raise UserError(f"{run}: cannot be read ({error.strerror})") from None
     if not Runs(root).names():
-        raise UserError(
-            f"{run}: no run in this folder or below it; expected one that `whet` writes or has written"
-        )
+        raise UserError(f"{run}: no run in this folder or below it; expected one written by `whet`")
     return root
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Take the address."""
+    """Bind the address."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -528,13 +527,13 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise UserError(
-            f"{host}:{port} cannot be used ({error.strerror}); expected a free port: leave --port out to get one"
+            f"{host}:{port} cannot be used ({error.strerror}); expected a free port: omit --port to get one"
         ) from None
     return listener
 
 
 def _has_screen() -> bool:
-    """Say whether a browser would open in a window here, and not in the terminal or on another machine."""
+    """Say whether a browser would open in a window on this machine, not in the terminal."""
     if "SSH_CONNECTION" in os.environ:
         return False
     return sys.platform in ("darwin", "win32") or any(

@@ -1,4 +1,4 @@
-"""Rewards of a run: built-in ones by name, the user's own as functions or `path.py:function`; how they add up."""
+"""Rewards of a run: built-in ones by name, the user's as functions or `path.py:function`, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from whet.schema import ResponseSchema
 from whet.types import Problem, Reward, Task, UserError
 
 EPISODE = "episode"
-"""Name of what an environment pays turn by turn; it is no function of the text."""
+"""Name of an environment's per-turn rewards; they are not a function of the text."""
 JUDGE = "judge"
-"""Name of the score that a language model gives (`whet.rewards.judge.judge`)."""
+"""Name of a language model's score (`whet.rewards.judge.judge`)."""
 ELSEWHERE = (EPISODE, JUDGE)
 DEADLINE_S = 2.0
-"""Time that one call of a user's own reward may take."""
+"""Deadline of one call of a user's reward."""
 MEMORY_MIB = 2048
 FAILURE_LIMIT, MIN_BATCH = 0.5, 8
-"""A larger share of errors in a batch of at least so many stops the run: the function is wrong, not a completion."""
+"""A larger share of errors, in a batch of at least this size, stops the run: the function is wrong, not a
+completion."""
 
 Item = tuple[Problem, str]
 OwnReward = str | Callable[..., float | None]
-"""A reward of the user's: 'path.py:function', with '=weight' behind it if that is not 1, or the function itself."""
+"""A user's reward: 'path.py:function', followed by '=weight' if that is not 1, or the function itself."""
 ManyScores = Callable[[Sequence[Item]], "list[float | None]"]
 
 
 @dataclass(slots=True)
 class Failures:
-    """Calls of one reward that gave no score: counted, shown, never a score of 0.
+    """Calls of one reward without a score: counted and shown, never treated as 0.
 
     Attributes:
         count: Calls so far.
-        latest: What went wrong last, in one line.
+        latest: The last error, in one line.
     """
 
     count: int = 0
@@ -49,10 +50,10 @@ class WeightedReward:
 
     Attributes:
         name: Its name in logs.
-        weight: What its score is multiplied by.
+        weight: Factor of its score.
         function: Scores one completion.
         many: Scores several at once, in place of `function`.
-        best: Score of a perfect completion; None where nobody knows.
+        best: Score of a perfect completion; None if unknown.
         failures: Calls that gave no score.
     """
 
@@ -65,7 +66,7 @@ class WeightedReward:
 
 
 def correctness(schema: ResponseSchema, task: Task) -> Reward:
-    """Return 1 for the right answer in the schema's answer block, else 0; None where it could not be judged."""
+    """Return 1 for the right answer in the schema's answer block, else 0; None if it could not be judged."""
 
     def score(problem: Problem, completion: str) -> float | None:
         is_correct = task.is_correct(problem, schema.parse(completion).answer)
@@ -87,7 +88,7 @@ REWARDS: dict[str, Preset] = {
     "program_tests": Preset(program_tests, best=1.0, worst=0.0),
     "program_keywords": Preset(program_keywords, best=1.0, worst=0.0),
 }
-"""Name -> maker of the reward function. `correct` is the headline; the others shape."""
+"""Name -> factory of the reward function. `correct` is the main reward; the others shape it."""
 
 
 def parse_own(text: str) -> tuple[str, str, float]:
@@ -106,14 +107,14 @@ def parse_own(text: str) -> tuple[str, str, float]:
     try:
         weight = float(number) if equals else 1.0
     except ValueError:
-        raise UserError(f"reward {text!r}: {number!r} is no weight; expected a number behind '='") from None
+        raise UserError(f"reward {text!r}: {number!r} is not a weight; expected a number after '='") from None
     if not math.isfinite(weight):
         raise UserError(f"reward {text!r}: expected a finite weight")
     return spec, name, weight
 
 
 def own_name(reward: OwnReward) -> str:
-    """Return the name of a reward of the user's.
+    """Return the name of a user's reward.
 
     Raises:
         UserError: If it has none, or is malformed.
@@ -124,21 +125,21 @@ def own_name(reward: OwnReward) -> str:
         reward = reward.func
     name = getattr(reward, "__name__", "")
     if not callable(reward) or not name.isidentifier():
-        expected = "expected a function that def gives a name, or 'path.py:function'"
+        expected = "expected a named function (def), or 'path.py:function'"
         raise UserError(f"reward {reward!r:.60}: {expected}")
     return name
 
 
 def own_reward(reward: OwnReward) -> WeightedReward:
-    """Make a reward of the user's own function, which runs in killable worker processes with a deadline.
+    """Make a reward from the user's function, which runs in killable worker processes with a deadline.
 
-    A call that fails, hangs or returns no number gives None: unscorable, and counted.
+    A call that fails, hangs or does not return a number gives None: unscorable, and counted.
 
     Args:
-        reward: A function, also one of the main script or of a notebook; or where to find it.
+        reward: The function (also one of the main script or of a notebook), or its 'path.py:function'.
 
     Raises:
-        UserError: If it is malformed, there is no such function, or a worker process cannot have it.
+        UserError: If it is malformed, there is no such function, or it cannot be sent to a worker process.
     """
     name, weight, function, place = own_name(reward), 1.0, reward, "the function"
     if isinstance(reward, str):
@@ -181,17 +182,17 @@ def build_rewards(
     """Make the rewards of a run.
 
     Args:
-        weights: Weight of built-in rewards by name. 'episode' and 'judge' come without a function: whoever plays the
-            episodes, or has the judge, fills them in.
+        weights: Weight of built-in rewards by name. 'episode' and 'judge' come without a function: the episode player
+            or the judge supplies their scores.
         schema: The schema that prompts and rewards share.
         task: Judges answers.
-        own: The user's own, as `own_reward` reads them.
+        own: The user's rewards, as `own_reward` reads them.
 
     Returns:
         The built-in rewards in the order of the table, then the user's.
 
     Raises:
-        UserError: If a name is unknown or comes twice, a weight is not finite, or there is none.
+        UserError: If a name is unknown or repeated, a weight is not finite, or there is none.
     """
     for name, weight in weights.items():
         if name not in REWARDS and name not in ELSEWHERE:
@@ -202,7 +203,7 @@ def build_rewards(
     names = [*weights, *map(own_name, own)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"reward '{twice}' comes twice; give the function another name")
+        raise UserError(f"reward '{twice}' is given twice; give the function another name")
     if not names:
         raise UserError(f"rewards is empty: give at least one of {', '.join(REWARDS)}")
     built_in = [
@@ -229,10 +230,10 @@ def score_completions(
     Args:
         rewards: The run's rewards.
         items: Problems with the text of a completion.
-        known: Scores, by name of a reward, that are no function of the text.
+        known: Scores by reward name that are not a function of the text.
 
     Returns:
-        For each item its unweighted score by name, and the weighted sum; None when a reward found it unscorable.
+        For each item its unweighted scores by name, and the weighted sum; None if a reward found it unscorable.
 
     Raises:
         UserError: If a built-in reward returns something that is neither None nor a finite number.
@@ -268,12 +269,12 @@ def _score_one(reward: WeightedReward, problem: Problem, completion: str) -> flo
 def score_completion(
     rewards: Sequence[WeightedReward], problem: Problem, completion: str
 ) -> tuple[dict[str, float | None], float | None]:
-    """Score one completion, as `score_completions` does several."""
+    """Score one completion; see `score_completions`."""
     return score_completions(rewards, [(problem, completion)])[0]
 
 
 def best_total(rewards: Sequence[WeightedReward]) -> float | None:
-    """Return the total of a perfect completion; None where length or a reward of the user's own decides."""
+    """Return the total of a perfect completion; None if length or a user's reward decides."""
     if any(reward.best is None for reward in rewards):
         return None
     return sum(reward.weight * (reward.best or 0.0) for reward in rewards)

@@ -1,7 +1,7 @@
 """Named rewards with fixed constants: the workshop's four, format, partial credit, length, repetition, step audit.
 
-Every maker takes the run's schema and task, so that no tag is written here. All are linear in the completion's
-length, raise on no text, and stay within [worst, best] of their entry in `PRESETS`.
+Every factory takes the run's schema and task, so that no tag is hard-coded here. All are linear in the completion's
+length, never raise, and stay within [worst, best] of their entry in `PRESETS`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whet.rewards.steps.audit import audit_steps
 from whet.schema import ResponseSchema
 from whet.types import Problem, Reward, Task, UserError
 
-# Partial credit for programs: how far loading came, the share of tests that pass, the wanted words that are used.
+# Partial credit for programs: how far loading got, the share of passed tests, the share of keywords used.
 
 
 @runtime_checkable
@@ -26,7 +26,7 @@ class ProgramTask(Protocol):
     """A task whose answers are programs."""
 
     def code_scores(self, problem: Problem, answer: str | None) -> dict[str, float] | None:
-        """Return scores from 0 to 1 by name; None where the sandbox failed."""
+        """Return scores from 0 to 1 by name; None if the sandbox failed."""
         ...
 
 
@@ -44,7 +44,7 @@ def _part(name: str, schema: ResponseSchema, task: Task) -> Reward:
 
 
 def program_loads(schema: ResponseSchema, task: Task) -> Reward:
-    """Return 1/3 for a program that parses, 2/3 when its imports work, 1 when it loads to its end."""
+    """Return 1/3 for a program that parses, 2/3 if its imports work, 1 if it loads completely."""
     return _part("loads", schema, task)
 
 
@@ -54,37 +54,37 @@ def program_tests(schema: ResponseSchema, task: Task) -> Reward:
 
 
 def program_keywords(schema: ResponseSchema, task: Task) -> Reward:
-    """Return the share of the problem's keywords that the program uses as names; comments and texts do not count."""
+    """Return the share of the problem's keywords that the program uses as names; comments and strings do not count."""
     return _part("keywords", schema, task)
 
 
-# The workshop: notebook "Qwen3_(4B)-GRPO" of unslothai/notebooks. Perfect 13.0 in all, total miss -7.5.
+# The workshop: notebook "Qwen3_(4B)-GRPO" of unslothai/notebooks. Best total 13.0, worst -7.5.
 FORMAT_EXACT, FORMAT_EXACT_MISS = 3.0, 0.0
 TAG_ONCE, TAG_NOT_ONCE, NOTEBOOK_TAGS = 0.5, -1.0, 3
-"""Per scored tag. The notebook scores three (the opening tag is in its prompt); four are scaled to the same sum."""
+"""Score per tag. The notebook scores three (the opening tag is in its prompt); four are scaled to the same sum."""
 BANDS_EQUAL, BANDS_STRIPPED, BANDS_FAR, BANDS_NO_NUMBER, BANDS_NO_ANSWER = 5.0, 3.5, -2.5, -4.5, -2.0
 BANDS = ((Fraction(1, 10), 2.0), (Fraction(1, 5), 1.5))
 """(largest relative error, score): the notebook's ratios [.9, 1.1] and [.8, 1.2]."""
 NUMBER_EQUAL, NUMBER_WRONG, NUMBER_NONE, NUMBER_NO_GOLD = 3.5, -1.5, -2.5, 0.0
 # poornachandra24/grpo-vision-reasoning, src/fine_tuning/rewards.py
 LAYOUT = 0.5
-# The workshop's bands by five, so that a right answer is worth 1; no number is the worst, as in the talk.
+# The workshop's bands divided by five, so that a right answer is worth 1; no number is worst, as in the talk.
 DISTANCE_BANDS = ((Fraction(1, 10), 0.4), (Fraction(1, 5), 0.3))
 DISTANCE_FAR, DISTANCE_NO_NUMBER = -0.5, -1.0
 # a5c-ai/nanoGPT, reward.py: 1 between the inner two, falling to 0 at the outer two; characters
 LENGTH_BAND = (10, 50, 512, 1024)
-# The soft punishment of DAPO (2503.14476, eq. 13) in characters; in tokens it is algo.overlong
+# DAPO's soft overlong penalty (2503.14476, eq. 13) in characters; algo.overlong has it in tokens
 LENGTH_FREE, LENGTH_LIMIT = 2048, 8192
 # 2502.03373, section 4.2: (score at no length, score at the limit)
 COSINE_RIGHT, COSINE_WRONG, COSINE_EXCEEDED = (2.0, 1.0), (-10.0, 0.0), -10.0
 COSINE_LIMIT = 8192
 """Characters; the paper's limit is the context of 16K tokens, which a reward that reads text cannot know."""
 REPETITION_NGRAM = 40
-"""2502.03373: n-grams of 40 tokens, .05 off per token; here words and runs of marks, and the share of n-grams."""
+"""2502.03373: n-grams of 40 tokens, .05 off per token; here words and runs of punctuation, and the share of n-grams."""
 # Notebook "Qwen3_VL_(8B)-Vision-GRPO": -2 where half of the characters are "addCriterion" or line ends
 DEGENERATE, DEGENERATE_SHARE = -2.0, 0.5
 LOOP_WINDOW, LOOP_REACH = 16, 256
-"""A loop: 16 characters that stood there already at most 256 characters before."""
+"""A loop: 16 characters that occurred within the previous 256 characters."""
 
 _DIGITS = re.compile(r"[0-9][0-9.,]*")
 _WORD = re.compile(r"\w+|[^\w\s]+")
@@ -95,10 +95,10 @@ class Preset:
     """A built-in reward.
 
     Attributes:
-        make: Makes the reward of a run.
+        make: Factory of a run's reward function.
         best: Largest score.
         worst: Smallest score.
-        is_reached: True when the ideal completion scores exactly `best`; False where length decides.
+        is_reached: True when the ideal completion scores exactly `best`; False if length decides.
     """
 
     make: Callable[[ResponseSchema, Task], Reward]
@@ -121,7 +121,7 @@ def _raw_answer(schema: ResponseSchema, completion: str) -> str | None:
 def format_exact(schema: ResponseSchema, task: Task) -> Reward:
     """Return +3 when an answer block follows the thinking and ends the completion, else 0.
 
-    Source: workshop notebook, `match_format_exactly`. Deviation: nothing may follow on later lines either.
+    Source: workshop notebook, `match_format_exactly`. Deviation: later lines must be empty, too.
     """
 
     def score(problem: Problem, completion: str) -> float:
@@ -158,7 +158,7 @@ def _band(guess: Number, truth: Number, bands: Sequence[tuple[Fraction, float]],
 def answer_bands(schema: ResponseSchema, task: Task) -> Reward:
     """Return +5 for the gold string, +3.5 up to white space, 2 and 1.5 within 10 and 20 %, else -2.5.
 
-    No number: -4.5. No answer: -2, which is more than a wrong one gets, so use it beside the format rewards.
+    No number: -4.5. No answer: -2, which is more than a wrong one gets, so combine it with the format rewards.
 
     Source: workshop notebook, `check_answer`. Deviations: fractions and thousands commas are numbers; a gold answer
     of zero divides nothing (the notebook gives every number -4.5 there).
@@ -183,10 +183,10 @@ def answer_bands(schema: ResponseSchema, task: Task) -> Reward:
 def number_match(schema: ResponseSchema, task: Task) -> Reward:
     """Return +3.5 when the first number after the answer tag equals the gold number, else -1.5; -2.5 without one.
 
-    0 when the gold answer is no number.
+    0 if the gold answer is not a number.
 
-    Source: workshop notebook, `check_numbers`. Deviations: thousands commas must be right (`1,2,3` is no 123), and
-    a lone `.` or `,` is no number (the notebook gives it 0, more than a wrong number).
+    Source: workshop notebook, `check_numbers`. Deviations: thousands commas must be correct (`1,2,3` is not 123), and a
+        lone `.` or `,` is not a number (the notebook gives it 0, more than a wrong number).
     """
 
     def score(problem: Problem, completion: str) -> float:
@@ -237,8 +237,8 @@ def format_soft(schema: ResponseSchema, task: Task) -> Reward:
 def format_strict(schema: ResponseSchema, task: Task) -> Reward:
     """Return .5 when the whole completion is one thinking block and one answer block, else 0.
 
-    Source: grpo-vision-reasoning, `strict_format`. Deviation: any white space between the blocks will do, because
-    the schema's prompt asks for no line ends.
+    Source: grpo-vision-reasoning, `strict_format`. Deviation: any white space between the blocks is accepted, because
+        the schema's prompt does not ask for line ends.
     """
     return lambda problem, completion: LAYOUT * (schema.parse(completion).verdict == "perfect")
 
@@ -251,7 +251,7 @@ def exact_match(schema: ResponseSchema, task: Task) -> Reward:
 def distance(schema: ResponseSchema, task: Task) -> Reward:
     """Return 1 for the right answer, .4 and .3 within 10 and 20 %, else -.5 for a number and -1 for none.
 
-    What is right is judged by value, once, by the task.
+    The task decides by value what is right.
 
     Source: the workshop's bands divided by 5; -1 for no number as in the talk.
     """
@@ -293,7 +293,7 @@ def length_penalty(schema: ResponseSchema, task: Task) -> Reward:
 
 
 def cosine_score(length: int, *, is_correct: bool, limit: int) -> float:
-    """Reward a right answer the more the shorter it is, and punish a wrong one the less the longer it is.
+    """Reward shorter right answers more, and penalise longer wrong answers less.
 
     Args:
         length: Length of the completion, in the unit of `limit`.
@@ -329,7 +329,7 @@ def repeated_share(items: str | tuple[str, ...], width: int, reach: int | None =
     Args:
         items: A text, or its words.
         width: Characters (or words) of a window.
-        reach: How far back an earlier occurrence may lie; None: anywhere.
+        reach: Farthest distance of an earlier occurrence; None: anywhere.
 
     Returns:
         The share of windows that occurred before; 0 when there is no window.
@@ -346,7 +346,7 @@ def repeated_share(items: str | tuple[str, ...], width: int, reach: int | None =
 
 
 def repetition(schema: ResponseSchema, task: Task) -> Reward:
-    """Return minus the share of n-grams of 40 words and runs of marks that occurred before.
+    """Return minus the share of repeated n-grams of 40 words and runs of punctuation.
 
     Source: 2502.03373, section 4.2.
     """
@@ -356,10 +356,10 @@ def repetition(schema: ResponseSchema, task: Task) -> Reward:
 
 
 def degenerate(schema: ResponseSchema, task: Task) -> Reward:
-    """Return -2 when half of the text is white space beyond one per gap, or a loop; else 0.
+    """Return -2 if half of the text is extra white space or a loop, else 0.
 
-    Source: workshop's vision notebook, generalised from one token to any token, line or phrase that comes round
-    within 256 characters.
+    Source: workshop's vision notebook, generalised from one token to any token, line or phrase that repeats within 256
+        characters.
     """
 
     def score(problem: Problem, completion: str) -> float:
@@ -372,7 +372,7 @@ def degenerate(schema: ResponseSchema, task: Task) -> Reward:
 
 
 def steps(schema: ResponseSchema, task: Task) -> Reward:
-    """Return the share of true equations among those of the thinking that can be checked.
+    """Return the share of true equations among the checkable ones of the thinking.
 
     1 when there is nothing to check (writing no equations must not cost), 0 when the thinking is not closed.
     """
@@ -405,4 +405,4 @@ PRESETS: dict[str, Preset] = {
     "degenerate": Preset(degenerate, 0.0, DEGENERATE),
     "steps": Preset(steps, 1.0, 0.0, is_reached=False),
 }
-"""Name -> reward. `correct` and `format` stand beside them in `whet.rewards.base`."""
+"""Name -> reward. `whet.rewards.base` adds `correct` and `format`."""

@@ -1,4 +1,4 @@
-"""One child, seen from the client: its streams, its end, and the verdict on it."""
+"""The client's side of one child: its streams, its end, and the verdict on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Status = Literal["ok", "wrong", "rte", "tle", "mle", "ole", "killed", "infra_err
 Stage = Literal["syntax", "import", "run", "done"]
 
 SETUP_S = 20.0
-"""Seconds from the request until a child is ready, and from a kill until it is gone; else the machine is at fault."""
+"""Seconds from the request until a child is ready, and from a kill until it is gone; beyond them the machine is to
+blame."""
 
 MAX_STATUS_BYTES = 4096
 _ADD_SEALS, _ALL_SEALS = 1033, 15
@@ -42,14 +43,14 @@ class Verdict:
 
     Attributes:
         status: `ok` ended with exit code 0; `rte` exception or other exit code; `tle` out of time; `mle` out of memory;
-            `ole` wrote too much; `killed` died of a signal, or had too many threads; `infra_error` could not be judged,
-            through no fault of the program's: never a reward of 0.
-        stdout: What it wrote, as UTF-8; what is not, is replaced by U+FFFD.
+            `ole` wrote too much; `killed` died of a signal, or had too many threads; `infra_error` no verdict, and not
+            the program's fault: never a reward of 0.
+        stdout: What it wrote, as UTF-8; invalid bytes become U+FFFD.
         stderr: The same.
         exit_code: Negative for a signal; None for `infra_error`.
         seconds: Wall time, until the process was gone.
-        backend: `bwrap` or `landlock`; '' where none could be started.
-        message: One line for people: the exception, the limit.
+        backend: `bwrap` or `landlock`; '' if none could be started.
+        message: One readable line: the exception or the limit.
         stage: How far it got: did not compile (`syntax`), lacked a module (`import`), stopped while running (`run`),
             reached its end or sys.exit (`done`). A hostile program can pretend to have got further.
     """
@@ -65,7 +66,7 @@ class Verdict:
 
 
 class Process:
-    """A child and the client's ends of its pipes. Use it as a context manager; it leaves nothing behind."""
+    """A child and the client's ends of its pipes. A context manager that leaves nothing behind."""
 
     def __init__(
         self,
@@ -77,18 +78,18 @@ class Process:
         cpu_s: int,
         max_output_bytes: int,
     ) -> None:
-        """Ask for a child.
+        """Request a child.
 
         Args:
-            supervisor: Makes it.
+            supervisor: Forks it.
             payload: What it runs; see `child.py`.
             stdin: All that it can read.
-            memory_mib: What it may take beyond the interpreter's own.
+            memory_mib: Memory beyond the interpreter's own.
             cpu_s: CPU seconds of all its threads.
             max_output_bytes: Cap of stdout, and of stderr.
 
         Raises:
-            SupervisorError: If the supervisor has gone.
+            SupervisorError: If the supervisor is gone.
         """
         self.backend = supervisor.backend
         self.memory_mib, self.max_output_bytes = memory_mib, max_output_bytes
@@ -119,9 +120,7 @@ class Process:
                 fds = [their_link.fileno(), files[0], *writers, files[1], their_channel.fileno()]
                 assert len(fds) == NUM_FDS
                 socket.send_fds(supervisor.socket, [REQUEST.pack(memory_mib << 20, cpu_s)], fds)
-            except (
-                OSError
-            ) as error:  # no file descriptors left, a limit of file sizes, the supervisor has gone
+            except OSError as error:  # no file descriptors left, a file size limit, or the supervisor is gone
                 raise SupervisorError(str(error)) from None
             ours.pop_all()
 
@@ -132,7 +131,7 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is to come of it: it is gone, or has written more than it may."""
+        """Whether nothing more can come from it: it is gone, or exceeded its output limit."""
         return self.report is not None or self.is_over
 
     def wait_ready(self) -> None:
@@ -151,7 +150,7 @@ class Process:
         self.outbox += LENGTH.pack(len(data)) + data
 
     def receive(self) -> bytes | None:
-        """Take the next whole message from its channel, if there is one."""
+        """Return the next complete message from its channel, if any."""
         if len(self.inbox) < LENGTH.size:
             return None
         (length,) = LENGTH.unpack_from(self.inbox)
@@ -166,7 +165,7 @@ class Process:
         return frame
 
     def events(self) -> dict[int, int]:
-        """Return what to poll."""
+        """Return the descriptors to poll and their events."""
         events = dict.fromkeys(self.readers, select.POLLIN)
         if self.report is None:
             events[self.link.fileno()] = select.POLLIN
@@ -175,13 +174,13 @@ class Process:
         return events
 
     def handle(self, fd: int) -> None:
-        """Read, or write, what a descriptor has."""
+        """Read from or write to a ready descriptor."""
         if fd == self.link.fileno():
             try:
                 data = self.link.recv(REPORT.size)
             except (
                 ConnectionResetError
-            ):  # it closed without reading our wish to kill; what it sent comes next
+            ):  # it closed without reading our kill request; what it sent comes next
                 data = self.link.recv(REPORT.size)
             if data:
                 self.report = REPORT.unpack(data)
@@ -226,7 +225,7 @@ class Process:
             self.channel.close()
 
     def _drain(self) -> None:
-        """Read what an ended child has left in its pipes."""
+        """Read what an ended child left in its pipes."""
         for fd in list(self.readers):
             while fd in self.readers and self._read(fd):
                 pass
@@ -267,7 +266,7 @@ class Process:
 
 
 def _memory_file(data: bytes, stack: ExitStack) -> int:
-    """Return a file in memory that holds data and can only be read; the stack closes it."""
+    """Return a read-only in-memory file with the data; the stack closes it."""
     fd = os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, fd)
     rest = memoryview(data)
@@ -279,18 +278,18 @@ def _memory_file(data: bytes, stack: ExitStack) -> int:
 
 
 def pump(processes: Sequence[Process], deadline: float, is_done: Callable[[], bool]) -> bool:
-    """Move data until something has happened.
+    """Transfer data until a condition holds.
 
     Args:
-        processes: Whose.
-        deadline: On the monotonic clock.
-        is_done: What to wait for.
+        processes: The children to serve.
+        deadline: Latest end, on the monotonic clock.
+        is_done: The condition.
 
     Returns:
-        Whether it happened in time.
+        Whether it held before the deadline.
 
     Raises:
-        SupervisorError: If the supervisor has gone.
+        SupervisorError: If the supervisor is gone.
     """
     while not is_done():
         left = deadline - time.monotonic()
@@ -300,7 +299,7 @@ def pump(processes: Sequence[Process], deadline: float, is_done: Callable[[], bo
         owner = {}
         for process in processes:
             if process.is_lost:
-                raise SupervisorError("the supervisor has gone")
+                raise SupervisorError("the supervisor is gone")
             for fd, events in process.events().items():
                 poll.register(fd, events)
                 owner[fd] = process
@@ -314,8 +313,8 @@ def judge_end(process: Process, is_late: bool) -> tuple[Status, int, str]:
     """Say how a child ended.
 
     Args:
-        process: It is gone.
-        is_late: Whether it was killed because its time was up.
+        process: A child that is gone.
+        is_late: Whether it was killed for exceeding its time.
 
     Returns:
         Status, exit code, message.
@@ -326,7 +325,7 @@ def judge_end(process: Process, is_late: bool) -> tuple[Status, int, str]:
     letters = bytes(process.status)
     text = one_line(letters.partition(bytes([inside.FAILED]))[2].decode("utf-8", "replace"))
     if process.is_over:
-        return "ole", code, f"wrote more than it may ({process.max_output_bytes:,} bytes of output)"
+        return "ole", code, f"exceeded its output limit ({process.max_output_bytes:,} bytes of output)"
     if reason == TOO_MANY_THREADS:
         return "killed", code, f"had more than {MAX_THREADS} threads"
     if is_late or code == -signal.SIGXCPU:
@@ -335,7 +334,7 @@ def judge_end(process: Process, is_late: bool) -> tuple[Status, int, str]:
     if bytes([inside.OUT_OF_MEMORY]) in letters.partition(bytes([inside.FAILED]))[0] or is_full:
         return "mle", code, f"needed more than {process.memory_mib} MiB"
     if code == -signal.SIGKILL:
-        return "mle", code, "killed by the kernel, most likely for want of memory"
+        return "mle", code, "killed by the kernel, most likely out of memory"
     if code < 0:
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         return "killed", code, f"died of {name}"
@@ -343,12 +342,12 @@ def judge_end(process: Process, is_late: bool) -> tuple[Status, int, str]:
 
 
 def one_line(text: str) -> str:
-    """Return a program's text with all that could move a terminal's cursor or start a new line escaped."""
+    """Return a program's text on one line, with everything escaped that could move a terminal's cursor."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def stage_of(process: Process) -> Stage:
-    """Say how far a program got, by what its process reported."""
+    """Return how far a program got, as its process reported."""
     letters = bytes(process.status).partition(bytes([inside.FAILED]))[0]
     if inside.COMPILED not in letters:
         return "syntax"
@@ -369,7 +368,7 @@ def run_program(
     """Run a program in a child of its own.
 
     Raises:
-        SupervisorError: If the machinery failed; nothing is known about the program.
+        SupervisorError: If the sandbox itself failed; nothing is known about the program.
     """
     with Process(
         supervisor,
@@ -396,5 +395,5 @@ def run_program(
 
 
 def cpu_limit(wall_s: float) -> int:
-    """Return CPU seconds that no program within its wall time reaches with a few threads."""
+    """Return a CPU limit that a program with a few threads cannot reach within its wall time."""
     return int(4 * wall_s) + 4

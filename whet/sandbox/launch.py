@@ -1,4 +1,4 @@
-"""Starting a supervisor behind one of the walls that this machine has, and finding out which it has."""
+"""Starts a supervisor behind one of the isolation backends of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 START_S = 30.0
-"""Seconds that a supervisor may take to load its modules, on a loaded machine."""
+"""Seconds for a supervisor to load its modules, even on a loaded machine."""
 
 _BOOT = (
     "import sys, types; whet = types.ModuleType('whet'); whet.__path__ = [sys.argv[1]]; sys.modules['whet'] = whet; "
@@ -34,15 +34,15 @@ _ENVIRONMENT = {
 
 
 class SupervisorError(Exception):
-    """The supervisor has gone, or could not be started; says why."""
+    """The supervisor is gone, or could not be started; says why."""
 
 
 class Supervisor:
-    """A running supervisor, seen from the client; jobs are sent to its socket.
+    """The client's handle of a running supervisor; jobs are sent to its socket.
 
     Attributes:
-        backend: Name of the wall around it.
-        has_landlock: Whether its children are confined by landlock, too.
+        backend: Name of its isolation.
+        has_landlock: Whether landlock confines its children, too.
         socket: Takes requests (`supervisor.REQUEST` with file descriptors); safe to use from several threads.
     """
 
@@ -96,7 +96,7 @@ class Supervisor:
             self._kill()
             reason = str(error)
         else:
-            reason = "it ended at once"
+            reason = "it exited immediately"
         assert self.process.stderr is not None
         if not hello:
             lines = self.process.stderr.read().decode("utf-8", "replace").strip().splitlines()
@@ -108,7 +108,7 @@ class Supervisor:
         self.has_landlock = hello == b"landlock"
 
     def close(self) -> None:
-        """End it and every child that it still has."""
+        """Kill it and all its children."""
         self.socket.close()
         try:
             self.process.wait(5)
@@ -117,21 +117,21 @@ class Supervisor:
             self.process.wait()
 
     def _kill(self) -> None:
-        """Kill it with its group: behind namespaces it is a grandchild, which would live on without its parent."""
+        """Kill it with its process group: behind namespaces it is a grandchild, which would outlive its parent."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def abandon(self) -> None:
-        """Forget it in a process forked from the one that started it: its socket is not ours to use."""
+        """Drop it after a fork: its socket belongs to the parent process."""
         with suppress(OSError):
             self.socket.close()
         self.process.returncode = 0
 
 
 def _bubblewrap(python: str, package: Path) -> list[str]:
-    """Return the command that puts a program behind namespaces, with the interpreter's files and no others.
+    """Return the command that runs a program in namespaces with only the interpreter's files.
 
-    As root no user namespace is made: the supervisor keeps what it needs to become nobody in its children.
+    As root no user namespace is created: the supervisor keeps the capabilities to become nobody in its children.
     """
     bwrap = shutil.which("bwrap")
     if bwrap is None:
@@ -164,9 +164,9 @@ def _bubblewrap(python: str, package: Path) -> list[str]:
 
 
 def _bare(python: str, package: Path) -> list[str]:
-    """Return no command: the walls are those that each child builds itself."""
+    """Return no command: each child isolates itself."""
     return []
 
 
 BACKENDS: Final[Mapping[str, Callable[[str, Path], list[str]]]] = {"bwrap": _bubblewrap, "landlock": _bare}
-"""From the strongest: namespaces around the same limits that each child sets; or those limits alone."""
+"""Strongest first: namespaces around the limits that each child sets, or those limits alone."""

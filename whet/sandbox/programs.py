@@ -1,10 +1,10 @@
-"""Model-written Python, run isolated: one program with its streams, or its functions against tests.
+"""Runs model-written Python in isolation: one program with its streams, or its functions against tests.
 
     >>> verdict = run_python("print(sum(map(int, input().split())))", stdin="1 2 3", timeout_s=5, memory_mib=256)
     >>> verdict.status, verdict.stdout
     ('ok', '6\\n')
 
-What is promised and what is not: docs/sandbox.md.
+Guarantees and limits: docs/sandbox.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ print(all([is_denied(socket.socket), is_denied(os.fork), is_denied(os.listdir, "
 
 
 class _Slots:
-    """A semaphore that serves in the order of asking: with Python's, threads that loop starve all others."""
+    """A first-in, first-out semaphore: with Python's, looping threads starve all others."""
 
     def __init__(self, num_free: int) -> None:
         self._lock = threading.Lock()
@@ -77,27 +77,27 @@ class _Slots:
 
 
 class Sandbox:
-    """Runs programs behind the strongest wall that this machine has; usable from many threads at once.
+    """Runs programs behind the strongest isolation of this machine; thread-safe.
 
-    Start it once and keep it: it holds a small process that forks one child per program. Use it as a context manager.
+    Start it once and keep it: its small supervisor process forks one child per program. A context manager.
 
     Attributes:
-        backend: The wall: `bwrap` (namespaces around all the rest) or `landlock` (landlock, seccomp, limits).
-        num_workers: Programs that run at the same time.
+        backend: The isolation: `bwrap` (namespaces around the rest) or `landlock` (landlock, seccomp, limits).
+        num_workers: Programs that run concurrently.
     """
 
     def __init__(
         self, *, backend: str = "auto", num_workers: int = 0, max_output_bytes: int = 1 << 20
     ) -> None:
-        """Start it and check that it holds.
+        """Start it and check that it contains a probe.
 
         Args:
-            backend: A wall by name, or 'auto' for the strongest that works here; never less.
-            num_workers: Programs that run at the same time; further ones wait. 0 for one per core.
+            backend: A backend by name, or 'auto' for the strongest that works here.
+            num_workers: Programs that run concurrently; further ones wait. 0 for one per core.
             max_output_bytes: Cap of stdout, and of stderr, of a program.
 
         Raises:
-            UserError: If this machine has no such wall; says why.
+            UserError: If this machine has no such backend; says why.
         """
         if backend not in ("auto", *BACKENDS):
             raise UserError(f"backend = {backend!r}: expected 'auto' or one of {', '.join(BACKENDS)}")
@@ -107,7 +107,9 @@ class Sandbox:
                 "expected at least 0 workers and 1 byte"
             )
         if sys.platform != "linux":
-            raise UserError(f"the sandbox needs Linux, this is {sys.platform}; nothing is run without one")
+            raise UserError(
+                f"the sandbox needs Linux, this is {sys.platform}; programs never run without one"
+            )
         self._max_output_bytes = max_output_bytes
         self.num_workers = num_workers or len(os.sched_getaffinity(0))
         self._slots = _Slots(self.num_workers)
@@ -141,7 +143,7 @@ class Sandbox:
             self._supervisor = supervisor
             return backend
         raise UserError(
-            "no sandbox works on this machine, and nothing is run without one; " + "; ".join(reasons)
+            "no sandbox works on this machine, and programs never run without one; " + "; ".join(reasons)
         )
 
     def run(
@@ -153,10 +155,10 @@ class Sandbox:
             code: Its text.
             stdin: All that it can read; text is encoded as UTF-8.
             timeout_s: Wall time.
-            memory_mib: What it may take beyond the interpreter's own (address space).
+            memory_mib: Address space beyond the interpreter's own.
 
         Returns:
-            How it ended. `infra_error` says nothing about the program and must not become a reward of 0.
+            How it ended. `infra_error` says nothing about the program and must never become a reward of 0.
 
         Raises:
             UserError: If a limit is out of range, or the sandbox is closed.
@@ -186,19 +188,19 @@ class Sandbox:
         timeout_s: float = 10.0,
         memory_mib: int = 512,
     ) -> TestsVerdict:
-        """Run tests against the functions of a program, in another process than the program's.
+        """Run tests against a program's functions, in a separate process.
 
-        Arguments and results cross as copies of plain values (numbers, text, bytes, containers of these); any other
-        object of the program is a handle for the tests: it can be called and read, and equals nothing.
+        Arguments and results cross as copies of plain values (numbers, text, bytes, containers of these); the tests get
+        a handle for any other object: it can be called and read, and equals nothing.
 
         Args:
             code: The program; it is loaded as a module named `program`.
             tests: Pieces of Python that raise when the program is wrong, such as `assert f(1) == 2`.
-            setup: Python that runs before the first test; what it defines is seen by all tests.
-            names: What the tests take from the program, also where setup or Python defines the same name. () for every
-                name that neither the tests, nor setup, nor Python defines.
-            timeout_s: Wall time to load the program, and of each test.
-            memory_mib: What the program, and the tests, may take beyond the interpreter's own.
+            setup: Python that runs before the first test; all tests see what it defines.
+            names: Names that the tests take from the program even if setup or Python defines them. () for every name
+                that neither tests, setup nor Python define.
+            timeout_s: Wall time for loading the program, and for each test.
+            memory_mib: Memory of the program, and of the tests, beyond the interpreter's own.
 
         Returns:
             How loading went, and a result per test.
@@ -229,7 +231,7 @@ class Sandbox:
         return self._attempt(job, failed)
 
     def _attempt(self, job: Callable[[Supervisor], T], failed: Callable[[Verdict], T]) -> T:
-        """Do a job when there is a slot; once more behind a new supervisor when the machinery fails."""
+        """Run a job when a slot is free; retry once with a new supervisor if the sandbox itself fails."""
         reason = ""
         with self._slots:
             for _ in range(2):
@@ -253,14 +255,14 @@ class Sandbox:
             return self._supervisor
 
     def _discard(self, supervisor: Supervisor) -> None:
-        """Give up a supervisor that failed; other threads' jobs behind it fail, too, and are tried again."""
+        """Drop a supervisor that failed; other threads' jobs on it fail, too, and are retried."""
         with self._lock:
             if self._supervisor is supervisor:
                 self._supervisor = None
                 supervisor.close()
 
     def close(self) -> None:
-        """End every process of it; further calls do nothing."""
+        """Kill all its processes; further calls do nothing."""
         with self._lock:
             self._is_closed = True
             if self._supervisor is not None:
@@ -268,7 +270,7 @@ class Sandbox:
                 self._supervisor = None
 
     def _forget(self) -> None:
-        """Start afresh in a process forked from the one that made this: the supervisor is not its child."""
+        """Reset after a fork: the supervisor is not this process's child."""
         self._lock = threading.Lock()
         self._slots = _Slots(self.num_workers)
         if self._supervisor is not None:
@@ -292,7 +294,7 @@ def _check_limits(timeout_s: float, memory_mib: int) -> None:
 
 
 def _to_bytes(text: str) -> bytes:
-    """Encode input; lone surrogates that stand for no byte (of a text that a model wrote) become U+FFFD."""
+    """Encode input; lone surrogates that stand for no byte (a model may write them) become U+FFFD."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -321,7 +323,7 @@ atexit.register(_close_all)
 
 
 def _default() -> Sandbox:
-    """Return the process's own sandbox, started at its first use."""
+    """Return the process's default sandbox, started on first use."""
     global _shared
     with _shared_lock:
         if _shared is None:
@@ -332,7 +334,7 @@ def _default() -> Sandbox:
 def run_python(
     code: str, *, stdin: str | bytes = "", timeout_s: float = 10.0, memory_mib: int = 512
 ) -> Verdict:
-    """Run a program in the process's own sandbox; see `Sandbox.run`."""
+    """Run a program in the process's default sandbox; see `Sandbox.run`."""
     return _default().run(code, stdin=stdin, timeout_s=timeout_s, memory_mib=memory_mib)
 
 
@@ -345,7 +347,7 @@ def run_tests(
     timeout_s: float = 10.0,
     memory_mib: int = 512,
 ) -> TestsVerdict:
-    """Run tests against a program in the process's own sandbox; see `Sandbox.run_tests`."""
+    """Run tests against a program in the process's default sandbox; see `Sandbox.run_tests`."""
     return _default().run_tests(
         code, tests, setup=setup, names=names, timeout_s=timeout_s, memory_mib=memory_mib
     )

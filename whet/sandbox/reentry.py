@@ -1,8 +1,8 @@
-"""What a worker process, and an import on behalf of whet, must not start: a training, or workers of their own.
+"""Guards against re-entry: a worker process, or an import made by whet, must not start trainings or workers.
 
-A reward, a tool or a task lives in a file of the user's, and whoever imports that file runs its top level. Where this
-starts a training, the training's workers would import the file in turn, and start the next training, without an end.
-So everything that starts processes or a run asks here first.
+A reward, a tool or a task lives in a user's file, and importing that file runs its top level. If that starts a
+training, the training's workers would import the file in turn and start another training, without end. So everything
+that starts processes or a run checks here first.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from contextvars import ContextVar
 from whet.types import UserError
 
 VARIABLE = "WHET_WORKER"
-"""Environment variable that names what a worker process runs; programs that a worker starts inherit it."""
+"""Environment variable that names what a worker process runs; its child processes inherit it."""
 PARENT_EVERY_S = 0.5
 _imported: ContextVar[str] = ContextVar("imported", default="")
 
 
 class ReentryError(UserError):
-    """Something was started where it would start itself again; the message is one line with the remedy."""
+    """Something was started in a place where it would start itself again; the message is one line with the remedy."""
 
 
 def is_worker() -> bool:
@@ -34,7 +34,7 @@ def is_worker() -> bool:
 
 @contextmanager
 def importing(file: str) -> Iterator[None]:
-    """Refuse trainings while a file of the user's is imported in this process.
+    """Refuse trainings while this process imports a user's file.
 
     Args:
         file: Its name, for messages.
@@ -53,20 +53,20 @@ def refuse_in_worker(what: str) -> None:
         what: What is refused, as the subject of a sentence: 'a training'.
 
     Raises:
-        ReentryError: If this is one.
+        ReentryError: If this is a worker process.
     """
     if is_worker():
         _refuse(what, f"the worker process of '{os.environ[VARIABLE]}'")
 
 
 def refuse_reentry(what: str) -> None:
-    """Refuse to start something in a worker process, and while a file of the user's is imported.
+    """Refuse to start something in a worker process, or while a user's file is imported.
 
     Args:
         what: What is refused, as the subject of a sentence: 'a training'.
 
     Raises:
-        ReentryError: If this is such a place.
+        ReentryError: If this is a worker process, or a user's file is being imported.
     """
     refuse_in_worker(what)
     if _imported.get():
@@ -75,15 +75,15 @@ def refuse_reentry(what: str) -> None:
 
 def _refuse(what: str, place: str) -> None:
     raise ReentryError(
-        f"{what} was started inside {place}, and would start itself again without an end: move the call under "
+        f"{what} was started inside {place}, and would start itself again without end: move the call under "
         "if __name__ == '__main__':"
     )
 
 
 def end_with_parent() -> None:
-    """Kill this process within a second of its parent's end, however that came about.
+    """Kill this process within a second of its parent's end, for whatever reason.
 
-    A thread looks: the kernel's own signal at a parent's death comes already when the parent's *thread* ends.
+    A thread polls: the kernel's parent-death signal is sent already when the parent's *thread* ends.
     """
     parent = os.getppid()
 

@@ -1,4 +1,4 @@
-"""`whet chat MODEL`: talk to a policy in the terminal, its thinking folded; or through a pipe, answers alone."""
+"""`whet chat MODEL`: chat with a policy in the terminal, with folded thinking; or through a pipe, answers only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from whet.types import UserError
 NO_MODEL = "MODEL"
 Number = TypeVar("Number", int, float)
 SHOWN_THINKING = 8
-"""Lines of thinking that are seen while it is written."""
+"""Visible lines of thinking while it is generated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +39,15 @@ class ChatConfig:
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(init=NO_MODEL, max_rows=1))
     """The model."""
     prompt: str = ""
-    """Ask this one question, print the answer, and end."""
+    """Ask this one question, print the answer, and exit."""
     system: str = ""
     """System message; empty for the policy's own instruction."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=2048))
-    """How replies are drawn."""
+    """Sampling settings."""
     context: int = 4096
-    """Longest conversation in tokens; the model's own bound holds besides."""
+    """Longest conversation in tokens, within the model's own context."""
     seed: int = 0
-    """Seed of the first reply; the n-th reply's is made of it and n."""
+    """Seed of the first reply; the n-th reply's is derived from it and n."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the parameters."""
 
@@ -64,18 +64,16 @@ def require_model(policy: PolicyConfig) -> None:
         ValueError: If `policy.init` was not given.
     """
     if policy.init == NO_MODEL and not Path(NO_MODEL).exists():
-        raise ValueError(
-            "no model: name a run folder, a Hugging Face folder or a hub name behind the command"
-        )
+        raise ValueError("no model: name a run folder, a Hugging Face folder or a hub name after the command")
 
 
 @dataclass(slots=True)
 class Reply:
-    """What the model answered.
+    """The model's answer.
 
     Attributes:
-        thinking: Its thinking, as far as it came.
-        answer: What followed, without the tags.
+        thinking: Its thinking so far.
+        answer: The text after it, without the tags.
         num_thinking: Tokens of the thinking.
         end: 'stop', 'length', or 'interrupted'.
     """
@@ -87,12 +85,12 @@ class Reply:
 
 
 class Chat:
-    """A conversation: its settings, its history, and replies piece by piece.
+    """A conversation: settings, history, and streamed replies.
 
     Args:
-        policy: Who is talked to.
-        scheduler: What draws its tokens.
-        config: Settings to begin with.
+        policy: The policy.
+        scheduler: Generates its tokens.
+        config: Initial settings.
     """
 
     def __init__(self, policy: Policy, scheduler: Scheduler, config: ChatConfig) -> None:
@@ -103,7 +101,7 @@ class Chat:
         self._num_drawn = 0
 
     def reset(self, *, seed: int | None = None) -> None:
-        """Forget what was said, or with a seed begin its draws again."""
+        """Forget the conversation, or with a seed restart the sampling noise."""
         self._num_drawn = 0
         if seed is None:
             self.turns = []
@@ -111,14 +109,14 @@ class Chat:
             self.seed = seed
 
     def messages(self, question: str) -> list[dict[str, str]]:
-        """Return the conversation with a question at its end; earlier thinking is left out."""
+        """Return the conversation followed by a question, without earlier thinking."""
         said = [{"role": "system", "content": self.system}] if self.system else []
         for asked, reply in self.turns if self.remembers else []:
             said += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply.answer}]
         return [*said, {"role": "user", "content": question}]
 
     def ask(self, question: str, reply: Reply) -> Generator[Piece]:
-        """Ask, and yield the reply's pieces as they come, filling in `reply`; what was not interrupted is remembered.
+        """Ask, and yield the reply's pieces as they arrive, filling in `reply`; complete replies join the history.
 
         Raises:
             UserError: If the conversation does not fit.
@@ -155,12 +153,12 @@ class Chat:
 
 
 class Terminal:
-    """Reads questions and commands, and shows replies; nothing that a model wrote is obeyed by the terminal.
+    """Reads questions and commands, and shows replies; control characters in model output are escaped.
 
     Args:
         chat: The conversation.
-        console: Where answers go.
-        notes: Where remarks go.
+        console: Console for answers.
+        notes: Console for notes.
     """
 
     def __init__(self, chat: Chat, console: Console, notes: Console) -> None:
@@ -171,18 +169,18 @@ class Terminal:
             "/think": (self._think, "show the thinking behind the last answer"),
             "/system": (
                 self._system,
-                "TEXT: set the system message and start anew; without TEXT the policy's own",
+                "TEXT: set the system message and restart; without TEXT the policy's own",
             ),
             "/reset": (self._reset, "forget the conversation"),
             "/temperature": (self._temperature, "T: 0 is greedy"),
-            "/seed": (self._seed, "N: the next reply is drawn with it"),
+            "/seed": (self._seed, "N: set the next reply's seed"),
             "/save": (self._save, "FILE: write the conversation as JSON lines"),
             "/help": (self._help, "this list"),
             "/quit": (self._quit, "leave; so does Ctrl-D"),
         }
 
     def handle(self, line: str) -> None:
-        """Obey a command, or ask a question; a mistake becomes one line.
+        """Execute a command, or ask a question; an error becomes one line.
 
         Raises:
             EOFError: On /quit.
@@ -201,7 +199,7 @@ class Terminal:
             self._note(f"error: {error}", style="red")
 
     def ask(self, question: str) -> None:
-        """Ask, and show the reply as it comes; Ctrl-C stops it."""
+        """Ask, and stream the reply; Ctrl-C stops it."""
         self._last = reply = Reply()
         pieces = self._chat.ask(question, reply)
         try:
@@ -224,7 +222,7 @@ class Terminal:
             self._note("cut off: sampling.max_new_tokens or the context was reached")
 
     def _show(self, pieces: Generator[Piece], reply: Reply) -> None:
-        """Write thinking dim and moving, then one line in its place, then the answer."""
+        """Show the thinking dim and scrolling, replace it by one line, then show the answer."""
         with Live(console=self._console, transient=True, auto_refresh=False) as live:
             first = ""
             for piece in pieces:
@@ -273,7 +271,7 @@ class Terminal:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         except OSError as error:
             raise UserError(
-                f"cannot write {text!r}: {error.strerror}; give a new name in a folder of yours"
+                f"cannot write {text!r}: {error.strerror}; give a new name in a writable folder"
             ) from None
         self._note(f"{len(self._chat.turns)} exchanges written to {text}")
 
@@ -286,7 +284,7 @@ class Terminal:
 
 
 def _plain(text: str, style: str = "") -> Text:
-    """Make text that is neither markup nor control codes."""
+    """Return text without markup and control codes."""
     return Text(escape_controls(text), style=style)
 
 
@@ -298,7 +296,7 @@ def _read(kind: type[Number], text: str, name: str) -> Number:
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is typed, or what is piped in."""
+    """Yield typed or piped lines."""
     if not sys.stdin.isatty():
         try:
             yield from sys.stdin
@@ -318,11 +316,11 @@ def _lines() -> Iterator[str]:
 
 
 def main(config: ChatConfig) -> None:
-    """Talk until /quit or the end of the input.
+    """Chat until /quit or end of input.
 
     Raises:
-        UserError: If the model is not there, or the one question of `prompt` cannot be asked.
-        SystemExit: With status 1 when a line that was piped in could not be answered.
+        UserError: If the model does not load, or the question in `prompt` cannot be asked.
+        SystemExit: With status 1 if a piped line could not be answered.
     """
     policy = load_policy(config.policy, seed=0, dtype=getattr(torch, config.precision))
     console = Console(highlight=False)

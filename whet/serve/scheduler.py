@@ -1,7 +1,7 @@
-"""Continuous batching for requests that come at any time: one thread owns the model, everyone else asks it.
+"""Continuous batching for requests that arrive at any time; one thread owns the model.
 
-The steps are the engine's own (`Engine.admit`, `decode`, `harvest`), so a completion is what `Engine.generate` makes of
-the same prompt and seed, whoever else is being served.
+The steps are the engine's own (`Engine.admit`, `decode`, `harvest`), so a completion equals `Engine.generate`'s for the
+same prompt and seed, whatever else is being served.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Sink = Callable[[int, Event], None]
 
 
 class BusyError(RuntimeError):
-    """As many completions wait as may wait: come back later."""
+    """The queue of completions is full: try again later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """Samples wanted of one prompt.
+    """A request for samples of one prompt.
 
     Attributes:
         request: Prompt and seeds.
-        params: How tokens are drawn; `max_new_tokens` is bounded by the context's room.
-        stop_strings: Texts that end a completion, besides the policy's own.
-        num_top: Give the model's own log-probabilities, with this many alternatives; None for none.
+        params: Sampling settings; `max_new_tokens` is capped by the room in the context.
+        stop_strings: Texts that stop a completion, besides the policy's own.
+        num_top: Return the model's own log-probabilities, with this many alternatives; None for none.
     """
 
     request: Request
@@ -48,19 +48,19 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The handle of what was asked for together."""
+    """The handle of one submission."""
 
     jobs: tuple[Job, ...]
 
     def cancel(self) -> None:
-        """Free the rows at the next step; no end is announced."""
+        """Free the rows at the next step; the sink is not notified."""
         for job in self.jobs:
             job.cancelled = True
 
 
 @dataclass(slots=True, eq=False)
 class _Scoring:
-    """Texts to score, and who waits for it."""
+    """Texts to score, and the future of the result."""
 
     prompts: Sequence[Sequence[int]]
     num_top: int
@@ -69,11 +69,11 @@ class _Scoring:
 
 
 class Scheduler:
-    """Serves one policy. Use it as a context manager.
+    """Serves one policy. A context manager.
 
     Args:
-        policy: The policy; until `close`, nobody else may run its model.
-        context: Longest prompt and completion together, in tokens; the cache takes `policy.max_rows` times that.
+        policy: The policy; until `close`, no other thread may run its model.
+        context: Longest prompt and completion together, in tokens; the cache holds `policy.max_rows` times that.
         max_waiting: Completions that may wait for a row.
 
     Raises:
@@ -108,7 +108,7 @@ class Scheduler:
         self.close()
 
     def close(self) -> None:
-        """End the thread; what still runs or waits gets an exception."""
+        """End the thread; running and waiting requests get an exception."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -116,11 +116,11 @@ class Scheduler:
 
     @property
     def num_pending(self) -> int:
-        """Completions and texts that are being worked at, or wait."""
+        """Running and waiting completions and texts."""
         return len(self._sinks) + len(self._scorings)
 
     def check(self, prompt_ids: Sequence[int], name: str = "the prompt", *, room: int = 1) -> None:
-        """Refuse a prompt that cannot be read, or that does not leave `room` tokens in the context.
+        """Refuse a prompt that is invalid, or does not leave `room` tokens in the context.
 
         Raises:
             UserError: One line.
@@ -132,25 +132,25 @@ class Scheduler:
         self._engine.check(prompt_ids, name)
 
     def submit(self, asks: Sequence[Ask], sink: Sink) -> Ticket:
-        """Ask for completions, all of them or none.
+        """Request completions, all of them or none.
 
         Args:
-            asks: What is wanted; prompts that `check` lets pass.
-            sink: Called in the scheduler's thread with the number of the completion (over all seeds of all asks) and a
-                Token for each token, then its Completion, or an Exception. One that raises cancels.
+            asks: The requests; their prompts must pass `check`.
+            sink: Called in the scheduler's thread with the index of the completion (over all seeds of all asks) and a
+                Token for each token, then its Completion, or an Exception. If it raises, the submission is cancelled.
 
         Returns:
-            The handle to cancel by.
+            The handle for cancelling.
 
         Raises:
-            BusyError: If too many wait.
-            UserError: If there would never be room for so many.
+            BusyError: If the queue is full.
+            UserError: If the submission exceeds the server's limit.
         """
         jobs: list[Job] = []
         for ask in asks:
             limit = min(ask.params.max_new_tokens, self.context - len(ask.request.prompt_ids))
             request = replace(ask.request, max_new_tokens=limit)
-            # One width for all: equal filters are then one group, whatever length was asked for.
+            # The same limit for all jobs, so that jobs with equal filters form one group whatever length was requested.
             params = replace(ask.params, max_new_tokens=self.context)
             stops = (*self._engine.stop_strings, *ask.stop_strings)
             jobs += [
@@ -165,14 +165,14 @@ class Scheduler:
         return Ticket(tuple(jobs))
 
     def score(self, prompts: Sequence[Sequence[int]], num_top: int) -> Future[list[list[Token]]]:
-        """Ask for the log-probabilities of texts' own tokens.
+        """Request the log-probabilities of texts' own tokens.
 
         Args:
-            prompts: Texts that `check` lets pass (`room=0`).
-            num_top: Likeliest tokens to name in each place.
+            prompts: Texts that pass `check` (`room=0`).
+            num_top: Number of most likely alternatives per position.
 
         Raises:
-            BusyError: If too many wait.
+            BusyError: If the queue is full.
         """
         scoring = _Scoring(prompts, num_top, Future())
         with self._wake:
@@ -208,9 +208,7 @@ class Scheduler:
                 while self._await_work(rows):
                     try:
                         self._step(rows)
-                    except (
-                        Exception
-                    ) as error:  # out of memory, or a mistake of ours: the others are served on
+                    except Exception as error:  # out of memory, or a bug: keep serving the others
                         self._fail(rows, error)
         except Exception as error:
             ready.set_exception(error)
@@ -227,7 +225,7 @@ class Scheduler:
             return not self._closed
 
     def _step(self, rows: Rows) -> None:
-        """Let waiting jobs in, or else draw a token for every row; hand out what is new; score one text."""
+        """Admit waiting jobs, or else sample a token for every row; deliver new tokens; score one text."""
         cancelled = [row for row, job in enumerate(rows.jobs) if job.cancelled]
         if cancelled:
             rows.done[cancelled] = True
@@ -235,7 +233,7 @@ class Scheduler:
         first = len(rows.jobs)
         if ready := self._next_jobs(self._max_rows - first):
             self._engine.admit(rows, ready)
-            with self._wake:  # those above the engine's budget of a prefill
+            with self._wake:  # jobs beyond the engine's prefill budget
                 self._waiting.extendleft(ready)
         elif rows.jobs:
             self._engine.decode(rows)
@@ -249,7 +247,7 @@ class Scheduler:
         self._score()
 
     def _next_jobs(self, num_free: int) -> list[Job]:
-        """Take the jobs that rows are free for, the next one last."""
+        """Take as many jobs as there are free rows; the next one is last, as `Engine.admit` pops from the end."""
         with self._wake:
             self._forget_cancelled()
             return [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))][::-1]
@@ -263,7 +261,7 @@ class Scheduler:
     def _send(self, job: Job, event: Event) -> None:
         try:
             self._sinks[job](event)
-        except Exception:  # whoever listened is gone
+        except Exception:  # the client is gone
             job.cancelled = True
 
     def _score(self) -> None:
@@ -282,7 +280,7 @@ class Scheduler:
         self._scorings.popleft()
 
     def _fail(self, rows: Rows, error: Exception) -> None:
-        """Tell all but those that wait, and begin again with empty rows."""
+        """Fail all running jobs, but not the waiting ones, and continue with empty rows."""
         del rows.jobs[:]
         with self._wake:
             waiting = set(self._waiting)

@@ -1,4 +1,4 @@
-"""`whet serve MODEL`: a policy behind OpenAI's interface, for its clients and for evaluation harnesses."""
+"""`whet serve MODEL`: serves a policy through OpenAI's API, for its clients and for evaluation harnesses."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from whet.types import UserError
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 GRACE_S = 3
 KEEP_ALIVE_S = 75
-"""Longer than clients keep an idle connection: who closes first must not be a race."""
+"""Longer than clients keep idle connections, so that both sides do not race to close."""
 SPARE_CONNECTIONS = 512
-"""Above this uvicorn itself says 503, in plain text: below it the refusal is ours."""
+"""Above this uvicorn itself answers 503 in plain text; below it our own error is sent."""
 BACKLOG = 2048
-"""Connections that may wait for the server to pick them up; uvicorn's own default."""
+"""Connections waiting to be accepted; uvicorn's default."""
 KEY_VARIABLE = "WHET_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """A server that speaks OpenAI's chat and completion interfaces."""
+    """A server for OpenAI's chat and completion APIs."""
 
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(init=NO_MODEL, max_rows=64))
-    """The model; `policy.max_rows` completions are drawn together."""
+    """The model; `policy.max_rows` completions are generated together."""
     name: str = ""
-    """Name that clients ask for; empty for the last part of the model's path."""
+    """Model name for clients; empty for the last part of the model's path."""
     host: str = "127.0.0.1"
-    """Address to listen at; any but this machine's own needs a key."""
+    """Address to listen on; any except this machine's own needs a key."""
     port: int = 8000
-    """Port to listen at; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     api_key: str = ""
-    """Key that clients must give; empty for the environment variable WHET_API_KEY, or none."""
+    """Key that clients must send; empty for the environment variable WHET_API_KEY, or none."""
     context: int = 4096
-    """Longest prompt and completion together, in tokens; the model's own bound holds besides."""
+    """Longest prompt and completion together, in tokens, within the model's own context."""
     max_waiting: int = 256
     """Completions that may wait for a row; more are refused with status 503."""
     split_thinking: bool = True
-    """Give a chat's thinking as `reasoning_content`, and only the answer as `content`."""
+    """Return a chat's thinking as `reasoning_content`, and only the answer as `content`."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the parameters."""
 
@@ -69,7 +69,7 @@ class ServeConfig:
 
 
 def key_of(config: ServeConfig) -> str:
-    """Return the key that clients must give; empty for none."""
+    """Return the key that clients must send; empty for none."""
     return config.api_key or os.environ.get(KEY_VARIABLE, "")
 
 
@@ -81,10 +81,10 @@ def _is_local(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open the socket to serve at.
+    """Open the listening socket.
 
     Raises:
-        UserError: If the address is not this machine's, or taken.
+        UserError: If the address is not this machine's, or is in use.
     """
     listener = None
     try:
@@ -92,7 +92,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(BACKLOG)  # who reads the address below can connect: the server picks it up
+        listener.listen(BACKLOG)  # listen before the address is printed: early clients wait in the backlog
     except OSError as error:
         if listener is not None:
             listener.close()
@@ -106,7 +106,7 @@ def main(config: ServeConfig) -> None:
     """Serve until Ctrl-C.
 
     Raises:
-        UserError: If the model, the address or the memory is not there, or the extra `web` is not installed.
+        UserError: If the model or the address is unavailable, memory is too small, or the extra `web` is not installed.
     """
     try:
         import uvicorn
@@ -138,15 +138,14 @@ def main(config: ServeConfig) -> None:
             )
             if policy.schema.tools:
                 print(
-                    "note: tools are not called here; a completion ends where the model calls one", flush=True
+                    "note: the server does not call tools; a completion ends where the model calls one",
+                    flush=True,
                 )
             server = uvicorn.Server(options)
             leave = server.handle_exit
 
             def handle_exit(sig: int, frame: FrameType | None) -> None:
-                ending = threading.Timer(
-                    GRACE_S / 2, scheduler.close
-                )  # open streams end with an error of ours
+                ending = threading.Timer(GRACE_S / 2, scheduler.close)  # open streams end with our own error
                 ending.daemon = True
                 ending.start()
                 leave(sig, frame)

@@ -1,4 +1,4 @@
-"""Text of a completion while it is being drawn: whole characters, cut at stop strings, thinking apart from answer."""
+"""Streaming text of a completion: whole characters, cut at stop strings, thinking separate from the answer."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from whet.types import UserError
 
 BROKEN = "\ufffd"
 HELD_TOKENS = 4
-"""A character has at most four bytes, and a token spells at least one."""
+"""A character has at most four bytes, and a token at least one."""
 LONG_WINDOW = 16
 
 
 def has_turns(policy: Policy) -> bool:
-    """Say whether a policy's template knows conversations; the texts for base models hold one question."""
+    """Say whether a policy's template supports conversations; the templates for base models have one question."""
     return policy.tokenizer.chat_template not in (BASE_TEMPLATE, PLAIN_TEMPLATE)
 
 
 def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-    """Return the tokens of a conversation as the policy is asked: its template, its opening tag, and its instruction.
+    """Return the prompt tokens of a conversation, with the policy's template, opening tag and instruction.
 
     Args:
         policy: The policy.
-        messages: Maps with 'role' (system, user or assistant) and 'content'; a system message takes the place of the
-            policy's own instruction.
+        messages: Maps with 'role' (system, user or assistant) and 'content'; a system message replaces the policy's own
+            instruction.
 
     Raises:
-        UserError: If the template fails, or leaves out what the user or the system said.
+        UserError: If the template fails, or drops a user or system message.
     """
     if policy.system_prompt and all(message["role"] != "system" for message in messages):
         messages = [{"role": "system", "content": policy.schema.system_prompt}, *messages]
@@ -40,25 +40,25 @@ def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, str]]) -> tuple[
     text = policy.tokenizer.render(messages)
     for index, message in enumerate(messages):
         if message["role"] != "assistant" and message["content"].strip() not in text:
-            raise UserError(f"the model's chat template leaves out message {index} ({message['role']})")
+            raise UserError(f"the model's chat template drops message {index} ({message['role']})")
     return tuple(policy.tokenizer.encode_prompt(messages, prefix=policy.schema.generation_prefix))
 
 
 def silent_ids(policy: Policy) -> frozenset[int]:
-    """Return the tokens that end a completion and are not its text: all stop ids but the schema's closing tags."""
+    """Return the tokens that end a completion without being text: all stop ids except the schema's closing tags."""
     tags = (*policy.schema.tags, *policy.schema.tool_tags)
     return frozenset(i for i in policy.stop_ids if policy.tokenizer.token_text(i) not in tags)
 
 
 class TokenText:
-    """Spells tokens one after the other; what may still become a character is held back.
+    """Decodes tokens one by one; holds back the bytes of an unfinished character.
 
-    Its pieces together are `Tokenizer.decode_completion` of all tokens.
+    The concatenated pieces equal `Tokenizer.decode_completion` of all tokens.
 
     Args:
         tokenizer: The tokenizer.
-        prompt_ids: What stands before.
-        silent_ids: Tokens without a text, see `silent_ids`.
+        prompt_ids: The preceding tokens.
+        silent_ids: Tokens without text, see `silent_ids`.
     """
 
     def __init__(
@@ -74,19 +74,21 @@ class TokenText:
         self._shown = 0
 
     def push(self, index: int) -> str:
-        """Add a token and return the text that is now certain."""
+        """Add a token and return the text that is now final."""
         if index in self._silent_ids:
             return ""
         self._window.append(index)
         text = self._spell(self._window)
         certain = text
-        for _ in range(HELD_TOKENS - 1):  # the bytes of an unfinished character show as up to three signs
+        for _ in range(HELD_TOKENS - 1):  # the bytes of an unfinished character decode to up to three U+FFFD
             certain = certain.removesuffix(BROKEN)
         piece = certain[self._shown :]
         self._shown += len(piece)
         if certain == text:
             self._drop(len(self._window), len(text))
-        elif len(self._window) > LONG_WINDOW:  # garbage: let go of tokens that spell the same on their own
+        elif (
+            len(self._window) > LONG_WINDOW
+        ):  # garbage: release tokens whose text does not depend on the others
             for count in range(len(self._window) - HELD_TOKENS, 0, -1):
                 head, tail = self._spell(self._window[:count]), self._spell(self._window[count:])
                 if head + tail == text and len(head) <= self._shown:
@@ -95,7 +97,7 @@ class TokenText:
         return piece
 
     def flush(self) -> str:
-        """Return what was held back; unfinished characters are U+FFFD."""
+        """Return the held-back text; unfinished characters are U+FFFD."""
         piece = self._spell(self._window)[self._shown :]
         self._window, self._shown = [], 0
         return piece
@@ -110,7 +112,7 @@ class TokenText:
 
 
 def held(text: str, marks: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may be the beginning of one of the marks."""
+    """Return how many characters at the end of a text may be the start of one of the marks."""
     for count in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
         if any(mark.startswith(text[-count:]) for mark in marks):
             return count
@@ -118,7 +120,7 @@ def held(text: str, marks: Sequence[str]) -> int:
 
 
 class StopText:
-    """Lets text through up to the first stop string, and never a part of one.
+    """Passes text up to the first stop string, and never a part of one.
 
     Args:
         stops: Non-empty texts.
@@ -130,7 +132,7 @@ class StopText:
         self._ended = False
 
     def push(self, text: str) -> str:
-        """Add text and return what stands for certain before any stop string."""
+        """Add text and return what is certainly before any stop string."""
         if self._ended or not self._stops:
             return "" if self._ended else text
         text = self._kept + text
@@ -141,7 +143,7 @@ class StopText:
         return text[:cut]
 
     def flush(self) -> str:
-        """Return what was held back, since no stop string came of it."""
+        """Return the held-back text, since no stop string followed."""
         kept, self._kept = self._kept, ""
         return kept
 
@@ -155,9 +157,9 @@ class Piece:
 
 
 class ResponseText:
-    """Parts a response into thinking and answer as it comes; the tags themselves are left out.
+    """Splits a streaming response into thinking and answer; the tags themselves are dropped.
 
-    What stands outside both blocks belongs to the answer; white space around an answer is dropped. A thinking block
+    Text outside both blocks belongs to the answer; white space around an answer is dropped. A thinking block
     that never closes leaves the answer empty.
 
     Args:
@@ -173,11 +175,11 @@ class ResponseText:
         self._answered = False
 
     def push(self, text: str, *, last: bool = False) -> Piece:
-        """Add text and return what is certain now.
+        """Add text and return what is now final.
 
         Args:
-            text: What follows.
-            last: Whether nothing comes behind it.
+            text: The next text.
+            last: Whether it is the last.
         """
         self._kept += text
         thinking, answer = "", ""
@@ -209,7 +211,7 @@ class ResponseText:
             self._space = ""
 
     def _trim(self, text: str) -> str:
-        """Drop white space before the answer, and keep that behind it until more text comes."""
+        """Drop white space before the answer, and hold back trailing white space until more text follows."""
         text = self._space + text
         if not self._answered:
             text = text.lstrip()

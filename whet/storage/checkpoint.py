@@ -1,4 +1,4 @@
-"""Checkpoints of a run: tensors and JSON only, each step whole or absent, verified before use."""
+"""Checkpoints of a run: tensors and JSON only, each step complete or absent, verified before use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from whet.storage.commit import (
 )
 from whet.types import UserError
 
-# State of several ranks in safetensors files: written once, by all ranks together, and read by any number of them.
+# Sharded state in safetensors files: written once, by all ranks together; any number of ranks can read it.
 
 ALONE = "state.safetensors"
 
@@ -40,20 +40,20 @@ ALONE = "state.safetensors"
 def save_sharded(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors into a folder; every rank calls it, with the same names.
 
-    A DTensor is written by the ranks that hold its parts, a tensor that is the same on all ranks by one of them. Alone,
-    it is one plain file. Nothing is committed: see `commit_sharded`.
+    The ranks that hold the parts of a DTensor write it; one rank writes a tensor that is the same on all. With one
+    process it is one plain file. Nothing is committed: see `commit_sharded`.
 
     Args:
         folder: An existing folder that all ranks see.
         tensors: By name.
 
     Raises:
-        OSError: If the disk refuses, on every rank.
+        OSError: If the disk is full or fails, on every rank.
     """
     if not is_distributed():
         save_file({name: t.detach().contiguous() for name, t in tensors.items()}, folder / ALONE)
         return
-    # Here, as it takes a second or two.
+    # Imported here: it takes a second or two.
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -66,7 +66,7 @@ def save_sharded(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_sharded(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors with what `save_sharded` wrote, on whatever number of ranks; every rank calls it.
+    """Fill tensors with what `save_sharded` wrote, from any number of ranks; every rank calls it.
 
     Args:
         folder: The folder, already verified.
@@ -104,16 +104,16 @@ def load_sharded(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
 def commit_sharded(
     final: Path, part: str, tensors: Mapping[str, torch.Tensor], write: Callable[[Path], None]
 ) -> None:
-    """Commit a folder that all ranks write: whole or not at all, as `commit_folder`; every rank calls it.
+    """Commit a folder that all ranks write, atomically like `commit_folder`; every rank calls it.
 
     Args:
         final: The folder's name.
-        part: The folder in it that the tensors go to.
+        part: Its subfolder for the tensors.
         tensors: For `save_sharded`.
         write: Writes everything else; called on rank 0.
 
     Raises:
-        UserError: If the disk refuses, on every rank; nothing that was there is lost.
+        UserError: If the disk is full or fails, on every rank; nothing that was there is lost.
     """
     with ExitStack() as opened:
 
@@ -130,7 +130,7 @@ def commit_sharded(
             failed = error
 
         def finish() -> None:
-            with opened.pop_all():  # commits the folder, or clears it away
+            with opened.pop_all():  # commits the folder, or deletes it
                 if failed is not None:
                     raise failed
                 write(folder)
@@ -162,14 +162,14 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> str:
 ALONE, SHARDS = "optimizer.safetensors", "optimizer"
 """File of the tensors of one process; folder of those that several ranks wrote together."""
 RECORDS = "replay"
-"""Folder of recorded steps, each of which begins with the checkpoint of the step before; the first with no weights."""
+"""Folder of recorded steps; each starts from the checkpoint of the step before, the first without weights."""
 LOGS = ("metrics.jsonl", "samples.jsonl")
 Sameness = Literal["strict", "warn", "off"]
-"""What is done where a resumed run cannot be bitwise the same: refuse, warn, or nothing."""
+"""What to do if a resumed run cannot be bitwise the same: refuse, warn, or nothing."""
 
 
 Resume = bool | int
-"""How a program goes on: False not at all, True from the newest step that verifies, a number from that step."""
+"""How a program resumes: False not at all, True from the newest step that verifies, a number from that step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Loaded:
 
     Attributes:
         folder: Its folder, a model folder.
-        state: All that is no tensor, as JSON values, with 'step'.
+        state: Everything that is not a tensor, as JSON values, with 'step'.
     """
 
     folder: Path
@@ -194,10 +194,10 @@ class Loaded:
         return found
 
     def read(self, like: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the state of the optimizer and of everything else that has tensors; all ranks call it.
+        """Return the saved tensors (optimizer state and the like); all ranks call it.
 
         Args:
-            like: Tensors of the same names and shapes, into which state that several ranks wrote is read.
+            like: Tensors of the same names and shapes; sharded state is read into them.
 
         Raises:
             UserError: If it cannot be read, or has other tensors.
@@ -213,7 +213,7 @@ class Loaded:
 
 
 class LogHashes:
-    """Size and SHA-256 of a run's growing logs; each call reads only what came since the one before.
+    """Size and SHA-256 of a run's growing logs; each call reads only what was appended since the last one.
 
     Args:
         run: The run folder.
@@ -224,13 +224,13 @@ class LogHashes:
         self._known = {name: (0, hashlib.sha256()) for name in LOGS}
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """Return size and hash by name of the logs that are there."""
+        """Return size and hash by name of the logs that exist."""
         found: dict[str, dict[str, Any]] = {}
         for name in LOGS:
             path = self._run / name
             if path.is_file():
                 size, running = self._known[name]
-                if path.stat().st_size < size:  # cut by somebody
+                if path.stat().st_size < size:  # somebody truncated it
                     size, running = 0, hashlib.sha256()
                 with path.open("rb") as file:
                     file.seek(size)
@@ -281,7 +281,7 @@ def save_step(
         write_model: Writes the model folder.
         tensors: Optimizer state.
         state: Everything else that resuming needs, as JSON values.
-        logs: What `LogHashes.describe` says of the logs as they are at this step; default: as they are now.
+        logs: What `LogHashes.describe` returned at this step; default: the logs' state now.
         keep: Checkpoints kept, at least 2.
 
     Returns:
@@ -292,8 +292,8 @@ def save_step(
     """
     if name := not_finite(tensors):
         raise UserError(
-            f"step {step}: {name} is not finite and was not saved; go on from the checkpoint before it (--resume) with "
-            "a lower learning rate"
+            f"step {step}: {name} is not finite and was not saved; resume from the checkpoint before it (--resume) "
+            "with a lower learning rate"
         )
     folder = step_folder(run, step)
 
@@ -331,7 +331,7 @@ def _purge(run: Path, keep: int) -> None:
 
 
 def _check_logs(run: Path, folder: Path) -> None:
-    """Tell of logs whose beginning is not what it was when a checkpoint was made; keep a copy, as it is cut next."""
+    """Warn of logs that were damaged since the checkpoint; keep a copy, because resuming truncates them."""
     described = folder / "training" / "logs.json"
     for name, entry in json.loads(described.read_text()).items() if described.is_file() else ():
         path, copy = run / name, run / f".corrupt-{name}"
@@ -339,11 +339,13 @@ def _check_logs(run: Path, folder: Path) -> None:
             if path.is_file():
                 shutil.copyfile(path, copy)
             text = f"{path}: damaged since {folder.name} was saved; earlier rows are wrong or lost"
-            print(f"whet: warning: {text} (as found: {copy.name}); training goes on exactly", flush=True)
+            print(
+                f"whet: warning: {text} (as found: {copy.name}); training itself resumes exactly", flush=True
+            )
 
 
 def _check_machine(folder: Path, sameness: Sameness) -> None:
-    """Take the CPU threads that a checkpoint was saved with; refuse or tell of what else changes the last bits.
+    """Set the number of CPU threads of the checkpoint; refuse, or warn of, other differences that change the last bits.
 
     Raises:
         UserError: In strict mode, if this is not the same kind of machine.
@@ -358,26 +360,27 @@ def _check_machine(folder: Path, sameness: Sameness) -> None:
         if sameness != "off" and (was := saved.get(name, value)) != value:
             text = f"{folder}: saved with {name} {was}, resumed with {value}: not bitwise the same run"
             if sameness == "strict":
-                raise UserError(f"{text}; go on all the same with --deterministic warn")
+                raise UserError(f"{text}; continue anyway with --deterministic warn")
             print(f"whet: warning: {text}", flush=True)
 
 
 def load_step(
     run: Path, resume: Resume = True, *, keep: int = 2, sameness: Sameness = "strict"
 ) -> Loaded | None:
-    """Read the newest checkpoint that verifies, corrupt newer ones being set aside, loudly; or exactly one step.
+    """Read the newest checkpoint that verifies (warning of corrupt newer ones and setting them aside), or one given
+    step.
 
     Args:
         run: Run folder.
-        resume: A step is wanted and no other, and later ones are set aside; True for the newest.
+        resume: A step: read exactly that one and set later ones aside; True: read the newest.
         keep: As in `save_step`, which may have been killed before it removed older ones.
-        sameness: What is done where the run cannot go on bitwise.
+        sameness: What to do if the run cannot resume bitwise.
 
     Returns:
         The checkpoint; None when the run has none yet.
 
     Raises:
-        UserError: If there are checkpoints, but none can be read; or not the one that was wanted.
+        UserError: If there are checkpoints but none can be read, or the requested one cannot.
     """
     if resume is not True:
         return _load_exactly(run, resume, sameness)
@@ -399,9 +402,7 @@ def load_step(
         raise UserError(f"{run}: no checkpoint can be read; the newest says: {problems[0]}")
     if aside := sorted((run / "checkpoints").glob(".corrupt-step_*")):
         raise UserError(f"{run}: no checkpoint is left; {aside[-1]} was damaged: start a new run")
-    print(
-        f"whet: warning: {run}: no checkpoint was made before it ended; it begins again at step 0", flush=True
-    )
+    print(f"whet: warning: {run}: it ended before its first checkpoint; starting again at step 0", flush=True)
     return None
 
 
@@ -411,7 +412,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _load_exactly(run: Path, step: int, sameness: Sameness) -> Loaded:
-    """Read one step; set later ones aside, since their logs are about to be written anew."""
+    """Read one step; set later ones aside, because the run is about to rewrite their logs."""
     folder = step_folder(run, step)
     if not folder.is_dir():
         there = ", ".join(map(str, _steps(run))) or "none"

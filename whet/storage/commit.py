@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all, and verified before use."""
+"""Atomic folders: written completely or not at all, and verified before use."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from whet.types import UserError
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What JSON that anybody may have written raises when it is read."""
+"""Errors that reading untrusted JSON may raise."""
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 class DiskFullError(UserError):
-    """The disk has no room for what should be written; nothing that was there is lost."""
+    """The disk is full; nothing that was saved before is lost."""
 
 
 def recover(parent: Path) -> None:
-    """Clear what killed writers left in a folder of committed folders.
+    """Clean up what killed writers left in a folder of committed folders.
 
-    A folder that was set aside and whose successor never came gets its name back; half-written and
-    half-removed ones are deleted.
+    A folder that was moved away for a successor that never came gets its name back; half-written and half-removed ones
+    are deleted.
 
     Args:
-        parent: Folder of the committed folders; it may be missing. Nobody may be writing to it.
+        parent: Folder of the committed folders; may be missing. No process may be writing to it.
     """
     for path in sorted(parent.glob(".old-*")):
         if not (final := parent / path.name.removeprefix(".old-").rpartition("-")[0]).exists():
@@ -48,14 +48,14 @@ def recover(parent: Path) -> None:
 
 
 def set_aside(folder: Path, *, mark: str = "corrupt") -> Path:
-    """Rename a folder, so that nothing uses it and somebody can look at it; return its new name."""
+    """Rename a folder so that nothing uses it but a person can inspect it; return its new name."""
     aside = folder.with_name(f".{mark}-{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
 
 
 def remove(folder: Path) -> None:
-    """Delete a committed folder; killed in the middle it leaves no folder that looks whole."""
+    """Delete a committed folder; killed halfway, it leaves no folder that looks complete."""
     doomed = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -66,8 +66,8 @@ def commit_folder(final: Path) -> Iterator[Path]:
     """Write a folder that appears under its name only when it is complete.
 
     Files go to a temporary sibling; on success a manifest with size and SHA-256 of each is added, everything
-    is synced to disk, and the folder is renamed. After an error the temporary folder is removed and nothing
-    has changed. What a killed process leaves is cleared by `recover`.
+    is synced to disk, and the folder is renamed. After an error the temporary folder is removed and nothing has
+    changed. `recover` cleans up after a killed process.
 
     Args:
         final: The name; an older folder of that name is replaced.
@@ -76,7 +76,8 @@ def commit_folder(final: Path) -> Iterator[Path]:
         The temporary folder to write into.
 
     Raises:
-        UserError: If the disk refuses (DiskFullError where it is full); nothing that was there is lost.
+        UserError: If the folder cannot be written (DiskFullError if the disk is full); nothing that was saved before is
+            lost.
     """
     temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -106,7 +107,7 @@ def commit_folder(final: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0][:120]
-        text = f"{final}: could not be written ({reason}); what was saved before is whole"
+        text = f"{final}: could not be written ({reason}); what was saved before is intact"
         is_full = getattr(error, "errno", None) in FULL or "No space" in reason
         raise (DiskFullError if is_full else UserError)(f"{text}: free space, then --resume") from None
     except BaseException:
@@ -115,7 +116,7 @@ def commit_folder(final: Path) -> Iterator[Path]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the last bits of a result depend on besides program and data."""
+    """Return what, apart from program and data, the last bits of a result depend on."""
     return {
         "threads": torch.get_num_threads(),
         "kernels": choice.identity(),
@@ -141,7 +142,7 @@ def _seal(manifest: Mapping[str, Any]) -> str:
 
 
 def sync(path: Path) -> None:
-    """Bring a file or the names in a folder to the disk."""
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -153,7 +154,7 @@ def verify_folder(folder: Path) -> None:
     """Check every file of a committed folder against its manifest.
 
     Raises:
-        UserError: If the manifest or a file is missing, one differs, or there is one that the manifest does not name.
+        UserError: If the manifest or a file is missing, one differs, or there is a file that is not in the manifest.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

@@ -1,4 +1,4 @@
-"""Run folders: made once, held by one process, gone on with only by the run that began them."""
+"""Run folders: created once, locked by one process, resumed only with the configuration that started them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from whet.types import UserError
 
 PARTIAL = ".config.partial"
 FREE = ("safety", "track")
-"""Groups of a configuration that may be others when the run goes on: no number that it computes depends on them."""
+"""Groups of a configuration that may change on resume: no computed number depends on them."""
 _locks: dict[Path, int] = {}
-"""Run folders that this process holds, and the descriptor that holds each."""
-# What a run that ended before its first result leaves behind; the next one may take its place.
+"""Run folders that this process has locked, and the file descriptor of each lock."""
+# Files of a run that ended before its first result; the next run may replace them.
 BEGINNINGS = frozenset(
     {"config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "provenance.json", "heartbeats"}
 )
-# What stays good for the next run in the folder: scores that were paid for.
+# Files that stay valid for the next run in the folder: judge scores that were paid for.
 REUSABLE = frozenset({"judge.jsonl", "quarantine.jsonl"})
 
 
 def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable: bool = True) -> None:
-    """Make a new run folder with its config.yaml, or check that an old one may go on.
+    """Create a run folder with its config.yaml, or check that an old one may be resumed.
 
     A folder in which an earlier run ended before it had a result counts as new.
 
     Args:
         folder: The run folder.
         config_yaml: The resolved configuration.
-        resume: Whether the run goes on from its newest checkpoint.
+        resume: Whether the run resumes from its newest checkpoint.
         resumable: Whether the program knows --resume, for the message.
 
     Raises:
@@ -70,7 +70,7 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
         if not _is_unused(folder):
             remedy = "choose another --out, or --resume" if resumable else "choose another --out"
             raise UserError(f"{folder}: already exists and is never overwritten; {remedy}")
-        for name in BEGINNINGS - {"config.yaml"}:  # that goes last: without it nobody may go on
+        for name in BEGINNINGS - {"config.yaml"}:  # removed last: without it nothing can resume
             if (folder / name).is_dir():
                 shutil.rmtree(folder / name)
             (folder / name).unlink(missing_ok=True)
@@ -82,7 +82,7 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
 
 
 def _lock(folder: Path) -> None:
-    """Hold a run folder until this process ends; refuse one that another process holds."""
+    """Lock a run folder until this process ends; refuse one that another process has locked."""
     folder = folder.resolve()
     if folder in _locks:
         os.close(_locks.pop(folder))
@@ -91,26 +91,26 @@ def _lock(folder: Path) -> None:
         fcntl.flock(_locks[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(
-            f"{folder}: another process is at work in it; wait for its end, or choose another --out"
+            f"{folder}: another process is using it; wait until that ends, or choose another --out"
         ) from None
     except OSError:  # a file system without locks
         return
 
 
 def _check_config(folder: Path, config_yaml: str) -> None:
-    """Refuse a config.yaml that is not the one that the run began with, where its hash is known."""
+    """Refuse a config.yaml that was edited since the run started, if its hash is known."""
     try:
         recorded = json.loads((folder / "provenance.json").read_bytes())["config_sha256"]
     except UNREADABLE:
         return
     if recorded and recorded != hashlib.sha256(config_yaml.encode()).hexdigest():
         raise UserError(
-            f"{folder / 'config.yaml'}: changed since the run began; put it back, or start a new run"
+            f"{folder / 'config.yaml'}: changed since the run started; restore it, or start a new run"
         )
 
 
 def _is_unused(folder: Path) -> bool:
-    """Say whether a folder is empty, or holds nothing but the beginnings of a run."""
+    """Say whether a folder is empty, or holds only files of a run without results."""
     found = {path.name: path for path in folder.iterdir()} if folder.is_dir() else {"": folder}
     found.pop(PARTIAL, None)
     begun = {name: path for name, path in found.items() if name not in REUSABLE}

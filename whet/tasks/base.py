@@ -46,41 +46,42 @@ OPTIONS: dict[str, frozenset[str]] = {
     ),
     "mixture": frozenset({"weights", "paths"}),
 }
-"""Which fields of `TaskConfig` each task reads; setting another one is an error. A mixture also reads what its parts
-read, but for the path."""
+"""Fields of `TaskConfig` that each task reads; setting another one is an error. A mixture also reads its parts' fields,
+except the path."""
 NO_PATH_NEEDED = frozenset({"countdown", "letters"})
-"""Tasks that draw their problems where no data is given."""
+"""Tasks that generate their problems if no data is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """Which problems to train or test on."""
+    """The problems to train or test on."""
 
     name: str = "arithmetic"
-    """Made on the spot: arithmetic, products, countdown, letters; 50 fixed sums: sanity; data: gsm8k, math,
-    choice, yes_no, humaneval, mbpp, code, jsonl; gym (reasoning-gym); mixture; yours: path.py:MyTask."""
+    """Generated: arithmetic, products, countdown, letters; 50 fixed sums: sanity; data: gsm8k, math, choice, yes_no,
+    humaneval, mbpp, code, jsonl; gym (reasoning-gym); mixture; your own: path.py:MyTask."""
     path: str = ""
-    """Folder or file of the data, or hub name (gsm8k, math); gym: names of environments, with commas between."""
+    """Folder or file of the data, or hub name (gsm8k, math); gym: comma-separated names of environments."""
     max_bad_rows: int = 0
-    """How many malformed rows per file are left out before it is an error."""
+    """Malformed rows per file that are skipped before it is an error."""
     keep_calculator: bool = False
     """gsm8k: keep the calculator annotations <<48/2=24>> in worked solutions."""
     prompt_field: str = "prompt"
-    """jsonl: column of the question; guessed where absent and unambiguous."""
+    """jsonl: column of the question; guessed if not given and unambiguous."""
     answer_field: str = "answer"
-    """jsonl: column of the gold answer; taken from the solution where absent."""
+    """jsonl: column of the gold answer; if not given, taken from the solution."""
     solution_field: str | None = None
-    """jsonl: column of the worked solution; 'solution' where there is one."""
+    """jsonl: column of the worked solution; default 'solution', if present."""
     symbolic: bool = False
-    """gsm8k, math, jsonl: ask math-verify (pip install 'whet[math]') about formulas that ours cannot decide."""
+    """gsm8k, math, jsonl: use math-verify (pip install 'whet[math]') for formulas that the built-in comparison cannot
+    decide."""
     num_problems: int = 0
-    """Tasks made on the spot, gym: how many problems, all splits together; 0 takes the task's own number."""
+    """Generated tasks, gym: number of problems in all splits together; 0 takes the task's default."""
     level: int = 0
     """countdown, letters: one level of difficulty, from 1 for the easiest; 0 mixes all."""
     seed: int = 0
-    """Tasks made on the spot, gym: another seed draws other problems."""
+    """Generated tasks, gym: seed of the problems."""
     weights: dict[str, float] = field(default_factory=dict)
-    """mixture: weight of each task by name; a task that comes twice is told apart as jsonl:a, jsonl:b."""
+    """mixture: weight of each task by name; name a repeated task jsonl:a, jsonl:b."""
     paths: dict[str, str] = field(default_factory=dict)
     """mixture: path of each task that reads one, under the same names."""
 
@@ -111,7 +112,7 @@ class TaskConfig:
 
 
 def _options(name: str) -> frozenset[str]:
-    """Return the fields that a task reads; a task of the user's own reads the path."""
+    """Return the fields that a task reads; a user's task reads the path."""
     return OPTIONS.get(name, frozenset({"path"}))
 
 
@@ -191,7 +192,7 @@ TASKS: dict[str, Callable[[TaskConfig], Task]] = {
 
 
 def load_task(config: TaskConfig) -> Task:
-    """Make the task that a configuration names; raise UserError where its data is not there."""
+    """Create the task of a configuration; raise UserError if its data is missing."""
     if is_user_task(config.name):
         return UserTask(config.name, config.path)
     task = TASKS[config.name](config)
@@ -199,11 +200,11 @@ def load_task(config: TaskConfig) -> Task:
 
 
 def answer_type_of(task: Task) -> AnswerType:
-    """Return what an answer to a task's problems is, for the schema's wording.
+    """Return a task's type of answer, for the schema's wording.
 
     Args:
-        task: A task; one with an attribute `answer_type` says it itself, all others answer with a number. A mixture
-            of several kinds answers with text.
+        task: A task; its attribute `answer_type` decides, without one it is 'number'. A mixture of several kinds is
+            'text'.
     """
     if isinstance(task, Mixture):
         kinds: set[AnswerType] = {answer_type_of(part) for part in task.parts.values()}

@@ -28,7 +28,7 @@ def choice(path: str, *, max_bad_rows: int = 0) -> Task:
 
     Args:
         path: File or folder.
-        max_bad_rows: How many bad rows per file are tolerated.
+        max_bad_rows: Bad rows per file that are tolerated.
     """
     return FromRows("choice", path, _choice_row, is_choice, answer_type="choice", max_bad_rows=max_bad_rows)
 
@@ -38,7 +38,7 @@ def yes_no(path: str, *, max_bad_rows: int = 0) -> Task:
 
     Args:
         path: File or folder.
-        max_bad_rows: How many bad rows per file are tolerated.
+        max_bad_rows: Bad rows per file that are tolerated.
     """
     return FromRows("yes_no", path, _yes_no_row, is_yes_no, answer_type="yes_no", max_bad_rows=max_bad_rows)
 
@@ -46,8 +46,8 @@ def yes_no(path: str, *, max_bad_rows: int = 0) -> Task:
 def is_choice(problem: Problem, answer: str) -> bool:
     """Say whether an answer names the right choice, and only that one.
 
-    Accepted are the letter (`B`, `b`, `(B)`, `B.`, `B:`), the letter with the text of the same choice, and the text
-    of a choice that no other choice shares; case, white space and a full stop at the end do not matter in texts.
+    Accepted are the letter (`B`, `b`, `(B)`, `B.`, `B:`), the letter with the text of the same choice, and the text of
+    a choice if no other choice has the same; case, white space and a full stop at the end do not matter in texts.
     """
     if len(answer) > MAX_CHARACTERS:
         return False
@@ -55,13 +55,13 @@ def is_choice(problem: Problem, answer: str) -> bool:
 
 
 def is_yes_no(problem: Problem, answer: str) -> bool:
-    """Say whether an answer is the right one of yes and no; true and false are taken for them."""
+    """Say whether an answer is the right one of yes and no; true and false count as these."""
     word = answer.strip().removesuffix(".").lower() if len(answer) <= MAX_CHARACTERS else ""
     return word in ("yes", "no", "true", "false") and YES_NO[word] == problem.answer
 
 
 def _chosen(answer: str, choices: list[str]) -> int | None:
-    """Return the index of the one choice that an answer means, or None; a letter by itself is always a label."""
+    """Return the index of the one choice that an answer means, or None; a single letter is always a label."""
     texts = [_plain(text) for text in choices]
     label = _LABEL.fullmatch(answer.strip())
     if label and label[1].upper() in LETTERS[: len(choices)]:
@@ -100,7 +100,7 @@ def _choice_row(row: Row) -> Draft | str:
 
 
 def _choices(row: Row) -> tuple[list[str], list[Any]]:
-    """Return the data's own labels and the texts of the choices, from whatever columns hold them."""
+    """Return the data's own labels and the texts of the choices, from any of the known columns."""
     found = next((row[name] for name in CHOICE_FIELDS if name in row), None)
     if isinstance(found, dict) and isinstance(found.get("text"), list):
         return list(map(str, found.get("label", LETTERS[: len(found["text"])]))), found["text"]
@@ -112,7 +112,7 @@ def _choices(row: Row) -> tuple[list[str], list[Any]]:
 
 
 def _right(raw: Any, labels: list[str], texts: list[str]) -> int | str:
-    """Return the index of the gold choice, or why it cannot be told."""
+    """Return the index of the gold choice, or why it cannot be determined."""
     if isinstance(raw, int) and not isinstance(raw, bool):
         return raw if 0 <= raw < len(texts) else f"'answer' {raw} is not an index from 0 to {len(texts) - 1}"
     if not isinstance(raw, str):

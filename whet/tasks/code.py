@@ -1,4 +1,5 @@
-"""Programming problems: HumanEval, MBPP, the user's own. Programs run in the sandbox, their tests outside of them."""
+"""Programming problems: HumanEval, MBPP, the user's own. Programs run in the sandbox; their tests run in another
+process."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from whet.tasks.read import BadRow, Check, Row, check_split, read_jsonl, select_
 from whet.types import Problem, UserError, problem_uid
 
 TIMEOUT_S = 5.0
-"""Of loading a program, and of each of its tests."""
+"""Time limit for loading a program, and for each of its tests."""
 MEMORY_MIB = 512
 MAX_CHARACTERS = 64 * 1024
-"""A longer answer is wrong without being run."""
+"""A longer answer is wrong and is not run."""
 NUM_REMEMBERED = 4096
-"""Verdicts that are kept: the metrics and several rewards ask about the same program."""
+"""Cached verdicts: metrics and several rewards ask about the same program."""
 MBPP_SPLITS = {"test": range(11, 511), "dev": range(511, 601), "train": range(601, 975)}
-"""By task id, as its authors split it; 1 to 10 are for prompts."""
+"""The authors' split by task id; 1 to 10 are for prompts."""
 TEST_PERCENT = 5
 FENCE = "```"
 _PARSING = threading.Lock()
@@ -36,13 +37,13 @@ LOADED = ("syntax", "imports", "runs")
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """What a program must pass.
+    """The tests of one problem.
 
     Attributes:
         setup: Python that runs before the tests.
         tests: Pieces of Python that raise when the program is wrong.
-        names: What the tests take from the program; () for all that they do not define themselves.
-        prefix: Start of the function, put before an answer that only goes on from there.
+        names: Names that the tests take from the program; () for all that they do not define themselves.
+        prefix: Start of the function, put before an answer that only continues it.
         keywords: Words that the program should use, for partial credit.
     """
 
@@ -56,27 +57,27 @@ class Exam:
 class Code:
     """Problems whose answer is a program that passes tests.
 
-    The answer may stand in a Markdown fence. It runs isolated (docs/sandbox.md) and never sees what the tests expect.
+    The answer may stand in a Markdown fence. It runs isolated (docs/sandbox.md) and never sees the expected results.
 
     Attributes:
         name: 'humaneval', 'mbpp' or 'code'.
         answer_type: 'program'.
-        seconds_per_answer: Bound of the time that judging an answer takes.
-        bad_rows: Rows left out so far.
-        num_repeated: Repeated problems so far; they stay.
+        seconds_per_answer: Upper bound of the time to judge an answer.
+        bad_rows: Rows skipped so far.
+        num_repeated: Repeated problems so far; they are kept.
     """
 
     answer_type: AnswerType = "program"
     seconds_per_answer = 3 * TIMEOUT_S
 
     def __init__(self, name: str, path: str | Path, *, max_bad_rows: int = 0) -> None:
-        """Point at the data.
+        """Set the location of the data.
 
         Args:
             name: 'humaneval' (HumanEval.jsonl, only a test split), 'mbpp' (mbpp.jsonl), or 'code': rows with prompt,
                 tests (a list of Python texts), and maybe solution, setup, names, keywords.
             path: The file, or the folder that holds it (train.jsonl and test.jsonl for 'code'); .gz too.
-            max_bad_rows: How many bad rows are tolerated.
+            max_bad_rows: Bad rows that are tolerated.
         """
         self.name = name
         self._path = Path(path)
@@ -90,7 +91,7 @@ class Code:
         self.num_repeated = 0
 
     def problems(self, split: str) -> list[Problem]:
-        """Return the problems of 'train', 'dev' or 'test'; HumanEval has none but 'test'."""
+        """Return the problems of 'train', 'dev' or 'test'; HumanEval has only 'test'."""
         check_split(split)
         if self.name == "humaneval":
             return [problem for problem, _ in self._file("HumanEval.jsonl")] if split == "test" else []
@@ -104,11 +105,11 @@ class Code:
         return found if split == "test" else select_split(found, split)
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
-        """Say whether a program passes all tests; None where the sandbox failed."""
+        """Say whether a program passes all tests; None if the sandbox failed."""
         return self.judge_many([(problem, answer)])[0]
 
     def judge_many(self, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
-        """Judge programs side by side, as many as there are cores."""
+        """Judge programs in parallel, one per core."""
         with ThreadPoolExecutor(num_cores()) as threads:
             verdicts = list(threads.map(lambda item: self.examine(*item), items))
         return [
@@ -117,7 +118,7 @@ class Code:
         ]
 
     def examine(self, problem: Problem, answer: str | None) -> TestsVerdict | None:
-        """Run a program against its tests; None where there is no program."""
+        """Run a program against its tests; None if there is no program."""
         code = program_of(answer or "")
         if not code or len(code) > MAX_CHARACTERS:
             return None
@@ -140,11 +141,11 @@ class Code:
         return verdict
 
     def code_scores(self, problem: Problem, answer: str | None) -> dict[str, float] | None:
-        """Return partial credit, each from 0 to 1; None where the sandbox failed.
+        """Return partial credit, each from 0 to 1; None if the sandbox failed.
 
         Returns:
-            'loads': how far loading came, in thirds: syntax, imports, the rest; 'tests': share of tests that pass;
-            'keywords': share of the wanted words that the program uses as names (1 where none is wanted).
+            'loads': how far loading got, in thirds: syntax, imports, the rest; 'tests': share of tests that pass;
+            'keywords': share of the problem's keywords that the program uses as names (1 if there are none).
         """
         verdict = self.examine(problem, answer)
         if verdict is None:
@@ -198,7 +199,7 @@ class Code:
 
 
 def program_of(answer: str) -> str:
-    """Return the program in an answer: the last Markdown fence that is closed, else all of it; tabs and \\r mended."""
+    """Return the program in an answer: the last closed Markdown fence, else all of it; with tabs and \\r normalised."""
     text = answer.replace("\r\n", "\n").expandtabs(8)
     pieces = text.split(FENCE)
     if len(pieces) >= 3:
@@ -209,14 +210,14 @@ def program_of(answer: str) -> str:
 
 
 def _parse(code: str) -> ast.Module:
-    """Parse Python text without a word about its doubtful escapes."""
+    """Parse Python text without warnings about doubtful escapes."""
     with _PARSING, warnings.catch_warnings():  # the filters are global, so threads take turns
         warnings.simplefilter("ignore")
         return ast.parse(code)
 
 
 def _defines(code: str, names: Sequence[str]) -> bool:
-    """Say whether a program defines all names at its top level; one that does not parse is taken as it is."""
+    """Say whether a program defines all names at its top level; True for one that does not parse."""
     try:
         body = _parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -231,7 +232,7 @@ def _defines(code: str, names: Sequence[str]) -> bool:
 
 
 def _names_in(code: str) -> set[str]:
-    """Return every name, attribute and imported module that a program uses; comments and texts do not count."""
+    """Return every name, attribute and imported module that a program uses; comments and strings do not count."""
     try:
         tree = _parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -251,7 +252,7 @@ def _names_in(code: str) -> set[str]:
 
 
 def _human_eval(row: Row) -> tuple[str, str, Exam]:
-    """Read HumanEval: `check(candidate)` becomes one test per assertion where its body is nothing but assertions."""
+    """Read HumanEval: `check(candidate)` becomes one test per assertion if its body consists of assertions."""
     prompt, entry = row["prompt"], row["entry_point"]
     check = next(node for node in _parse(row["test"]).body if isinstance(node, ast.FunctionDef))
     tests = [f"check({entry})"]
@@ -281,7 +282,7 @@ def _own(row: Row) -> tuple[str, str, Exam]:
 
 
 def _fault(row: Row, name: str) -> str | None:
-    """Say what is wrong with the row's tests."""
+    """Return what is wrong with the row's tests."""
     tests = row.get(name)
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
         return f"{name!r}: expected a list of Python texts, at least one"
@@ -289,7 +290,7 @@ def _fault(row: Row, name: str) -> str | None:
         try:
             _parse(test)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-            return f"{name!r} or 'setup' holds what is not Python ({json.dumps(str(test)[:60])}: {error})"
+            return f"{name!r} or 'setup' is not valid Python ({json.dumps(str(test)[:60])}: {error})"
     return None
 
 
@@ -298,7 +299,7 @@ def _number_fault(row: Row) -> str | None:
 
 
 def _unreadable(name: str, row: Row) -> str | None:
-    """Say why a row makes no problem."""
+    """Return why a row does not make a problem."""
     _, make, check = READERS[name]
     if check is not None and (fault := check(row)):
         return fault

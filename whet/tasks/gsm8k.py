@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems with worked solutions and a number behind '####'."""
+"""GSM8K: grade-school word problems with worked solutions and a number after '####'."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ CALCULATOR = re.compile(r"<<[^<>]*>>")
 class GSM8K:
     """The 7,473 training and 1,319 test problems; 5 % of the training problems are 'dev'.
 
-    Source: arXiv:2110.14168. Deviation: calculator annotations `<<48/2=24>>` are removed unless asked for.
+    Source: arXiv:2110.14168. Deviation: calculator annotations `<<48/2=24>>` are removed by default.
 
     Attributes:
         name: 'gsm8k'.
-        bad_rows: Rows left out so far.
-        num_repeated: Repeated problems so far; they stay.
+        bad_rows: Rows skipped so far.
+        num_repeated: Repeated problems so far; they are kept.
     """
 
     name = "gsm8k"
 
     def __init__(self, path: str | Path, *, keep_calculator: bool = False, max_bad_rows: int = 0) -> None:
-        """Point at the data; rows are read when a split is asked for.
+        """Set the location of the data; rows are read when a split is requested.
 
         Args:
             path: Folder with train.jsonl and test.jsonl (.gz too), or a hub name such as 'openai/gsm8k'.
             keep_calculator: Whether solutions keep their `<<...>>`.
-            max_bad_rows: How many bad rows per file are tolerated.
+            max_bad_rows: Bad rows per file that are tolerated.
         """
         self._path = str(path)
         check_path(self._path, "openai/gsm8k")
@@ -80,4 +80,4 @@ class GSM8K:
 def _fault(row: Row) -> str | None:
     if "####" not in row["answer"]:
         return "'answer' has no '####'"
-    return None if row["answer"].rpartition("####")[2].strip(" ,\n") else "'answer' has nothing behind '####'"
+    return None if row["answer"].rpartition("####")[2].strip(" ,\n") else "'answer' has nothing after '####'"

@@ -1,16 +1,16 @@
 """The procedural environments of the `reasoning-gym` package by name, judged by their own scorers in killable workers.
 
-What was found in the scorers of 0.1.25, and what is done about it:
+Known problems of the scorers of 0.1.25, and how they are handled:
 
-- Some call `eval` or sympy's `parse_expr`, which is `eval`, on the model's text. No such text gets there: where the
-  evaluated form could never earn full marks, or plain arithmetic is meant, our own judge is asked instead; the three
+- Some call `eval` or sympy's `parse_expr`, which is `eval`, on the model's text. No such text reaches them: if the
+  evaluated form could never earn full marks, or plain arithmetic is meant, our own judge is used instead; the three
   that need sympy see only numbers, operators and names from a list.
-- Sums such as `9**9**9` hang or fill the memory: every call has a deadline and a memory limit, and what exceeds
+- Sums such as `9**9**9` hang or fill the memory: every call has a deadline and a memory limit; an answer that exceeds
   them is wrong.
-- `puzzle24` takes any four numbers, `game_of_life_halting` any text, `gsm_symbolic` the first of several numbers: these
-  are judged by us. Others overlook what follows the right answer: there, an answer may have no more parts than the
-  gold answer has. `nan` passes for any complex number; it is refused everywhere but where it is the gold answer.
-- `boxnet` and `rush_hour` know no right answer, and `composite` is none of its own: they are refused.
+- `puzzle24` accepts any four numbers, `game_of_life_halting` any text, `gsm_symbolic` the first of several numbers:
+  we judge these ourselves. Others ignore text after the right answer: there, an answer may have no more parts than the
+  gold answer. `nan` passes for any complex number; it is refused unless it is the gold answer.
+- `boxnet` and `rush_hour` have no right answer, and `composite` has no problems of its own: they are refused.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ OVERLOOKING = frozenset(
         "word_sorting",
     }
 )
-"""Environments whose scorers read the beginning of an answer only."""
+"""Environments whose scorers read only the beginning of an answer."""
 GOLD_FIELDS = ("possible_answer", "example_answer", "example_correct_answer")
-"""Where the gold answer of a problem stands that has many."""
+"""Fields of the gold answer of a problem with several right answers."""
 _NAMES = (
     "pi E I C exp log ln sqrt Abs sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh"
 )
@@ -75,10 +75,10 @@ class Gym:
     answer_type: AnswerType = "text"
 
     def __init__(self, environments: str, *, num_problems: int = 0, seed: int = 0) -> None:
-        """Name the environments; nothing is made before a split is asked for.
+        """Set the environments; problems are generated when a split is requested.
 
         Args:
-            environments: One name, or several with commas between.
+            environments: One name, or several separated by commas.
             num_problems: Problems of each environment, all splits together; 0 means 1,000.
             seed: Seed of the environments.
 
@@ -116,11 +116,12 @@ class Gym:
         return list(self._splits[split])
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
-        """Ask the environment's scorer; right is the full score of 1. None: the worker died without a verdict."""
+        """Judge an answer by the environment's scorer; right is the full score of 1. None: the worker died without a
+        verdict."""
         return self.judge_many([(problem, answer)])[0]
 
     def judge_many(self, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
-        """Judge answers as `is_correct` does, all at once: those that hang together cost about one deadline."""
+        """Judge answers as `is_correct` does, in parallel: all that hang together cost about one deadline."""
         if self._pool is None:
             self._pool = GraderPool(
                 "whet.tasks.gym:score",
@@ -141,7 +142,7 @@ class Gym:
         return verdicts
 
     def _made(self) -> list[Problem]:
-        """Make all problems in a process with a fixed hash seed: some environments draw from Python sets."""
+        """Generate all problems in a process with a fixed hash seed: some environments draw from Python sets."""
         code = "import sys; from whet.tasks.gym import print_entries; print_entries(*sys.argv[1:])"
         done = subprocess.run(
             [sys.executable, "-c", code, ",".join(self._names), str(self._size), str(self._seed)],
@@ -170,8 +171,8 @@ def print_entries(names: str, size: str, seed: str) -> None:
     """Print a last line with the problems of environments as JSON: name, question, gold answer, entry, category.
 
     Args:
-        names: Environments, with commas between.
-        size: Problems of each; they are made in order, since some environments go on from where one left off.
+        names: Comma-separated environments.
+        size: Problems of each; they are generated in order, since some environments continue from the last one.
         seed: Seed of each.
     """
     rows: list[tuple[str, str, str, str, str]] = []
@@ -183,11 +184,11 @@ def print_entries(names: str, size: str, seed: str) -> None:
             is_plain = name not in SYMBOLIC or _SYMBOLIC_TEXT.fullmatch(str(gold))  # not 'Integral(x**2, x)'
             if isinstance(gold, str) and gold.strip() and is_plain:
                 rows.append((name, entry["question"], gold, _frozen(entry), dataset.category))
-    print("\n" + json.dumps(rows), end="")  # the packages behind some environments print, too
+    print("\n" + json.dumps(rows), end="")  # packages used by some environments print, too
 
 
 def score(name: str, frozen: str, answer: str) -> float:
-    """Score an answer; runs in a worker that is killed at its deadline.
+    """Score an answer; runs in a worker that is killed at the deadline.
 
     Args:
         name: Environment.
@@ -195,7 +196,7 @@ def score(name: str, frozen: str, answer: str) -> float:
         answer: Any text.
 
     Returns:
-        The environment's score, at most 1 for a right answer; 0 where it raises.
+        The environment's score, at most 1 for a right answer; 0 if it raises.
     """
     entry = ast.literal_eval(frozen)
     if name in JUDGES:
@@ -213,13 +214,13 @@ def score(name: str, frozen: str, answer: str) -> float:
 
 
 def prepare() -> None:
-    """Make all scorers before workers are forked: some load word lists, which would count against the deadline."""
+    """Create all scorers before workers are forked: some load word lists, which would count against the deadline."""
     for name in set(package().DATASETS) - REFUSED:
         _scorer(name)
 
 
 def _is_gold(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Say whether an answer is, letter by letter, the gold answer or one of them."""
+    """Say whether an answer is exactly the gold answer, or one of several."""
     golds: Sequence[str] = entry["metadata"].get("valid_answers", ())
     return answer in [gold.strip() for gold in (entry["answer"], *golds)]
 
@@ -230,7 +231,7 @@ def _is_number(answer: str, entry: Mapping[str, Any]) -> bool:
 
 
 def _is_way(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Say whether an expression uses the numbers of the problem once each and has its target, 24 by default."""
+    """Say whether an expression uses each number of the problem once and equals its target, 24 by default."""
     parsed = evaluate(answer) if len(answer) <= MAX_CHARACTERS else None
     meta = entry["metadata"]
     target = Fraction(meta.get("target", 24))
@@ -247,7 +248,7 @@ JUDGES: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "spiral_matrix": _is_gold,
     "string_insertion": _is_gold,
 }
-"""Our own judges, where the environment's scorer evaluates the answer as code or pays wrong ones."""
+"""Our own judges, for environments whose scorer evaluates the answer as code or rewards wrong ones."""
 
 
 def package() -> Any:
@@ -269,14 +270,14 @@ def _scorer(name: str) -> Callable[[str, Any], float]:
 
 
 def _gold(dataset: Any, entry: Mapping[str, Any]) -> str | None:
-    """Return an example answer that earns the full score, where there is no single gold answer."""
+    """Return an example answer with the full score, for problems without a single gold answer."""
     found = next((entry["metadata"][name] for name in GOLD_FIELDS if name in entry["metadata"]), None)
     text = json.dumps(found) if isinstance(found, dict) else found
     return text if dataset.score_answer(text, entry) >= 1.0 else None
 
 
 def _frozen(entry: Mapping[str, Any]) -> str:
-    """Write an entry as a Python literal (JSON would turn tuples into lists), without what is none."""
+    """Write an entry as a Python literal (JSON would turn tuples into lists), without fields that are not literals."""
     kept = {name: value for name, value in entry["metadata"].items() if _is_literal(value)}
     return repr({**entry, "metadata": kept})
 

@@ -1,4 +1,4 @@
-"""Jsonl: any question-answer or chat data of the user's own, as JSON lines or parquet."""
+"""The task `jsonl`: the user's question-answer or chat data, as JSON lines or parquet."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ READER = ResponseSchema(opening_in_prompt=False)
 
 
 class Jsonl:
-    """Problems from a file, or from a folder with train.jsonl and test.jsonl (or .parquet, read alike).
+    """Problems from a file, or from a folder with train.jsonl and test.jsonl (or .parquet).
 
     A file is split by hash of the prompt: 5 % 'dev', 5 % 'test'. In a folder, 'dev' is 5 % of train.jsonl.
-    A row is (prompt, answer, and maybe solution), or `messages`: the first user message is the prompt, the
-    last assistant message holds solution and answer. Where the answer stands in a worked text (`messages`,
+    A row is (prompt, answer, optional solution), or `messages`: the first user message is the prompt, the
+    last assistant message holds solution and answer. If the answer is inside a worked text (`messages`,
     a solution without an answer column, an answer with '####' without a solution column), it is taken from
     there: the answer block, else what follows '####', else what `extract_answer` finds. Repeated rows are
     dropped; one prompt with several solutions stays several problems.
 
     Attributes:
         name: 'jsonl'.
-        bad_rows: Rows left out so far.
+        bad_rows: Rows skipped so far.
         num_duplicates: Repeated rows dropped so far.
     """
 
@@ -46,14 +46,14 @@ class Jsonl:
         solution_field: str | None = None,
         max_bad_rows: int = 0,
     ) -> None:
-        """Point at the data; rows are read when a split is asked for.
+        """Set the location of the data; rows are read when a split is requested.
 
         Args:
             path: A .jsonl, .jsonl.gz or .parquet file, or a folder.
-            prompt_field: Column of the question; where absent, the only one of `PROMPT_FIELDS` and messages.
-            answer_field: Column of the gold answer; where absent, the answer is taken from the solution.
-            solution_field: Column of the worked solution; None takes 'solution' where there is one.
-            max_bad_rows: How many bad rows per file are tolerated.
+            prompt_field: Column of the question; default: the only one among `PROMPT_FIELDS` and messages.
+            answer_field: Column of the gold answer; default: the answer is taken from the solution.
+            solution_field: Column of the worked solution; default: 'solution', if present.
+            max_bad_rows: Bad rows per file that are tolerated.
         """
         self._path = Path(path)
         if not str(path) or not self._path.exists():
@@ -88,7 +88,7 @@ class Jsonl:
         return self._files[path]
 
     def _columns(self, path: Path) -> tuple[str, str | None, str | None]:
-        """Settle which columns hold prompt, answer and solution, from the first row that is an object."""
+        """Determine the columns of prompt, answer and solution, from the first row that is an object."""
         prompt, answer, solution = self._fields
         present = first_row(path)
         there = f"there are: {', '.join(present)[:200]}"
@@ -160,7 +160,7 @@ def _from_messages(messages: Any) -> tuple[str, str, str] | str:
 
 
 def _from_worked(prompt: str, text: str, source: str) -> tuple[str, str, str] | str:
-    """Part a worked text into solution and answer: by its blocks, by '####', else by `extract_answer`."""
+    """Split a worked text into solution and answer: by its blocks, by '####', else by `extract_answer`."""
     parsed = READER.parse(text)
     if parsed.answer:
         return prompt, parsed.answer, (parsed.thinking or "").strip()

@@ -1,4 +1,4 @@
-"""MATH: competition problems with LaTeX answers; MATH-500 is the test split."""
+"""The task `math`: competition problems with LaTeX answers; MATH-500 is the test split."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ FILES = {
 class MATH:
     """The 7,500 training problems and MATH-500; 5 % of the training problems are 'dev'.
 
-    The answer column is used as it is: a solution may box several values, and extraction finds only one.
-    Two training rows have an empty gold answer (`\\boxed{}` in the source): nothing can score, so they are
-    left out.
+    The answer column is used unchanged: a solution may box several values, and extraction finds only one.
+    Two training rows have an empty gold answer (`\\boxed{}` in the source): no answer could score, so they are skipped.
 
     Source: arXiv:2103.03874; MATH-500 from arXiv:2305.20050.
 
     Attributes:
         name: 'math'.
         answer_type: 'text': LaTeX of any kind.
-        bad_rows: Rows left out so far; those without a gold answer do not count towards the limit.
-        num_repeated: Repeated problems so far; they stay.
+        bad_rows: Rows skipped so far; those without a gold answer do not count towards the limit.
+        num_repeated: Repeated problems so far; they are kept.
     """
 
     name = "math"
     answer_type: AnswerType = "text"
 
     def __init__(self, path: str | Path, *, max_bad_rows: int = 0) -> None:
-        """Point at the data; rows are read when a split is asked for.
+        """Set the location of the data; rows are read when a split is requested.
 
         Args:
             path: Folder with MATH_train.jsonl and math500_test.json (or train.jsonl and test.jsonl), or a hub
                 name whose rows have problem, solution and answer, such as 'HuggingFaceH4/MATH-500'.
-            max_bad_rows: How many bad rows per file are tolerated.
+            max_bad_rows: Bad rows per file that are tolerated.
         """
         self._path = str(path)
         check_path(self._path, "HuggingFaceH4/MATH-500")

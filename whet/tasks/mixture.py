@@ -1,4 +1,4 @@
-"""Several tasks in one run, each with a weight."""
+"""The task `mixture`: several tasks in one run, each with a weight."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PART = "part"
 class Mixture:
     """The union of several tasks; `whet.train.rollout.order` draws from it by weight.
 
-    Every problem carries the label of its part in `meta['part']`. Splits are those of the parts; an evaluation takes
-    the union as it is, whatever the weights.
+    Every problem carries the label of its part in `meta['part']`. Splits are those of the parts; an evaluation uses the
+    whole union, whatever the weights.
 
     Attributes:
         name: 'mixture'.
         parts: Task by label.
-        weights: Weight of each part by label, all above 0; their sum is free.
+        weights: Weight of each part by label, all above 0; they need not sum to 1.
     """
 
     name = "mixture"
@@ -36,17 +36,17 @@ class Mixture:
         self.weights = dict(weights)
 
     def problems(self, split: str) -> list[Problem]:
-        """Return the problems of a split of all parts, part after part."""
+        """Return the problems of a split of all parts, one part after the other."""
         return [
             _owned(problem, label) for label, task in self.parts.items() for problem in task.problems(split)
         ]
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
-        """Let the part that a problem came from judge an answer; None where it cannot."""
+        """Judge an answer by the part that the problem came from; None if that has no verdict."""
         return self.parts[problem.meta[PART]].is_correct(problem, answer)
 
     def judge_many(self, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
-        """Judge answers as `is_correct` does, those of one part together where the part can do that."""
+        """Judge answers as `is_correct` does, those of one part in a batch if the part supports it."""
         verdicts: dict[int, bool | None] = {}
         for label, task in self.parts.items():
             places = [place for place, (problem, _) in enumerate(items) if problem.meta[PART] == label]
@@ -61,6 +61,6 @@ class Mixture:
 
 
 def _owned(problem: Problem, label: str) -> Problem:
-    """Write the label into a problem; of two parts of one task the same question gets two uids."""
+    """Write the label into a problem; the same question in two parts of one task gets two uids."""
     uid = problem_uid(label, problem.uid) if ":" in label else problem.uid
     return replace(problem, uid=uid, meta={**problem.meta, PART: label})

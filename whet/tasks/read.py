@@ -1,4 +1,4 @@
-"""Reading rows of untrusted data files, and splitting problems by content."""
+"""Reads rows of untrusted data files, and splits problems by content."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from whet.types import Problem, UserError
 Row = dict[str, Any]
 Split = Literal["train", "dev", "test"]
 Check = Callable[[Row], "str | None"]
-"""Says what is wrong with a row, or None."""
+"""Returns what is wrong with a row, or None."""
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_RAW = 2000
 DEV_PERCENT = TEST_PERCENT = 5
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
-HUB_CONFIGS = {"openai/gsm8k": "main"}  # data sets that must be asked for one of several configurations
+HUB_CONFIGS = {"openai/gsm8k": "main"}  # data sets that need the name of a configuration
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that was left out.
+    """A row that was skipped.
 
     Attributes:
         where: File name and 1-based position, such as 'train.jsonl line 812'.
         reason: What is wrong with it.
         number: The position alone.
-        raw: The line as it stands there, or the row as JSON; its first 2,000 characters.
+        raw: The first 2,000 characters of the line as it is in the file, or of the row as JSON.
     """
 
     where: str
@@ -159,7 +159,7 @@ def read_hub(
     """Read a split of a hub data set with the `datasets` package; otherwise as `read_jsonl`.
 
     Raises:
-        UserError: If the package is missing or the data set cannot be had.
+        UserError: If the package is missing or the data set cannot be loaded.
     """
     try:
         import datasets  # pyright: ignore[reportMissingImports]
@@ -170,7 +170,9 @@ def read_hub(
         values: Iterable[Any] = datasets.load_dataset(name, HUB_CONFIGS.get(name), split=split)
     except Exception as error:  # network errors of many libraries
         text = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise UserError(f"data set {name!r}, split {split!r}: cannot be had from the hub ({text})") from error
+        raise UserError(
+            f"data set {name!r}, split {split!r}: could not be loaded from the hub ({text})"
+        ) from error
     rows = (
         (f"{name} {split} row {number}", number, _object(value), value)
         for number, value in enumerate(values, 1)
@@ -179,13 +181,13 @@ def read_hub(
 
 
 def first_row(path: Path) -> Row:
-    """Return the first object of a JSON-lines or parquet file, or {} where there is none."""
+    """Return the first object of a JSON-lines or parquet file; {} if there is none."""
     rows = _parquet_rows(path) if path.suffix == ".parquet" else (_parse(line) for _, line in _lines(path))
     return next((row for row in rows if isinstance(row, dict)), {})
 
 
 def split_of(uid: str, *, dev_percent: float, test_percent: float) -> Split:
-    """Assign a problem to a split by hash, so that it stays there whatever else the file holds.
+    """Assign a problem to a split by hash, so that it does not depend on the other rows.
 
     Args:
         uid: Uid of the problem.
@@ -202,7 +204,7 @@ def split_of(uid: str, *, dev_percent: float, test_percent: float) -> Split:
 
 
 def select_split(problems: Iterable[Problem], split: str, *, test_percent: float = 0) -> list[Problem]:
-    """Keep the problems of a split; `DEV_PERCENT` of all are 'dev', and equal prompts stay together."""
+    """Keep the problems of a split; `DEV_PERCENT` of all are 'dev'; equal prompts stay together."""
     check_split(split)
     uids = ((problem, problem.meta.get("prompt_uid", problem.uid)) for problem in problems)
     return [
@@ -218,7 +220,7 @@ def select_files(
     """Return a split of a file (5 % 'dev', 5 % 'test') or of a folder ('dev' is 5 % of its train file).
 
     Args:
-        path: File, or folder with a train and a test file; of parquet there may be several pieces of one
+        path: File, or folder with a train and a test file; a parquet file may be sharded
             (`train-00000-of-00002.parquet`).
         split: 'train', 'dev' or 'test'.
         load: Returns the problems of a file.
@@ -236,7 +238,7 @@ def select_files(
     if not files:
         raise UserError(f"{path}: no {part}{endings[0]} there; check --task.path")
     unique = {problem.uid: problem for file in reversed(files) for problem in reversed(load(file))}
-    problems = list(reversed(unique.values()))  # of a row that stands in two pieces, the first stays
+    problems = list(reversed(unique.values()))  # of a row that is in two shards, the first is kept
     return problems if split == "test" else select_split(problems, split)
 
 
@@ -263,7 +265,7 @@ def read_part(
     max_bad_rows: int = 0,
     check: Check | None = None,
 ) -> tuple[str, list[tuple[int, Row]], list[BadRow]]:
-    """Read 'train' or 'test' of a data set that is a folder or has a hub name; otherwise as `read_jsonl`.
+    """Read 'train' or 'test' of a data set in a folder or on the hub; otherwise as `read_jsonl`.
 
     Args:
         path: Folder or hub name.
@@ -306,7 +308,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     )
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path.name}: not a whole gzip file ({error}); make it again") from error
+        raise UserError(f"{path.name}: not a complete gzip file ({error}); create it again") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); check --task.path") from error
 
@@ -337,7 +339,7 @@ def _kind(value: Any) -> str:
 
 
 def text_fault(row: Row, name: str) -> str | None:
-    """Say why a field is not text that is present, not blank and clean; None when it is."""
+    """Return why a field is not clean, non-blank text; None if it is."""
     if name not in row:
         return f"no {name!r}"
     value = row[name]
@@ -346,9 +348,9 @@ def text_fault(row: Row, name: str) -> str | None:
     if not value.strip():
         return f"{name!r} is empty"
     if "\x00" in value:
-        return f"{name!r} holds a NUL character"
+        return f"{name!r} contains a NUL character"
     if any("\ud800" <= letter <= "\udfff" for letter in value):
-        return f"{name!r} holds a lone surrogate"
+        return f"{name!r} contains a lone surrogate"
     return None
 
 
@@ -358,7 +360,7 @@ def _first_fault(row: Row, required: Sequence[str]) -> str | None:
 
 
 def as_raw(value: Any) -> str:
-    """Write a bad row as it stood in the file, or as JSON, cut to a length that a person reads."""
+    """Write a bad row as in the file, or as JSON, truncated to a readable length."""
     if isinstance(value, bytes):
         return value[: 4 * MAX_RAW].decode("utf-8", "backslashreplace").rstrip("\r\n")[:MAX_RAW]
     try:
@@ -374,7 +376,7 @@ def _sift(
     max_bad_rows: int,
     check: Check | None,
 ) -> tuple[list[tuple[int, Row]], list[BadRow]]:
-    """Part good rows from bad ones; all are read before an error, so that it can say how many to allow."""
+    """Separate good rows from bad ones; all are read before an error, so that it can say how many to allow."""
     good: list[tuple[int, Row]] = []
     bad: list[BadRow] = []
     for where, number, row, raw in rows:
@@ -389,7 +391,7 @@ def _sift(
             good.append((number, row))
     if len(bad) > max_bad_rows:
         more = f" (and {len(bad) - 1} more bad rows)" if len(bad) > 1 else ""
-        remedy = "mend the rows or allow them" if more else "mend the row or allow it"
+        remedy = "fix the rows or allow them" if more else "fix the row or allow it"
         raise UserError(
             f"{bad[0].where}: {bad[0].reason}{more}; {remedy} with --task.max-bad-rows {len(bad)}"
         )

@@ -1,7 +1,7 @@
-r"""Answers that every task must judge rightly: hostile texts, near misses, and other spellings of the right answer.
+r"""Test answers for every task: hostile texts, near misses, and other spellings of the right answer.
 
-Used by the tests of all tasks and by whoever wants to check a task before training on it. Nothing here knows a task:
-what is returned depends on the gold answer and the question alone.
+Used by the tests of all tasks and by anyone who wants to check a task before training on it. The texts depend only on
+the gold answer and the question, not on the task.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from whet.schema import ResponseSchema
 from whet.types import Problem
 
 LENGTH = 128 * 1024
-"""Characters of the long hostile answers: what a policy writes that loops to its token limit."""
+"""Length of the long hostile answers, in characters: like a policy that loops to its token limit."""
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")
 _DECIMAL = re.compile(r"-?[0-9]{1,15}\.[0-9]{1,15}")
 _FRACTION = re.compile(r"(-?)(?:\\[dt]?frac\{([0-9]{1,9})\}\{([0-9]{1,9})\}|([0-9]{1,9})/([0-9]{1,9}))")
@@ -25,12 +25,12 @@ def hostile_answers(problem: Problem, wrong: str | None = None) -> list[tuple[st
     """Return texts that must not count as correct, whatever the task.
 
     Args:
-        problem: Its gold answer and question are worked into some of them.
+        problem: Some answers use its gold answer and question.
         wrong: A wrong answer that looks like one; None changes a character of the gold answer.
 
     Returns:
         (what it is, text): empty, wrong, hedged, copied, huge, nested, malformed and code. A text that happens to be
-        the gold answer is left out.
+        the gold answer is dropped.
     """
     gold, prompt = problem.answer, problem.prompt
     wrong = mutated_answer(gold) if wrong is None else wrong
@@ -99,11 +99,11 @@ def mutated_answer(answer: str) -> str:
 
 
 def rewritten_answers(answer: str) -> list[str]:
-    r"""Return other spellings of an answer; only such as mean the same for its kind.
+    r"""Return other spellings of an answer that mean the same for its kind.
 
     Args:
-        answer: The gold answer: a whole number, decimal, fraction, tuple of whole numbers, letter, yes or no; of
-            anything else only white space around it is sure not to matter.
+        answer: The gold answer: a whole number, decimal, fraction, tuple of whole numbers, letter, yes or no; for
+            anything else only surrounding white space certainly does not matter.
 
     Returns:
         Spellings that differ from the answer, without repetition.

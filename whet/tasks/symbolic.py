@@ -1,4 +1,4 @@
-"""A task whose answers are compared symbolically where our own comparison cannot decide."""
+"""A task whose answers are compared symbolically if our own comparison cannot decide."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whet.types import Problem, Task, UserError
 
 
 class Symbolic:
-    """Another task, with math-verify asked (in workers that can be killed) about formulas that it found unequal.
+    """Wraps a task: math-verify (in killable workers) checks formulas that the task found unequal.
 
     A comparison that takes too long counts as unequal.
 
@@ -42,7 +42,7 @@ class Symbolic:
         return self.judge_many([(problem, answer)])[0]
 
     def judge_many(self, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
-        """Judge answers: first as the task does, then all that are left together, so that hangs share one deadline."""
+        """Judge answers: first as the task does, then all undecided ones together, so that hangs share one deadline."""
         verdicts = [self.task.is_correct(problem, answer) for problem, answer in items]
         left = [place for place, verdict in enumerate(verdicts) if verdict is False and items[place][1]]
         pairs = [(items[place][1] or "", items[place][0].answer) for place in left]

@@ -18,24 +18,24 @@ from whet.schema import ResponseSchema
 from whet.types import Environment, Problem, Task, Turn, UserError
 
 MAX_RESULT_CHARACTERS = 1000
-"""A longer result is cut, and says so."""
+"""Longer results are truncated, with a note."""
 MAX_EXPRESSION_CHARACTERS = 1000
 PYTHON_TIMEOUT_S = 5.0
 PYTHON_MEMORY_MIB = 512
 OWN_DEADLINE_S = 10.0
 DIGITS = 12
-"""Significant digits of a result that has no end."""
+"""Significant digits of a non-terminating decimal."""
 
 Tool = Callable[[Sequence[str]], list[str]]
-"""Answers several calls at once. A failure is an answer too: the model reads 'error: ...'."""
+"""Answers a batch of calls. A failure is an answer, too: the model reads 'error: ...'."""
 
 
 class ToolBox:
-    """The environment in which a turn that ends in a call is answered by a tool, and any other ends the episode.
+    """An environment of tools: a tool answers a turn that ends in a call; any other turn ends the episode.
 
     Args:
-        schema: Knows the tags and the names of the tools.
-        inner: The task's own environment, asked when a turn is no call.
+        schema: Defines the tags and the names of the tools.
+        inner: The task's own environment, used when a turn is not a call.
     """
 
     def __init__(self, schema: ResponseSchema, inner: Environment | None = None) -> None:
@@ -44,7 +44,7 @@ class ToolBox:
         names = [tool_name(spec) for spec in schema.tools]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise UserError(f"tool '{twice}' comes twice; give the function another name")
+            raise UserError(f"tool '{twice}' is given twice; give the function another name")
         self._tools = {tool_name(spec): find_tool(spec) for spec in schema.tools}
 
     def reset(self, problem: Problem) -> Any:
@@ -52,7 +52,7 @@ class ToolBox:
         return None if self._inner is None else self._inner.reset(problem)
 
     def step(self, states: Sequence[Any], texts: Sequence[str]) -> list[Turn]:
-        """Answer calls, each tool's together; pass the other turns on."""
+        """Answer calls, batched by tool; pass the other turns on."""
         turns = [Turn() for _ in texts]
         calls: dict[str, list[tuple[int, str]]] = {}
         others: list[int] = []
@@ -74,7 +74,7 @@ class ToolBox:
         return turns
 
     def _split(self, call: str) -> tuple[str, str]:
-        """Read `name: input`; the name may be left out where there is one tool."""
+        """Read `name: input`; the name is optional with a single tool."""
         name, colon, argument = call.partition(":")
         if colon and name.strip() in self._tools:
             return name.strip(), argument.strip()
@@ -90,7 +90,7 @@ class ToolBox:
 
 
 def environment_for(schema: ResponseSchema, task: Task) -> Environment | None:
-    """Return what answers the policy's turns: its tools, the task's own environment, both, or nothing.
+    """Return the environment of the policy's turns: its tools, the task's own environment, both, or None.
 
     Args:
         schema: Names the tools.
@@ -102,12 +102,12 @@ def environment_for(schema: ResponseSchema, task: Task) -> Environment | None:
 
 @cache
 def _toolbox(schema: ResponseSchema, own: Environment | None) -> ToolBox:
-    """Keep one box per set of tools: its worker processes start once."""
+    """Cache one box per set of tools: its worker processes start once."""
     return ToolBox(schema, own)
 
 
 def tool_name(spec: str) -> str:
-    """Return the name by which a model calls a tool: that of the function where it is the user's own."""
+    """Return the name by which a model calls a tool: for a user's function, the function's name."""
     return spec.rpartition(":")[2]
 
 
@@ -134,7 +134,7 @@ def find_tool(spec: str) -> Tool:
 
 
 def _own_answer(outcome: Outcome) -> str:
-    """Return what a tool of the user's said; a failure, or nothing, is an answer too."""
+    """Return the result of a user's tool; a failure, or no result, is an answer, too."""
     if outcome.kind != "ok":
         return f"error: {outcome.message or outcome.kind}"
     if outcome.value is None:
@@ -143,7 +143,7 @@ def _own_answer(outcome: Outcome) -> str:
 
 
 def calculate(text: str) -> str:
-    """Work an arithmetic expression out: exact, or to 12 digits where the decimals have no end.
+    """Evaluate an arithmetic expression: exactly, or to 12 digits if its decimals do not terminate.
 
     Args:
         text: Such as `17*24`, `3/8 + 0.5` or `\\frac{1}{3}`.
@@ -196,4 +196,4 @@ def _python() -> Tool:
 
 
 TOOLS: dict[str, Callable[[], Tool]] = {"calculator": _calculator, "python": _python}
-"""Name -> maker of the tool."""
+"""Name -> factory of the tool."""

@@ -20,7 +20,7 @@ from whet.schema import ANSWER_TYPE_WORDS
 from whet.types import Problem, Turn, UserError
 
 OPTIONAL = ("judge_many", "wrong_answer", "other_spellings", "seconds_per_answer")
-"""Attributes of the user's class that are passed on as they are: see `whet.eval.audit` and `whet.types.ManyJudge`."""
+"""Attributes of the user's class that are passed through: see `whet.eval.audit` and `whet.types.ManyJudge`."""
 _NAME = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 
 
@@ -30,12 +30,12 @@ def is_user_task(name: str) -> bool:
 
 
 class UserTask:
-    """A task of the user's: his `problems` and `is_correct`, with mistakes reported in one line.
+    """A user's task: its `problems` and `is_correct`, with mistakes reported in one line.
 
     Attributes:
-        name: His task's `name`, else the name of its class.
-        answer_type: His task's `answer_type`, else 'text'.
-        environment: His task's, if it has one. `OPTIONAL` names what else is passed on.
+        name: The task's `name`, else the name of its class.
+        answer_type: The task's `answer_type`, else 'text'.
+        environment: The task's, if it has one. `OPTIONAL` names the other attributes that are passed through.
     """
 
     def __init__(self, spec: str, path: str = "") -> None:
@@ -43,7 +43,7 @@ class UserTask:
 
         Args:
             spec: `path.py:MyTask`.
-            path: Handed to a class whose constructor has a parameter `path`.
+            path: Passed to a constructor that has a parameter `path`.
 
         Raises:
             UserError: If there is no such file or class, the import or the constructor fails, or a method is missing.
@@ -54,7 +54,7 @@ class UserTask:
         module = self._imported()
         maker = getattr(module, match[2], None)
         if not isinstance(maker, type):
-            yet = " above the call that starts this" if module is sys.modules["__main__"] else ""
+            yet = " above the call that starts this run" if module is sys.modules["__main__"] else ""
             raise UserError(f"task '{spec}': no class {match[2]} in {self._file}{yet}")
         missing = [name for name in ("problems", "is_correct") if not callable(getattr(maker, name, None))]
         if missing:
@@ -79,10 +79,11 @@ class UserTask:
             self.environment = _UserEnvironment(self._task.environment, self._file, self._call)
 
     def problems(self, split: str) -> list[Problem]:
-        """Return his problems of 'train', 'dev' or 'test'.
+        """Return the problems of 'train', 'dev' or 'test'.
 
         Raises:
-            UserError: If they are not a list of `whet.types.Problem` with texts and different uids, or his code fails.
+            UserError: If they are not a list of `whet.types.Problem` with texts and different uids, or the user's code
+                fails.
         """
         found = self._call(f"problems({split!r})", self._task.problems, split)
         if not isinstance(found, list | tuple) or not found:
@@ -110,10 +111,10 @@ class UserTask:
         return list(found)
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
-        """Let his task judge an answer; None: it could not be judged.
+        """Judge an answer by the user's task; None: it could not be judged.
 
         Raises:
-            UserError: If his code fails, or returns something else than True, False or None.
+            UserError: If the user's code fails, or returns something other than True, False or None.
         """
         verdict = self._call("is_correct", self._task.is_correct, problem, answer)
         if verdict is not None and not isinstance(verdict, bool):
@@ -123,9 +124,9 @@ class UserTask:
         return verdict
 
     def _imported(self) -> ModuleType:
-        """Import the file once per process, under a name of its own; it may import from its folder, as a script may.
+        """Import the file once per process, under a unique name; it may import from its folder, as a script may.
 
-        The main script is not run again: its class is there already.
+        The main script is not run again: its class exists already.
         """
         path = self._file.expanduser().resolve()
         main = sys.modules["__main__"]
@@ -151,7 +152,7 @@ class UserTask:
         return module
 
     def _call(self, what: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call the user's code; what it raises becomes one line that names the line of his file."""
+        """Call the user's code; an exception becomes one line that names the line of the user's file."""
         try:
             return function(*args, **options)
         except UserError:

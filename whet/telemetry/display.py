@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: one calm live panel in a terminal, short plain lines elsewhere.
+"""Progress display of a run: one live panel in a terminal, short plain lines elsewhere.
 
 Text that a model may have written is never read as markup, and its control characters are escaped.
 """
@@ -29,7 +29,7 @@ PANEL_WIDTH = 92
 SPARK_WIDTH = 36
 SPARK_LEVELS = "▁▂▃▄▅▆▇█"
 NUM_BINS = 240
-"""Bins of a series over the whole run; memory and drawing time do not grow with its length."""
+"""Bins of a series over the whole run, so that memory and drawing time do not grow with its length."""
 
 REFRESH_HZ = 4
 PLAIN_LINES = 40
@@ -38,14 +38,14 @@ HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"})
 
 
 class Display(Protocol):
-    """Where a program shows its progress. Use it as a context manager."""
+    """A program's progress display. A context manager."""
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show the metrics of a step.
 
         Args:
             step: Optimizer steps done.
-            values: Metrics; those that are no headline are left out.
+            values: Metrics; only headline metrics are shown.
         """
         ...
 
@@ -54,7 +54,7 @@ class Display(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the terminal in order; further calls do nothing."""
+        """Restore the terminal; further calls do nothing."""
         ...
 
     def __enter__(self) -> Display: ...
@@ -73,12 +73,11 @@ def open_display(
         title: Program and recipe, such as 'rl · countdown'.
         total_steps: Steps of the whole run.
         headline: Metrics to show, the most important first.
-        enabled: False on all ranks but one: nothing is shown.
-        unit: What is counted.
+        enabled: False on all ranks but one: show nothing.
+        unit: Unit of the progress count.
 
     Returns:
-        A live panel on a terminal; plain lines when output is no terminal, in CI, under NO_COLOR, or without
-        Unicode.
+        A live panel on a terminal; plain lines if output is not a terminal, in CI, under NO_COLOR, or without Unicode.
 
     Raises:
         ValueError: If a headline metric is not declared, or total_steps < 1.
@@ -93,7 +92,7 @@ def open_display(
 
 
 def advancing(display: Display) -> Callable[[int], None]:
-    """Return a function that moves a display's progress on by a count, for work that is done in irregular portions."""
+    """Return a function that advances a display's progress by a count, for work in irregular portions."""
     done = 0
 
     def advance(count: int) -> None:
@@ -132,7 +131,7 @@ class LiveDisplay:
         self._console.print(grid)
 
     def close(self) -> None:
-        """Draw the last state and give the terminal back."""
+        """Draw the last state and release the terminal."""
         self._live.stop()
 
     def __enter__(self) -> LiveDisplay:
@@ -203,7 +202,7 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """A short line now and then: first and last step, every fortieth of the run, after 30 silent seconds."""
+    """A short line at the first and last step, every fortieth of the run, and after 30 silent seconds."""
 
     def __init__(
         self,
@@ -220,7 +219,7 @@ class PlainDisplay:
             title: Program and recipe.
             total_steps: Steps of the whole run.
             headline: Metrics to show.
-            stream: Where lines go; None shows nothing.
+            stream: Destination of the lines; None shows nothing.
         """
         self._progress = _Progress(total_steps, headline)
         self._stream = stream
@@ -263,7 +262,7 @@ class PlainDisplay:
         self._print(f"warning: {text}" if warning else text)
 
     def close(self) -> None:
-        """Do nothing: every line was flushed."""
+        """Do nothing: every line is already flushed."""
 
     def __enter__(self) -> PlainDisplay:
         return self
@@ -284,7 +283,7 @@ class PlainDisplay:
 
 
 class _Progress:
-    """Where a run is: step, pace, current headline values and their binned history."""
+    """State of a run: step, pace, current headline values and their binned history."""
 
     def __init__(self, total_steps: int, headline: Sequence[str]) -> None:
         if total_steps < 1:
@@ -300,7 +299,7 @@ class _Progress:
         self._pace: deque[tuple[float, int]] = deque(maxlen=32)
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the metrics of a step in."""
+        """Record the metrics of a step."""
         self.step = step
         if not self._pace or step != self._pace[-1][1]:
             self._pace.append((time.monotonic(), step))
@@ -319,7 +318,7 @@ class _Progress:
         return [total / count for _, (total, count) in sorted(self._bins[name].items())]
 
     def times(self, now: float) -> str:
-        """Say how long is left at the recent pace; without one, and in the end, how long it took."""
+        """Return the time left at the recent pace; without one, and at the end, the time elapsed."""
         elapsed = f"{_clock(now - self._started)} elapsed"
         if self.step >= self.total_steps or len(self._pace) < 2:
             return elapsed
@@ -335,10 +334,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
     Args:
         values: Finite values, oldest first.
-        width: Most characters; longer series are averaged down.
+        width: Maximum width; longer series are averaged.
 
     Returns:
-        At most `width` characters; a series that never changes is a line at half height.
+        At most `width` characters; a constant series is a line at half height.
     """
     num_cells = min(width, len(values))
     edges = [index * len(values) // num_cells for index in range(num_cells + 1)] if num_cells else [0]
@@ -355,13 +354,13 @@ def metric_label(name: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    r"""Escape what a terminal or a text layout could obey, and lone surrogates (\x.., \u....).
+    r"""Escape characters that a terminal or text layout would interpret, and lone surrogates (\x.., \u....).
 
     Args:
         text: Any text.
 
     Returns:
-        The same without control, format, unassigned and private characters; new lines and tabs stay.
+        The text with control, format, unassigned and private characters escaped, except new lines and tabs.
     """
     return "".join(
         character

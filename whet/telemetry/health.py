@@ -1,4 +1,4 @@
-"""Warnings about a run that begins to go wrong, each with its remedy, from the rows that it logged."""
+"""Health warnings of a run, each with a remedy, from its logged rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from whet.telemetry.log import read_metrics
 
 QUIET_ROWS = 20
-"""A warning comes when its problem begins, and again only after this many rows without the problem."""
+"""A warning is given when its problem starts, and again only after this many rows without it."""
 
 TREND_ROWS = 40
 """A trend compares the first and the last five of this many rows."""
 
 HISTORY_ROWS = QUIET_ROWS + TREND_ROWS
-"""Rows of history that are looked at: the quiet ones and the longest window."""
+"""Rows of history that are used: the quiet ones and the longest window."""
 
 LOSS_HIGH, LOSS_BROKEN = 3.0, 8.0
 SAME_SHARE = 0.95
@@ -26,20 +26,19 @@ RATIO_DRIFT_MAX = 1e-4
 
 
 def past_rows(run: Path, stage: str, step: int) -> list[dict[str, Any]]:
-    """Return the rows that a stage logged up to a step, oldest first, for a run that goes on."""
+    """Return the rows that a stage logged up to a step, oldest first, for a resumed run."""
     return [row for row in read_metrics(run) if row.get("stage") == stage and row["step"] <= step]
 
 
 def health_warnings(stage: str, values: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say what begins to go wrong, with the remedy.
+    """Return new problems, each with a remedy.
 
-    The bands are warnings, no limits. The sign of a loss is never a reason: a policy-gradient surrogate takes
-    either one.
+    The bands are warnings, not limits. The sign of a loss never matters: a policy-gradient surrogate can have either.
 
     Args:
         stage: 'sft' or 'rl'; other stages have no warnings.
         values: Metrics of the step.
-        history: Metrics of earlier steps, oldest first, without this one; the last 60 are looked at.
+        history: Metrics of earlier steps, oldest first, without this one; the last 60 are used.
 
     Returns:
         One line per new problem.
@@ -49,7 +48,7 @@ def health_warnings(stage: str, values: Mapping[str, Any], history: Sequence[Map
 
 
 def find_warnings(stage: str, rows: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[tuple[int, str]]:
-    """Say what `health_warnings` says to each of many rows; every row is looked at once.
+    """Yield what `health_warnings` returns for each of many rows, in one pass.
 
     Args:
         stage: 'sft' or 'rl'; other stages have no warnings.
@@ -57,7 +56,7 @@ def find_warnings(stage: str, rows: Sequence[Mapping[str, Any]], first: int = 0)
         first: Number of the first row whose warnings are wanted; those before are its history.
 
     Yields:
-        Number of a row, and one line about a problem that begins there.
+        Number of a row, and one line about a problem that starts there.
     """
     problems = {"sft": _sft_problems, "rl": _rl_problems}.get(stage)
     seen: dict[str, int] = {}
@@ -93,7 +92,7 @@ def _rl_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         )
     if _mean(rows, "rl/zero_variance_groups") > 0.9:
         problems["groups"] = (
-            "over 90% of groups have equal rewards: take problems of middling difficulty, or more samples"
+            "over 90% of groups have equal rewards: use problems of medium difficulty, or more samples"
         )
     if _mean(rows, "rl/truncated") > 0.2:
         problems["truncated"] = (
@@ -101,9 +100,9 @@ def _rl_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         )
     if min(_last(rows, "rl/unscorable", 5), default=0.0) > 0:
         problems["unscorable"] = (
-            f"{row['rl/unscorable']:.0f} samples could not be scored and are left out, for 5 steps now: look for "
+            f"{row['rl/unscorable']:.0f} samples could not be scored and were dropped in each of 5 steps: look for "
             "'null' rewards in samples.jsonl; "
-            "a sandbox or judge that fails shows in `whet doctor sandbox`, or rl/judge_failures"
+            "a failing sandbox or judge shows in `whet doctor sandbox`, or rl/judge_failures"
         )
     drift = row.get("rl/ratio_drift") or 0.0
     if drift > RATIO_DRIFT_MAX and not row.get("rl/staleness"):
@@ -122,12 +121,12 @@ def _rl_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _signal_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return what is wrong with the signal that the last steps learned from."""
+    """Return problems of the learning signal of the last steps."""
     problems: dict[str, str] = {}
     clipped = _mean(rows, "rl/clip_high") + _mean(rows, "rl/clip_low")
     if clipped > 0.3:
         problems["clip"] = (
-            f"the clip holds back {clipped:.0%} of tokens: lower lr, fewer updates per batch, or a wider clip range"
+            f"the clip is active for {clipped:.0%} of tokens: lower lr, fewer updates per batch, or a wider clip range"
         )
     if _mean(rows, "rl/effective_samples", missing=1.0) < 0.8:
         problems["mismatch"] = (
@@ -155,7 +154,7 @@ def _signal_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _trend_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return trends over the last rows that end badly."""
+    """Return unhealthy trends over the last rows."""
     correct, format_, length = (
         _trend(rows, name) for name in ("rl/correct", "rl/format", "rl/completion_tokens")
     )
@@ -165,33 +164,33 @@ def _trend_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     if format_ is not None and format_[1] - format_[0] > 0.15:
         problems["format"] = (
             f"rl/format rose from {format_[0]:.0%} to {format_[1]:.0%} while rl/correct stayed at {correct[1]:.0%}: "
-            "the format alone is learned; lower its weight, or fine-tune first"
+            "only the format is learned; lower its weight, or fine-tune first"
         )
     if length is not None and length[1] > 1.5 * length[0]:
         problems["length"] = (
             f"completions grew from {length[0]:.0f} to {length[1]:.0f} tokens while rl/correct stayed at "
-            f"{correct[1]:.0%}: use algo.aggregation = constant or an overlong punishment"
+            f"{correct[1]:.0%}: use algo.aggregation = constant or an overlong penalty"
         )
     return problems
 
 
 def dead_reason(values: Mapping[str, float]) -> str:
-    """Say why no group of a step had a signal, and what to do."""
+    """Return why no group of a step had a signal, and the remedy."""
     if values["rl/all_wrong_groups"] > SAME_SHARE:
         return (
-            "every answer is wrong: start from a better model (fine-tune first), take easier problems or more samples "
+            "every answer is wrong: start from a better model (fine-tune first), use easier problems or more samples "
             "per prompt"
         )
     if values["rl/all_right_groups"] > SAME_SHARE:
-        return "every answer is right: take harder problems"
+        return "every answer is right: use harder problems"
     return (
-        "all groups have equal rewards: take problems of middling difficulty (curriculum.num_samples measures them), "
+        "all groups have equal rewards: use problems of medium difficulty (curriculum.num_samples measures them), "
         "more samples per prompt, or a higher temperature"
     )
 
 
 def _non_finite_problems(stage: str, row: Mapping[str, Any]) -> dict[str, str]:
-    """Return a problem when loss or gradient is NaN or infinite (null in a row that was read back)."""
+    """Return a problem if loss or gradient is NaN or infinite (null in a row that was read back)."""
     for name in (f"{stage}/grad_norm", f"{stage}/loss", f"{stage}/value_grad_norm"):
         value = row.get(name, 0.0)
         if value is None or not math.isfinite(value):
@@ -200,7 +199,7 @@ def _non_finite_problems(stage: str, row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _last(rows: Sequence[Mapping[str, Any]], name: str, num_rows: int) -> list[float]:
-    """Return the last values of a metric; nothing when fewer than num_rows have one."""
+    """Return the last values of a metric; empty if fewer than num_rows have one."""
     values = list(islice((row[name] for row in reversed(rows) if row.get(name) is not None), num_rows))
     return values if len(values) == num_rows else []
 

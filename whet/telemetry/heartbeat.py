@@ -1,12 +1,11 @@
-"""A sign of life of every rank, and a watchdog: a run that hangs says where, and ends instead of waiting for ever.
+"""Heartbeat of every rank, and a watchdog: a run that hangs reports where, and ends instead of waiting forever.
 
-RUN/heartbeats/rank_0.json is rewritten about once per second by a thread of its own; `whet doctor hang RUN` reads it.
-Two watchers share that thread's clock, because neither sees everything:
+A background thread rewrites RUN/heartbeats/rank_0.json about once per second; `whet doctor hang RUN` reads it. Two
+watchers share that thread's clock, because neither detects everything:
 
-- the thread finds a training thread that gives no sign of life; it writes all stacks and says what happened;
-- a timer inside `faulthandler`, which the thread sets anew at every round, needs no interpreter: it finds a C call
-  that never gives the interpreter's lock back, under which no Python thread runs, nor prints. It can only write the
-  stacks and end the process.
+- the thread detects a training thread without heartbeats; it writes all stacks and reports what happened;
+- a timer inside `faulthandler`, which the thread re-arms in every round, needs no interpreter: it detects a C call that
+  never releases the GIL, so that no Python thread can run or print. It can only write the stacks and end the process.
 
 Processes of `whet.sandbox` end by themselves when the socket of the process that started them closes.
 """
@@ -33,15 +32,15 @@ from whet.types import UserError
 FOLDER = "heartbeats"
 INTERVAL_S = 1.0
 GRACE_S = 15.0
-"""What is done after a hang was found may hang, too: longer it never takes."""
+"""Time limit of the work after a hang was detected, which may hang, too."""
 EXIT_HUNG = 3
 SHOW_CURSOR = "\x1b[?25h"
 SIGNALLED = 128
-"""Least exit status of a run that a signal stopped."""
+"""Lowest exit status of a run that a signal stopped."""
 
 
 class _Beat(NamedTuple):
-    """The last sign of life; replaced as a whole, so that readers in other threads never see half of it."""
+    """The last heartbeat; replaced atomically, so that other threads never see half of it."""
 
     phase: str
     step: int
@@ -50,17 +49,17 @@ class _Beat(NamedTuple):
 
 
 class Heartbeat:
-    """Signs of life of one rank, and the watchdog over them; a context manager, one per process at a time.
+    """Heartbeats of one rank, and their watchdog; a context manager, one per process at a time.
 
-    A process that was stopped (Ctrl-Z) for longer than the limit ends when it goes on: to the clock it is a hang.
+    A process that was stopped (Ctrl-Z) for longer than the limit ends when it continues: by the clock it is a hang.
 
     Args:
         folder: Run folder.
         rank: This process's rank.
-        timeout_s: Seconds without a sign of life after which the process ends; 0 for never.
+        timeout_s: Seconds without a heartbeat after which the process ends; 0 for never.
 
     Raises:
-        ValueError: If `timeout_s` is no number of seconds.
+        ValueError: If `timeout_s` is not a number of seconds.
         UserError: On entering, if the folder cannot be written.
     """
 
@@ -76,11 +75,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def beat(self, phase: str, step: int) -> None:
-        """Give a sign of life; costs less than a microsecond.
+        """Record a heartbeat; costs less than a microsecond.
 
         Args:
-            phase: What is done next: 'sample', 'reward', 'train', 'validate', 'save' ...
-            step: In which step.
+            phase: What comes next: 'sample', 'reward', 'train', 'validate', 'save' ...
+            step: The current step.
         """
         self._beat = _Beat(phase, step, time.monotonic(), self._beat.number + 1)
 
@@ -89,7 +88,7 @@ class Heartbeat:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             for stale in self._path.parent.glob(f".{self._path.name}.*.partial"):  # of a killed process
                 stale.unlink(missing_ok=True)
-            # Opened now: when it is needed there may be no descriptors left. It stays empty unless something hangs.
+            # Opened now: at a hang there may be no descriptors left. The file stays empty unless something hangs.
             self._stacks = self._stacks_path.open("w", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise UserError(f"{self._stacks_path}: cannot be written ({error.strerror})") from None
@@ -123,7 +122,7 @@ class Heartbeat:
             faulthandler.cancel_dump_traceback_later()
 
     def _hang(self) -> None:
-        """Write down and say what hangs where, and end the process."""
+        """Record and report what hangs where, and end the process."""
         try:
             faulthandler.dump_traceback_later(GRACE_S, exit=True, file=self._stacks)
             beat, collective = self._beat, distributed.current_collective()
@@ -134,7 +133,7 @@ class Heartbeat:
             )
             line = (
                 f"rank {self._rank} hangs: {reason}; stacks of all threads: {self._stacks_path}; see "
-                f"'whet doctor hang {self._run}', and go on with --resume"
+                f"'whet doctor hang {self._run}', and continue with --resume"
             )
             with suppress(OSError):
                 self._stacks.write(line + "\n")
@@ -142,7 +141,7 @@ class Heartbeat:
                 faulthandler.dump_traceback(self._stacks, all_threads=True)
             self._write("hung", reason)
             show_cursor = SHOW_CURSOR if os.isatty(2) else ""
-            with suppress(OSError):  # print could wait for a lock
+            with suppress(OSError):  # print could block on a lock
                 os.write(2, f"{show_cursor}\nwhet: error: {escape(line)}\n".encode())
         finally:
             os._exit(EXIT_HUNG)
@@ -165,12 +164,12 @@ class Heartbeat:
             "collective": distributed.current_collective() if state in ("running", "hung") else "",
             "time": round(time.time(), 3),
         }
-        with suppress(OSError):  # a full disk is told of by the log, and ends no watch
+        with suppress(OSError):  # the log reports a full disk; the watchdog continues
             replace_file(self._path, json.dumps(content) + "\n")
 
 
 def _ending(error: BaseException | None) -> tuple[str, str]:
-    """Return state and reason of a run that ends with an exception, or with none."""
+    """Return state and reason of a run that ends, with or without an exception."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return "finished", ""
     is_signalled = isinstance(error, SystemExit) and isinstance(error.code, int) and error.code >= SIGNALLED
@@ -181,10 +180,10 @@ def _ending(error: BaseException | None) -> tuple[str, str]:
 
 
 def birth(pid: int) -> int | None:
-    """Return when a process of this machine began, in clock ticks since boot: pid and birth name it for good.
+    """Return when a process started, in clock ticks since boot: pid and start time identify it uniquely.
 
     Returns:
-        None when there is no such process (or it is dead and only not yet waited for), or no /proc to ask.
+        None if there is no such process (or it is a zombie), or no /proc.
     """
     try:
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -1,8 +1,7 @@
-"""Where a run's metrics and samples are kept: the run log and its readers.
+"""The run log (metrics and samples of a run) and its readers.
 
-Rows are strict JSON in plain ASCII, one object per line, so every reader can parse them whatever a model
-wrote. `step` is the number of optimizer steps that are done: the first training row is step 1, an evaluation
-before training is step 0.
+Rows are strict JSON in plain ASCII, one object per line, so every reader can parse them whatever a model wrote. `step`
+is the number of completed optimizer steps: the first training row is step 1, an evaluation before training is step 0.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from whet.types import Group, Problem, Sample, UserError
 
 MAX_NUMBER = 1e90
 MAX_TIME_S = 2.0**33
-"""A later time is no time of a run."""
+"""Upper bound of a plausible time of a run."""
 
 
 class RunLog:
-    """The log of one run folder: appends to metrics.jsonl and samples.jsonl. Use it as a context manager.
+    """The log of one run folder: appends to metrics.jsonl and samples.jsonl. A context manager.
 
-    Rows go to the system at once, so a killed run loses none that was logged. A disk error stops no training:
-    it is counted in `num_failed_writes` and reported once on stderr.
+    Rows are flushed immediately, so a killed run loses none. A disk error does not stop training: it is counted in
+    `num_failed_writes` and reported once on stderr.
 
     Attributes:
         num_non_finite: NaN and infinite values so far; each is null in its row and named under 'non_finite'.
-        num_failed_writes: Writes that the disk refused so far.
+        num_failed_writes: Failed writes so far.
     """
 
     def __init__(
@@ -49,11 +48,11 @@ class RunLog:
         """Open the log.
 
         Args:
-            run_dir: Run folder, made if missing.
-            resume_step: Optimizer steps done in the checkpoint that the run resumes from; later rows, which
-                the run will write again, are dropped. None appends to what is there.
-            enabled: False on all ranks but one: everything is checked, nothing is written.
-            listener: Told of every write: the file's name and its rows.
+            run_dir: Run folder, created if missing.
+            resume_step: Optimizer steps done in the checkpoint that the run resumes from; later rows, which the run
+                will write again, are dropped. None appends.
+            enabled: False on all ranks but one: rows are checked but not written.
+            listener: Called with every write: the file's name and its rows.
 
         Raises:
             UserError: If a file cannot be opened.
@@ -74,7 +73,7 @@ class RunLog:
                     self._files[name] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 except OSError as error:
                     raise UserError(
-                        f"{path}: cannot be written ({error.strerror}); nothing was lost: mend that, then --resume"
+                        f"{path}: cannot be written ({error.strerror}); nothing was lost: fix that, then --resume"
                     ) from None
 
     def write_metrics(self, stage: str, step: int, values: Mapping[str, float]) -> None:
@@ -101,7 +100,7 @@ class RunLog:
         self._append("metrics.jsonl", [row])
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Append one row per rollout of the groups of all ranks, which all call it.
+        """Append one row per rollout of the groups of all ranks; every rank calls it.
 
         Args:
             step: Optimizer steps done.
@@ -145,7 +144,7 @@ class RunLog:
         }
 
     def _finite(self, value: float | None) -> float | None:
-        """Return the value, or None after counting it when JSON has no word for it."""
+        """Return the value; None, counted, if JSON cannot represent it."""
         if value is None:
             return None
         if math.isfinite(value):
@@ -157,7 +156,7 @@ class RunLog:
         if name not in self._files:
             return
         data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode("ascii")
-        if name in self._torn:  # a full disk cut a line in two: the next row begins on its own
+        if name in self._torn:  # a full disk cut a line: the next row starts a new one
             data = b"\n" + data
         try:
             while data:
@@ -168,7 +167,7 @@ class RunLog:
             self.num_failed_writes += 1
             if self.num_failed_writes == 1:
                 print(
-                    f"warning: {name} could not be written ({error.strerror}); the run goes on",
+                    f"warning: {name} could not be written ({error.strerror}); the run continues",
                     file=sys.stderr,
                 )
         if self._listener is not None:
@@ -203,7 +202,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line, None when it has none."""
+    """Return the JSON object of a line, None if it is not one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -212,7 +211,8 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a JSON value as a float; None when it is none, or too large to be a measurement (sums would overflow)."""
+    """Return a JSON value as a float; None if it is not a number, or too large to be a measurement (sums would
+    overflow)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -223,14 +223,14 @@ def as_number(value: Any) -> float | None:
 
 
 def clean_metrics(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Bring a row of metrics.jsonl that anybody may have written into the one shape that `RunLog` gives it.
+    """Normalise an untrusted row of metrics.jsonl to the form that `RunLog` writes.
 
     Args:
-        row: A row as it was read.
+        row: A row as read.
 
     Returns:
-        'stage' (text), 'step' (int), 'time_s' (None when it is no time of a run), and every metric that is a number, or
-        None where it was not finite; what has another type is left out. None when the row has no step.
+        'stage' (text), 'step' (int), 'time_s' (None if implausible), and every metric that is a number, or None if it
+        was not finite; values of other types are dropped. None if the row has no step.
     """
     step, time_s, stage = as_number(row.get("step")), as_number(row.get("time_s")), row.get("stage")
     if step is None or abs(step) >= 2**53:
@@ -250,7 +250,7 @@ def clean_metrics(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a text file whole or not at all; a link at its place is replaced, and nothing is written where it leads."""
+    """Write a text file atomically; a symbolic link in its place is replaced, not followed."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
     try:
@@ -262,7 +262,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def leads_out(path: Path) -> bool:
-    """Say whether a link leads out of the folder that a path lies in: its file is somebody else's, and not shown."""
+    """Say whether a symbolic link leads out of its folder: its target may be somebody else's file, and is not shown."""
     return not os.path.realpath(path).startswith(os.path.join(os.path.realpath(path.parent), ""))
 
 
@@ -292,5 +292,5 @@ def _mend(path: Path, resume_step: int | None) -> None:
 
 
 def _encodable(text: str) -> str:
-    r"""Write lone surrogates as \udXXX in the text itself: strict parsers refuse their JSON escape."""
+    r"""Write lone surrogates as literal \udXXX text: strict parsers refuse their JSON escape."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""What a run measures: every metric with its unit and meaning, declared once."""
+"""Declarations of all metrics: unit and meaning of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ METRICS: dict[str, Metric] = {
     "sft/loss": Metric("nats/token", "mean negative log-probability of the trained tokens"),
     "sft/validation_loss": Metric("nats/token", "the same on held-out rows"),
     "sft/lr": Metric("1", "learning rate of this step", ".2e"),
-    "sft/skipped": Metric("steps", "steps in a row left out, as loss or gradient was not finite", ".0f"),
+    "sft/skipped": Metric(
+        "steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"
+    ),
     "sft/grad_norm": Metric("1", "gradient norm before clipping"),
     "sft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
     "sft/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
@@ -38,7 +40,7 @@ METRICS: dict[str, Metric] = {
     "sft/peak_memory_gib": Metric(
         "GiB", "most memory held so far: PyTorch's on a GPU, resident on a CPU", ".2f"
     ),
-    "dpo/loss": Metric("1", "mean loss of a pair, the fine-tuning term included", ".4f"),
+    "dpo/loss": Metric("1", "mean loss of a pair, including the fine-tuning term", ".4f"),
     "dpo/validation_loss": Metric("1", "the same on held-out pairs", ".4f"),
     "dpo/accuracy": _share("pairs whose chosen completion has the higher implicit reward"),
     "dpo/validation_accuracy": _share("the same on held-out pairs"),
@@ -49,7 +51,9 @@ METRICS: dict[str, Metric] = {
     "dpo/rejected_logprob": Metric("nats", "mean log-probability of a whole rejected completion", ".1f"),
     "dpo/nll": Metric("nats/token", "mean over pairs of the chosen completion's nats per token"),
     "dpo/lr": Metric("1", "learning rate of this step", ".2e"),
-    "dpo/skipped": Metric("steps", "steps in a row left out, as loss or gradient was not finite", ".0f"),
+    "dpo/skipped": Metric(
+        "steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"
+    ),
     "dpo/grad_norm": Metric("1", "gradient norm before clipping"),
     "dpo/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
     "dpo/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
@@ -58,12 +62,14 @@ METRICS: dict[str, Metric] = {
         "GiB", "most memory held so far: PyTorch's on a GPU, resident on a CPU", ".2f"
     ),
     "rft/loss": Metric("nats/token", "mean negative log-probability of the kept completions' tokens"),
-    "rft/sampled": Metric("completions", "completions sampled in the round that begins", ",.0f"),
+    "rft/sampled": Metric("completions", "completions sampled for this round", ",.0f"),
     "rft/right": _share("sampled completions that are right and in perfect format"),
-    "rft/kept": Metric("completions", "different right completions kept for training", ",.0f"),
+    "rft/kept": Metric("completions", "distinct right completions kept for training", ",.0f"),
     "rft/covered": _share("problems with at least one kept completion"),
     "rft/lr": Metric("1", "learning rate of this step", ".2e"),
-    "rft/skipped": Metric("steps", "steps in a row left out, as loss or gradient was not finite", ".0f"),
+    "rft/skipped": Metric(
+        "steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"
+    ),
     "rft/grad_norm": Metric("1", "gradient norm before clipping"),
     "rft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
     "rft/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
@@ -77,67 +83,57 @@ METRICS: dict[str, Metric] = {
     "rl/format": _share("samples in perfect format"),
     "rl/thinking_tokens": Metric("tokens", "mean length of the thinking block", ".0f"),
     "rl/completion_tokens": Metric("tokens", "mean length of a completion", ".0f"),
-    "rl/turns": Metric("turns", "mean turns of an episode, calls of tools included", ".2f"),
+    "rl/turns": Metric("turns", "mean turns of an episode, including tool calls", ".2f"),
     "rl/reward_failures": Metric(
-        "samples", "scores of your own rewards that hung, failed or were no number, so far", ",.0f"
+        "samples", "calls of your own rewards that hung, failed or returned no number, so far", ",.0f"
     ),
-    "rl/judge_requests": Metric("requests", "requests to the judge so far, repetitions included", ",.0f"),
-    "rl/judge_retries": Metric("requests", "requests to the judge that were repeated so far", ",.0f"),
-    "rl/judge_cache_hits": Metric(
-        "completions", "completions that needed no request of their own so far", ",.0f"
-    ),
+    "rl/judge_requests": Metric("requests", "requests to the judge so far, including retries", ",.0f"),
+    "rl/judge_retries": Metric("requests", "retried requests to the judge so far", ",.0f"),
+    "rl/judge_cache_hits": Metric("completions", "completions judged from the cache so far", ",.0f"),
     "rl/judge_failures": Metric(
-        "completions", "completions without a score, as requests failed, so far", ",.0f"
+        "completions", "completions without a score because requests failed, so far", ",.0f"
     ),
     "rl/judge_unscorable": Metric(
         "completions", "completions that the judge gave no readable score, so far", ",.0f"
     ),
-    "rl/judge_tokens": Metric("tokens", "tokens that judging took so far", ",.0f"),
+    "rl/judge_tokens": Metric("tokens", "tokens used for judging so far", ",.0f"),
     "rl/judge_corrupt_lines": Metric("lines", "unreadable lines of the judge's cache", ",.0f"),
     "rl/truncated": _share("samples cut off by the length limit"),
     "rl/zero_variance_groups": _share(
-        "groups whose rewards are all equal: a comparison inside them teaches nothing"
+        "groups whose rewards are all equal, so that comparing them gives no signal"
     ),
-    "rl/groups_with_signal": Metric(
-        "groups", "groups of which a token has an advantage, so that they teach", ".0f"
-    ),
-    "rl/all_right_groups": _share("groups all of whose answers are right"),
-    "rl/all_wrong_groups": _share("groups all of whose answers are wrong"),
-    "rl/cancellation": _share(
-        "spread of the rewards inside groups that is lost in their sum; 1 when they cancel"
-    ),
-    "rl/repetition": _share("4-grams of a completion's tokens that occurred in it before"),
+    "rl/groups_with_signal": Metric("groups", "groups with a non-zero advantage, which carry signal", ".0f"),
+    "rl/all_right_groups": _share("groups whose answers are all right"),
+    "rl/all_wrong_groups": _share("groups whose answers are all wrong"),
+    "rl/cancellation": _share("spread of the rewards within groups that their sum loses; 1 if they cancel"),
+    "rl/repetition": _share("token 4-grams of a completion that are repeats"),
     "rl/groups_refilled": Metric("groups", "groups sampled to replace uninformative ones", ".0f"),
-    "rl/prompts_consumed": Metric("prompts", "prompts that were trained on so far", ",.0f"),
-    "rl/prompts_dropped": Metric(
-        "prompts", "prompts left out of training so far, whatever the reason", ",.0f"
-    ),
-    "rl/prompts_in_flight": Metric("prompts", "prompts that are sampled and wait for their training", ",.0f"),
-    "rl/unscorable": Metric(
-        "samples", "samples that no reward could score; they leave every denominator", ".0f"
-    ),
+    "rl/prompts_consumed": Metric("prompts", "prompts trained on so far", ",.0f"),
+    "rl/prompts_dropped": Metric("prompts", "prompts dropped from training so far, for any reason", ",.0f"),
+    "rl/prompts_in_flight": Metric("prompts", "prompts sampled and waiting to be trained on", ",.0f"),
+    "rl/unscorable": Metric("samples", "unscorable samples; they are dropped from every denominator", ".0f"),
     "rl/entropy": Metric("nats/token", "entropy of the policy on the tokens that reach the backward pass"),
     "rl/kl": Metric("nats/token", "divergence from the reference model", ".4f"),
-    "rl/kl_coef": Metric("1", "present weight of the KL term", ".2e"),
-    "rl/entropy_coef": Metric("1", "present weight of the entropy bonus", ".2e"),
+    "rl/kl_coef": Metric("1", "current weight of the KL term", ".2e"),
+    "rl/entropy_coef": Metric("1", "current weight of the entropy bonus", ".2e"),
     "rl/ratio_spread": Metric(
         "nats", "mean |log ratio| of a trained token over the step's updates; 0 at the first", ".1e"
     ),
-    "rl/clip_high": _share("trained tokens held back by the upper clip"),
-    "rl/clip_low": _share("trained tokens held back by the lower clip"),
+    "rl/clip_high": _share("trained tokens clipped by the upper clip"),
+    "rl/clip_low": _share("trained tokens clipped by the lower clip"),
     "rl/staleness": Metric("steps", "steps between sampling and training; 0 is on-policy", ".0f"),
-    "rl/overlap": _share("seconds of drawing and scoring that were hidden behind other work of a step"),
-    "rl/updates": Metric("updates", "optimizer updates made of the step's rollouts", ".0f"),
+    "rl/overlap": _share("share of sampling and scoring time hidden behind other work of a step"),
+    "rl/updates": Metric("updates", "optimizer updates on the step's rollouts", ".0f"),
     "rl/mismatch_k3": Metric(
         "nats/token", "estimated KL of the sampler from the trainer before the first update", ".1e"
     ),
     "rl/effective_samples": _share(
-        "tokens that count after weighing trainer / sampler: (sum w)^2 / (n sum w^2)"
+        "effective share of tokens under the weights w = trainer / sampler: (sum w)^2 / (n sum w^2)"
     ),
     "rl/correction_active": _share("tokens whose off-policy weight is truncated or masked"),
     "rl/value_loss": Metric("1", "half the mean squared error of the critic"),
     "rl/value_grad_norm": Metric("1", "gradient norm of the critic before clipping"),
-    "rl/value_clipped": _share("tokens where the critic's clip holds"),
+    "rl/value_clipped": _share("tokens where the critic's clip is active"),
     "rl/value_explained": Metric(
         "1", "share of the returns' variance that the critic explains; 1 is perfect", ".2f"
     ),
@@ -148,7 +144,7 @@ METRICS: dict[str, Metric] = {
     "rl/logprob_gap_max": Metric("nats", "largest |sampler - trainer| log-probability of a token", ".1e"),
     "rl/loss": Metric("1", "surrogate loss; its sign and size say nothing about health", ".4f"),
     "rl/lr": Metric("1", "learning rate of this step", ".2e"),
-    "rl/skipped": Metric("steps", "steps in a row left out, as loss or gradient was not finite", ".0f"),
+    "rl/skipped": Metric("steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"),
     "rl/grad_norm": Metric("1", "gradient norm before clipping"),
     "rl/tokens_per_second": Metric("tokens/s", "completion tokens per second of the whole step", ",.0f"),
     "rl/generate_seconds": Metric("s", "time to sample", ".2f"),
@@ -167,22 +163,22 @@ METRICS: dict[str, Metric] = {
     "eval/truncated": _share("completions cut off by the length limit"),
     "eval/thinking_tokens": Metric("tokens", "mean length of the thinking block", ".0f"),
     "eval/completion_tokens": Metric("tokens", "mean length of a completion", ".0f"),
-    "eval/turns": Metric("turns", "mean turns of an episode, calls of tools included", ".2f"),
+    "eval/turns": Metric("turns", "mean turns of an episode, including tool calls", ".2f"),
     "eval/seconds": Metric("s", "time of the evaluation", ".1f"),
 }
 """Every metric with its unit and meaning. Logging another name is an error, unless it belongs to a family."""
 
 FAMILIES: dict[str, Metric] = {
-    "rl/prompts_dropped/": Metric("prompts", "prompts left out of training so far for this reason", ",.0f"),
+    "rl/prompts_dropped/": Metric("prompts", "prompts dropped from training so far for this reason", ",.0f"),
     "rl/reward/": Metric("score", "mean unweighted score of this reward"),
     "rl/signal/": _share(
-        "part of this reward in the spread of advantages inside groups; negative works against the rest"
+        "this reward's share of the spread of advantages within groups; negative means against the rest"
     ),
     "eval/": _share("evaluation score"),
     "hardware/utilisation/": _share(
-        "time with a kernel resident (GPU) or processors busy (CPU); not how much of it was used"
+        "time with a kernel resident (GPU) or processors busy (CPU); not the share of their capacity in use"
     ),
-    "hardware/memory_activity/": _share("time in which the device's memory was read or written"),
+    "hardware/memory_activity/": _share("time during which the device's memory was read or written"),
     "hardware/power_w/": Metric("W", "mean power of the device", ".0f"),
     "hardware/temperature_c/": Metric("°C", "mean temperature of the device", ".0f"),
     "hardware/memory_gib/": Metric("GiB", "memory in use on the device, by all programs", ".1f"),
@@ -191,7 +187,7 @@ FAMILIES: dict[str, Metric] = {
 
 
 def find_metric(name: str) -> Metric:
-    """Look a metric up.
+    """Look up a metric.
 
     Args:
         name: `group/quantity`.
@@ -213,7 +209,7 @@ def find_metric(name: str) -> Metric:
 
 
 def format_metric(name: str, value: float | None) -> str:
-    """Write a value the way its metric asks for; a dash when there is none."""
+    """Format a value by its metric's format; a dash if there is none."""
     if value is None or math.isnan(value):
         return "–"
     return format(value, find_metric(name).format)

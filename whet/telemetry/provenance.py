@@ -1,7 +1,7 @@
-"""Where a run comes from: run id, base model, adapter, config, data, code and tracker runs, as one file per run.
+"""Provenance of a run: run id, base model, adapter, config, data, code and tracker runs, in one file per run.
 
-The file ties a number to everything that it depends on by hashes, so that "which weights were these" has an answer
-years later. Folders of earlier versions have none: their id is made of their config and start time, always the same.
+Its hashes tie a result to everything that it depends on, so that "which weights were these" has an answer years later.
+Folders of earlier versions have none: their id is derived from config and start time.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from whet import __version__
 from whet.telemetry.hardware import cpu_name
 from whet.types import Problem, UserError
 
-# The facts about machine and software that a number depends on, written beside it.
+# Facts about machine and software that results depend on, stored with the run.
 
 ENVIRONMENT_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-"""The only variables that are recorded: others may hold secrets."""
+"""The only variables that are recorded: others may contain secrets."""
 
 
 def write_environment(run_dir: Path) -> dict[str, Any]:
-    """Write environment.json into a run folder, once per start of a run.
+    """Write environment.json into a run folder, at every start of a run.
 
     Args:
-        run_dir: Run folder, made if missing.
+        run_dir: Run folder, created if missing.
 
     Returns:
-        What was written.
+        The content written.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     facts = describe_environment()
@@ -78,7 +78,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _kernels(cuda: str | None) -> str:
-    """Say what computes: on a GPU where there is one and no CPU model was loaded."""
+    """Return the kernels in use: on the GPU if there is one and no CPU model was loaded."""
     from whet.kernels import choice, dispatch
 
     if cuda is not None and choice.current() is None:
@@ -87,8 +87,8 @@ def _kernels(cuda: str | None) -> str:
 
 
 def _git_commit(root: Path) -> str | None:
-    """Return the commit of the checkout that this package runs from, '-dirty' when tracked files differ."""
-    if not (root / ".git").exists():  # an installed package may lie inside somebody else's repository
+    """Return the commit of the checkout that this package runs from, '-dirty' if tracked files differ."""
+    if not (root / ".git").exists():  # an installed package may be inside somebody else's repository
         return None
     try:
         commit = _git(root, "rev-parse", "HEAD")
@@ -118,12 +118,12 @@ def write_provenance(
     problems: Iterable[Problem] = (),
     links: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Write provenance.json into a run folder; a resumed run keeps the one that it began with, unless it is damaged.
+    """Write provenance.json into a run folder; a resumed run keeps its first one, unless it is damaged.
 
     Args:
         folder: The run folder, with its environment.json.
         base: The model that the run starts from: folder, run folder or hub name; '' for random weights.
-        adapter: The adapter on it, in the same way; '' for none.
+        adapter: The adapter on it, given in the same way; '' for none.
         config_yaml: The resolved configuration.
         problems: The data: uid, prompt and answer of every problem are hashed, in any order.
         links: Runs of trackers: {"name", "id", "url"}.
@@ -136,7 +136,7 @@ def write_provenance(
         if _is_whole(known := read_json(path)):
             return known
         aside = path.replace(folder / f".corrupt-{PROVENANCE}")
-        text = f"damaged; kept as {aside.name}, and written anew: the run has a new id from here on"
+        text = f"damaged; kept as {aside.name}, and rewritten: the run has a new id from now on"
         print(f"whet: warning: {path}: {text}", flush=True)
     environment = read_json(folder / "environment.json")
     start = environment.get("start_utc") or datetime.now(UTC).isoformat(timespec="seconds")
@@ -163,7 +163,7 @@ def write_provenance(
 
 
 def _is_whole(content: Mapping[str, Any]) -> bool:
-    """Say whether a provenance is as it was written; those of earlier versions have no seal."""
+    """Say whether a provenance is unchanged since it was written; earlier versions have no seal."""
     unsealed = {name: value for name, value in content.items() if name != "seal"}
     return bool(unsealed.get("run_id")) and content.get("seal") in (None, _seal(unsealed))
 
@@ -173,21 +173,21 @@ def _seal(content: Mapping[str, Any]) -> str:
 
 
 def describe_model(source: str) -> dict[str, Any]:
-    """Name a model's exact weights: sha256 of its files where they are local, hub commit where it is known.
+    """Identify a model's exact weights: sha256 of its files if they are local, hub commit if known.
 
-    A checkpoint of whet has the hashes of its files in its manifest, and a file of the hub's cache is named by its own;
-    only other files are read.
+    The manifest of a whet checkpoint has the hashes of its files, and the hub's cache names files by their hashes; only
+    other files are read.
 
     Args:
         source: Folder, run folder or hub name.
 
     Returns:
-        'name', 'folder' (None where it is not local), 'commit', 'sha256' of each file, and 'sha256_of_all' over them.
+        'name', 'folder' (None if not local), 'commit', 'sha256' of each file, and 'sha256_of_all' over them.
     """
     folder = _weights_folder(source)
     if folder is None:
         return {"name": source, "folder": None, "commit": None, "sha256": {}, "sha256_of_all": None}
-    # Not resolved any further: a file of the hub's cache is a link to a blob, in the folder of its commit.
+    # Do not resolve links further: a file in the hub's cache is a link to a blob, in the folder of its commit.
     commit = re.search(r"/snapshots/([0-9a-f]{40})(?=/|$)", str(folder))
     manifest = read_json(folder / "manifest.json").get("files", {})
     hashes: dict[str, str] = {}
@@ -206,7 +206,7 @@ def describe_model(source: str) -> dict[str, Any]:
 
 
 def data_hash(problems: Iterable[Problem]) -> tuple[str | None, int]:
-    """Return a sha256 over uid, prompt and answer of problems, whatever their order, and how many they are."""
+    """Return an order-independent sha256 over uid, prompt and answer of problems, and their number."""
     rows = sorted(json.dumps([p.uid, p.prompt, p.answer]) for p in problems)
     if not rows:
         return None, 0
@@ -214,7 +214,7 @@ def data_hash(problems: Iterable[Problem]) -> tuple[str | None, int]:
 
 
 def make_run_id(folder: Path, start_utc: str, salt: str) -> str:
-    """Make a run id that a person can read and that no other run has: name, start, six digits of a hash."""
+    """Make a readable, unique run id: name, start, six digits of a hash."""
     folder = folder.resolve()
     short = folder.name if len(folder.name) > 5 else f"{folder.parent.name}-{folder.name}"
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", short).strip("-.") or "run"
@@ -223,7 +223,7 @@ def make_run_id(folder: Path, start_utc: str, salt: str) -> str:
 
 
 def run_id(folder: Path) -> str:
-    """Return the id of a run folder: the recorded one, or for an old folder one made of its name, config and start."""
+    """Return the id of a run folder: the recorded one, or for an old folder one derived from name, config and start."""
     recorded = read_json(folder / PROVENANCE).get("run_id")
     if isinstance(recorded, str) and recorded:
         return recorded
@@ -234,7 +234,7 @@ def run_id(folder: Path) -> str:
 
 
 def is_run(folder: Path, names: Iterable[str] | None = None) -> bool:
-    """Say whether a folder is one run's (names: of its entries, where they are known)."""
+    """Say whether a folder is a run folder (names: its entries, if known)."""
     found = set(names) if names is not None else {path.name for path in folder.glob("*")}
     return bool(found & MARKS) or {"config.yaml", "environment.json"} <= found
 
@@ -248,7 +248,7 @@ def run_folders(root: Path) -> Iterator[Path]:
 
 
 def parent_run(source: str) -> Path | None:
-    """Return the run folder that a model's path lies in: run, run/checkpoints/step or the folder itself."""
+    """Return the run folder of a model's path: run, run/checkpoints/step or the folder itself."""
     path = Path(os.path.expanduser(source))
     if not source or not os.path.exists(path):
         return None
@@ -257,11 +257,11 @@ def parent_run(source: str) -> Path | None:
 
 
 def find_run(root: Path, name: str) -> Path:
-    """Return the folder of a run by its id, the beginning of its id, or its path below `root`.
+    """Return the folder of a run by its id, a prefix of its id, or its path below `root`.
 
     Args:
         root: Folder of the runs.
-        name: Run id, or a beginning that only one run has.
+        name: Run id, or a unique prefix of one.
 
     Raises:
         UserError: If there is none, or several.
@@ -279,7 +279,7 @@ def find_run(root: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one where there is no such file, or no object in it."""
+    """Return the object in a JSON file; {} if the file is missing or contains no object."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -288,7 +288,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _weights_folder(source: str) -> Path | None:
-    """Find the local folder of a model's files without asking any network."""
+    """Find the local folder of a model's files without network access."""
     path = Path(source).expanduser()
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         return path.absolute()

@@ -1,10 +1,10 @@
-"""Named ranges of a step: what profilers show as its phases. They cost nothing until somebody listens.
+"""Named ranges of a step, which profilers show as its phases. They cost nothing without a listener.
 
     with span("forward"):
         ...
 
-Who listens: nobody; under `whet profile` a `Recorder` (times), then `TraceRanges` (torch.profiler); with WHET_NVTX in
-the environment `NvtxRanges` (Nsight Systems and Compute; on AMD, PyTorch's same calls reach roctx).
+The listener is by default nobody; under `whet profile` a `Recorder` (times), then `TraceRanges` (torch.profiler); with
+WHET_NVTX in the environment `NvtxRanges` (Nsight Systems and Compute; on AMD, the same PyTorch calls reach roctx).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from whet.types import UserError
 
 STEP = "step"
 NAMES: dict[str, str] = {
-    STEP: "everything of one step",
-    "rollout_generation": "completions are drawn",
-    "prefill": "prompts are read, first tokens drawn",
-    "decode": "one token more of every live row",
-    "sample": "tokens are drawn from logits",
+    STEP: "one whole step",
+    "rollout_generation": "completions are sampled",
+    "prefill": "prompts are read, first tokens sampled",
+    "decode": "one more token for every live row",
+    "sample": "tokens are sampled from logits",
     "reward_computation": "completions are graded and scored",
     "advantage_computation": "rewards become advantages",
     "measure_logprobs": "reference, recomputed policy or critic score the tokens before the first update",
@@ -40,13 +40,13 @@ NAMES: dict[str, str] = {
     "head": "logits, or log-probabilities, from hidden states",
     "backward": "gradients of a micro-batch",
     "optimizer_step": "gradients are clipped, weights updated",
-    "async_next_rollout": "the next step's rollout, beside the update",
-    "policy_update": "the update beside which the next rollout is drawn",
+    "async_next_rollout": "the next step's rollout, in parallel with the update",
+    "policy_update": "the update, in parallel with the next rollout",
     "validate": "held-out problems are answered or scored",
     "log": "metrics and completions are written",
     "save": "checkpoints are written",
 }
-"""Every range, with its meaning. Those of source 001 (its NVTX ranges) keep its names exactly."""
+"""Every range, with its meaning."""
 
 VARIABLE = "WHET_NVTX"
 Arguments = ParamSpec("Arguments")
@@ -54,19 +54,19 @@ Result = TypeVar("Result")
 
 
 class Listener(Protocol):
-    """Who is told of every range, in the thread that runs it."""
+    """Called for every range, in the thread that runs it."""
 
     def enter(self, name: str) -> None:
-        """A range begins."""
+        """Called when a range begins."""
         ...
 
     def exit(self, name: str) -> None:
-        """It ends."""
+        """Called when it ends."""
         ...
 
 
 class _Span:
-    """A range that somebody listens to."""
+    """A range with a listener."""
 
     __slots__ = ("_listener", "_name")
 
@@ -108,7 +108,7 @@ def spanned(name: str) -> Callable[[Callable[Arguments, Result]], Callable[Argum
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Let somebody listen, instead of who does now."""
+    """Replace the listener within this context."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -118,14 +118,14 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 class NvtxRanges:
-    """Pushes ranges to NVTX, and turns the capture of Nsight on for some steps.
+    """Pushes ranges to NVTX, and turns on Nsight's capture for some steps.
 
-    The backward pass then runs in the thread that calls it: NVTX ranges belong to threads, and the kernels of another
-    one would belong to no phase.
+    The backward pass then runs in the thread that calls it: NVTX ranges belong to threads, and kernels launched by
+    another thread would belong to no phase.
 
     Args:
         first: Steps before the capture.
-        count: Steps that are captured; 0 leaves the capture alone.
+        count: Captured steps; 0 does not touch the capture.
     """
 
     def __init__(self, first: int = 0, count: int = 0) -> None:
@@ -151,7 +151,7 @@ class NvtxRanges:
 
 
 class TraceRanges:
-    """Writes ranges into the trace of the torch.profiler that runs."""
+    """Writes ranges into the trace of the active torch.profiler."""
 
     def __init__(self) -> None:
         self._open = threading.local()
@@ -173,8 +173,8 @@ class Range:
 
     Attributes:
         path: Names from the outermost range around it, in its thread, to its own.
-        step: Steps that had ended when it ended.
-        seconds: How long it took. On a GPU by the clock of its stream, so that nobody has to wait for kernels.
+        step: Completed steps when it ended.
+        seconds: Its duration. On a GPU by events on its stream, so that nothing synchronises.
     """
 
     path: tuple[str, ...]
@@ -186,7 +186,7 @@ class Recorder:
     """Records how long every range took.
 
     Args:
-        device: Where the work is done.
+        device: The device that does the work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -210,7 +210,7 @@ class Recorder:
             self._step += path == (STEP,)
 
     def ranges(self) -> list[Range]:
-        """Return what has ended, in that order."""
+        """Return the ranges that have ended, in that order."""
         if self._is_cuda:
             torch.cuda.synchronize()
         return [
@@ -222,7 +222,7 @@ class Recorder:
     def _now(self) -> Any:
         if not self._is_cuda:
             return time.perf_counter()
-        if torch.cuda.is_current_stream_capturing():  # a mark would become a part of the graph
+        if torch.cuda.is_current_stream_capturing():  # an event would become part of the graph
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -230,13 +230,13 @@ class Recorder:
 
 
 def from_environment(text: str) -> Listener | None:
-    """Return who listens from the start.
+    """Return the listener at start-up.
 
     Args:
         text: WHET_NVTX: '' for nobody, 1 for NVTX ranges, 2:3 to capture three steps after the first two as well.
 
     Raises:
-        UserError: If it is anything else, or there is no GPU whose tools would see ranges.
+        UserError: If it is anything else, or there is no GPU.
     """
     if not text:
         return None

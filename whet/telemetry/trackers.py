@@ -1,7 +1,7 @@
 """Experiment trackers beside a run's own files: TensorBoard, Weights & Biases, MLflow and trackio.
 
-Each is a small class around a package that is an extra, imported when it is made. Training talks to them through
-`whet.telemetry.trackers`, which protects it from them.
+Each is a small class around an optional package, imported on construction. Training uses them through `Tracking`, which
+isolates it from their failures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Row = Mapping[str, Any]
 
 FINISH_SECONDS = 30
-"""How long W&B may take to begin a run, and then go on uploading before the process ends."""
+"""Seconds for W&B to start a run, and to finish uploading before the process ends."""
 
 COLUMNS = ("uid", "index", "reward", "rewards", "finish_reason", "prompt", "completion")
 READ_BY = {
@@ -43,20 +43,20 @@ READ_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrackConfig:
-    """Trackers that show a run besides its own files."""
+    """Experiment trackers, in addition to the run's own files."""
 
     to: tuple[TrackerName, ...] = ()
-    """Trackers that values, config and some completions are sent to; each is an extra: pip install 'whet[wandb]'."""
+    """Trackers that receive values, config and some completions; each needs an extra: pip install 'whet[wandb]'."""
     project: str = "whet"
-    """Project (for mlflow: experiment) that the run belongs to."""
+    """Project (for mlflow: experiment) of the run."""
     name: str = ""
     """Name of the run there; empty for the run folder's name."""
     offline: bool = False
-    """wandb: only write files below RUN/wandb, which `wandb sync` sends when you like."""
+    """wandb: only write files below RUN/wandb, which `wandb sync` sends later."""
     uri: str = ""
     """mlflow: a server, sqlite:///FILE or a folder; empty for MLFLOW_TRACKING_URI or mlflow's own default."""
     num_samples: int = 4
-    """Completions that are sent per step, spread over its problems; 0 for none."""
+    """Completions sent per step, spread over its problems; 0 for none."""
 
     def __post_init__(self) -> None:
         if len(set(self.to)) != len(self.to):
@@ -71,11 +71,11 @@ class TrackConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """Where a tracker keeps a run.
+    """A run's location in a tracker.
 
     Attributes:
         id: The tracker's name of the run.
-        url: Its page; empty where there is none.
+        url: Its page; empty if there is none.
         path: Where it is on this machine, inside the run folder if relative; empty when on a server.
     """
 
@@ -86,13 +86,13 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """What a tracker is told of a run when it opens.
+    """What a tracker gets when it opens a run.
 
     Attributes:
         folder: The run folder.
         config: Content of its config.yaml.
-        first_step: Step of the first row that will come.
-        known: What the tracker said of this run before, when it is to go on.
+        first_step: Step of the first row.
+        known: The tracker's earlier link of this run, if the run is resumed.
     """
 
     folder: Path
@@ -102,18 +102,18 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A copy of a run somewhere else. All calls of one object come from one thread; any of them may raise."""
+    """A copy of a run in another system. All calls of one object come from one thread; any of them may raise."""
 
     def open(self, run: TrackedRun) -> Link:
-        """Begin the run, or go on with it."""
+        """Start the run, or continue it."""
         ...
 
     def log(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Take finite values in; steps never fall."""
+        """Receive finite values; steps never decrease."""
         ...
 
     def log_samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
-        """Take some completions in: rows of COLUMNS."""
+        """Receive some completions: rows of COLUMNS."""
         ...
 
     def close(self, *, failed: bool) -> None:
@@ -130,7 +130,7 @@ class TensorBoard:
         self._make: Callable[..., Any] = SummaryWriter
 
     def open(self, run: TrackedRun) -> Link:
-        """Begin, or go on behind the last step that counts."""
+        """Start, or continue after the last valid step."""
         folder = run.folder / "tensorboard"
         if run.known is None:
             for path in folder.glob("events.out.tfevents.*"):
@@ -147,7 +147,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step, walltime=time_s)
 
     def log_samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
-        """Write the completions as text blocks that nothing in them can close."""
+        """Write the completions as text blocks that their content cannot close."""
         parts = [
             "\n".join(_block(f"{column}: {cell}") for column, cell in zip(COLUMNS, row, strict=True))
             for row in table
@@ -155,7 +155,7 @@ class TensorBoard:
         self._writer.add_text("samples", "\n\n---\n\n".join(parts), step)
 
     def close(self, *, failed: bool) -> None:
-        """Write what waits."""
+        """Flush."""
         self._writer.close()
 
 
@@ -177,7 +177,7 @@ class WandB:
             )
 
     def open(self, run: TrackedRun) -> Link:
-        """Begin, or go on under the same id."""
+        """Start, or continue under the same id."""
         settings = self._wandb.Settings(
             silent=True,
             console="off",
@@ -222,9 +222,7 @@ class MLflow:
     def __init__(self, config: TrackConfig) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         if config.uri and "://" not in config.uri:
-            os.environ.setdefault(
-                "MLFLOW_ALLOW_FILE_STORE", "true"
-            )  # a folder is an error to mlflow otherwise
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise mlflow rejects a folder
         import mlflow
         from mlflow.entities import Metric, Param
 
@@ -236,7 +234,7 @@ class MLflow:
         self._uri = str(self._client.tracking_uri)
 
     def open(self, run: TrackedRun) -> Link:
-        """Begin, or go on with the same run."""
+        """Start, or continue the same run."""
         if run.known:
             self._id = run.known.id
             self._client.update_run(self._id, status="RUNNING")
@@ -246,7 +244,7 @@ class MLflow:
         name = self._config.name or run.folder.resolve().name
         self._id = self._client.create_run(experiment, run_name=name).info.run_id
         params = [self._param(key, text[:6000]) for key, text in _flat(run.config)]
-        for start in range(0, len(params), 100):  # the most that it takes at once
+        for start in range(0, len(params), 100):  # its limit per call
             self._client.log_batch(self._id, params=params[start : start + 100])
         self._client.log_dict(self._id, dict(run.config), "config.yaml")
         if self._uri.startswith(("http://", "https://")):
@@ -255,7 +253,7 @@ class MLflow:
         return Link(id=self._id, path=self._uri)
 
     def log(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Send the values; what MLflow forbids in a name (as @) becomes _."""
+        """Send the values; characters that MLflow forbids in names (such as @) become _."""
         now = int(1000 * time_s)
         metrics = [
             self._metric(re.sub(r"[^\w.\- /:]", "_", name), value, now, step)
@@ -264,12 +262,12 @@ class MLflow:
         self._client.log_batch(self._id, metrics=metrics)
 
     def log_samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
-        """Keep one file per step, in MLflow's form of a table."""
+        """Store one file per step, in MLflow's table format."""
         content = {"columns": COLUMNS, "data": table}
         self._client.log_dict(self._id, content, f"samples/step_{step:08d}.json")
 
     def close(self, *, failed: bool) -> None:
-        """Say how it ended."""
+        """Set the run's final status."""
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
@@ -283,7 +281,7 @@ class Trackio:
         self._config = config
 
     def open(self, run: TrackedRun) -> Link:
-        """Begin, or go on with the run of that name."""
+        """Start, or continue the run of that name."""
         self._run = self._trackio.init(
             self._config.project,
             name=self._config.name or run.folder.resolve().name,
@@ -319,7 +317,7 @@ TRACKERS: dict[str, Callable[[TrackConfig], Tracker]] = {
 
 
 def load_tracker(name: str, config: TrackConfig) -> Tracker:
-    """Make a tracker, without beginning a run.
+    """Create a tracker, without starting a run.
 
     Raises:
         UserError: If its package is missing or does not work, or the tracker cannot be used like this.
@@ -334,13 +332,13 @@ def load_tracker(name: str, config: TrackConfig) -> Tracker:
 
 
 def brief(error: BaseException) -> str:
-    """Say in one short line what an error is; its text may come from anywhere."""
+    """Describe an error in one short line; its text is untrusted."""
     text = " ".join(escape_controls(str(error)).split())
     return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
 
 
 def _block(text: str) -> str:
-    """Write text as a block of code in markdown: indented, so that nothing in it can end the block."""
+    """Write text as a markdown code block: indented, so that its content cannot end the block."""
     return "\n".join(f"    {line}" for line in escape_controls(text).splitlines())
 
 
@@ -353,18 +351,17 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield prefix, str(value)
 
 
-# Sends a run to its trackers without ever waiting for them.
-#
-# The JSON lines of the run folder are the truth, a tracker is a copy. Each tracker has a thread of its own behind a
-# bounded queue, so one that fails, hangs or is slow costs rows at the tracker, never a step of training, and
-# `whet track RUN --to NAME` sends all of them afterwards.
+# Sends a run to its trackers without ever blocking on them.
+# The JSON lines of the run folder are authoritative, a tracker is a copy. Each tracker has its own thread behind a
+# bounded queue: one that fails, hangs or is slow loses rows at the tracker, never delays a training step, and `whet
+# track RUN --to NAME` sends all of them afterwards.
 
 LINKS = "trackers.json"
 MAX_WAITING = 1000
-"""Rows that wait for a tracker; more are left out."""
+"""Rows queued for a tracker; more are dropped."""
 
 CLOSE_SECONDS = 5.0
-"""How long the end of a run waits for all its trackers together."""
+"""Seconds that the end of a run waits for all its trackers together."""
 
 MAX_TEXT = 2000
 
@@ -372,17 +369,17 @@ MAX_TEXT = 2000
 class Tracking:
     """The trackers of one run, as a context manager around it; no method raises because of a tracker.
 
-    A tracker is opened when the first row comes, so a run that ends before leaves no trace anywhere. What became of
-    each stands in RUN/trackers.json.
+    A tracker is opened at the first row, so a run that ends before leaves no trace in it. RUN/trackers.json records the
+    state of each.
     """
 
     def __init__(self, config: TrackConfig, folder: Path, *, enabled: bool = True) -> None:
         """Load the trackers.
 
         Args:
-            config: Which.
-            folder: The run folder; it may not exist yet. A tracker that it knows goes on with the same run.
-            enabled: False on all ranks but one: nothing is loaded or sent.
+            config: Which trackers, and how.
+            folder: The run folder; it may not exist yet. A tracker recorded there continues the same run.
+            enabled: False on all ranks but one: load and send nothing.
 
         Raises:
             UserError: If one is not installed or cannot be used like this.
@@ -393,7 +390,7 @@ class Tracking:
         self._lock = threading.Lock()
 
     def put(self, file: str, rows: Sequence[Row]) -> None:
-        """Take in what was written to the run's log.
+        """Queue rows that were written to the run's log.
 
         Args:
             file: metrics.jsonl or samples.jsonl.
@@ -404,7 +401,7 @@ class Tracking:
                 worker.put(item)
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait at most CLOSE_SECONDS for what is under way, then leave it and say what is missing."""
+        """Wait at most CLOSE_SECONDS for pending rows, then abandon them and report how many are missing."""
         deadline = time.monotonic() + CLOSE_SECONDS
         for worker in self._workers:
             worker.end(failed)
@@ -428,7 +425,7 @@ class Tracking:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Rows on their way to a tracker.
+    """Queued rows for a tracker.
 
     Attributes:
         step: Optimizer steps done.
@@ -443,7 +440,7 @@ class Item:
     table: list[list[Any]]
 
     def send(self, tracker: Tracker) -> None:
-        """Give it to a tracker."""
+        """Send it to a tracker."""
         if self.values:
             tracker.log(self.step, self.time_s, self.values)
         if self.table:
@@ -451,7 +448,7 @@ class Item:
 
 
 def as_item(file: str, rows: Sequence[Row], num_samples: int) -> Item | None:
-    """Make what a tracker gets of rows of one step.
+    """Convert rows of one step for a tracker.
 
     Args:
         file: metrics.jsonl (then one row) or samples.jsonl.
@@ -459,7 +456,7 @@ def as_item(file: str, rows: Sequence[Row], num_samples: int) -> Item | None:
         num_samples: Completions to keep, evenly over the rows.
 
     Returns:
-        None when there is nothing to send, or the rows have no step: anybody may have written them.
+        None if there is nothing to send, or the (untrusted) rows have no step.
     """
     step = as_number(rows[0].get("step", 0)) if rows else None
     if step is None or abs(step) >= 2**53:
@@ -475,13 +472,13 @@ def as_item(file: str, rows: Sequence[Row], num_samples: int) -> Item | None:
 
 
 def open_run(tracker: Tracker, folder: Path, first_step: int, known: Link | None) -> Link:
-    """Open a run at a tracker, with the config that stands in its folder."""
+    """Open a run at a tracker, with the config from its folder."""
     config = dict(read_yaml(folder / "config.yaml"))
     return tracker.open(TrackedRun(folder=folder, config=config, first_step=first_step, known=known))
 
 
 def read_entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the entries of a run's trackers.json by name; none where it is missing or damaged."""
+    """Return the entries of a run's trackers.json by name; none if it is missing or damaged."""
     try:
         rows = json.loads((folder / LINKS).read_text(encoding="utf-8"))
         return {str(row["name"]): dict(row) for row in rows}
@@ -490,7 +487,7 @@ def read_entries(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def save_entry(folder: Path, entry: dict[str, Any]) -> None:
-    """Put an entry into trackers.json; a disk that refuses stops nothing."""
+    """Put an entry into trackers.json; a disk error is only reported."""
     entries = read_entries(folder) | {entry["name"]: entry}
     temporary = folder / f".{LINKS}.partial"
     try:
@@ -506,7 +503,7 @@ def entry_of(name: str, link: Link, sent: int, unsent: int, error: str) -> dict[
 
 
 class _Worker:
-    """One tracker, its queue and its thread. Rows are counted on both sides, so that none is lost unnoticed."""
+    """One tracker, its queue and its thread. Both sides count rows, so that no loss goes unnoticed."""
 
     def __init__(
         self, name: str, tracker: Tracker, folder: Path, save: Callable[[dict[str, Any]], None]
@@ -549,7 +546,7 @@ class _Worker:
         self._store()
 
     def _work(self, first_step: int) -> None:
-        """Send until the end; whatever a tracker raises, SystemExit included, ends here."""
+        """Send until the end; any exception of a tracker, even SystemExit, is caught here."""
         try:
             entry = read_entries(self._folder).get(self._name)
             known = None
@@ -570,10 +567,10 @@ class _Worker:
         self._store()
 
     def _fail(self, reason: str) -> None:
-        """Say the first failure aloud."""
+        """Report the first failure."""
         if not self._error:
             self._error = reason
-            _say(f"tracker {self._name}: {reason}; the run goes on, and its own files have everything")
+            _say(f"tracker {self._name}: {reason}; the run continues, and its own files have everything")
 
     def _store(self) -> None:
         sent, unsent = self._sent_before + self._sent, self._unsent_before + self._offered - self._sent
@@ -585,7 +582,7 @@ def _say(text: str) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """Write a field of samples.jsonl as a number or a text of bounded length."""
+    """Convert a field of samples.jsonl to a number or a text of bounded length."""
     if isinstance(value, dict):
         value = json.dumps(value)
     return value[:MAX_TEXT] if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""`whet dpo`: learn from pairs of a better and a worse completion, without a reward. DPO, IPO and RPO are arguments."""
+"""`whet dpo`: preference optimisation on pairs of completions. DPO, IPO and RPO are arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from whet.telemetry.trackers import TrackConfig
 from whet.train.data.harvest import check_sampling, gather_rows, load_rows, sample_judged, write_rows
 from whet.train.data.pairs import Pair, Pairing, is_held_out, read_pairs
 from whet.train.fit import FIT_ATTENTION, Fit, StepResult
-from whet.train.optim.precision import settle_precision
+from whet.train.optim.precision import resolve_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
 from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.rollout.order import EpochOrder
@@ -37,12 +37,12 @@ from whet.types import MicroBatch, UserError
 
 
 def pair_micro_batches(pairs: Sequence[Pair], token_budget: int, device: torch.device) -> list[MicroBatch]:
-    """Pack pairs; the two completions of a pair stand in one micro-batch.
+    """Pack pairs; both completions of a pair are in the same micro-batch.
 
     Args:
         pairs: This rank's pairs.
-        token_budget: Tokens per micro-batch; a longer pair gets one of its own.
-        device: Where the tensors go.
+        token_budget: Tokens per micro-batch; a longer pair gets its own.
+        device: Device of the tensors.
 
     Returns:
         Micro-batches in which `indices_B` is 2 i for the chosen and 2 i + 1 for the rejected completion of pair i.
@@ -90,7 +90,7 @@ METRICS: tuple[str, ...] = (
     "dpo/rejected_logprob",
 )
 PORTION = 512
-"""Pairs whose reference log-probabilities are computed between two movements of the progress bar."""
+"""Pairs per update of the progress bar while reference log-probabilities are computed."""
 
 Score = Callable[[MicroBatch], tuple[torch.Tensor, dict[str, float]]]
 
@@ -100,29 +100,30 @@ class DPOConfig:
     """Preference optimisation on pairs of completions."""
 
     out: str
-    """Run folder to make."""
+    """Output folder."""
     policy: PolicyConfig
-    """The model to start from; as it is at the start it is also the reference."""
+    """The model to start from; its initial state is also the reference."""
     pairs: str = ""
-    """JSON-lines file with prompt, chosen and rejected (texts or chat messages); empty to make pairs from rollouts."""
+    """JSON-lines file with prompt, chosen and rejected (texts or chat messages); empty to create pairs from
+    rollouts."""
     max_bad_rows: int = 0
-    """How many malformed rows of that file are left out before it is an error."""
+    """Malformed rows of that file that are skipped before it is an error."""
     task: TaskConfig = field(default_factory=TaskConfig)
-    """The problems whose completions are paired."""
+    """The task whose completions are paired."""
     num_problems: int = 0
-    """Problems of the train split that are sampled; 0 for all."""
+    """Problems of the train split to sample; 0 for all."""
     num_samples: int = 8
     """Completions per problem."""
     max_pairs_per_problem: int = 4
     """Pairs of a right and a wrong completion kept per problem, chosen by hash."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How completions are drawn."""
+    """Sampling settings."""
     loss: PreferenceLoss = "dpo"
     """dpo (logistic) or ipo (squared distance to a finite gap)."""
     beta: float = 0.1
-    """Strength of the tie to the reference, above 0 (for ipo the paper's tau)."""
+    """Strength of the pull to the reference, above 0 (for ipo the paper's tau)."""
     label_smoothing: float = 0.0
-    """dpo: assumed share of pairs that are the wrong way round, 0 to 0.5."""
+    """dpo: assumed share of mislabelled pairs, 0 to 0.5."""
     per_token: bool = False
     """Compare log-ratios per token instead of per completion (TRL's ipo and sigmoid_norm)."""
     sft_coef: float = 0.0
@@ -136,11 +137,11 @@ class DPOConfig:
     validation_share: float = 0.05
     """Share of prompts whose pairs are held out, by hash."""
     validate_every: int = 50
-    """Steps between validations (one at the end always); the best is kept as checkpoints/best."""
+    """Steps between validations (always one at the end); the best is kept as checkpoints/best."""
     save_every: int = 100
-    """Steps between checkpoints (one at the end always)."""
+    """Steps between checkpoints (always one at the end)."""
     track: TrackConfig = field(default_factory=TrackConfig)
-    """Experiment trackers that show the run besides its own files."""
+    """Experiment trackers, in addition to the run's own files."""
     safety: SafetyConfig = field(default_factory=SafetyConfig)
     """Resuming, saving and stopping."""
     seed: int = 0
@@ -177,18 +178,20 @@ class DPOConfig:
             self._check_unread()
 
     def _check_unread(self) -> None:
-        """Refuse what only sampling would read, and name all of it at once."""
+        """Refuse fields that only sampling reads, naming all of them at once."""
         spelt = []
         for item in fields(self):
             default = item.default if item.default_factory is MISSING else item.default_factory()
             if item.name in ROLLOUT_FIELDS and getattr(self, item.name) != default:
                 spelt += _overrides(item.name, getattr(self, item.name), default)
         if spelt:
-            raise ValueError(f"with a file of pairs nothing is sampled: put back {' '.join(spelt)}")
+            raise ValueError(
+                f"with a file of pairs nothing is sampled: restore the defaults {' '.join(spelt)}"
+            )
 
 
 def _overrides(name: str, value: Any, default: Any) -> list[str]:
-    """Write the options that put a field, or the fields of a group, back to its default."""
+    """Return the options that reset a field, or the fields of a group, to its default."""
     if is_dataclass(value) and is_dataclass(default):
         return [
             text
@@ -202,11 +205,11 @@ def _overrides(name: str, value: Any, default: Any) -> list[str]:
 
 
 def scorer(policy: Policy, pairs: Sequence[Pair], num_pairs: float, config: DPOConfig) -> Score:
-    """Return a function from a micro-batch of these pairs to its share of the mean loss and of the metrics.
+    """Return a function that maps a micro-batch of these pairs to its share of the mean loss and metrics.
 
     Args:
         policy: The policy.
-        pairs: This rank's pairs, those of the micro-batches.
+        pairs: This rank's pairs, indexed by the micro-batches.
         num_pairs: Pairs of all micro-batches and ranks: the denominator.
         config: The objective.
     """
@@ -279,7 +282,7 @@ def validate(policy: Policy, pairs: Sequence[Pair], config: DPOConfig) -> dict[s
 
 @torch.no_grad()
 def with_reference(policy: Policy, pairs: Sequence[Pair], config: OptimConfig) -> list[Pair]:
-    """Write the policy's own log-probabilities into pairs, as those of the reference."""
+    """Fill in the pairs' reference log-probabilities, from the policy itself."""
     scored: list[Pair] = []
     total = max(len(pairs), 1)
     with open_display(
@@ -301,10 +304,10 @@ def with_reference(policy: Policy, pairs: Sequence[Pair], config: OptimConfig) -
 
 
 def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]:
-    """Make the run's pairs and write them to pairs.jsonl, or read those that an interrupted run made.
+    """Create the run's pairs and write them to pairs.jsonl, or read those of an interrupted run.
 
     Raises:
-        UserError: If there is none.
+        UserError: If there are none.
     """
     path = folder / PAIRS
     if not path.is_file():
@@ -316,7 +319,7 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
                 print(f"whet: {said}", flush=True)
             if left_out:
                 print(
-                    f"whet: warning: {left_out} of {left_out + len(pairs)} pairs do not fit the context; left out"
+                    f"whet: warning: {left_out} of {left_out + len(pairs)} pairs do not fit the context; skipped"
                 )
         else:
             task = load_task(config.task)
@@ -372,14 +375,14 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
 
     Args:
         config: The run's settings.
-        resume: Go on from a checkpoint.
+        resume: Resume from a checkpoint.
         on_step: Called after each step.
 
     Raises:
-        UserError: If inputs do not fit together, there are no pairs, or the run cannot go on.
+        UserError: If inputs are inconsistent, there are no pairs, or the run cannot resume.
     """
     tracking = begin(config)
-    config = settle_precision(config)
+    config = resolve_precision(config)
     policy = load_trained(config)
     if policy.schema.tools:
         raise UserError(

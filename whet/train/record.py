@@ -1,4 +1,4 @@
-"""A step's batch and what became of it, kept so that `whet replay` can do the step again and compare."""
+"""Records of training steps (batch and results), so that `whet replay` can repeat them and compare."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ Training = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
 REPLAY, FAULTS, BATCH = RECORDS, "faults", "batch.json"
 FORMAT = 1
 KEPT_FAULTS = 3
-"""Each holds a whole model."""
+"""Number of kept faults; each contains a whole model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """A recorded step, read back.
+    """A recorded step, read from disk.
 
     Attributes:
-        folder: Where it stands.
-        kind: The program whose step it is.
-        step: Steps done with it, from 1.
-        machine: What its last bits depend on besides program and data.
-        batches: What `rl_batch` or `fit_batch` returned, of each rank.
-        metrics: What the step measured, by name.
+        folder: Its folder.
+        kind: The program that made it.
+        step: Steps done including it, from 1.
+        machine: Everything besides program and data that its last bits depend on.
+        batches: Each rank's result of `rl_batch` or `fit_batch`.
+        metrics: Metrics of the step, by name.
         weights: Sum of each parameter after it.
-        is_fault: Whether it stands alone, with the weights before it in its own folder.
+        is_fault: Whether it is a fault, with the weights before it in its own folder.
     """
 
     folder: Path
@@ -68,11 +68,11 @@ def rl_batch(
     """Describe this rank's batch of an RL step, before its first update.
 
     Args:
-        collected: What was sampled.
-        groups: Those of its groups that the loss uses, with advantages.
+        collected: The sampled groups.
+        groups: The groups that the loss uses, with advantages.
         policy: The policy, with the weights before the step.
         config: The run's settings.
-        token_budget: Tokens of a micro-batch now.
+        token_budget: Current tokens per micro-batch.
     """
     optim = replace(config.optim, token_budget=token_budget)
     sequences = training_sequences(groups, config.algo)
@@ -105,11 +105,11 @@ def fit_batch(
     """Describe this rank's batch of a step on fixed data, before the optimizer's step.
 
     Args:
-        drawn: Epoch and item, as the data order gave them.
-        batch: What was backpropagated of each.
+        drawn: Epoch and item, from the data order.
+        batch: The backpropagated sequence or pair of each.
         policy: The policy, with the weights before the step.
         optim: Precision of the step.
-        token_budget: Tokens of a micro-batch now.
+        token_budget: Current tokens per micro-batch.
         attention: Attention kernel of the training pass.
     """
     rows: list[Data] = []
@@ -128,7 +128,7 @@ def fit_batch(
 
 
 def as_sequences(batch: Sequence[TrainingSequence | Pair]) -> list[TrainingSequence]:
-    """Return what a model reads: of a pair the chosen, then the rejected completion."""
+    """Return the sequences that a model reads: for a pair the chosen, then the rejected completion."""
     sequences: list[TrainingSequence] = []
     for item in batch:
         if isinstance(item, Pair):
@@ -160,25 +160,25 @@ def score_tokens(
 
 
 def weight_sums(model: torch.nn.Module) -> dict[str, float]:
-    """Return the sum of each parameter in float64, in which a change of any single weight shows."""
+    """Return the sum of each parameter in float64, precise enough to show a change of any single weight."""
     return {
         name: float(tensor.detach().sum(dtype=torch.float64)) for name, tensor in model.named_parameters()
     }
 
 
 class Recorder:
-    """Records the first step after each checkpoint, and every step whose update was left out, of one run.
+    """Records the first step after each checkpoint, and every step whose update was skipped, of one run.
 
-    A record is a help, not a result: where the disk refuses it a warning is printed, and training goes on.
+    A record is an aid, not a result: if it cannot be written, a warning is printed and training continues.
 
     Args:
         run: Run folder.
         kind: The program.
-        policy: The policy that is trained.
-        enabled: Whether to record; not where the weights have moved before a batch can be described.
+        policy: The trained policy.
+        enabled: Whether to record; False if the weights change before a batch can be described.
 
     Attributes:
-        is_due: Whether the next step is to be recorded: at first, and after each checkpoint.
+        is_due: Whether to record the next step: the first one, and the first after each checkpoint.
     """
 
     def __init__(self, run: Path, kind: Kind, policy: Policy, *, enabled: bool = True) -> None:
@@ -188,10 +188,10 @@ class Recorder:
         self.is_due = True
 
     def begin(self, describe: Callable[[], Data]) -> None:
-        """Begin a step, before its first update.
+        """Start a step, before its first update.
 
         Args:
-            describe: Calls `rl_batch` or `fit_batch`: now, if the step is due, or when its update was left out.
+            describe: Calls `rl_batch` or `fit_batch`: now, if the step is due, or when its update was skipped.
         """
         self._describe = describe
         self._batch = describe() if self.is_due and self._enabled else None
@@ -199,15 +199,15 @@ class Recorder:
     def end(
         self, step: int, metrics: Mapping[str, float], training: Callable[[], Training], *, is_skipped: bool
     ) -> None:
-        """End a step: RUN/replay/step_N where it was due, RUN/faults/step_N where its update was left out.
+        """End a step: write RUN/replay/step_N if it was due, RUN/faults/step_N if its update was skipped.
 
-        A record goes with its checkpoint; of faults the newest few are kept. Every rank must call.
+        A record is deleted with its checkpoint; the newest few faults are kept. Every rank must call.
 
         Args:
-            step: Steps done, with it.
-            metrics: What it measured, without times.
-            training: Returns tensors and JSON values of a checkpoint, which a fault is given.
-            is_skipped: Whether its update was left out, because loss or gradient is not finite.
+            step: Steps done, including it.
+            metrics: Metrics of the step, without times.
+            training: Returns tensors and JSON values of a checkpoint, which are stored with a fault.
+            is_skipped: Whether its update was skipped, because loss or gradient is not finite.
         """
         old: list[Path] = []
         if is_skipped and self._enabled:
@@ -245,11 +245,11 @@ class Recorder:
                     save_file(tensors, temporary / "training" / "optimizer.safetensors")
                     (temporary / "training" / "state.json").write_text(json.dumps(training[1]) + "\n")
         except UserError as error:
-            print(f"whet: warning: {error}; training goes on without it", file=sys.stderr, flush=True)
+            print(f"whet: warning: {error}; training continues without it", file=sys.stderr, flush=True)
 
 
 def describe_machine(policy: Policy) -> Data:
-    """Return what the last bits of a step depend on besides program and data."""
+    """Return everything besides program and data that the last bits of a step depend on."""
     device = policy.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {**machine(), "device": name}
@@ -271,7 +271,7 @@ def _folders(parent: Path) -> dict[int, Path]:
 
 
 def recorded_steps(run: Path) -> dict[int, Path]:
-    """Return the folders of a run's recorded steps, by step; where a step has a fault, that."""
+    """Return the folders of a run's recorded steps, by step; a fault takes precedence."""
     both = _folders(run / REPLAY) | _folders(run / FAULTS)
     return {step: both[step] for step in sorted(both)}
 
@@ -284,11 +284,11 @@ def weights_before(run: Path, step: int, folder: Path) -> Path | None:
 
 
 def find_record(run: Path, step: int) -> Path:
-    """Return the folder of a recorded step whose weights before it exist.
+    """Return the folder of a recorded step whose preceding weights exist.
 
     Args:
         run: Run folder.
-        step: Steps done, with it; 0 for the newest.
+        step: Steps done, including it; 0 for the newest.
 
     Raises:
         UserError: If there is no such record, or the weights before it are gone.
@@ -318,7 +318,7 @@ def read_record(folder: Path) -> Recorded:
     """Read a record.
 
     Raises:
-        UserError: If it is damaged, or of another version.
+        UserError: If it is damaged, or from another version.
     """
     verify_folder(folder)
     try:

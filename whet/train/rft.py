@@ -1,4 +1,5 @@
-"""`whet rft`: rejection-sampling fine-tuning. Sample, keep what the task verifies, train on it; again, if wanted."""
+"""`whet rft`: rejection-sampling fine-tuning. Samples, keeps verified completions, trains on them, for several
+rounds."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from whet.train.data.harvest import (
     write_rows,
 )
 from whet.train.fit import Fit, StepResult
-from whet.train.optim.precision import settle_precision
+from whet.train.optim.precision import resolve_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
 from whet.train.optim.step import OptimConfig
 from whet.train.rollout.order import EpochOrder
@@ -45,33 +46,33 @@ class RFTConfig:
     """Rejection-sampling fine-tuning on the policy's own verified completions."""
 
     out: str
-    """Run folder to make."""
+    """Output folder."""
     policy: PolicyConfig
     """The model to start from."""
     task: TaskConfig = field(default_factory=TaskConfig)
-    """The problems; their worked solutions are not read."""
+    """The task; its worked solutions are not used."""
     num_problems: int = 0
-    """Problems of the train split that are sampled in each round; 0 for all."""
+    """Problems of the train split to sample in each round; 0 for all."""
     num_samples: int = 8
     """Completions per problem and round."""
     max_per_problem: int = 4
-    """Right completions kept per problem and round: different texts, chosen by hash."""
+    """Right completions kept per problem and round: distinct texts, chosen by hash."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How completions are drawn."""
+    """Sampling settings."""
     rounds: int = 1
     """Rounds of sampling and training, each from the newest weights."""
     steps_per_round: int = 100
-    """Optimizer steps of a round; the learning-rate schedule runs over all rounds."""
+    """Optimizer steps per round; the learning-rate schedule spans all rounds."""
     batch_size: int = 32
     """Sequences per optimizer step, over all ranks."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5, beta2=0.99))
     """Optimizer, schedule and precision."""
     validation_problems: int = 0
-    """Problems of the dev split answered greedily before and after each round; 0 for none."""
+    """Problems of the dev split to answer greedily before and after each round; 0 for none."""
     save_every: int = 100
-    """Steps between checkpoints (one at the end of each round always)."""
+    """Steps between checkpoints (always one at the end of each round)."""
     track: TrackConfig = field(default_factory=TrackConfig)
-    """Experiment trackers that show the run besides its own files."""
+    """Experiment trackers, in addition to the run's own files."""
     safety: SafetyConfig = field(default_factory=SafetyConfig)
     """Resuming, saving and stopping."""
     seed: int = 0
@@ -127,14 +128,14 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
 
     Args:
         config: The run's settings.
-        resume: Go on from a checkpoint.
+        resume: Resume from a checkpoint.
         on_step: Called after each step.
 
     Raises:
-        UserError: If inputs do not fit together, nothing can be kept, or the run cannot go on.
+        UserError: If inputs are inconsistent, no completion can be kept, or the run cannot resume.
     """
     tracking = begin(config)
-    config = settle_precision(config)
+    config = resolve_precision(config)
     task = load_task(config.task)
     policy = load_trained(config)
     policy.expect(answer_type_of(task))
@@ -227,10 +228,10 @@ def greedy_accuracy(config: RFTConfig, policy: Policy, task: Task, problems: Seq
 def sample_round(
     config: RFTConfig, policy: Policy, task: Task, problems: Sequence[Problem], number: int
 ) -> tuple[list[Row], dict[str, float]]:
-    """Sample a round's completions and keep right ones.
+    """Sample a round's completions and keep the right ones.
 
     Returns:
-        Kept completions of all ranks, and the round's accounting as metrics.
+        Kept completions of all ranks, and the round's counts as metrics.
 
     Raises:
         UserError: If none is right in perfect format.
@@ -268,7 +269,7 @@ def sample_round(
     if not right:
         raise UserError(
             f"round {number + 1}: none of {int(sampled):,} completions is right in perfect format: nothing to "
-            "train on; start from a better model (whet sft first), take easier problems, or raise num_samples"
+            "train on; start from a better model (whet sft first), use easier problems, or raise num_samples"
         )
     rows = gather_rows(kept)
     return rows, {
@@ -282,7 +283,8 @@ def sample_round(
 def store_round(
     folder: Path, number: int, kept: Sequence[Row], account: Row
 ) -> tuple[list[Row], dict[str, float]]:
-    """Write a sampled round and return it as `stored_round` does; its line in rounds.jsonl, written last, counts."""
+    """Write a sampled round and return it as `stored_round` does; its line in rounds.jsonl, written last, makes it
+    valid."""
     if rank() == 0:
         earlier = [row for row in load_rows(folder / KEPT) if row["round"] < number]
         write_rows(folder / KEPT, [*earlier, *kept])
@@ -294,7 +296,7 @@ def store_round(
 
 
 def stored_round(folder: Path, number: int) -> tuple[list[Row], dict[str, float]] | None:
-    """Return what a sampled round kept, and its metrics; None where its sampling was not finished."""
+    """Return a sampled round's kept completions and metrics; None if its sampling was not finished."""
     account = next((row for row in load_rows(folder / ROUNDS) if row["round"] == number), None)
     if account is None:
         return None

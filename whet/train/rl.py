@@ -27,7 +27,7 @@ from whet.telemetry.health import dead_reason, past_rows
 from whet.telemetry.spans import span, spanned
 from whet.train.objective.advantage import with_advantages, without_advantages
 from whet.train.objective.objective import Objective
-from whet.train.optim.precision import settle_precision
+from whet.train.optim.precision import resolve_precision
 from whet.train.record import rl_batch
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.curriculum import select_problems
@@ -71,7 +71,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
         UserError: If inputs do not fit together, or the run cannot go on.
     """
     tracking = begin(config)
-    config = settle_precision(config)
+    config = resolve_precision(config)
     setup = load_rl(config)
     policy, task = setup.policy, setup.task
     warnings = audit_parts(setup)

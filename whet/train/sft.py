@@ -1,4 +1,4 @@
-"""`whet sft`: fine-tune a model on worked solutions; only completion tokens are trained."""
+"""`whet sft`: supervised fine-tuning on worked solutions; only completion tokens are trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from whet.tasks.tools import environment_for
 from whet.telemetry.spans import span
 from whet.telemetry.trackers import TrackConfig
 from whet.train.fit import FIT_ATTENTION, Fit, StepResult
-from whet.train.optim.precision import settle_precision
+from whet.train.optim.precision import resolve_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
 from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.rollout.order import data_order
@@ -36,11 +36,11 @@ class SFTConfig:
     """Supervised fine-tuning on worked solutions."""
 
     out: str
-    """Run folder to make."""
+    """Output folder."""
     policy: PolicyConfig
     """The model to start from."""
     task: TaskConfig = field(default_factory=TaskConfig)
-    """The problems with worked solutions."""
+    """The task, with worked solutions."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer, schedule and precision."""
     num_steps: int = 300
@@ -48,15 +48,15 @@ class SFTConfig:
     batch_size: int = 32
     """Sequences per optimizer step, over all ranks."""
     empty_thinking_share: float = 0.0
-    """Share of demonstrations, drawn anew each epoch, whose thinking is left empty (the answer comes at once)."""
+    """Share of demonstrations with empty thinking (the answer comes immediately), redrawn each epoch."""
     validation_problems: int = 256
-    """Problems of the dev split whose loss is measured; 0 for none."""
+    """Problems of the dev split for the validation loss; 0 for none."""
     validate_every: int = 100
-    """Steps between validations (one at the end always); the best is kept as checkpoints/best."""
+    """Steps between validations (always one at the end); the best is kept as checkpoints/best."""
     save_every: int = 500
-    """Steps between checkpoints (one at the end always)."""
+    """Steps between checkpoints (always one at the end)."""
     track: TrackConfig = field(default_factory=TrackConfig)
-    """Experiment trackers that show the run besides its own files."""
+    """Experiment trackers, in addition to the run's own files."""
     safety: SafetyConfig = field(default_factory=SafetyConfig)
     """Resuming, saving and stopping."""
     seed: int = 0
@@ -68,7 +68,7 @@ class SFTConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
         if self.policy.attention != "auto":
             raise ValueError(
-                "policy.attention is read where a model samples; sft trains with the fast kernel"
+                "policy.attention is read only by programs that sample; sft trains with the fast kernel"
             )
         if not 0 <= self.empty_thinking_share <= 1:
             raise ValueError(f"empty_thinking_share = {self.empty_thinking_share}: expected 0 to 1")
@@ -81,14 +81,14 @@ def demonstration(policy: Policy, problem: Problem, *, empty: bool = False) -> T
 
 
 def fitting(policy: Policy, problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems whose demonstration fits in the context: answers are never cut off silently."""
+    """Return the problems whose demonstration fits into the context: answers are never silently truncated."""
     policy.check_alphabet(problems, solutions=True)
     room = policy.model.config.max_positions
     return [problem for problem in problems if demonstration(policy, problem).num_tokens <= room]
 
 
 def is_empty(config: SFTConfig, epoch: int, problem: Problem) -> bool:
-    """Say whether a problem's scratch-pad is left empty in an epoch."""
+    """Say whether a problem's scratch-pad is empty in an epoch."""
     return sequence_seed("empty", config.seed, epoch, problem.uid) / 2**63 < config.empty_thinking_share
 
 
@@ -103,8 +103,8 @@ def train_step(
     Args:
         policy: The policy.
         sequences: This rank's sequences.
-        config: Precision, and tokens of a micro-batch where there is no budget.
-        budget: Tokens of a micro-batch.
+        config: Precision, and tokens per micro-batch without a budget.
+        budget: Tokens per micro-batch.
 
     Returns:
         Loss in nats per token, trained tokens and all tokens of the step.
@@ -170,18 +170,18 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
 
     Args:
         config: The run's settings.
-        resume: Go on from a checkpoint.
+        resume: Resume from a checkpoint.
         on_step: Called after each step.
 
     Raises:
-        UserError: If inputs do not fit together, or the run cannot go on.
+        UserError: If inputs are inconsistent, or the run cannot resume.
     """
     tracking = begin(config)
-    config = settle_precision(config)
+    config = resolve_precision(config)
     task = load_task(config.task)
     policy = load_trained(config)
     policy.expect(answer_type_of(task))
-    environment_for(policy.schema, task)  # a tool that is not there is found before anything is made
+    environment_for(policy.schema, task)  # fails here, before anything is created, if a tool is missing
     problems = task.problems("train")
     kept = fitting(policy, problems)
     if not kept:
@@ -232,7 +232,7 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     if resume:
         fit.restore(resume)
     left_out = len(problems) - len(kept)
-    note = f"{left_out} of {len(problems)} demonstrations do not fit the context; left out"
+    note = f"{left_out} of {len(problems)} demonstrations do not fit the context; skipped"
     with tracking:
         fit.train(
             data_order(task, kept, config.seed), title=f"sft {task.name}", notes=[note] if left_out else []

@@ -1,4 +1,4 @@
-"""`whet audit`: put a task and its rewards to the test before any training. Before `whet rl` a short form runs."""
+"""`whet audit`: tests a task and its rewards before training. `whet rl` runs a short form as its preflight."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 TOLERANCE = 1e-6
 SECONDS_PER_CALL = 1.0
-"""A judgement that takes longer than this on hostile text is a fault."""
+"""Judging hostile text must not take longer than this."""
 NEAR_MISSES = 0.5
 """Share of near misses that may count as right: some tasks have several answers."""
 NUM_PREFLIGHT = 3
@@ -40,24 +40,24 @@ SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig:
-    """A test of a task and its rewards: right answers must pay most, wrong ones least, hostile ones nothing more."""
+    """A test of a task and its rewards: right answers must score highest, wrong ones lowest, hostile ones no higher."""
 
     out: str = ""
     """Folder for audit.json and the sheet of disputed answers; empty for runs/audit-DATE-TIME."""
     task: TaskConfig = field(default_factory=TaskConfig)
-    """The problems."""
+    """The task."""
     schema: str = "think_answer"
     """Tags of a response: think_answer, reasoning_answer or working_out_solution."""
     rewards: dict[str, float] = field(default_factory=lambda: {"correct": 1.0, "format": 0.1})
     """Weight of each built-in reward by name."""
     reward: tuple[str, ...] = ()
-    """Rewards of your own: path.py:function, or path.py:function=0.5."""
+    """Your own rewards: path.py:function, or path.py:function=0.5."""
     split: str = "train"
-    """Part of the data."""
+    """Split of the data."""
     num_problems: int = 100
-    """Problems that are tried; 0 for all."""
+    """Problems to test; 0 for all."""
     samples: str = ""
-    """An eval_samples.jsonl of real completions; what a second verifier would judge otherwise goes to the sheet."""
+    """An eval_samples.jsonl of real completions; answers that a second verifier judges differently go to the sheet."""
 
     def __post_init__(self) -> None:
         if self.num_problems < 0:
@@ -72,10 +72,10 @@ class Check:
 
     Attributes:
         name: The claim.
-        is_required: Whether a failure refutes it; otherwise it is for the reader to judge.
-        num_cases: How often it was tried.
-        failures: What went against it, in one line each.
-        tolerated: Share of the cases that may fail before it is refuted.
+        is_required: Whether a failure refutes it; otherwise the reader decides.
+        num_cases: Number of cases tested.
+        failures: The failed cases, one line each.
+        tolerated: Share of the cases that may fail.
     """
 
     name: str
@@ -98,14 +98,14 @@ class Check:
 
 @dataclass(slots=True)
 class Audit:
-    """What came of it.
+    """The results of an audit.
 
     Attributes:
         checks: The claims, in the order of the report.
-        best: Largest total that a right answer reached.
-        maximum: Largest total that the rewards promise; None where one of the user's own does not tell.
+        best: Largest total of a right answer.
+        maximum: Largest possible total of the rewards; None if a user's reward does not declare it.
         seconds: Times of single judgements and scores.
-        peak_bytes: Most memory that one score took above what was there before.
+        peak_bytes: Largest increase of memory during one score.
         disputed: Rows of the sheet.
     """
 
@@ -118,18 +118,18 @@ class Audit:
 
 
 class _Auditor:
-    """The claims, tried problem after problem."""
+    """Tests the claims, one problem after the other."""
 
     def __init__(self, task: Task, rewards: Sequence[WeightedReward], schema: ResponseSchema) -> None:
         self.task = task
-        # What an environment or a judge pays is no function of the text that could be tried here.
+        # Rewards of an environment or judge are not functions of the text, so they cannot be tested here.
         self.rewards = [reward for reward in rewards if reward.function or reward.many]
         self.is_whole = len(self.rewards) == len(rewards)
         self.schema = schema
         self.gold = Check("a right answer in the right format reaches the maximum")
         self.paying = Check("the rewards pay for the answer, not for the format alone", is_required=False)
         self.spelled = Check("another spelling of a right answer counts as right", is_required=False)
-        # A changed answer may be right where several are; not in most cases.
+        # A changed answer may be right if several are, but not in most cases.
         self.mutated = Check("a near miss counts as wrong and pays less", tolerated=NEAR_MISSES)
         self.hostile = Check("a hostile answer counts as wrong and pays less")
         self.empty = Check("an empty completion pays no more than a wrong answer, and less than a right one")
@@ -139,7 +139,7 @@ class _Auditor:
         self.audit = Audit(checks, maximum=best_total(self.rewards) if self.is_whole else None)
 
     def try_problem(self, problem: Problem, *, is_measured: bool) -> None:
-        """Try every claim on one problem."""
+        """Test every claim on one problem."""
         ideal = self.schema.render(problem.solution or "...", problem.answer)
         best = self._total(problem, ideal)
         self._try_gold(problem, best, ideal)
@@ -201,12 +201,12 @@ class _Auditor:
             and (wrong is None or empty <= wrong + TOLERANCE),
             lambda: (
                 f"an empty completion of problem {problem.uid} scores {_number(empty)}, a wrong one {_number(wrong)}, "
-                f"a perfect one {best:g}; expected empty <= wrong and empty < perfect: mend the rewards or weights"
+                f"a perfect one {best:g}; expected empty <= wrong and empty < perfect: fix the rewards or weights"
             ),
         )
 
     def _no_score(self, problem: Problem, ideal: str) -> str:
-        """Say which reward gives a perfect completion no score, and why; '' when all give one."""
+        """Return which reward gives a perfect completion no score, and why; '' if all give one."""
         for reward in self.rewards:
             if score_completion([reward], problem, ideal)[1] is None:
                 reason = reward.failures.latest or "it returned None"
@@ -220,7 +220,7 @@ class _Auditor:
         return total
 
     def _is_right(self, problem: Problem, answer: str) -> bool | None:
-        seen = self.schema.parse(self.schema.render("...", answer)).answer  # what the rewards see of it
+        seen = self.schema.parse(self.schema.render("...", answer)).answer  # as the rewards see it
         return self._timed(lambda: judge_answers(self.task, [(problem, seen)]), answer)[0]
 
     def _timed(self, call: Callable[[], T], text: str) -> T:
@@ -232,7 +232,7 @@ class _Auditor:
         return result
 
     def _measure(self, problem: Problem, completions: Sequence[str]) -> None:
-        """Note the most memory that one score takes."""
+        """Record the peak memory of one score."""
         for completion in completions:
             tracemalloc.start()
             score_completions(self.rewards, [(problem, completion)])
@@ -248,23 +248,23 @@ def audit_task(
     *,
     num_measured: int = 3,
 ) -> Audit:
-    """Try every claim on every problem.
+    """Test every claim on every problem.
 
     Args:
-        task: Judges answers. Where it has them, its `wrong_answer(problem)` makes the near misses, its
-            `other_spellings(problem)` the right answers, and `seconds_per_answer` bounds the time.
-        rewards: The run's rewards; what an environment pays is left out.
+        task: Judges answers. If defined, its `wrong_answer(problem)` makes the near misses, its
+            `other_spellings(problem)` the right answers, and `seconds_per_answer` limits the time.
+        rewards: The run's rewards; those of an environment are skipped.
         schema: The schema that prompts and rewards share.
         problems: The problems.
         num_measured: Problems whose memory is measured, which is slow.
 
     Raises:
-        UserError: If there is no problem, or a reward cannot go on.
+        UserError: If there is no problem, or a reward fails.
     """
     if not problems:
         raise UserError(f"task {task.name}: nothing to audit, the split has no problems; try another --split")
     auditor = _Auditor(task, rewards, schema)
-    judge_answers(task, [(problems[0], problems[0].answer)])  # workers that have to start are not timed
+    judge_answers(task, [(problems[0], problems[0].answer)])  # start workers now: not timed
     score_completions(auditor.rewards, [(problems[0], schema.render("...", problems[0].answer))])
     for number, problem in enumerate(problems):
         auditor.try_problem(problem, is_measured=number < num_measured)
@@ -274,7 +274,7 @@ def audit_task(
 def preflight(
     task: Task, rewards: Sequence[WeightedReward], schema: ResponseSchema, problems: Sequence[Problem]
 ) -> None:
-    """Stop a run whose rewards cannot tell right from wrong: the audit on a few problems.
+    """Stop a run whose rewards cannot tell right from wrong, by an audit on a few problems.
 
     Raises:
         UserError: With the first failure of a required claim.

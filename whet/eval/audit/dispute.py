@@ -1,4 +1,4 @@
-"""A second verifier beside a task's own: where the two differ, a person should look."""
+"""A second verifier for a task's answers: a person should check where the two differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def has_math_verify() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Disputed:
-    """An answer about which two judges differ: a row of the sheet."""
+    """An answer on which two verifiers differ: a row of the sheet."""
 
     uid: str
     prompt: str
@@ -36,14 +36,14 @@ class Disputed:
 
 
 def dispute(task: Task, problems: Sequence[Problem]) -> list[Disputed]:
-    """Hold the task's judgement of spellings and near misses against a second verifier.
+    """Compare the task's verdicts on spellings and near misses with a second verifier's.
 
     Args:
         task: Judges answers.
-        problems: Their gold answers are spelt anew and changed.
+        problems: Their gold answers are respelled and changed.
 
     Returns:
-        Where the two differ; nothing for programs, which no text comparison can judge.
+        The disputed answers; none for programs, which no text comparison can judge.
     """
     if getattr(task, "answer_type", "") == "program":
         return []
@@ -61,11 +61,11 @@ def dispute(task: Task, problems: Sequence[Problem]) -> list[Disputed]:
 
 
 def dispute_samples(task: Task, problems: Sequence[Problem], path: Path) -> list[Disputed]:
-    """Hold the task's judgement of a model's answers against a second verifier.
+    """Compare the task's verdicts on a model's answers with a second verifier's.
 
     Args:
         task: Judges answers.
-        problems: Problems that the samples are of, found by their uid.
+        problems: Problems of the samples, matched by uid.
         path: An eval_samples.jsonl.
 
     Raises:
@@ -99,10 +99,10 @@ def _compare(task: Task, rows: Sequence[tuple[Problem, str, str]]) -> list[Dispu
 
 
 def second_opinions(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-    """Judge (answer, gold) by math-verify where it is installed, else as plain text and plain numbers.
+    """Judge (answer, gold) by math-verify if it is installed, else as plain text and plain numbers.
 
     Returns:
-        The verdicts; None where it had none in time.
+        The verdicts; None if there was none in time.
     """
     if not has_math_verify():
         return [plain_equal(*pair) for pair in pairs]
@@ -112,7 +112,7 @@ def second_opinions(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
 
 
 def math_verify_equal(answer: str, gold: str) -> bool:
-    """Judge by math-verify alone, with its own leniency. It may hang: only for a worker that can be killed."""
+    """Judge by math-verify alone, with its own leniency. It may hang, so call it only in a killable worker."""
     import math_verify
 
     judge: Any = math_verify

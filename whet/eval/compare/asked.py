@@ -1,4 +1,4 @@
-"""Prompts of one's own, without gold answers: what several models write on them. No score, transcripts only."""
+"""Compares models on the user's own prompts, without gold answers: transcripts only, no scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_BYTES = 1 << 20
 
 
 class OwnPrompts:
-    """Problems that nobody knows the answers of: every verdict is withheld."""
+    """Problems without known answers: there are no verdicts."""
 
     name = "prompts"
 
@@ -40,12 +40,13 @@ class OwnPrompts:
         return self._problems
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool:
-        """Return False; `ask` takes the verdict out again."""
+        """Return False; `ask` removes the verdict."""
         return False
 
 
 def read_prompts(words: Sequence[str]) -> list[str]:
-    """Read prompts: a word is a text, or a file with a prompt per line (.jsonl: an object with `prompt` per line).
+    """Read prompts: each word is a text, or a file with one prompt per line (.jsonl: one object with `prompt` per
+    line).
 
     Raises:
         UserError: If a file is missing, empty or has no prompts.
@@ -83,14 +84,14 @@ def ask(
     seed: int,
     folder: Path,
 ) -> list[StoredEval]:
-    """Ask every model every prompt: a greedy completion and some samples, written to folder/NAME.jsonl.
+    """Run every prompt through every model: a greedy completion and some samples, written to folder/NAME.jsonl.
 
     Args:
         policies: The models, loaded one after the other.
-        names: What they are called.
+        names: Their names.
         prompts: The questions.
-        num_samples: Completions of each prompt besides the greedy one.
-        sampling: How they are drawn.
+        num_samples: Completions per prompt, besides the greedy one.
+        sampling: Sampling settings.
         seed: Their seed.
         folder: Existing folder.
 
@@ -140,7 +141,7 @@ def ask(
 
 
 def _row(problem: Problem, sample: int | str, done: Judged) -> dict[str, Any]:
-    """Return a completion as it stands in eval_samples.jsonl, without a verdict."""
+    """Return a completion as a row of eval_samples.jsonl, without a verdict."""
     return {
         "uid": problem.uid,
         "prompt": problem.prompt,

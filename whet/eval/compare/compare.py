@@ -1,4 +1,4 @@
-"""`whet compare A B [C ...]`: models on the same problems; what differs, how certain that is, and what they wrote."""
+"""`whet compare A B [C ...]`: compares models on the same problems, with significance tests and transcripts."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import find_run
 from whet.types import UserError
 
-# A comparison as tables in the terminal. Whatever a model or a file name says is text, never markup.
+# A comparison as tables in the terminal. Model output and file names are plain text, never markup.
 
 SPOKEN = ("pass@1", "greedy", "maj", "format", "thinking_tokens")
-"""Metrics whose verdict is said in a sentence."""
-TOLD = ("speed", "energy per token", "energy per request", "power", "memory activity")
-"""Hardware quantities whose difference is said in a sentence."""
+"""Metrics whose verdict is printed as a sentence."""
+SENTENCES = ("speed", "energy per token", "energy per request", "power", "memory activity")
+"""Hardware quantities whose difference is printed as a sentence."""
 SHOWN_TEXT = 600
 
 
@@ -66,17 +66,17 @@ def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[s
     """Print a comparison.
 
     Args:
-        content: What compare.json holds.
-        transcripts: Of `whet.eval.compare.page.side_by_side`; the first is shown where there are no scores.
+        content: The content of compare.json.
+        transcripts: From `whet.eval.compare.page.side_by_side`; the first is shown if there are no scores.
     """
     console = Console()
     names = [model["name"] for model in content["models"]]
     for model in content["models"]:
-        left = f"; {model['left_out']} of its problems are not in all, left out" if model["left_out"] else ""
+        left = f"; {model['left_out']} of its problems are not in all, skipped" if model["left_out"] else ""
         remark = f"; {model['remark']}" if model["remark"] else ""
         _say(console, f"{model['name']}: {model['folder']}, {model['num_problems']} problems{left}{remark}")
     for note in content["different"]:
-        console.print(_text(f"NOT ALIKE, compared by --force: {note}"), style="bold red")
+        console.print(_text(f"NOT COMPARABLE, compared with --force: {note}"), style="bold red")
     for table, counts in zip(content["tables"], content.get("verdicts", ()), strict=True):
         _significance(console, names[0], table, content)
         _say(console, "greedy: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
@@ -108,7 +108,7 @@ def _significance(console: Console, first: str, table: Mapping[str, Any], conten
         )
     corrected = ", corrected for several models (Holm)" if len(content["tables"]) > 1 else ""
     title = (
-        f"{len(content['uids'])} problems that all have x {content['num_samples']} samples; shares in percent, "
+        f"{len(content['uids'])} problems in all evaluations x {content['num_samples']} samples; shares in percent, "
         f"differences in points, lengths in tokens; 95 % intervals over problems; * p < 0.05{corrected}"
     )
     head = ["", first, table["name"], "difference", "95 %", "p", "unseen\nbelow"]
@@ -127,12 +127,12 @@ def _print_hardware(console: Console, names: Sequence[str], table: Sequence[Mapp
     for row in seen:
         values = ["not recorded" if value is None else number(value) for value in row["values"]]
         rows.append([f"{row['name']}, {row['unit']}", *values])
-    _table(console, "hardware, each over the window in which it generated", ["", *names], rows)
+    _table(console, "hardware, each over its generation window", ["", *names], rows)
     if len(seen) < len(table):
         _say(console, "not recorded: " + ", ".join(row["name"] for row in table if row not in seen))
     for row in table:
         for name, text in zip(names[1:], row["changes"], strict=True):
-            if text and "%" in text and row["name"] in TOLD:
+            if text and "%" in text and row["name"] in SENTENCES:
                 _say(console, f"  {row['name']}, {name} against {names[0]}: {text}")
     _say(console, HARDWARE_NOTE, style="dim")
 
@@ -177,27 +177,27 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """Two or more models on the same problems: what differs, how certain that is, and what they wrote."""
+    """Two or more models on the same problems: differences, their significance, and transcripts."""
 
     models: tuple[str, ...] = ()
     """Evaluation folders; or models (run or Hugging Face folder, adapter, run id, hub name), evaluated first."""
     out: str = ""
-    """Folder to make; empty for runs/compare-DATE-TIME."""
+    """Output folder; empty for runs/compare-DATE-TIME."""
     eval: EvalConfig | None = None
-    """How models are evaluated: --eval RECIPE of `whet eval`; without it, as the first evaluation folder was. Its out
-    and policy.init are set for each model."""
+    """Protocol for models: --eval RECIPE of `whet eval`; default: that of the first evaluation folder. Its out and
+    policy.init are set for each model."""
     force: bool = False
-    """Compare although protocol, task, split or sampling differ; the page then says so in red."""
+    """Compare even if protocol, task, split or sampling differ; the page then warns in red."""
     prompts: tuple[str, ...] = ()
-    """Ask these instead of a task's problems: texts, or files with a prompt per line (.jsonl: its field prompt)."""
+    """Prompts to use instead of a task's problems: texts, or files with one prompt per line (.jsonl: field prompt)."""
     prompt_samples: int = 3
     """Completions per prompt of `prompts`, besides the greedy one."""
     sampling: SamplingParams = field(
         default_factory=lambda: SamplingParams(temperature=0.7, max_new_tokens=512)
     )
-    """How completions of `prompts` are drawn."""
+    """Sampling settings for completions of `prompts`."""
     shown_problems: int = 500
-    """Problems whose transcripts are on the page, the first by uid: a fixed random sample."""
+    """Problems with transcripts on the page: the first by uid, which is a fixed random sample."""
     shown_samples: int = 3
     """Samples of each shown problem, besides the greedy completion."""
     num_resamples: int = 2000
@@ -214,7 +214,7 @@ class CompareConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected {low} or more")
         if self.sampling.temperature == 0:
             raise ValueError(
-                "sampling.temperature = 0: a greedy completion is drawn anyway; expected above 0"
+                "sampling.temperature = 0: a greedy completion is generated anyway; expected above 0"
             )
 
 
@@ -228,19 +228,19 @@ def plan(config: CompareConfig) -> str:
 
 
 def main(config: CompareConfig, *, resume: bool = False) -> None:
-    """Compare, print the tables, and write compare.json and compare.html; `resume` goes on with evaluations begun."""
+    """Compare, print the tables, and write compare.json and compare.html; `resume` continues unfinished evaluations."""
     if not config.models:
         raise UserError("nothing to compare: name two models or evaluation folders, as in `whet compare A B`")
     places = [locate(word) for word in config.models]
     if len({Path(place).resolve() for place in places}) < len(places):
-        raise UserError(f"models = {', '.join(config.models)}: one of them stands there twice")
+        raise UserError(f"models = {', '.join(config.models)}: one of them is given twice")
     folder = Path(config.out or time.strftime("runs/compare-%Y%m%d-%H%M%S"))
     names = short_names(places)
     needs_work = bool(config.prompts) or not all(map(_is_evaluation, places))
     prompts = read_prompts(config.prompts)
     jobs = {} if prompts else _jobs(config, places, names, folder)
     policies = [_policy_of(config, place) for place in places] if prompts else []
-    if needs_work:  # else the folder is made when there is something to put into it
+    if needs_work:  # else the folder is created once there is something to write
         open_run(folder, dump_yaml(config), resume=resume)
     if prompts:
         sides = ask(policies, names, prompts, config.prompt_samples, config.sampling, config.seed, folder)
@@ -261,18 +261,18 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
 
 
 def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareConfig) -> dict[str, Any]:
-    """Compare evaluations on the problems that all have.
+    """Compare evaluations on the problems that all of them have.
 
     Args:
         sides: Two or more; every other one is compared with the first.
         names: What they are called.
-        config: Gives seed, rounds of the bootstrap and whether differing protocols may pass.
+        config: Seed and rounds of the bootstrap, and whether to accept differing protocols.
 
     Returns:
-        What compare.json holds.
+        The content of compare.json.
 
     Raises:
-        UserError: If they are not alike, or no problem is in all of them.
+        UserError: If their protocols differ, or no problem is in all of them.
     """
     uids = [uid for uid in sorted(sides[0].samples) if all(uid in side.samples for side in sides[1:])]
     if not uids:
@@ -280,8 +280,8 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
     unlike = {note for side in sides[1:] for note in differences(sides[0], side)}
     if unlike and not config.force:
         raise UserError(
-            f"{', '.join(names)} are not alike: {'; '.join(sorted(unlike))}. Numbers of different protocols do not "
-            "compare: evaluate them alike, or say --force"
+            f"{', '.join(names)} are not comparable: {'; '.join(sorted(unlike))}. Results of different protocols do "
+            "not compare: evaluate them alike, or use --force"
         )
     num_samples = min(len(side.samples[uid]) for side in sides for uid in uids)
     scores = [
@@ -310,7 +310,7 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
 
 
 def describe(sides: Sequence[StoredEval], names: Sequence[str], uids: Sequence[str]) -> dict[str, Any]:
-    """Say what is compared, and what the hardware did meanwhile; no scores yet."""
+    """Describe the compared models and their hardware readings, without scores."""
     models = [
         {
             "name": name,
@@ -336,7 +336,7 @@ def describe(sides: Sequence[StoredEval], names: Sequence[str], uids: Sequence[s
 
 
 def locate(word: str) -> str:
-    """Understand a word of the command line: the path of a folder, of a run by its id, or a hub name.
+    """Resolve a command line argument: the path of a folder, a run id, or a hub name.
 
     Raises:
         UserError: If it is none of them, or a folder with neither evaluation nor model.
@@ -350,7 +350,7 @@ def locate(word: str) -> str:
         below = sorted(
             str(found.parent) for found in [*path.glob("*/eval.json"), *path.glob("*/*/eval.json")]
         )
-        hint = f"; it holds evaluations, name them: {' '.join(below[:4])}" if below else ""
+        hint = f"; it contains evaluations, name them: {' '.join(below[:4])}" if below else ""
         raise UserError(f"{word}: neither an evaluation (eval.json) nor a model{hint}")
     if path.exists():
         raise UserError(f"{word}: is a file; expected the folder of an evaluation or of a model")
@@ -364,7 +364,7 @@ def locate(word: str) -> str:
 
 
 def short_names(places: Sequence[str]) -> list[str]:
-    """Name different places by as few last parts of their paths as tell them apart."""
+    """Name places by as few trailing path parts as distinguish them."""
     parts = [Path(place).parts for place in places]
     depth = 1
     while len(names := {Path(*part[-depth:]) for part in parts}) < len(parts) and depth < max(
@@ -382,35 +382,33 @@ def _is_evaluation(place: str) -> bool:
 def _jobs(
     config: CompareConfig, places: Sequence[str], names: Sequence[str], folder: Path
 ) -> dict[int, EvalConfig]:
-    """Return the evaluations that are still to be run, into folder/evals/NAME, by the place of their model."""
+    """Return the evaluations still to run, into folder/evals/NAME, by the location of their model."""
     jobs: dict[int, EvalConfig] = {}
     for index, place in enumerate(places):
         if not _is_evaluation(place):
             start = _protocol(config, places)
             if start.tasks:
-                raise UserError(
-                    "eval.tasks: one task at a time is compared; leave it out and set eval.task.name"
-                )
+                raise UserError("eval.tasks: compare works on one task; leave it out and set eval.task.name")
             out = str(folder / "evals" / quote(names[index], safe=""))
             jobs[index] = replace(start, out=out, policy=_with_init(start.policy, place))
     return jobs
 
 
 def _protocol(config: CompareConfig, places: Sequence[str]) -> EvalConfig:
-    """Return how models are to be evaluated."""
+    """Return the protocol for evaluating models."""
     if config.eval is not None:
         return config.eval
     folders = [Path(place) for place in places if _is_evaluation(place)]
     stored = next((path for place in folders if (path := place / "config.yaml").is_file()), None)
     if stored is None:
         raise UserError(
-            f"{places[0]}: is a model, so it is evaluated first; say how: --eval gsm8k, or any recipe of `whet eval`"
+            f"{places[0]}: is a model, to be evaluated first; give the protocol: --eval gsm8k, or another recipe"
         )
     return load_yaml(stored, EvalConfig)
 
 
 def _policy_of(config: CompareConfig, place: str) -> PolicyConfig:
-    """Return the policy that answers own prompts: a model, or that of an evaluation."""
+    """Return the policy for own prompts: a model, or that of an evaluation."""
     if not _is_evaluation(place):
         return _with_init(config.eval.policy, place) if config.eval else PolicyConfig(init=place)
     stored = Path(place) / "config.yaml"
@@ -445,7 +443,7 @@ def _shown(row: Paired, name_a: str, name_b: str) -> dict[str, Any]:
 
 
 def _reasoning(row: Paired | None, name_a: str, name_b: str) -> str:
-    """Say whether the reasoning got shorter, with both lengths and the interval."""
+    """Describe whether the reasoning got shorter, with both lengths and the interval."""
     if row is None:
         return ""
     text = _shown(row, name_a, name_b)["text"]

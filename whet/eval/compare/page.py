@@ -1,4 +1,4 @@
-"""What a comparison shows besides its statistics: transcripts side by side, curves, lengths, hardware; JSON values."""
+"""The parts of a comparison besides its statistics: transcripts side by side, curves, lengths, hardware."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MAX_CHARACTERS = 20_000
 """Longest text of one completion on the page."""
 VERDICTS = ("both right", "fixed", "broken", "both wrong")
 HARDWARE_NOTE = (
-    "Utilisation is the share of time in which some kernel was resident on the device: 100 % is reached at any load, "
-    "also by one that waits for memory. Memory activity is the share of time in which memory was read or written. All "
-    "are averages over the window in which that model generated; they say nothing about why they differ. Models that "
-    "write fewer tokens have shorter windows with other batches. Compare tokens per second, joules per token and "
-    "joules per request."
+    "Utilisation is the share of time in which some kernel was resident on the device: even a light load, or one that "
+    "waits for memory, can reach 100 %. Memory activity is the share of time in which memory was read or written. All "
+    "are averages over the window in which that model generated; they do not say why models differ. Models that write "
+    "fewer tokens have shorter windows with other batches. Compare tokens per second, joules per token and joules per "
+    "request."
 )
 SENSORS = {
     "utilisation": ("utilisation", "%", False),
@@ -32,7 +32,7 @@ SENSORS = {
     "temperature_c": ("temperature", "°C", False),
     "memory_gib": ("memory used", "GiB", True),
 }
-"""Sensor -> what it is called, unit, and whether devices add up (else they are averaged)."""
+"""Sensor -> name, unit, and whether devices are summed (else averaged)."""
 
 
 def write_page(
@@ -43,7 +43,7 @@ def write_page(
     Args:
         path: The file.
         content: What compare.json holds.
-        transcripts: Of `side_by_side`.
+        transcripts: From `side_by_side`.
         left_out: Problems whose transcripts are not on the page.
     """
     names = [model["name"] for model in content["models"]]
@@ -68,12 +68,12 @@ def write_page(
 
 
 def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: int) -> list[dict[str, Any]]:
-    """Collect the completions of the same prompts, thinking and answer apart.
+    """Collect the completions of the same prompts, with thinking and answer separate.
 
     Args:
         sides: The models.
-        uids: The problems wanted, which all have.
-        num_samples: Samples of each problem besides the greedy one.
+        uids: Problems, which all models must have.
+        num_samples: Samples per problem, besides the greedy one.
 
     Returns:
         One object per problem: prompt, gold, labels, and for each model its completions and vote share.
@@ -107,7 +107,7 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
 
 
 def count_verdicts(a: StoredEval, b: StoredEval, uids: Sequence[str]) -> dict[str, int]:
-    """Count what became of the problems under greedy decoding: both right, fixed, broken, both wrong."""
+    """Count the changes of greedy verdicts: both right, fixed, broken, both wrong."""
     names = {(True, True): 0, (False, True): 1, (True, False): 2, (False, False): 3}
     counts = Counter(
         VERDICTS[names[bool(a.greedy[uid]["correct"]), bool(b.greedy[uid]["correct"])]] for uid in uids
@@ -126,7 +126,7 @@ def pass_curve(side: StoredEval, uids: Sequence[str], num_samples: int) -> list[
 
 
 def lengths(side: StoredEval, uids: Sequence[str]) -> dict[str, dict[str, float | None]]:
-    """Return tokens of right and of wrong samples, thinking and whole, averaged as in eval.json; and their number."""
+    """Return tokens of right and of wrong samples, thinking and total, averaged as in eval.json; and their number."""
     found: dict[str, dict[str, float | None]] = {}
     for name, is_right in (("right", True), ("wrong", False)):
         kept = [[row for row in side.samples[uid] if bool(row["correct"]) == is_right] for uid in uids]
@@ -139,14 +139,14 @@ def lengths(side: StoredEval, uids: Sequence[str]) -> dict[str, dict[str, float 
 
 
 def hardware_table(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Put the hardware readings of evaluations side by side, each over the window in which it generated.
+    """Put the hardware readings of evaluations side by side, each over its generation window.
 
     Args:
         summaries: eval.json of each model.
 
     Returns:
         One object per quantity: 'name', 'unit', 'values' (None: not recorded), and 'changes' from the first model to
-        each other one (`change`; None where there is none). Empty where nothing was recorded at all.
+        each other one (`change`; None if there is none). Empty if nothing was recorded.
     """
     columns = [_readings(summary) for summary in summaries]
     units = {name: unit for column in columns for name, (_, unit) in column.items()}
@@ -166,25 +166,26 @@ def devices(summary: Mapping[str, Any]) -> str:
 
 
 def change(base: float, value: float, unit: str) -> str:
-    """Write a difference with every percentage that could be meant, each with its base; degrees have no percentage."""
+    """Format a difference with both possible percentages, each with its base; degrees have no percentage."""
     difference = value - base
     text = f"{number(difference, '+')} {'points' if unit == '%' else unit}"
     if unit == "°C" or not difference or base <= 0 or value <= 0:
         return text
     back = f"{number(-difference, '+')} {'points' if unit == '%' else unit}"
     return (
-        f"{text}, {percent(base, value)} (of {number(base)}); the other way round {back}, {percent(value, base)} "
+        f"{text}, {percent(base, value)} (of {number(base)}); in reverse {back}, {percent(value, base)} "
         f"(of {number(value)})"
     )
 
 
 def number(value: float, sign: str = "") -> str:
-    """Write a number with four digits, or whole with thousands marked where it has more; sign '+' is always written."""
+    """Format a number with four digits, or as an integer with thousands separators if larger; sign '+' is always
+    written."""
     return f"{value:{sign}.4g}" if abs(value) < 10_000 else f"{value:{sign},.0f}"
 
 
 def _window(summary: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the hardware's window of an evaluation; empty where none was recorded, or it is none of ours."""
+    """Return the hardware window of an evaluation; empty if none was recorded, or it is malformed."""
     window = summary.get("hardware")
     if isinstance(window, dict) and isinstance(window.get("devices"), list) and "seconds" in window:
         return window
@@ -192,7 +193,7 @@ def _window(summary: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _readings(summary: Mapping[str, Any]) -> dict[str, tuple[float | None, str]]:
-    """Return quantity -> (value, unit) of one evaluation; everything of one window."""
+    """Return quantity -> (value, unit) of one evaluation, all from the same window."""
     window = _window(summary)
     tokens = (summary.get("tokens") or {}).get("completion") or 0
     requests = summary.get("requests") or summary["num_problems"] * (summary["num_samples"] + 1)
@@ -218,7 +219,7 @@ def _readings(summary: Mapping[str, Any]) -> dict[str, tuple[float | None, str]]
 
 
 def _schema(side: StoredEval) -> ResponseSchema | None:
-    """Return the tags that a model was asked for; None where they are not recorded."""
+    """Return the tags that a model was prompted for; None if they are not recorded."""
     try:
         return ResponseSchema(**side.summary["identity"]["protocol"]["schema"])
     except (KeyError, TypeError, ValueError):
@@ -226,7 +227,7 @@ def _schema(side: StoredEval) -> ResponseSchema | None:
 
 
 def _completion(row: Mapping[str, Any], schema: ResponseSchema | None) -> dict[str, Any]:
-    """Shorten a stored completion to what the page shows; text outside perfect tags stays whole."""
+    """Shorten a stored completion for the page; text outside perfect tags is kept."""
     shown: dict[str, Any] = {
         "sample": row["sample"],
         "correct": row["correct"],

@@ -1,7 +1,7 @@
-"""Two evaluations on the same problems, metric by metric: difference, interval, exact test, and what would stay unseen.
+"""Paired statistics of two evaluations, per metric: difference, interval, exact test, detectable effect.
 
 Pure functions, numpy only. The unit is the problem: both models answered it, so its score in one is paired with its
-score in the other. Completions of one problem are averaged first and never count as independent observations.
+score in the other. Completions of one problem are averaged first; they are not independent observations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from whet.stats import (
 ALPHA = 0.05
 POWER = 0.8
 FEWEST_FLIPS = 6
-"""Problems that must change sides, all to one, before the exact McNemar test can say p < 0.05 (2 / 2**6 = 0.031)."""
+"""Problems that must change, all in one direction, before the exact McNemar test can reach p < 0.05 (2 / 2**6 =
+0.031)."""
 UNITS = {
     "answer_logprob": "nats",
     "answer_entropy": "nats",
@@ -40,7 +41,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """One metric of two models on the problems that both have.
+    """One metric of two models on their common problems.
 
     Attributes:
         metric: Name.
@@ -48,10 +49,10 @@ class Paired:
         b: Mean of the second.
         difference: b - a with its 95 % interval over problems.
         p: Two-sided p-value: exact McNemar for one right-or-wrong verdict per problem, else paired bootstrap.
-        p_holm: The same, corrected for the number of models that are compared with the first.
-        flips: Problems that only the first has right, and that only the second has right; None where a score is no
+        p_holm: The same, corrected for the number of models compared with the first.
+        flips: Problems that only the first has right, and that only the second has right; None if a score is not a
             verdict.
-        detectable: Smallest true difference that would be seen in 4 of 5 such comparisons; None with one problem.
+        detectable: Smallest true difference that 4 of 5 such comparisons would detect; None with one problem.
         num_problems: Problems behind it.
     """
 
@@ -67,7 +68,7 @@ class Paired:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the data show a difference at the 5 % level."""
+        """Whether the difference is significant at the 5 % level."""
         return self.p_holm < ALPHA
 
 
@@ -77,12 +78,12 @@ def score_problems(
     """Turn the stored completions of one model into one score per problem and metric.
 
     Args:
-        samples: Sampled completions of each problem, as they stand in eval_samples.jsonl.
+        samples: Sampled completions of each problem, as rows of eval_samples.jsonl.
         greedy: The greedy completion of each problem.
-        num_samples: How many samples of each problem count; those of both models must be as many.
+        num_samples: Samples per problem that are used; the same number for both models.
 
     Returns:
-        Metric -> score of each problem, None where a problem has none. A metric that no row holds is left out.
+        Metric -> score of each problem, None if a problem has none. A metric that no row has is skipped.
     """
     rows = [row[:num_samples] for row in samples]
     correct = [sum(bool(done["correct"]) for done in row) for row in rows]
@@ -116,19 +117,19 @@ def compare_scores(
 ) -> Paired | None:
     """Compare one metric of two models.
 
-    The bootstrap alone would be certain of too little: three problems that all changed the same way give it p = 0. A
-    sign-flip test with m changed problems cannot go below 2^(1-m), so neither does this p. Where all problems differ by
-    the same, the interval of a share is widened by what Wilson's leaves open for problems that were not drawn.
+    The bootstrap alone is overconfident: three problems that all changed the same way give p = 0. A sign-flip test with
+    m changed problems cannot go below 2^(1-m), so neither does this p. If all problems differ by the same amount, the
+    interval of a share is widened by what Wilson's leaves open for problems that were not drawn.
 
     Args:
         metric: Its name.
-        a_P: Scores of the first model, one per problem; None where it has none.
+        a_P: Scores of the first model, one per problem; None if it has none.
         b_P: Scores of the second on the same problems.
         num_resamples: Bootstrap rounds.
         seed: Seed of the bootstrap.
 
     Returns:
-        The comparison over problems where both have a score; None where there is no such problem.
+        The comparison over problems where both have a score; None if there is no such problem.
     """
     pairs = [(a, b) for a, b in zip(a_P, b_P, strict=True) if a is not None and b is not None]
     if not pairs:
@@ -140,7 +141,7 @@ def compare_scores(
     if np.ptp(difference) < 1e-12 and unit(metric) == "%":
         interval = unanimous(interval.mean, n, -1.0)
     flips = None
-    if metric == "greedy" or metric.startswith("maj@"):  # of a tied vote more than half must be right
+    if metric == "greedy" or metric.startswith("maj@"):  # in a tied vote more than half must be right
         right_a, right_b = a > 0.5, b > 0.5
         flips = (int((right_a & ~right_b).sum()), int((right_b & ~right_a).sum()))
         p = mcnemar_exact(*flips)
@@ -160,7 +161,7 @@ def compare_scores(
 def _detectable(difference_P: np.ndarray, is_share: bool, *, is_verdict: bool) -> float | None:
     """Return (z of 5 % + z of the power) x standard error of the mean difference.
 
-    For shares that did not vary, and for verdicts, at least what makes an exact test say anything: six problems of n.
+    For constant shares, and for verdicts, at least what an exact test needs: six problems of n.
     """
     n = len(difference_P)
     if n < 2:
@@ -175,7 +176,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Correct p-values for their number by Holm's step-down method.
 
     Source:
-        Holm 1979: the i-th smallest of m is multiplied by m - i + 1, made monotone and cut at 1.
+        Holm 1979: the i-th smallest of m is multiplied by m - i + 1, made monotone and capped at 1.
     """
     corrected, running = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -190,12 +191,12 @@ def compare_with_first(
     """Compare every model with the first, each metric corrected for the number of models (Holm).
 
     Args:
-        scores: Scores of each model (`score_problems`), all over the same problems in one order.
+        scores: Scores of each model (`score_problems`), all over the same problems in the same order.
         num_resamples: Bootstrap rounds.
         seed: Seed of the bootstrap.
 
     Returns:
-        For every model but the first: metric -> comparison, over the metrics that both have.
+        For every model except the first: metric -> comparison, over the metrics that both have.
     """
     tables: list[dict[str, Paired]] = []
     for other in scores[1:]:
@@ -232,7 +233,7 @@ def show_p(p: float) -> str:
 
 
 def verdict(row: Paired, name_a: str, name_b: str) -> str:
-    """Say in plain words what a comparison shows; nothing about why."""
+    """Describe in plain words what a comparison shows, but not why."""
     of = {"%": " points", "tokens": " tokens", "nats": " nats"}.get(unit(row.metric), "")
     if row.is_shown:
         word = "higher" if row.difference.mean > 0 else "lower"
@@ -246,11 +247,11 @@ def verdict(row: Paired, name_a: str, name_b: str) -> str:
     if not row.detectable:
         return "the same on every problem"
     limit = show(row.metric, row.detectable)
-    return f"no difference could be shown; differences below {limit}{of} would mostly not be seen"
+    return f"no difference could be shown; differences below {limit}{of} would mostly go undetected"
 
 
 def percent(base: float, value: float) -> str:
-    """Write how far a value lies from a base, in percent of the base."""
+    """Format the difference of a value from a base, in percent of the base."""
     return f"{100 * (value - base) / abs(base):+.1f} %"
 
 

@@ -1,4 +1,4 @@
-"""Questions outside the domain that a reasoner is trained on, and how what it says to them is read."""
+"""Questions outside a reasoner's training domain, grading of the replies, and perplexity of a text."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from whet.rewards.answers.extract import extract_answer
 from whet.schema import ResponseSchema
 from whet.types import Problem, UserError
 
-# Perplexity of a text: every token scored once, in windows of the model's context that overlap.
+# Perplexity of a text: every token is scored once, in overlapping windows of the model's context.
 
 MAX_WINDOW = 4096
-"""Tokens of a window where the context is longer: what lies further back hardly changes a prediction in prose."""
+"""Window length if the context is longer: tokens further back hardly change a prediction in prose."""
 TOKEN_BUDGET = 8192
 
 
@@ -36,7 +36,7 @@ class Perplexity:
     Attributes:
         nats: Sum of the negative log-probabilities of the scored tokens.
         num_tokens: Scored tokens.
-        num_bytes: Bytes of text that they spell.
+        num_bytes: Bytes of their text.
     """
 
     nats: float
@@ -50,7 +50,7 @@ class Perplexity:
 
     @property
     def nats_per_byte(self) -> float:
-        """Mean over bytes: comparable whatever the tokenizer."""
+        """Mean over bytes: comparable across tokenizers."""
         return self.nats / self.num_bytes
 
     @property
@@ -60,7 +60,7 @@ class Perplexity:
 
 
 def text_ids(policy: Policy, text: str) -> list[int]:
-    """Return the tokens of bare text, behind BOS where the tokenizer's prompts begin with it."""
+    """Return the tokens of bare text, after BOS if the tokenizer's prompts start with it."""
     tokenizer = policy.tokenizer
     start = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     return start + tokenizer.encode(text)
@@ -69,8 +69,8 @@ def text_ids(policy: Policy, text: str) -> list[int]:
 def measure_perplexity(policy: Policy, text: str, *, stride: int = 0) -> Perplexity:
     """Score a text.
 
-    The first token is scored only behind a BOS. Window after window moves on by `stride` tokens and scores those that
-    are new to it, so that each but the first ones is predicted from at least (window - stride) tokens.
+    The first token is scored only after a BOS. Each window advances by `stride` tokens and scores the new ones, so that
+    all but the first window's tokens are predicted from at least (window - stride) tokens.
 
     Args:
         policy: The model.
@@ -81,7 +81,7 @@ def measure_perplexity(policy: Policy, text: str, *, stride: int = 0) -> Perplex
         The sum with its counts.
 
     Raises:
-        UserError: If the text has fewer than two tokens, or the stride is no smaller than the window.
+        UserError: If the text has fewer than two tokens, or the stride is not smaller than the window.
     """
     ids = text_ids(policy, text)
     if len(ids) < 2:
@@ -104,7 +104,7 @@ def measure_perplexity(policy: Policy, text: str, *, stride: int = 0) -> Perplex
 
 
 def _windows(ids: Sequence[int], window: int, stride: int) -> list[TrainingSequence]:
-    """Cut ids into windows that score each token but the first once."""
+    """Cut ids into windows that score each token except the first once."""
     found = []
     start, scored = 0, 1
     while scored < len(ids):
@@ -128,10 +128,10 @@ class ProbePrompt:
     """One question of the off-domain set.
 
     Attributes:
-        kind: What it asks for. A continuation is given to the model as bare text, without template or tags.
+        kind: Kind of question. The model gets a continuation as bare text, without template or tags.
         text: The question.
-        accepted: Right answers; empty when it has none that can be checked.
-        rivals: Words that must not stand beside a right answer, so that naming all of them does not pay.
+        accepted: Right answers; empty if none can be checked.
+        rivals: Words that must not occur next to a right answer, so that naming all candidates does not count.
     """
 
     kind: Kind
@@ -175,7 +175,7 @@ KINDS: tuple[Kind, ...] = tuple(dict.fromkeys(prompt.kind for prompt in PROMPTS)
 
 
 def stated_answer(text: str, schema: ResponseSchema) -> str:
-    """Return what a completion answers: its answer block, or the first line behind the thinking.
+    """Return a completion's answer: its answer block, or the first line after the thinking.
 
     Args:
         text: Any completion.
@@ -192,10 +192,10 @@ def is_right(prompt: ProbePrompt, answer: str) -> bool | None:
 
     Args:
         prompt: The question.
-        answer: What `stated_answer` found; untrusted.
+        answer: The result of `stated_answer`; untrusted.
 
     Returns:
-        None without an accepted answer. A number must equal it. A word must stand in the first sentence, as a whole
+        None without an accepted answer. A number must equal it. A word must occur in the first sentence, as a whole
         word, and none of the rivals may.
     """
     if not prompt.accepted:
@@ -225,10 +225,10 @@ class Reply:
     Attributes:
         sample: 'greedy', or the number of the sample from 0.
         text: The completion; untrusted.
-        answer: What it answers, see `stated_answer`.
-        is_right: None where nothing is checked.
+        answer: Its answer, see `stated_answer`.
+        is_right: None if nothing is checked.
         is_numeric: Whether the answer is a number.
-        num_tokens: Its tokens, the stop token included.
+        num_tokens: Its tokens, including the stop token.
         finish_reason: 'stop' or 'length'.
     """
 
@@ -243,15 +243,15 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class ModelProbe:
-    """What was measured of one model.
+    """Probe results of one model.
 
     Attributes:
         name: The model as it was named.
-        replies: For each prompt that could be asked, the greedy reply and then the sampled ones.
-        skipped: Why a prompt was not asked, by its text.
-        perplexity: Of the text; None when the tokenizer cannot spell it.
-        remark: What could not be measured, in a sentence; empty when all was.
-        protocol: How the model was asked.
+        replies: For each usable prompt, the greedy reply and then the sampled ones.
+        skipped: Why a prompt was skipped, by its text.
+        perplexity: Perplexity of the text; None if the tokenizer cannot spell it.
+        remark: What could not be measured, in a sentence; empty if nothing.
+        protocol: Prompting and sampling settings.
     """
 
     name: str
@@ -273,14 +273,14 @@ def probe_model(
     seed: int,
     on_finished: Callable[[int], None],
 ) -> ModelProbe:
-    """Ask one model all prompts that its tokenizer can spell, and score a text.
+    """Run all prompts that its tokenizer can spell through one model, and score a text.
 
     Args:
         policy: The model.
         name: Its name.
         text: The text of the perplexity.
-        num_samples: Sampled completions of each prompt; their noise is the same for every model.
-        sampling: How they are drawn.
+        num_samples: Sampled completions per prompt, with the same noise for every model.
+        sampling: Sampling settings.
         stride: As in `measure_perplexity`.
         seed: Seed of the samples.
         on_finished: Called with the number of completions that ended since the last call.
@@ -326,7 +326,7 @@ def probe_model(
 
 
 def _prompt_ids(policy: Policy, prompt: ProbePrompt) -> tuple[int, ...]:
-    """Return the tokens that ask a prompt; a continuation is bare text."""
+    """Return the tokens of a prompt; a continuation is bare text."""
     if prompt.kind == "continuation":
         return tuple(text_ids(policy, prompt.text))
     return policy.prompt_ids(Problem(uid="", task="probe", prompt=prompt.text, answer=""))

@@ -1,6 +1,6 @@
-"""`whet probe`: what has a model forgotten? Off-domain questions, and the perplexity of plain prose.
+"""`whet probe`: measures what a model has forgotten, by off-domain questions and the perplexity of plain prose.
 
-A reasoner that was rewarded for numbers alone may come to answer everything with a number. This shows it.
+A reasoner that was rewarded only for numbers may learn to answer everything with a number. The probe shows it.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ MAX_TEXT_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """What one or several checkpoints of a model still know outside the domain that they were trained on."""
+    """What one or several checkpoints still know outside their training domain."""
 
     models: tuple[str, ...] = ()
-    """Run folders, Hugging Face folders or hub names; the first is what the others are compared with."""
+    """Run folders, Hugging Face folders or hub names; the others are compared with the first."""
     out: str = ""
-    """Folder to make; empty for runs/probe-DATE-TIME (a transcript is then only shown)."""
+    """Output folder; empty for runs/probe-DATE-TIME (a transcript is then only printed)."""
     transcript: str = ""
     """Show each model's greedy completion of this one prompt token by token, instead of probing."""
     text: str = ""
-    """Text file whose perplexity is measured; empty for the bundled page of English prose."""
+    """Text file for the perplexity; empty for the bundled page of English prose."""
     stride: int = 0
-    """Tokens by which windows over the text move on; 0 for half the context."""
+    """Tokens by which windows over the text advance; 0 for half the context."""
     num_samples: int = 3
     """Sampled completions of each prompt, besides the greedy one."""
     sampling: SamplingParams = field(
         default_factory=lambda: SamplingParams(temperature=0.7, max_new_tokens=128)
     )
-    """How completions are drawn."""
+    """Sampling settings."""
     template: TemplateName = "auto"
-    """Prompt: auto takes what a model was trained with, as in policy.template."""
+    """Prompt template; auto takes the one that a model was trained with, as in policy.template."""
     system_prompt: bool = True
-    """Begin with the schema's instruction where a model was trained with it, or its training is not known."""
+    """Start with the schema's instruction if a model was trained with it, or its training is unknown."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the parameters."""
     device: str = "auto"
-    """Device such as cpu or cuda; auto takes cuda where there is one."""
+    """Device such as cpu or cuda; auto takes cuda if available."""
     seed: int = 0
     """Seed of the samples."""
 
@@ -99,12 +99,12 @@ def main(config: ProbeConfig) -> None:
     if not config.models:
         raise UserError("models: got none; name one or more: whet probe runs/demo-sft runs/demo-rl")
     for name in config.models:
-        find_model(name)  # a misspelt one is found before the first is asked
+        find_model(name)  # a misspelt name fails before the first model runs
     if config.transcript:
         _transcripts(config)
         return
     text = read_text(config.text)
-    first = _load(config, config.models[0])  # one that does not load is found before the folder is made
+    first = _load(config, config.models[0])  # a model that does not load fails before the folder is created
     folder = Path(config.out or time.strftime("runs/probe-%Y%m%d-%H%M%S"))
     open_run(folder, dump_yaml(config), resumable=False)
     write_environment(folder)
@@ -142,11 +142,12 @@ def main(config: ProbeConfig) -> None:
 
 
 def summarise(probes: Sequence[ModelProbe], config: ProbeConfig) -> dict[str, Any]:
-    """Return probe.json: for each model its shares by kind with intervals over prompts, and what it lost to the first.
+    """Return probe.json: for each model its shares by kind with intervals over prompts, and its losses against the
+    first.
 
     Args:
         probes: One or more.
-        config: What was asked for.
+        config: The settings.
     """
     models = []
     for probe in probes:
@@ -190,7 +191,7 @@ def _share(rows: Sequence[Sequence[bool]], seed: int) -> dict[str, float] | None
 
 
 def _against(first: ModelProbe, other: ModelProbe, seed: int) -> dict[str, Any]:
-    """Compare with the first model on the prompts that both were asked, and on the text."""
+    """Compare with the first model on their common prompts, and on the text."""
     both = [prompt for prompt in first.replies if prompt in other.replies and prompt.accepted]
     found: dict[str, Any] = {"right": None, "p": None, "nats_per_byte": None, "perplexity_ratio": None}
     if both:
@@ -201,7 +202,7 @@ def _against(first: ModelProbe, other: ModelProbe, seed: int) -> dict[str, Any]:
     old, new = first.perplexity, other.perplexity
     if old is not None and new is not None:
         found["nats_per_byte"] = new.nats_per_byte - old.nats_per_byte
-        if old.num_tokens == new.num_tokens:  # cut into the same tokens
+        if old.num_tokens == new.num_tokens:  # tokenised identically
             found["perplexity_ratio"] = math.exp(min(new.nats_per_token - old.nats_per_token, 700.0))
     return found
 
@@ -238,7 +239,7 @@ def read_text(path: str) -> str:
 
 
 def _transcripts(config: ProbeConfig) -> None:
-    """Show the greedy completion of one prompt token by token; write transcript.json where a folder is named."""
+    """Show the greedy completion of one prompt token by token; write transcript.json if a folder is given."""
     problem = Problem(uid="", task="probe", prompt=config.transcript, answer="")
     found = []
     params = SamplingParams(temperature=0.0, max_new_tokens=config.sampling.max_new_tokens)
@@ -269,7 +270,7 @@ def _cell(share: Mapping[str, float] | None) -> str:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Shorten paths to as many of their last parts as tell them apart; escape what a terminal could obey."""
+    """Shorten paths to as few trailing parts as distinguish them; escape terminal control characters."""
     parts = [Path(name).parts for name in names]
     for count in range(1, max(map(len, parts)) + 1):
         short = ["/".join(row[-count:]) for row in parts]
@@ -291,7 +292,7 @@ def _print(content: Mapping[str, Any]) -> None:
         if kind != "creative":
             table.add_row(kind, *(Text(_cell(model["kinds"][kind]["right"])) for model in models))
     numeric = [Text(_cell(model["kinds"]["all"]["numeric"])) for model in models]
-    table.add_row("a number where none is asked", *numeric, end_section=True)
+    table.add_row("a number where the question asks for none", *numeric, end_section=True)
     for name, digits in (("perplexity", 2), ("nats_per_byte", 3)):
         rows = [model["perplexity"] for model in models]
         cells = ["-" if row is None else f"{row[name]:,.{digits}f}" for row in rows]
@@ -328,7 +329,7 @@ def _page(probes: Sequence[ModelProbe], content: Mapping[str, Any]) -> str:
             for reply in probe.replies.get(prompt, ()):
                 mark = {True: ", right", False: ", wrong", None: ""}[reply.is_right]
                 head = f"{name}, {reply.sample}: {reply.num_tokens} tokens, {reply.finish_reason}{mark}"
-                # An indented block: nothing that a model writes can end it.
+                # An indented block: model output cannot end it.
                 shown = [escape_controls(line) for line in [head, *reply.text.split("\n")]]
                 lines += [f"    {line}" for line in shown] + [""]
     return "\n".join(lines)

@@ -22,11 +22,11 @@ class TokenRow:
     """One token of a transcript.
 
     Attributes:
-        position: Its place in the whole sequence, 0-based.
+        position: Its position in the whole sequence, 0-based.
         id: Its id.
-        text: What it spells inside a text, with its leading space; untrusted.
+        text: Its text, with leading space; untrusted.
         is_special: Whether it is a control token.
-        part: prompt; thinking or answer (without their tags); other: tags, and what stands outside of both.
+        part: prompt; thinking or answer (without their tags); other: tags, and text outside of both.
     """
 
     position: int
@@ -36,7 +36,7 @@ class TokenRow:
     part: Part
 
     def __str__(self) -> str:
-        """Write `[  4] id= 5006  ' cars'`, a control token between stars; nothing in it can move a cursor."""
+        """Write `[  4] id= 5006  ' cars'`, a control token between stars; control characters are escaped."""
         shown = repr(self.text)
         return f"[{self.position:3}] id={self.id:5}  {f'*** {shown[1:-1]} ***' if self.is_special else shown}"
 
@@ -46,9 +46,9 @@ class Transcript:
     """A prompt and a completion, token by token.
 
     Attributes:
-        rows: All tokens in their order.
-        text: What the completion spells; untrusted.
-        false_steps: Equations of the completion that are wrong arithmetic, as written.
+        rows: All tokens in order.
+        text: The completion's text; untrusted.
+        false_steps: Equations of the completion with wrong arithmetic, as written.
     """
 
     rows: tuple[TokenRow, ...]
@@ -56,7 +56,7 @@ class Transcript:
     false_steps: tuple[str, ...]
 
     def count(self, part: Part | Literal["generated"]) -> int:
-        """Count the tokens of a part; generated: all that are not the prompt's."""
+        """Count the tokens of a part; generated: all tokens after the prompt."""
         return sum(row.part == part or (part == "generated" and row.part != "prompt") for row in self.rows)
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -88,17 +88,17 @@ class Transcript:
 def transcribe(
     tokenizer: Tokenizer, schema: ResponseSchema, prompt_ids: Sequence[int], completion_ids: Sequence[int]
 ) -> Transcript:
-    """Lay a completion out token by token.
+    """Break a completion down token by token.
 
     Args:
-        tokenizer: Spells the tokens and knows which are control tokens.
-        schema: Its tags tell thinking and answer apart, whether or not they are tokens of their own.
-        prompt_ids: Tokens that were read.
-        completion_ids: Tokens that were written, the stop token included.
+        tokenizer: Decodes the tokens and knows which are control tokens.
+        schema: Its tags separate thinking and answer, whether or not they are single tokens.
+        prompt_ids: Prompt tokens.
+        completion_ids: Generated tokens, including the stop token.
 
     Returns:
-        The transcript. Thinking that is never closed runs to the end of the completion; the answer is that which the
-        parser takes: the last closed block behind the thinking.
+        The transcript. Thinking that is never closed runs to the end of the completion; the answer is the one that the
+        parser takes: the last closed block after the thinking.
     """
     texts = [tokenizer.token_text(index) for index in completion_ids]
     whole = "".join(texts)
@@ -117,7 +117,7 @@ def transcribe(
 
 
 def _spans(text: str, schema: ResponseSchema) -> tuple[range, range]:
-    """Return where thinking and answer stand, in characters and without their tags."""
+    """Return the character ranges of thinking and answer, without their tags."""
     opened = text.find(schema.think_open)
     closed = text.find(schema.think_close)
     is_open = opened >= 0 and (closed < 0 or opened < closed)

@@ -1,4 +1,4 @@
-"""`whet data`: look at a task's data before training: lengths, repetitions, overlap of train and test."""
+"""`whet data`: reports on a task's data before training: lengths, duplicates, overlap of train and test."""
 
 from __future__ import annotations
 
@@ -35,24 +35,25 @@ NUM_BINS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class DataReportConfig:
-    """A report on a task's data: lengths, repeated and contradicting problems, and what of dev and test is in train."""
+    """A report on a task's data: lengths, duplicate and contradicting problems, and overlap of dev and test with
+    train."""
 
     out: str = ""
-    """Run folder to make; empty for runs/data-DATE-TIME."""
+    """Output folder; empty for runs/data-DATE-TIME."""
     task: TaskConfig = field(default_factory=TaskConfig)
-    """The problems."""
+    """The task."""
     tokenizer: str = "bytes"
-    """What lengths are counted with: bytes, or a tokenizer's folder or hub name."""
+    """Unit of lengths: bytes, or a tokenizer's folder or hub name."""
     ngram: int = 13
     """Words per n-gram of prompts with at least twice as many words (13 is GPT-3's, arXiv:2005.14165, appendix C)."""
     short_ngram: int = 8
-    """Words per n-gram of shorter prompts; those with fewer words are compared as a whole only."""
+    """Words per n-gram of shorter prompts; those with fewer words are only compared as a whole."""
     overlap_share: float = 0.5
-    """A held-out prompt counts as overlapping when at least this share of its n-grams stands in training prompts."""
+    """A held-out prompt counts as overlapping if at least this share of its n-grams occurs in training prompts."""
     num_shown: int = 5
-    """Worst pairs and repeated prompts that are shown."""
+    """Number of worst pairs and repeated prompts to show."""
     fail_on_overlap: bool = False
-    """End with exit status 2 when a dev or test prompt overlaps with train as it is written."""
+    """End with exit status 2 if a dev or test prompt, as written, overlaps with train."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.short_ngram <= self.ngram:
@@ -71,7 +72,7 @@ class Repeated:
 
     Attributes:
         problems: At least two.
-        answers: Their gold answers that the task does not take for each other, at least one.
+        answers: Their distinct gold answers, at least one.
     """
 
     problems: list[Problem]
@@ -80,7 +81,7 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A table for terminal and report: title, head, rows, and what to know about it."""
+    """A table for terminal and report: title, head, rows and note."""
 
     title: str
     head: Sequence[str]
@@ -92,7 +93,7 @@ def main(config: DataReportConfig) -> None:
     """Print the report and write its folder.
 
     Raises:
-        UserError: If data cannot be read; in the end, if something overlaps and `fail_on_overlap` is set.
+        UserError: If data cannot be read; at the end, if something overlaps and `fail_on_overlap` is set.
     """
     folder = Path(config.out or time.strftime("runs/data-%Y%m%d-%H%M%S"))
     task = load_task(config.task)
@@ -125,7 +126,7 @@ def main(config: DataReportConfig) -> None:
         found = " and ".join(
             f"{count:,} of {len(splits[split]):,} {split}" for split, count in flagged.items()
         )
-        raise UserError(f"{found} prompts overlap with train; see {folder / 'report.md'}, and leave them out")
+        raise UserError(f"{found} prompts overlap with train; see {folder / 'report.md'}, and remove them")
 
 
 def _unit(config: DataReportConfig) -> str:
@@ -135,7 +136,7 @@ def _unit(config: DataReportConfig) -> str:
 def _lengths(
     splits: Mapping[str, Sequence[Problem]], tokenizer: str
 ) -> dict[str, tuple[list[int], list[int]]]:
-    """Return by split the lengths of prompts, and of solutions where there is one."""
+    """Return by split the lengths of prompts, and of solutions if there are any."""
     coder = None if tokenizer == "bytes" else Tokenizer.load(tokenizer)
 
     def count(text: str) -> int:
@@ -177,7 +178,7 @@ def _content(
     repeated: Mapping[str, Sequence[Repeated]],
     overlaps: Mapping[tuple[str, View], Overlap],
 ) -> dict[str, Any]:
-    """Gather everything that the report says, as it stands in report.json."""
+    """Collect the content of report.json."""
     parts = task.parts.values() if isinstance(task, Mixture) else [task]
 
     def overlap_of(split: str, view: View) -> dict[str, Any]:
@@ -229,7 +230,7 @@ def _percentiles(lengths: Sequence[int]) -> dict[str, int]:
 
 
 def _sheets(config: DataReportConfig, content: Mapping[str, Any]) -> Iterator[Sheet]:
-    """Lay the content out as tables."""
+    """Format the content as tables."""
     splits, overlap = content["splits"], content["overlap"]
 
     def row(name: str, *keys: str) -> list[str]:
@@ -249,7 +250,7 @@ def _sheets(config: DataReportConfig, content: Mapping[str, Any]) -> Iterator[Sh
                 for percent in PERCENTS
             ),
         ],
-        f"Rows that the task left out while reading: {content['bad_rows']:,} malformed or without an answer, "
+        f"Rows that the task skipped while reading: {content['bad_rows']:,} malformed or without an answer, "
         f"{content['repeated_rows']:,} repeated.",
     )
     share = f"{100 * config.overlap_share:g} %"
@@ -309,7 +310,7 @@ def _short(text: str, width: int) -> str:
 
 
 def _print(sheets: Sequence[Sheet]) -> None:
-    """Print the tables that have rows; data is never read as markup."""
+    """Print the tables that have rows; data is never interpreted as markup."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -351,7 +352,7 @@ def _cell(text: str) -> str:
 
 
 def _draw_lengths(lengths: Mapping[str, Sequence[int]], unit: str, folder: Path) -> None:
-    """Draw how long the prompts of each split are; the longest 0.5 % stand in the last bin."""
+    """Draw the prompt lengths of each split; the longest 0.5 % are in the last bin."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter

@@ -1,4 +1,4 @@
-"""Which prompts are the same, or nearly so: folded texts, their hashes and their word n-grams, in linear memory."""
+"""Finds equal and near-duplicate prompts, by hashes of folded texts and of their word n-grams, in linear memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import numpy as np
 from whet.types import Problem
 
 View = Literal["text", "template"]
-"""'text': as it is written; 'template': with every number replaced, as templated maths differs by numbers only."""
+"""'text': as written; 'template': with every number replaced, because templated maths differs only in numbers."""
 
 VIEWS: tuple[View, ...] = ("text", "template")
 NUMBER = "#"
-NUMBER_HASH = np.uint64(0x517CC1B727220A95)  # any value that no word's hash is likely to have
+NUMBER_HASH = np.uint64(0x517CC1B727220A95)  # arbitrary value, unlikely to be a word's hash
 # A number (with its commas and points), a letter of a script without spaces, a word, or a sign that maths needs. A
 # hyphen between letters is punctuation.
 TOKEN = re.compile(
@@ -29,7 +29,7 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def fold(text: str) -> list[str]:
-    """Cut a text into words, numbers and maths signs; case, white space and other punctuation are folded away."""
+    """Cut a text into words, numbers and maths signs; drop case, white space and other punctuation."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return [match.replace(",", "") for match in TOKEN.findall(folded)]
 
@@ -76,7 +76,7 @@ def fold_prompts(problems: Sequence[Problem]) -> Texts:
 
 
 def ngrams(texts: Texts, view: View, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hash every run of `n` words within a text; none of which more than half are replaced numbers.
+    """Hash every run of `n` words within a text, except those with more than half replaced numbers.
 
     Returns:
         Hash of each n-gram, uint64, and the index of its text.
@@ -93,7 +93,7 @@ def ngrams(texts: Texts, view: View, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shared_ngrams(held_out: Texts, train: Texts, view: View, n: int) -> np.ndarray:
-    """Return for each held-out text the share of its n-grams that occur anywhere in `train`; NaN where it has none."""
+    """Return for each held-out text the share of its n-grams that occur anywhere in `train`; NaN if it has none."""
     hashes, owner = ngrams(held_out, view, n)
     found = np.isin(hashes, np.unique(ngrams(train, view, n)[0]))
     total = np.bincount(owner, minlength=len(held_out.num_words))
@@ -103,11 +103,11 @@ def shared_ngrams(held_out: Texts, train: Texts, view: View, n: int) -> np.ndarr
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How much of a held-out split stands in the training split, in one view.
+    """Overlap of a held-out split with the training split, in one view.
 
     Attributes:
-        score: Of each held-out text the share of n-grams that occur in train; 1 where the whole text does; NaN for a
-            text too short to tell.
+        score: For each held-out text the share of n-grams that occur in train; 1 if the whole text does; NaN if it is
+            too short.
         is_equal: Whether the whole folded text occurs in train.
         pairs: (held-out index, train index) of the texts with the highest scores, worst first.
     """
@@ -125,9 +125,9 @@ def compare(
     Args:
         held_out: Texts of the held-out split.
         train: Texts of the training split.
-        view: As written, or numbers aside.
+        view: As written, or with numbers replaced.
         ngram: Words per n-gram of texts with at least twice as many words.
-        short_ngram: Words per n-gram of shorter texts; those with fewer words are compared as a whole only.
+        short_ngram: Words per n-gram of shorter texts; those with fewer words are only compared as a whole.
         num_pairs: Worst pairs to find.
 
     Returns:
@@ -151,7 +151,7 @@ def compare(
 def _nearest(
     held_out: Texts, train: Texts, view: View, n: int, wanted: Sequence[int]
 ) -> dict[int, int | None]:
-    """Return for each wanted held-out text the training text that has most of its n-grams."""
+    """Return for each given held-out text the training text that shares most of its n-grams."""
     if not wanted:
         return {}
     hashes, owner = ngrams(held_out, view, n)

@@ -1,4 +1,4 @@
-"""`whet diagnose RECIPE`: one real training step, component by component, each with its verdict and the reasons."""
+"""`whet diagnose RECIPE`: examines one real training step by component, each with a verdict and reasons."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ STYLES: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold re
 class DiagnoseConfig:
     """One real step of a recipe, component by component: pass, warn or fail, with reasons.
 
-    Exit status 1 when a component fails, 2 when the step could not be done.
+    Exit status 1 if a component fails, 2 if the step could not run.
     """
 
     recipe: str
-    """Recipe, .yaml file or run folder, as the program takes it."""
+    """Recipe, .yaml file or run folder, as the program accepts it."""
     of: Literal["rl", "sft"] = "rl"
-    """Program that runs it."""
+    """Program of the recipe."""
     set: tuple[str, ...] = ()
     """Fields of the program to override, each written field=value, such as num_prompts=4."""
     out: str = ""
-    """Folder to make for diagnose.log, .json and .html; empty for runs/diagnose-DATE-TIME."""
+    """Output folder for diagnose.log, .json and .html; empty for runs/diagnose-DATE-TIME."""
     repeats: int = 5
-    """Steps that are timed."""
+    """Timed steps."""
     rounds: int = 3
-    """Times that each switch (bfloat16, checkpointing ...) is timed in turn with the recipe as it is; 0 tries none."""
+    """Rounds in which each switch (bfloat16, checkpointing ...) is timed, alternating with the unchanged recipe; 0 for
+    none."""
     compile: bool = False
-    """Try torch.compile among the switches; it takes minutes."""
+    """Also try torch.compile as a switch; takes minutes."""
 
     def __post_init__(self) -> None:
         PlanConfig(recipe=self.recipe, of=self.of, set=self.set)
@@ -67,10 +68,10 @@ class DiagnoseConfig:
 
 
 def main(config: DiagnoseConfig) -> None:
-    """Do the step, look at it, and write diagnose.log, diagnose.json and diagnose.html.
+    """Run the step, examine it, and write diagnose.log, diagnose.json and diagnose.html.
 
     Raises:
-        UserError: If the step cannot be done.
+        UserError: If the step cannot run.
         SystemExit: With status 1 when a component fails.
     """
     run = read_recipe(PlanConfig(recipe=config.recipe, of=config.of, set=config.set))
@@ -111,24 +112,24 @@ def main(config: DiagnoseConfig) -> None:
 
 
 def examine(subject: Subject, config: DiagnoseConfig, say: Callable[[str], None]) -> dict[str, Component]:
-    """Look at every component of the first step.
+    """Examine every component of the first step.
 
     Args:
         subject: The recipe, loaded.
-        config: How often is timed, and which switches are tried.
-        say: Told what comes next.
+        config: Number of timed steps, and switches to try.
+        say: Called with the next action.
 
     Returns:
         Components by name, in the order of the report.
     """
     found: dict[str, Component] = {}
-    gc.freeze()  # what is there now would be searched again in every measurement
+    gc.freeze()  # otherwise every measurement would scan existing objects again
 
     def look(name: str, work: Callable[[], Component]) -> None:
         say(f"{name} ...")
         try:
             found[name] = work()
-        except Exception as error:  # what is wrong with a step may end it; that is then the finding
+        except Exception as error:  # a faulty step may raise; that is the finding
             if isinstance(error, UserError):
                 reason = str(error)
             else:
@@ -148,7 +149,7 @@ def examine(subject: Subject, config: DiagnoseConfig, say: Callable[[str], None]
     with captured(subject, apply=True) as updates:
         subject.prepare()()
     if not updates:
-        raise UserError("the step makes no update: no token of it teaches anything")
+        raise UserError("the step makes no update: none of its tokens carries signal")
     look("optimizer", lambda: optimizer(subject, updates[0]))
     subject.reset()
     look("gradients", lambda: gradients(subject, updates[0]))
@@ -162,7 +163,7 @@ def examine(subject: Subject, config: DiagnoseConfig, say: Callable[[str], None]
 
 
 def as_text(component: Component) -> str:
-    """Write a component with all that was found."""
+    """Format a component with all findings."""
     lines = [f"{component.name}: {component.verdict}; {component.headline}"]
     lines += [f"  {name}: {show(value)}" for name, value in component.facts.items()]
     lines += [f"  [{c.status}] {c.name}: {c.found}; expected {c.expected}" for c in component.checks]
@@ -172,7 +173,7 @@ def as_text(component: Component) -> str:
 
 
 def _print(console: Console, title: str, components: Mapping[str, Component]) -> None:
-    """Print a line for each component, and the reasons of what did not pass, the worst first."""
+    """Print a line for each component, and the reasons of failures and warnings, worst first."""
     table = Table(title=Text(f"one step of {title}"), box=SIMPLE_HEAD, title_justify="left")
     for name in ("component", "verdict", "found"):
         table.add_column(name, overflow="fold")

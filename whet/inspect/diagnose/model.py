@@ -1,4 +1,4 @@
-"""Diagnosis of what a step begins with: machine, tokenizer, parameters, and the forward pass."""
+"""Diagnosis of a step's inputs: machine, tokenizer, parameters, and the forward pass."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ GPT2_IDS = (
     "47 25 374 46803 80 74 9374 81 14 381 381 381 381 14 23 14 23 14 23 14 23 14 10246 10246 10246 10246 14 49 "
     "32819 48 42 15766 49 266 509 48 74 80 532 657 352 220 220 220 337 25"
 )
-"""The 46 ids of that prompt under GPT-2's published merges, and the id by which that vocabulary is known."""
+"""The 46 ids of that prompt under GPT-2's published merges, and the id that identifies that vocabulary."""
 GPT2_END = (50_256, "<|endoftext|>")
 PACKING = {"float32": 1e-4, "bfloat16_autocast": 0.1, "bfloat16_master": 0.1}
-"""Largest accepted difference of a log-probability, in nats, where only the company in the micro-batch differs: the
-order of a sum may change, so that it is rounding of the precision."""
+"""Largest accepted difference of a log-probability, in nats, if only the other sequences of the micro-batch differ: the
+order of a sum may change, so it is rounding of the precision."""
 CAUSAL = 1e-5
-"""The same where only later tokens differ: no sum changes."""
+"""The same if only later tokens differ: no sum changes."""
 FEW, JUNK = 6, 16
 RESIDUAL = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
 
 
 def environment(subject: Subject) -> Component:
-    """Record machine, versions, switches, and the weights that everything below is about."""
+    """Record machine, versions, switches, and the weights under test."""
     part, run, policy = Component("Environment"), subject.run, subject.policy
     device, optim = policy.device, run.optim
     if device.type == "cuda":
@@ -70,7 +70,7 @@ def environment(subject: Subject) -> Component:
 
 
 def tokenizer(subject: Subject) -> Component:
-    """Encode and decode the step's texts, and GPT-2's golden prompt where the tokenizer is GPT-2's."""
+    """Encode and decode the step's texts, and GPT-2's golden prompt if the tokenizer is GPT-2's."""
     part, tokens = Component("Tokenizer"), subject.policy.tokenizer
     problem, ids = subject.problems[0], list(subject.sequences[0].prompt_ids)
     texts = [text for p in subject.problems for text in (p.prompt, p.solution, p.answer) if text]
@@ -101,7 +101,7 @@ def tokenizer(subject: Subject) -> Component:
 
 
 def parameters(subject: Subject) -> Component:
-    """Count and weigh the parameters; those drawn at random are held against the law that they were drawn by."""
+    """Count the parameters and measure their norms; random weights are compared with their initial distribution."""
     part, model, run = Component("Parameters"), subject.policy.model, subject.run
     named = dict(model.named_parameters())
     count, norms = sum(p.numel() for p in named.values()), {n: _norm(p) for n, p in named.items()}
@@ -161,7 +161,7 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 def _drawn_norm(named: dict[str, torch.nn.Parameter], shape: ModelConfig) -> float:
-    """Return the norm that random weights have on average: matrices N(0, std), vectors 1, biases 0."""
+    """Return the expected norm of random weights: matrices N(0, std), vectors 1, biases 0."""
     squares = 0.0
     for name, p in named.items():
         if p.dim() >= 2:
@@ -173,7 +173,7 @@ def _drawn_norm(named: dict[str, torch.nn.Parameter], shape: ModelConfig) -> flo
 
 
 def forward(subject: Subject) -> Component:
-    """Look at logits and log-probabilities, and at what a token's score must not depend on."""
+    """Check logits and log-probabilities, and that a token's score does not depend on what it must not."""
     part, run = Component("Forward"), subject.run
     rows = subject.scores()
     scores = [p for row in rows for p in row]
@@ -244,7 +244,7 @@ def _scored_plainly(subject: Subject, sequences: Sequence[TrainingSequence]) -> 
 
 
 def _company(subject: Subject, few: Sequence[TrainingSequence]) -> dict[str, list[list[float]]]:
-    """Score sequences in several kinds of company; return the scores of their own tokens."""
+    """Score sequences packed with different other sequences; return the scores of their own tokens."""
     found = {
         "packed with others behind": subject.scores(few, token_budget=2**30),
         "packed with others in front": subject.scores(few[::-1], token_budget=2**30)[::-1],
@@ -264,10 +264,11 @@ def _company(subject: Subject, few: Sequence[TrainingSequence]) -> dict[str, lis
 
 
 def _future(subject: Subject, sequence: TrainingSequence) -> tuple[float, float]:
-    """Change tokens from a place on, at three places; return the largest change in rows before it, and after the first.
+    """Change the tokens from a position on, at three positions; return the largest change in rows before it, and after
+    it.
 
-    Rows are compared by their entropies: log-probabilities would say nothing of the row before the change, whose target
-    is another one.
+    Rows are compared by their entropies: the log-probability of the row before the change is useless, because its
+    target changed.
     """
     ids, valid = sequence.prompt_ids + sequence.completion_ids, subject.policy.model.num_valid_tokens
 
@@ -285,7 +286,7 @@ def _future(subject: Subject, sequence: TrainingSequence) -> tuple[float, float]
 
 
 def _gap(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
-    """Return the largest difference; infinite where numbers are missing or not finite."""
+    """Return the largest difference; infinite if numbers are missing or not finite."""
     gaps = [abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
     return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
 

@@ -1,4 +1,4 @@
-"""Diagnosis of the objective's arithmetic: advantages, ratios, clip, KL, loss, and the signs of what is learned."""
+"""Diagnosis of the objective's arithmetic: advantages, ratios, clip, KL, loss, and the direction of the update."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from whet.types import Group, Sample
 
 Values = Sequence[Sequence[float]]
 SIMPLE = {"clip", "logprob"}
-"""Surrogates whose loss is recomputed here from its definition."""
+"""Surrogates whose loss is recomputed here from the definition."""
 LOSS = {"float32": 1e-4, "bfloat16_autocast": 0.02, "bfloat16_master": 0.02}
-"""Largest accepted difference of a loss that is computed in another way."""
+"""Largest accepted difference of an independently computed loss."""
 DRIFT = {"float32": 1e-3, "bfloat16_autocast": 0.5, "bfloat16_master": 0.5}
-"""Largest accepted |ratio - 1| of a token before the first update, where the arithmetic is not exact."""
+"""Largest accepted |ratio - 1| of a token before the first update, if the arithmetic is not exact."""
 SLOPE = {"float32": 0.05, "bfloat16_autocast": 0.3}
 """Largest accepted relative error of a gradient against finite differences."""
 CHANGE, FARTHEST = 0.01, 1e-2
-"""The finite difference wants a change of so many nats, and moves the weights by at most this share of their norm."""
+"""The finite difference aims at a change of this many nats, and moves the weights by at most this share of their
+norm."""
 SMALL_GROUP = 4
 
 
 def objective(subject: Subject) -> Component:
-    """Recompute the loss and everything that it is made of, from rewards and log-probabilities alone."""
+    """Recompute the loss and its parts from rewards and log-probabilities alone."""
     run, scores = subject.run, subject.scores()
     with captured(subject, apply=False) as updates:
         metrics = subject.prepare()()
@@ -81,7 +82,7 @@ def _check_loss(part: Component, optim: OptimConfig, loss: float, expected: floa
 
 
 def log_ratios(subject: Subject, scores: Values) -> list[list[float]]:
-    """Return log policy - log sampler of every trained token, by sequence, within +-20 as in the loss."""
+    """Return log policy - log sampler of every trained token, by sequence, clamped to +-20 as in the loss."""
     pairs = [
         zip(row, s.sampler_logprobs, strict=True) for row, s in zip(scores, subject.sequences, strict=True)
     ]
@@ -89,7 +90,7 @@ def log_ratios(subject: Subject, scores: Values) -> list[list[float]]:
 
 
 def outside_clip(algo: AlgoConfig, rows: Values) -> str:
-    """Return the share of ratios outside the clip's bounds, by token or by sequence as the objective has it."""
+    """Return the share of ratios outside the clip's bounds, per token or per sequence as in the objective."""
     if algo.surrogate in ("sigmoid", "logprob"):
         return f"surrogate {algo.surrogate} has no clip"
     if algo.ratio == "sequence":
@@ -102,7 +103,7 @@ def outside_clip(algo: AlgoConfig, rows: Values) -> str:
 
 
 def _check_advantages(part: Component, algo: AlgoConfig, groups: Sequence[Group]) -> None:
-    """Compare advantages with their definition, and look at their mean, which a group's baseline makes 0."""
+    """Compare advantages with their definition, and check that their mean is 0 with a group baseline."""
     rows = [
         [(s.reward, s.advantage) for s in g.samples if s.reward is not None and s.advantage is not None]
         for g in groups
@@ -134,7 +135,7 @@ def _check_advantages(part: Component, algo: AlgoConfig, groups: Sequence[Group]
 
 
 def _check_ratios(part: Component, run: RLConfig, rows: Values, metrics: Mapping[str, float]) -> None:
-    """Look at exp(policy - sampler): before the first update it is 1, and nothing is clipped."""
+    """Check exp(policy - sampler): before the first update it is 1, and nothing is clipped."""
     ratios = [math.exp(value) for value in chain.from_iterable(rows)]
     drift, limit = max(abs(ratio - 1) for ratio in ratios), DRIFT[run.optim.precision]
     part.facts |= {
@@ -153,7 +154,7 @@ def _check_ratios(part: Component, run: RLConfig, rows: Values, metrics: Mapping
 
 
 def _expected_loss(subject: Subject, scores: Values, metrics: Mapping[str, float]) -> float | None:
-    """Compute the loss from its definition; None where this file does not spell it out."""
+    """Compute the loss from its definition; None if this file does not implement it."""
     run = subject.run
     assert isinstance(run, RLConfig)
     algo, sequences = run.algo, subject.sequences
@@ -201,7 +202,7 @@ def _check_kl(part: Component, run: RLConfig, metrics: Mapping[str, float]) -> N
 
 
 def _check_signs(part: Component, subject: Subject, run: RLConfig) -> None:
-    """Reward all completions, then punish all: their log-prob must rise, then fall; the loss may have any sign."""
+    """Reward all completions, then penalise all: their log-prob must rise, then fall; the loss may have any sign."""
     algo = run.algo
     plain = AlgoConfig(
         baseline="none",
@@ -230,7 +231,8 @@ def _advised(sample: Sample, sign: int) -> Sample:
 def _check_slope(
     part: Component, name: str, subject: Subject, gradients: Mapping[str, torch.Tensor], sign: int
 ) -> None:
-    """Hold backward against forward: move the weights against a gradient, there and back, and look at the log-probs.
+    """Check the backward pass against finite differences: move the weights along a gradient, both ways, and compare
+    log-probs.
 
     The mean log-probability of a trained token must change by the gradient's norm per unit of length, in the direction
     of `sign`.
@@ -242,7 +244,7 @@ def _check_slope(
         return
     reach = min(CHANGE / max(norm, 1e-30), FARTHEST * total_norm(dict(named)))
     means = []
-    for direction in (1, -2):  # there, and back to as far on the other side
+    for direction in (1, -2):  # forward, then back to the same distance on the other side
         with torch.no_grad():
             for tensor, gradient in gradients.items():
                 named[tensor].add_(gradient, alpha=-direction * reach / max(norm, 1e-30))

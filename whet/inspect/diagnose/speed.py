@@ -1,4 +1,4 @@
-"""Diagnosis of what a step costs: memory and time by stage, and its FLOPs against this machine."""
+"""Diagnosis of a step's cost: memory and time by stage, and its FLOPs relative to this machine's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ NOISE = 0.3
 
 
 def peaks(subject: Subject, prepare: Callable[[], Work]) -> tuple[dict[str, int], int, int]:
-    """Do two steps; return the most bytes alive in each stage of the second, and those alive before and after it.
+    """Run two steps; return the peak of live bytes in each stage of the second, and the live bytes before and after it.
 
-    The first one fills what is kept on purpose. On a CPU all tensors that operations return are counted, on a GPU the
-    allocator is asked.
+    The first one fills deliberate caches. On a CPU all tensors that operations return are counted, on a GPU the
+    allocator reports.
     """
     device, stage = subject.policy.device, BETWEEN
     found: dict[str, int] = dict.fromkeys((*STAGES, BETWEEN), 0)
@@ -62,7 +62,7 @@ def peaks(subject: Subject, prepare: Callable[[], Work]) -> tuple[dict[str, int]
 
 
 def memory(subject: Subject) -> Component:
-    """Measure the four stages' fullest moments, and that a step leaves nothing behind."""
+    """Measure the memory peaks of the four stages, and check that a step leaves nothing behind."""
     part = Component("Memory")
     found, before, after = peaks(subject, subject.prepare)
     subject.reset()
@@ -98,10 +98,10 @@ class Flops:
     """Floating-point operations of a training pass, forward and backward.
 
     Attributes:
-        layers: 6 per weight of the layers and token that the model read.
-        attention: Scores and sums of values, of the causal half.
+        layers: 6 per layer weight and token read.
+        attention: Scores and sums of values, only the causal half.
         head: 6 per weight of the head and *trained* token: others never reach it.
-        again: What may be computed a second time: logits in the backward pass, layers when they are checkpointed.
+        again: Possible recomputation: logits in the backward pass, checkpointed layers.
     """
 
     layers: float
@@ -111,7 +111,7 @@ class Flops:
 
     @property
     def model(self) -> float:
-        """What the mathematics asks for: the numerator of MFU."""
+        """FLOPs without recomputation: the numerator of MFU."""
         return self.layers + self.attention + self.head
 
 
@@ -129,7 +129,7 @@ def count_flops(
     Args:
         shape: Shape of the model.
         layer_weights: Elements of the layers' matrices.
-        num_pairs: Tokens that each token sees, itself included, added up.
+        num_pairs: Sum over tokens of the tokens that each attends to, including itself.
         num_trained: Tokens that the loss sees.
         num_read: Tokens that the model read with gradients.
         checkpoint: Whether the backward pass runs the layers again.
@@ -144,13 +144,13 @@ def count_flops(
 
 
 def _pairs(sequences: Sequence[TrainingSequence], token_budget: int) -> int:
-    """Add up how many tokens each token sees, packed as in training: a shared prompt's own tokens count once."""
+    """Sum the tokens that each token attends to, packed as in training: a shared prompt's own tokens count once."""
     found = [s for micro in pack(sequences, token_budget=token_budget).micro_batches for s in micro.segments]
     return sum(s.length * s.shared + s.length * (s.length + 1) // 2 for s in found)
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the best FLOP/s of square matrix products here and now."""
+    """Return the best FLOP/s of square matrix products on this machine now."""
     best = 0.0
     for size in MATMULS[device.type]:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -168,7 +168,7 @@ def _now(device: torch.device) -> float:
 
 
 def speed(subject: Subject, repeats: int) -> Component:
-    """Time the stages, and hold the step's FLOPs against matrix products that run in between."""
+    """Time the stages, and compare the step's FLOPs with matrix products run in between."""
     part, run, device = Component("Time"), subject.run, subject.policy.device
     dtype = subject.policy.autocast or parameter_dtype(run.optim.precision)
     read = 0
@@ -228,7 +228,7 @@ def speed(subject: Subject, repeats: int) -> Component:
 
 def _step_flops(subject: Subject, num_read: int) -> Flops:
     run, model, trained, passes = subject.run, subject.policy.model, subject.sequences, 1
-    if isinstance(run, RLConfig):  # what teaches nothing never reaches the backward pass
+    if isinstance(run, RLConfig):  # tokens without signal never reach the backward pass
         passes = run.algo.num_epochs
         needs_all = run.algo.is_token_level or run.algo.has_entropy_bonus or run.algo.kl != "none"
         trained = [s for s in trained if s.advantage or needs_all]

@@ -1,4 +1,4 @@
-"""The first training step of a recipe, to be done as often as wanted, its stages watched from outside."""
+"""Runs the first training step of a recipe any number of times, and observes its stages from outside."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from whet.train.setup import RLSetup, load_rl
 from whet.train.sft import SFTConfig, demonstration, fitting, is_empty, train_step
 from whet.types import Group, UserError
 
-# What a diagnosis is made of: components, each with facts, checks that passed or not, tables and bars.
+# Results of a diagnosis: components, each with facts, checks, tables and bars.
 
 Status = Literal["pass", "warn", "fail"]
 ORDER: tuple[Status, ...] = ("pass", "warn", "fail")
@@ -39,13 +39,13 @@ ORDER: tuple[Status, ...] = ("pass", "warn", "fail")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that had to hold.
+    """One check.
 
     Attributes:
-        name: What was looked at.
+        name: What was checked.
         status: Whether it holds.
         found: What was measured.
-        expected: What had to be.
+        expected: What was required.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Check:
 
 @dataclass(slots=True)
 class Component:
-    """One part of the step, looked at.
+    """One examined part of the step.
 
     Attributes:
         name: Title.
         headline: The numbers to read first.
         facts: Quantity, with its unit -> value.
-        checks: What had to hold.
+        checks: The checks.
         tables: Title -> rows, all with the same columns.
         bars: Title -> (label, length, text) of each bar.
     """
@@ -75,7 +75,7 @@ class Component:
     bars: dict[str, list[tuple[str, float, str]]] = field(default_factory=dict)
 
     def check(self, name: str, holds: bool, found: Any, expected: Any, *, otherwise: Status = "fail") -> None:
-        """Add a check, with its status where it does not hold."""
+        """Add a check, with its status if it does not hold."""
         self.checks.append(Check(name, "pass" if holds else otherwise, show(found), show(expected)))
 
     @property
@@ -94,7 +94,7 @@ def worst(statuses: Sequence[Status]) -> Status:
 
 
 def show(value: Any) -> str:
-    """Write a value for a person."""
+    """Format a value for display."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -109,12 +109,13 @@ def show(value: Any) -> str:
 
 
 def share(value: float) -> str:
-    """Write a share in percent, small ones with two digits."""
+    """Format a share in percent, small ones with two digits."""
     return f"{100 * value:.1f} %" if value >= 0.01 or value <= 0 else f"{100 * value:.2g} %"
 
 
 STAGES = ("batch", "forward", "backward", "optimizer")
-"""Packing, with the passes of a reference or critic; the model's forward passes and the loss; backward; the update."""
+"""Packing, with the forward passes of a reference or critic; the model's forward passes and the loss; backward;
+update."""
 BETWEEN = "other"
 Work = Callable[[], dict[str, float]]
 
@@ -128,13 +129,13 @@ class Subject:
     Attributes:
         policy: Its policy.
         problems: The problems of the step.
-        rollout: What was sampled, of `rl`.
-        groups: Groups that the loss uses, with advantages, of `rl`.
+        rollout: The sampled rollout (`rl`).
+        groups: Groups that the loss uses, with advantages (`rl`).
         num_informative: Groups whose rewards differ.
-        is_substituted: Whether no reward differed, and 1, 0, 1, ... were put in their place to have a gradient.
-        sequences: What is trained on.
+        is_substituted: Whether no reward differed, so that 1, 0, 1, ... were substituted to get a gradient.
+        sequences: The training sequences.
         optimizer: A fresh optimizer.
-        lr: Learning rate that the schedule gives the step.
+        lr: Scheduled learning rate of the step.
     """
 
     def __init__(self, run: RLConfig | SFTConfig) -> None:
@@ -196,7 +197,7 @@ class Subject:
         """Return the trainer's log-probabilities of trained tokens, by sequence; with gradients, as in training.
 
         Args:
-            sequences: Default those of the step.
+            sequences: Default: those of the step.
             token_budget: Tokens of a micro-batch; 0 takes the recipe's.
         """
         optim = replace(self.run.optim, token_budget=token_budget or self.run.optim.token_budget)
@@ -216,13 +217,13 @@ class Subject:
         algo: AlgoConfig | None = None,
         repeat: int = 1,
     ) -> Work:
-        """Return what does the step, as its program does it.
+        """Return a function that runs the step as its program does.
 
         Args:
             optim: Other settings of the step.
-            groups: Other groups, of `rl`.
-            algo: Another objective, of `rl`.
-            repeat: Times that the data is in the batch.
+            groups: Other groups (`rl`).
+            algo: Another objective (`rl`).
+            repeat: Repetitions of the data in the batch.
         """
         run, optim = self.run, optim or self.run.optim
         if isinstance(run, SFTConfig):
@@ -253,7 +254,7 @@ class Subject:
         return reinforce
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return what the optimizer updates: the parameters, or their float32 masters."""
+        """Return the tensors that the optimizer updates: the parameters, or their float32 masters."""
         state = self.optimizer.tensors()
         return {
             name: state.get(f"{name}/master", parameter.detach())
@@ -261,13 +262,13 @@ class Subject:
         }
 
     def changed(self) -> float:
-        """Return the share of the model's weights that are not those of the beginning."""
+        """Return the share of the model's weights that differ from the initial ones."""
         pairs = [(p, self._start[name]) for name, p in self.policy.model.named_parameters()]
         return sum(float((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Put the weights of the beginning back, with a fresh optimizer."""
+        """Restore the initial weights, with a fresh optimizer."""
         for name, parameter in self.policy.model.named_parameters():
             parameter.copy_(self._start[name])
             parameter.grad = None
@@ -297,9 +298,9 @@ class Update:
     """One call of the optimizer.
 
     Attributes:
-        lr: Learning rate that it was given.
-        norm: Gradient norm that it returned.
-        gradients: Gradients before clipping, by parameter; those that are None left out.
+        lr: Its learning rate.
+        norm: Its returned gradient norm.
+        gradients: Gradients before clipping, by parameter, without None.
         before: Weights before it.
         after: Weights after it.
     """
@@ -313,11 +314,11 @@ class Update:
 
 @contextmanager
 def captured(subject: Subject, *, apply: bool) -> Iterator[list[Update]]:
-    """Note what the optimizer is given in its first call.
+    """Record the inputs of the optimizer's first call.
 
     Args:
         subject: The recipe.
-        apply: Whether it updates the weights; otherwise the gradients are only noted and cleared.
+        apply: Whether it updates the weights; otherwise the gradients are only recorded and cleared.
     """
     optimizer, model, found = subject.optimizer, subject.policy.model, list[Update]()
     plain = optimizer.step
@@ -347,7 +348,7 @@ def captured(subject: Subject, *, apply: bool) -> Iterator[list[Update]]:
 
 @contextmanager
 def staged(subject: Subject, enter: Callable[[str], None]) -> Iterator[None]:
-    """Call `enter(stage)` whenever a step goes over to another of its stages; it begins with 'batch'."""
+    """Call `enter(stage)` whenever a step enters another stage; it starts with 'batch'."""
     optimizer, backward, update = subject.optimizer, torch.autograd.backward, subject.optimizer.step
 
     def backward_stage(*arguments: object, **options: object) -> None:
@@ -373,7 +374,7 @@ def staged(subject: Subject, enter: Callable[[str], None]) -> Iterator[None]:
 
 
 def timed(subject: Subject, work: Work) -> dict[str, float]:
-    """Do a step; return the seconds of each stage, of what lies between them, and of all as 'step'."""
+    """Run a step; return the seconds of each stage, of the time between them, and of the whole as 'step'."""
     seconds: dict[str, float] = dict.fromkeys((*STAGES, BETWEEN), 0.0)
     stage, since = BETWEEN, 0.0
 

@@ -17,7 +17,7 @@ from whet.train.rl_config import RLConfig
 
 LARGER = 4
 GAIN = 1.15
-"""A switch that makes a step so many times faster, and that the recipe leaves alone, is pointed out."""
+"""Speed-up from which an unused switch is reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +25,10 @@ class Variant:
     """Another way to do the same step.
 
     Attributes:
-        name: What is switched.
+        name: The switch.
         optim: Settings of the step.
-        attention: Attention kernel; None leaves the recipe's.
-        repeat: Times that the data is in the batch.
+        attention: Attention kernel; None keeps the recipe's.
+        repeat: Repetitions of the data in the batch.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Variant:
 
 
 def variants(subject: Subject, *, compiles: bool) -> list[Variant]:
-    """Return every switch that can be turned for this recipe, each alone."""
+    """Return every applicable switch for this recipe, each alone."""
     run, optim = subject.run, subject.run.optim
     found = []
     if optim.precision != "bfloat16_master":
@@ -57,7 +57,7 @@ def variants(subject: Subject, *, compiles: bool) -> list[Variant]:
 
 
 def together(base: OptimConfig, chosen: Sequence[Variant]) -> Variant:
-    """Turn several switches at once."""
+    """Combine several switches."""
     optim, attention, repeat = base, None, 1
     for variant in chosen:
         changed = {
@@ -72,7 +72,7 @@ def together(base: OptimConfig, chosen: Sequence[Variant]) -> Variant:
 
 @contextmanager
 def switched(subject: Subject, variant: Variant) -> Iterator[Callable[[], Work]]:
-    """Turn the switches of a variant; what it yields prepares a step."""
+    """Apply the switches of a variant; the yielded function prepares a step."""
     policy, model, before = subject.policy, subject.policy.model, subject.policy.attention
     parts = [module for module in model.modules() if module is not model]
     compiled = [module._compiled_call_impl for module in parts]
@@ -91,7 +91,7 @@ def switched(subject: Subject, variant: Variant) -> Iterator[Callable[[], Work]]
 
 
 def toggles(subject: Subject, rounds: int, *, compiles: bool) -> Component:
-    """Time every switch alone and together, each in turn with the recipe as it is."""
+    """Time every switch alone and together, each alternating with the unchanged recipe."""
     part, optim = Component("Switches"), subject.run.optim
     base = Variant(name="as the recipe is", optim=optim)
     own = _peak(subject, base)
@@ -106,10 +106,12 @@ def toggles(subject: Subject, rounds: int, *, compiles: bool) -> Component:
                 "speed": f"{statistics.median(ratios):.2f}x",
                 "rounds": f"{min(ratios):.2f} to {max(ratios):.2f}",
             }
-            peak = 0 if variant.optim.compile else _peak(subject, variant)  # the meter would be compiled, too
+            peak = (
+                0 if variant.optim.compile else _peak(subject, variant)
+            )  # the memory meter would be compiled, too
             row["peak memory"] = f"{peak / GIB:.3f} GiB, {peak / own:.2f}x" if peak else "not measured"
             gains[variant.name] = ratios
-        except Exception as error:  # whatever a kernel or a compiler says is a finding here
+        except Exception as error:  # any error of a kernel or compiler is a finding
             row |= {"speed": "failed", "rounds": "", "peak memory": _line(error)}
         subject.reset()
         rows.append(row)
@@ -146,7 +148,7 @@ def _peak(subject: Subject, variant: Variant) -> int:
 
 
 def _alternate(subject: Subject, base: Variant, variant: Variant, rounds: int) -> list[float]:
-    """Time base and variant in turn; return the ratio of their tokens per second in each round."""
+    """Time base and variant alternately; return the ratio of their tokens per second in each round."""
     ratios = []
     for _ in range(rounds + 1):
         took = []

@@ -1,4 +1,4 @@
-"""Diagnosis of an update: where the gradient arrives, and what the optimizer does with it."""
+"""Diagnosis of an update: which tensors get gradients, and how the optimizer applies them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whet.train.rl_config import RLConfig
 
 
 def gradients(subject: Subject, update: Update) -> Component:
-    """Follow the gradient of the real step into every tensor."""
+    """Check the gradient of the real step in every tensor."""
     part, model, optim = Component("Gradient flow"), subject.policy.model, subject.run.optim
     named, found = dict(model.named_parameters()), update.gradients
     norms = {name: float(found[name].double().norm()) if name in found else 0.0 for name in named}
@@ -54,7 +54,7 @@ def gradients(subject: Subject, update: Update) -> Component:
 
 
 def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
-    """Add norms up by layer; what stands outside the layers has its module's name."""
+    """Add up norms by layer; parameters outside the layers are grouped by module."""
     squares: dict[str, float] = {}
     for name, norm in norms.items():
         layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
@@ -64,9 +64,9 @@ def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:
 
 
 def optimizer(subject: Subject, update: Update) -> Component:
-    """Compare what the optimizer did to the weights with AdamW's first step, in float64, and with the schedule.
+    """Compare the change of the weights with AdamW's first step in float64, and with the schedule.
 
-    Call it before the weights are put back: what the step did to the log-probabilities is measured, too.
+    Call it before the weights are restored: it also measures the change of the log-probabilities.
     """
     part, run, optim = Component("Optimizer"), subject.run, subject.run.optim
     start, given = learning_rate_at(optim, 0, run.num_steps), update.lr
@@ -111,15 +111,15 @@ def optimizer(subject: Subject, update: Update) -> Component:
 
 
 def _changes(subject: Subject, update: Update, lr: float) -> tuple[list[dict[str, Any]], float, float]:
-    """Measure what became of each tensor.
+    """Measure the change of each tensor.
 
     Args:
         subject: The recipe.
-        update: What the optimizer was given.
-        lr: Learning rate that it should have had.
+        update: The recorded optimizer call.
+        lr: Expected learning rate.
 
     Returns:
-        A row by tensor; the learning rate that fits the change best; and the largest deviation of a weight's change
+        One row per tensor; the learning rate that fits the change best; and the largest deviation of a weight's change
         from AdamW's first step, in units of `lr`.
     """
     optim = subject.run.optim
@@ -141,7 +141,7 @@ def _changes(subject: Subject, update: Update, lr: float) -> tuple[list[dict[str
 
 
 def _after_update(part: Component, subject: Subject) -> None:
-    """Note how far one step moved the policy from the one that sampled, and what bfloat16 weights took up of it."""
+    """Record how far one step moved the policy from the sampling one, and how much of it bfloat16 weights absorbed."""
     scores = subject.scores()
     if isinstance(subject.run, RLConfig):
         rows = log_ratios(subject, scores)
@@ -159,7 +159,7 @@ def _after_update(part: Component, subject: Subject) -> None:
 
 
 def learning_rate_at(optim: OptimConfig, step: int, num_steps: int) -> float:
-    """Return what the schedule's description says: linear warm-up to lr, then cosine, linear or constant."""
+    """Return the schedule's learning rate by its definition: linear warm-up to lr, then cosine, linear or constant."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     done = (step - optim.warmup_steps) / max(1, num_steps - 1 - optim.warmup_steps)

@@ -1,4 +1,4 @@
-"""`whet doctor determinism`: three steps of training twice, in processes of their own, compared stage by stage."""
+"""`whet doctor determinism`: runs three training steps twice, in separate processes, and compares them by stage."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ STAGES = ("rollouts", "rewards", "training")
 REWARDS = frozenset({"rewards", "reward", "advantage"})
 """Fields of a row of samples.jsonl that are computed from the rollout."""
 MACHINE_UNITS = frozenset({"s", "tokens/s", "GiB", "W", "J", "°C"})
-"""Units of what is measured on the machine, and never the same twice."""
+"""Units of machine measurements, which are never the same twice."""
 SMALLER = 64
-"""The other budget of micro-batches is so many times smaller."""
+"""The other micro-batch budget is smaller by this factor."""
 
 TINY = [
     *("--policy.model.hidden-size", "32", "--policy.model.intermediate-size", "64"),
@@ -43,25 +43,25 @@ TINY = [
     *("--policy.model.head-dim", "8", "--policy.num-threads", "1"),
 ]
 BASE = ["sft", "demo", *TINY, "--num-steps", "250", "--batch-size", "24", "--validation-problems", "0"]
-"""A model that knows the demo's format and some sums: from random weights no reward would differ from another."""
+"""A model that knows the demo's format and some sums: with random weights no rewards would differ."""
 FROM_BASE = ["--policy.num-threads", "1", "--sampling.max-new-tokens", "24", "--policy.init"]
 SMALL: dict[str, list[str]] = {
     "sft": ["demo", *TINY, "--batch-size", "8", "--validation-problems", "8"],
     "rl": ["demo", "--num-prompts", "4", "--group-size", "4", *FROM_BASE],
     "dpo": ["demo", "--num-problems", "512", "--num-samples", "8", "--batch-size", "6", *FROM_BASE],
 }
-"""What is run without a recipe; where it ends with --policy.init, the folder of BASE follows."""
+"""The runs without a recipe; after a final --policy.init comes the folder of BASE."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run left behind: the folder of a run of NUM_STEPS steps."""
+    """The folder of a run of NUM_STEPS steps."""
 
     folder: Path
 
     @cached_property
     def rows(self) -> dict[tuple[int, str], list[dict[str, Any]]]:
-        """What each stage of each step computed, without anything that was measured on the machine."""
+        """Results of each stage of each step, without machine measurements."""
         found: dict[tuple[int, str], list[dict[str, Any]]] = {}
         for row in read_rows(self.folder / "samples.jsonl"):
             paid = {name: value for name, value in row.items() if name in REWARDS}
@@ -75,7 +75,7 @@ class Trace:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """The last checkpoint's tensors: parameters and optimizer state, with the file's name where there are many."""
+        """The last checkpoint's tensors: parameters and optimizer state, with file names if there are several."""
         steps = sorted((self.folder / "checkpoints").glob("step_*"))
         found = sorted(steps[-1].rglob("*.safetensors")) if steps else []
         kinds = [("optimizer state" if path.parent != steps[-1] else "parameters", path) for path in found]
@@ -85,7 +85,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One comparison: a hash of the first run's, and how the other differs; '' where it is equal."""
+    """One comparison: a hash of the first run's value, and how the other differs; '' if equal."""
 
     where: str
     digest: str
@@ -93,11 +93,11 @@ class Cell:
 
 
 def check_determinism(program: str, recipe: str) -> bool:
-    """Run a recipe twice, and in two other ways for information; print what is equal and what is not.
+    """Run a recipe twice, and with two variations for information; print what is equal and what is not.
 
     Args:
         program: sft, rl or dpo.
-        recipe: As on the command line; '' for the demo's, made small.
+        recipe: As on the command line; '' for a small form of the demo's.
 
     Returns:
         Whether the repeated run is bitwise the same.
@@ -158,7 +158,7 @@ def compare(first: Trace, other: Trace) -> list[Cell]:
 
 
 def tensor_difference(mine: Path, theirs: Path) -> str:
-    """Say how far two files of tensors are apart: names, shapes, or the largest difference and where."""
+    """Describe how two files of tensors differ: names, shapes, or the largest difference and where."""
     left, right = load_file(mine), load_file(theirs)
     if {n: t.shape for n, t in left.items()} != {n: t.shape for n, t in right.items()}:
         return "other tensors"
@@ -172,7 +172,7 @@ def tensor_difference(mine: Path, theirs: Path) -> str:
 
 
 def _run(console: Console, work: Path, label: str, words: Sequence[str]) -> Trace:
-    """Run a command line of whet in a process of its own, into a new folder."""
+    """Run a whet command in a separate process, into a new folder."""
     folder, log = work / re.sub(r"\W", "_", label), work / "log"
     command = [sys.executable, "-m", "whet", *words, "--out", str(folder)]
     began = time.monotonic()
@@ -188,7 +188,7 @@ def _run(console: Console, work: Path, label: str, words: Sequence[str]) -> Trac
 
 
 def _with(words: Sequence[str], override: Sequence[str]) -> list[str]:
-    """Put an override into a command line, in place of the one of that field."""
+    """Put an override into a command line, replacing that field's."""
     option, value = override
     place = words.index(option) if option in words else len(words)
     return [*words[:place], option, value, *words[place + 2 :]]
@@ -208,7 +208,7 @@ def _hash(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _row_difference(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> str:
-    """Say in how many rows and in which field two lists of rows differ first, and by how much; '' for nowhere."""
+    """Describe in how many rows and in which field two lists of rows first differ, and by how much; '' if equal."""
     if len(mine) != len(theirs):
         return f"{len(mine)} against {len(theirs)} rows"
     differing = [(a, b) for a, b in zip(mine, theirs, strict=True) if a != b]
@@ -224,7 +224,7 @@ def _row_difference(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, A
 
 
 def _gap(a: Any, b: Any) -> float | None:
-    """Return the largest difference of two JSON values; None where they are no numbers, or not equally many."""
+    """Return the largest difference of two JSON values; None if they are not numbers, or not equally many."""
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         gaps = [_gap(x, y) for x, y in zip(a, b, strict=True)]
         return max((gap for gap in gaps if gap is not None), default=None)

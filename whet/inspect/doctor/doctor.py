@@ -1,4 +1,4 @@
-"""`whet doctor`: time the kernels, attack the sandbox, run training twice and compare, or look at a run that hangs."""
+"""`whet doctor`: times the kernels, attacks the sandbox, checks training for determinism, or examines a hanging run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from whet.types import UserError
 
 SHOWN_HOW = 60
 WIDTHS = (128, 512, 1024)
-"""Widths of the models that the kernels are timed for."""
+"""Model widths for timing the kernels."""
 READ = {
     "kernels": (),
     "sandbox": ("backend", "only", "num_workers"),
@@ -42,23 +42,23 @@ READ = {
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Checks: 'kernels', 'sandbox' (attacks this machine's), 'determinism' (trains twice), 'hang RUN' (looks at a run).
+    """Checks: 'kernels', 'sandbox' (attacks this machine's), 'determinism' (trains twice), 'hang RUN' (examines a run).
 
-    Exit status 1 when the check found something, 2 when it could not be made.
+    Exit status 1 if the check found a problem, 2 if it could not run.
     """
 
     check: tuple[str, ...] = ()
-    """kernels: the C++ kernels beside PyTorch on this machine. sandbox: programs that try to get out, take too much, or
-    cheat their tests. determinism: three steps of training, twice, compared bit by bit. hang RUN [RUN ...]: what the
-    ranks of a run do, and where a hung one stood."""
+    """kernels: the C++ kernels against PyTorch on this machine. sandbox: programs that try to escape, take too much, or
+    cheat their tests. determinism: three training steps, twice, compared bit by bit. hang RUN [RUN ...]: what the ranks
+    of a run are doing, and where a hung one stopped."""
     backend: Literal["auto", "bwrap", "landlock"] = "auto"
-    """sandbox: the wall to attack; auto for the one that training would use here."""
+    """sandbox: the backend to attack; auto for the one that training would use here."""
     only: str = ""
     """sandbox: run only attacks with this text in their name or group."""
     num_workers: int = 0
-    """sandbox: attacks at the same time; 0 for one per core."""
+    """sandbox: concurrent attacks; 0 for one per core."""
     program: Literal["rl", "sft", "dpo"] = "rl"
-    """determinism: what is run."""
+    """determinism: the program to run."""
     recipe: str = ""
     """determinism: recipe, config.yaml or run folder of that program; empty for a small form of the demo's."""
 
@@ -83,8 +83,8 @@ def main(config: DoctorConfig) -> None:
     """Run the check.
 
     Raises:
-        UserError: If it cannot be made (exit status 2).
-        SystemExit: With status 1 when it found something.
+        UserError: If it cannot run (exit status 2).
+        SystemExit: With status 1 if it found a problem.
     """
     name, *runs = config.check
     if name == "kernels":
@@ -100,10 +100,10 @@ def main(config: DoctorConfig) -> None:
 
 
 def check_kernels() -> bool:
-    """Print how fast the C++ kernels are beside PyTorch for some widths, and which of them runs would use here.
+    """Print the speed of the C++ kernels relative to PyTorch for some widths, and which of them runs would use here.
 
     Returns:
-        Whether there are C++ kernels that can be used.
+        Whether there are usable C++ kernels.
     """
     console = Console()
     console.print(f"CPU targets: {', '.join(build.runnable())} (choose one with {build.VARIABLE})")
@@ -127,17 +127,17 @@ def check_kernels() -> bool:
             name = str(dtype).removeprefix("torch.")
             table.add_row(str(width), name, *cells, choice.describe(choice.Choice.of(ratios)))
     console.print(table)
-    console.print("speed of the C++ kernels over PyTorch's own; what is slower is not used", soft_wrap=True)
+    console.print("speed of the C++ kernels over PyTorch's own; slower ones are not used", soft_wrap=True)
     return True
 
 
 def check_sandbox(backend: Literal["auto", "bwrap", "landlock"], only: str, num_workers: int) -> bool:
-    """Print a table of attacks and what became of them.
+    """Print a table of attacks and their outcomes.
 
     Args:
-        backend: The wall to attack.
+        backend: The backend to attack.
         only: Part of a name or group.
-        num_workers: Attacks at the same time; 0 for one per core.
+        num_workers: Concurrent attacks; 0 for one per core.
 
     Returns:
         Whether all were contained.
@@ -175,7 +175,7 @@ def _line(text: str) -> str:
 
 
 def _table(findings: Sequence[Finding]) -> Table:
-    """Lay the findings out; what a program wrote is shown escaped and never read as markup."""
+    """Format the findings as a table; program output is escaped and never interpreted as markup."""
     table = Table(box=SIMPLE_HEAD)
     for name, width in (("attack", 28), ("group", 12), ("contained", 9), ("ms", 5), ("how", None)):
         table.add_column(name, no_wrap=True, min_width=width, justify="right" if name == "ms" else "left")

@@ -1,4 +1,5 @@
-"""`whet doctor hang RUN`: what every rank of a run does, which one is behind, and where a hung one stood."""
+"""`whet doctor hang RUN`: shows what every rank of a run is doing, which one is behind, and where a hung one
+stopped."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from whet.telemetry.log import as_number, parse_row
 from whet.types import UserError
 
 FRESH_S = 30.0
-"""A live process writes about once per second; a file older than this is no sign of life."""
+"""A live process writes about once per second; an older file means that it is not alive."""
 NO_LIMIT_S = 600.0
-"""Silence that counts as a hang where the run's own watchdog is off."""
+"""Silence that counts as a hang if the run's own watchdog is off."""
 SHOWN_BYTES = 32768
 SHOWN_LINES = 24
 MAX_BYTES = 65536
@@ -31,17 +32,17 @@ MAX_RANKS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """One rank, as its heartbeat tells.
+    """One rank, according to its heartbeat.
 
     Attributes:
         number: Its rank.
-        state: running, finished, preempted or failed (as it said), else what became of it: 'hangs', 'hung' (and ended),
-            'died' (without a word), 'stopped' (there, but standing still), 'unreadable' or 'missing' (never heard of).
-        phase: What it did last.
-        step: In which step.
-        silent_s: Seconds since the last one.
-        alive: yes, no, or how long ago something was heard of a process that cannot be looked at.
-        collective: What it waits for with other ranks; '' for nothing.
+        state: running, finished, preempted or failed (as it reported), else: 'hangs', 'hung' (and was ended), 'died'
+            (without a report), 'stopped' (alive but suspended), 'unreadable' or 'missing' (no heartbeat).
+        phase: Its last phase.
+        step: Its last step.
+        silent_s: Seconds since the last heartbeat.
+        alive: yes, no, or the time since the last heartbeat of a process that cannot be inspected.
+        collective: The collective that it waits in; '' for none.
         reason: Why it ended.
         stacks: File of its stacks.
     """
@@ -58,12 +59,12 @@ class Rank:
 
     @property
     def is_well(self) -> bool:
-        """Whether it works, or ended as it should."""
+        """Whether it is running or ended normally."""
         return self.state in ("running", "finished", "preempted")
 
 
 def check_hang(runs: Sequence[str]) -> bool:
-    """Print the ranks of each run and what is wrong with them.
+    """Print the ranks of each run and their problems.
 
     Args:
         runs: Run folders.
@@ -83,7 +84,7 @@ def check_hang(runs: Sequence[str]) -> bool:
             print(_line(line))
         for rank in ranks:
             if not rank.is_well and (text := _tail(rank.stacks)):
-                print(f"\n{_line(str(rank.stacks))}, its end:\n{text}")
+                print(f"\n{_line(str(rank.stacks))}, last lines:\n{text}")
     return all(rank.is_well for ranks in found.values() for rank in ranks)
 
 
@@ -96,34 +97,32 @@ def read_ranks(run: Path) -> list[Rank]:
     paths = {int(path.stem[5:]): path for path in (run / FOLDER).glob("rank_*.json") if _is_rank(path)}
     if not paths:
         reason = "no heartbeats" if run.is_dir() else "no such folder"
-        raise UserError(f"{run}: {reason}; expected the folder of a run that trains, or has trained")
+        raise UserError(f"{run}: {reason}; expected the folder of a training run")
     rows = {number: _load(path) for number, path in paths.items()}
     newest = max(rows.values(), key=lambda row: _number(row, "time"))
     count = int(_number(newest, "ranks")) or len(
         rows
-    )  # files of more ranks are of an earlier life of the run
+    )  # files of further ranks are from an earlier start of the run
     numbers = range(min(count, MAX_RANKS))
     return [_rank(number, rows.get(number), run / FOLDER / f"rank_{number}.json") for number in numbers]
 
 
 def findings(ranks: Sequence[Rank]) -> list[str]:
-    """Say in one line each what is wrong, and which rank keeps the others waiting."""
+    """Return one line per problem, and which rank keeps the others waiting."""
     lines = []
     for rank in ranks:
         where = f"rank {rank.number}, phase '{rank.phase}' of step {rank.step}"
         if rank.state == "died":
-            held = "in a call that kept the interpreter locked" if _tail(rank.stacks) else "killed?"
-            lines.append(f"{where}: its process ended without a word ({held}); go on with --resume")
+            held = "in a call that held the GIL" if _tail(rank.stacks) else "killed?"
+            lines.append(f"{where}: its process died without a report ({held}); continue with --resume")
         elif rank.state == "stopped":
-            lines.append(
-                f"{where}: its process is there, but stands still (Ctrl-Z, or the interpreter is locked)"
-            )
+            lines.append(f"{where}: its process exists, but is suspended (Ctrl-Z, or the GIL is held)")
         elif rank.state == "hangs":
             lines.append(
-                f"{where}: no sign of life for {rank.silent_s:.0f} s; end it, then go on with --resume"
+                f"{where}: no heartbeat for {rank.silent_s:.0f} s; end it, then continue with --resume"
             )
         elif rank.state == "hung":
-            lines.append(f"rank {rank.number} hung and was ended: {rank.reason}; go on with --resume")
+            lines.append(f"rank {rank.number} hung and was ended: {rank.reason}; continue with --resume")
         elif not rank.is_well:
             lines.append(f"{where}: {rank.state}: {rank.reason}")
     lines = lines or ["all is well"]
@@ -161,7 +160,7 @@ def _rank(number: int, row: dict[str, Any] | None, path: Path) -> Rank:
         if is_here and birth(int(_number(row, "pid"))) != row["born"]:
             state = "died"
         elif age > FRESH_S:
-            state, alive = ("stopped", "yes") if is_here else ("died", f"last heard of {age:.0f} s ago")
+            state, alive = ("stopped", "yes") if is_here else ("died", f"last heartbeat {age:.0f} s ago")
         else:
             state, alive = "hangs" if silent_s > limit else state, "yes"
     return Rank(
@@ -200,7 +199,7 @@ def _table(ranks: Sequence[Rank]) -> Table:
 
 
 def _tail(path: Path) -> str:
-    """Return the last block of a file of stacks, escaped: the main thread's, where it stood when it hung."""
+    """Return the last block of a file of stacks, escaped: the main thread's stack at the hang."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - SHOWN_BYTES))

@@ -1,4 +1,4 @@
-"""`whet explain`: the teaching examples of reinforcement learning, computed by the functions that train."""
+"""`whet explain`: worked examples of reinforcement learning, computed by the functions that training uses."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class ExplainConfig:
     topic: Topic = "all"
     """What to explain."""
     out: str = "runs/explain"
-    """Folder of report.md and the plots; those of an earlier `whet explain` are overwritten."""
+    """Folder for report.md and the plots; overwrites those of an earlier `whet explain`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table, and what to look at in it.
+    """A table with a note.
 
     Attributes:
-        title: What it shows.
-        note: One or two sentences, read before it.
+        title: Its title.
+        note: One or two sentences that precede it.
         columns: Heads; the first column is text, the others are numbers.
         rows: Cells; an empty row is a gap.
     """
@@ -117,7 +117,7 @@ def _policy_gradient() -> Lesson:
 
 
 def _baseline_table(rewards_V: torch.Tensor) -> Table:
-    """Compare the gradient of E[R] with what training sees, with and without a baseline."""
+    """Compare the gradient of E[R] with the one that training samples, with and without a baseline."""
     policy_V = vector(POLICIES["all equal"])
     expected = expected_reward(policy_V, rewards_V)
     formula_V, exact_V = policy_V * (rewards_V - expected), objective_gradient(policy_V, rewards_V)
@@ -133,7 +133,7 @@ def _baseline_table(rewards_V: torch.Tensor) -> Table:
     _, based = sampled_gradient(policy_V, high_V, expected_reward(policy_V, high_V))
     rows.append(("variance, rewards + 100", "", "", _show(plain, 2), _show(based, 2)))
     return Table(
-        "A baseline leaves the expected gradient alone and takes noise away",
+        "A baseline keeps the expected gradient and reduces noise",
         "The four columns agree: the formula, E[R] differentiated, and the mean over what one sampled action "
         "gives, whatever is subtracted from its reward. Only the variance of that one sample differs.",
         ("policy: all equal", "p (r - E[R])", "autograd", "sample", "with baseline E[R]"),
@@ -193,7 +193,7 @@ def _group() -> Lesson:
     rules = Table(
         "Advantage of the first and of the last sample",
         "A constant added to all rewards changes nothing; a factor changes only the rules that do not divide by "
-        "the std (of the sample or the population). Equal rewards teach nothing: exactly 0, not rounding noise.",
+        "the std (of the sample or the population). Equal rewards give no signal: exactly 0, not rounding noise.",
         ("rewards", *GROUP_RULES),
         by_rule,
     )
@@ -219,7 +219,7 @@ def _kl() -> Lesson:
     gradients = Table(
         "As a gradient: relative error against the two true ones",
         "A good number need not be a good loss. k1 as a loss has no gradient at all, k2's is that of KL(policy || "
-        "reference), k3's is that of the other KL. Taken off the reward, k1 is right and the others are not.",
+        "reference), k3's is that of the other KL. Subtracted from the reward, k1 is right and the others are not.",
         ("expected gradient of", "norm", "to KL(policy || ref)", "to KL(ref || policy)"),
         errors,
     )
@@ -288,20 +288,20 @@ def main(config: ExplainConfig) -> None:
 
 
 def markdown(table: Table) -> str:
-    """Write a table, with its title and note, as Markdown."""
+    """Format a table, with its title and note, as Markdown."""
     rows = [table.columns, ("---", *["--:"] * (len(table.columns) - 1)), *filter(None, table.rows)]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return f"### {table.title}\n\n{table.note}\n\n" + "\n".join(lines)
 
 
 def _claim(folder: Path) -> None:
-    """Make the folder and mark it with a report, or check that an earlier run of this program made it."""
+    """Create the folder and mark it with a report, or check that an earlier run of this program created it."""
     report = folder / "report.md"
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file, expected a folder; choose another --out")
     is_ours = report.is_file() and report.read_text(encoding="utf-8", errors="replace").startswith(HEADING)
     if folder.exists() and any(folder.iterdir()) and not is_ours:
-        raise UserError(f"{folder}: holds files that are not from 'whet explain'; choose another --out")
+        raise UserError(f"{folder}: contains files that are not from 'whet explain'; choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         report.write_text(HEADING + "\n", encoding="utf-8")
@@ -329,7 +329,7 @@ def _show(value: float | torch.Tensor, decimals: int = 3) -> str:
 
 
 def _tiny(value: torch.Tensor) -> str:
-    """Write a norm or an error; what is only rounding (1e-17 here) is a plain 0."""
+    """Format a norm or an error; pure rounding (1e-17 here) becomes 0."""
     return "0" if value < 1e-12 else _show(value)
 
 

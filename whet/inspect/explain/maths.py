@@ -1,4 +1,4 @@
-"""The worked examples of `whet explain`: their inputs, and pure functions that ask whet's own for the answer."""
+"""The worked examples of `whet explain`: inputs, and pure functions that call whet's own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ POLICIES = {
 }
 TRAPS = {"nearly always up": (0.97, 0.01, 0.01, 0.01), "nearly always dots": (0.01, 0.48, 0.48, 0.03)}
 PROBABILITIES = ((0.01, 0.01), (0.01, 0.99), (0.99, 0.01), (0.99, 0.99))
-"""Of a token: now, and when it was sampled."""
+"""Probabilities of a token: now, and when it was sampled."""
 SLIDE_REWARDS = (0.0, 0.0, 0.0, 1.0)
 SLIDE_TRIPLE = ("0.375", "0.43301", "1.44")
-"""Mean, standard deviation and z of the last sample, as a workshop's slide gives them for SLIDE_REWARDS."""
+"""Mean, standard deviation and z of the last sample, as on a workshop's slide for SLIDE_REWARDS."""
 FITTING_REWARDS = (0.0, 0.25, 0.25, 1.0)
 GROUP_RULES = {
     "GRPO, sample": partial(group_advantages, std_ddof=1),
@@ -53,7 +53,7 @@ class KLFacts:
         kl: KL(policy || reference) in nats.
         means: Expectation of each estimator.
         stds: Standard deviation of each estimator, for one sampled token.
-        gradients: Expected gradient by the policy's logits [V], of what is minimised, by estimator and place.
+        gradients: Expected gradient of the minimised quantity by the policy's logits [V], by estimator and use.
         reverse_V: Gradient of KL(policy || reference).
         forward_V: Gradient of KL(reference || policy).
     """
@@ -90,7 +90,7 @@ def objective_gradient(probabilities_V: torch.Tensor, rewards_V: torch.Tensor) -
 def sampled_gradient(
     probabilities_V: torch.Tensor, rewards_V: torch.Tensor, baseline: float
 ) -> tuple[torch.Tensor, float]:
-    """Describe the gradient that training sees from one sampled action, over all actions it could be.
+    """Return mean and variance of the gradient from one sampled action.
 
     Args:
         probabilities_V: The policy, which also samples (ratio 1).
@@ -98,7 +98,7 @@ def sampled_gradient(
         baseline: Subtracted from the reward.
 
     Returns:
-        Its expectation by the logits [V], upwards, and its variance (summed over logits).
+        Its expectation by the logits [V], in ascent direction, and its variance (summed over logits).
     """
     logits_V = probabilities_V.log().requires_grad_()
     logprobs_V = logits_V.log_softmax(0)
@@ -121,7 +121,7 @@ def surrogate(
         clip_high: Upper clip range.
 
     Returns:
-        Value [M]; push, its derivative by the log-probability [M]; where the gradient passes, bool [M].
+        Value [M]; push, its derivative by the log-probability [M]; where the gradient is not clipped, bool [M].
     """
     logprobs_M = ratio_M.log().requires_grad_()
     loss_M, high_M, low_M = policy_loss(
@@ -136,11 +136,11 @@ def surrogate(
 
 
 def kl_facts(policy_logits_V: torch.Tensor, ref_logits_V: torch.Tensor) -> KLFacts:
-    """Enumerate what the KL estimators and their gradients are, in expectation.
+    """Compute the KL estimators and their gradients in expectation, by enumeration.
 
     'k1 as a loss' is differentiated; 'k1 off the reward' is subtracted, as a constant, from the reward.
 
-    Source: math.md section 4; Schulman, joschu.net/blog/kl-approx; 2510.01555.
+    Source: Schulman, joschu.net/blog/kl-approx; 2510.01555.
     """
     logits_V = policy_logits_V.clone().requires_grad_()
     logprobs_V, ref_V = logits_V.log_softmax(0), ref_logits_V.log_softmax(0)

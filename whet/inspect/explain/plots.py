@@ -39,7 +39,7 @@ DASHED = (0, (3, 2))
 
 
 def draw_policy_gradient(path: Path) -> None:
-    """Draw the objective, the sum that is not it, and the variance of a sample over the baseline."""
+    """Draw the objective, the sum of r log p (which it is not), and the variance of a sample over the baseline."""
     rewards_V = vector(ACTION_REWARDS)
     chances = torch.linspace(0.01, 0.6, 60, dtype=torch.float64)
     policies = [torch.stack([(1 - p) / 3, (1 - p) / 3, (1 - p) / 3, p]) for p in chances]
@@ -118,7 +118,7 @@ def draw_group(path: Path) -> None:
 
 
 def draw_kl(path: Path) -> None:
-    """Draw the KL estimators, and their expected gradients as losses beside the true ones."""
+    """Draw the KL estimators, and their expected gradients as losses next to the true ones."""
     facts = kl_facts(vector(POLICY_LOGITS), vector(REF_LOGITS))
     log_ratio_M = torch.linspace(-2.5, 2.5, 201, dtype=torch.float64)
     tokens = torch.arange(len(POLICY_LOGITS)).numpy()
@@ -161,7 +161,7 @@ def draw_clip(path: Path) -> None:
 
 
 def draw_float(path: Path) -> None:
-    """Draw the modelled cost of each format, as bars with numbers."""
+    """Draw the modelled cost of each format as labelled bars."""
     with _sheet(path, 1, width=6.4) as (axes,):
         for height, (name, bits) in enumerate(reversed(FORMATS.items())):
             cost = multiplier_cost(*bits)
@@ -178,7 +178,7 @@ def draw_float(path: Path) -> None:
 
 @contextmanager
 def _sheet(path: Path, num_panels: int, *, width: float = 4.0, height: float = 3.4) -> Iterator[list[Axes]]:
-    """Open a row of panels, each of this size in inches, and save it. No pyplot: that is global state."""
+    """Open a row of panels, each of this size in inches, and save it. No pyplot: its figures are global state."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -191,7 +191,7 @@ def _sheet(path: Path, num_panels: int, *, width: float = 4.0, height: float = 3
 
 
 def _head(axes: Axes, title: str, *, x: str, y: str) -> None:
-    """Write the title, below it what the vertical axis is, and what the horizontal one is."""
+    """Write the title, the label of the vertical axis below it, and that of the horizontal axis."""
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.text(0, 1.05, y, transform=axes.transAxes, color=MUTED, fontsize=8)

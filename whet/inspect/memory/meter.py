@@ -1,4 +1,4 @@
-"""The bytes that one real step of longest sequences holds: what a plan is measured against."""
+"""Measures the memory of one real step with the longest sequences, to compare with a plan."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from whet.types import Group, Problem, Sample
 
 
 class LiveTensors(TorchDispatchMode):
-    """Meter of the tensors that are alive: counts every storage once, from the operation that returns it to its end.
+    """Meter of live tensors: counts every storage once, from the operation that returns it until it is freed.
 
-    What an operation allocates inside and frees again is not seen.
+    Temporary allocations inside an operation are not counted.
 
     Args:
-        device: Only storages there are counted.
+        device: Only storages on it are counted.
 
     Attributes:
-        now: Bytes alive.
-        peak: Most bytes alive since the start, or since `restart`.
+        now: Live bytes.
+        peak: Peak of live bytes since the start, or since `restart`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class LiveTensors(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note what it returns."""
+        """Run an operation and count what it returns."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -54,7 +54,7 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that was there before the meter."""
+        """Count a tensor that existed before the meter."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()  # pyright: ignore[reportPrivateUsage]
         if tensor.device.type != self._device.type or key in self._seen:
@@ -65,7 +65,7 @@ class LiveTensors(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key, size)
 
     def restart(self) -> int:
-        """Return the peak, and begin a new one at what is alive."""
+        """Return the peak, and reset it to the live bytes."""
         before, self.peak = self.peak, self.now
         return before
 
@@ -75,13 +75,13 @@ class LiveTensors(TorchDispatchMode):
 
 
 class _CudaPeak(AbstractContextManager["_CudaPeak"]):
-    """What `LiveTensors` says, from PyTorch's own allocator of a GPU: it also sees what operations free inside."""
+    """The same as `LiveTensors` from PyTorch's GPU allocator, which also counts temporary allocations."""
 
     def __exit__(self, *_: object) -> None:
         return
 
     def restart(self) -> int:
-        """Return the peak, and begin a new one."""
+        """Return the peak, and reset it."""
         torch.cuda.synchronize()
         before = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -89,12 +89,12 @@ class _CudaPeak(AbstractContextManager["_CudaPeak"]):
 
 
 def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[str, int]:
-    """Run one real step of longest sequences and return the most bytes alive in each phase.
+    """Run one real step of the longest sequences and return the peak of live bytes in each phase.
 
     Args:
-        run: The recipe; its folder is not made and nothing is saved.
+        run: The recipe; nothing is written.
         policy: Its policy, loaded; the step changes it.
-        work: What the prediction was made for.
+        work: The predicted workload.
     """
     prepare_model(policy.model, run.optim)
     meter = LiveTensors(policy.device) if policy.device.type == "cpu" else _CudaPeak()
@@ -126,7 +126,7 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
         objective.update(groups, optimizer, run.optim.lr)
         meter.restart()
         short = replace(run, sampling=replace(run.sampling, max_new_tokens=2))
-        _longest_groups(short, engine, work)  # now beside all that the update has made
+        _longest_groups(short, engine, work)  # now with everything that the update has allocated
         found["rollout"] = max(found["rollout"], meter.restart())
     return found
 
@@ -134,7 +134,7 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
 def _metered(
     optimizer: Optimizer, meter: LiveTensors | _CudaPeak, found: dict[str, int]
 ) -> Callable[..., float]:
-    """Make the optimizer's step end the phase before it, and note its own."""
+    """Make the optimizer's step end the previous phase, and record its own."""
     plain = optimizer.step
 
     def step(lr: float, *, loss: float = 0.0) -> float:
@@ -148,7 +148,7 @@ def _metered(
 
 
 def _longest_groups(run: RLConfig, engine: Engine, work: Workload) -> list[Group]:
-    """Draw longest completions of longest prompts, with advantages of either sign."""
+    """Sample the longest completions of the longest prompts, with advantages of both signs."""
     prompts = [
         _ids(place, work.length - work.num_trained, engine.model.num_valid_tokens)
         for place in range(run.num_prompts)
@@ -181,13 +181,13 @@ def _longest_groups(run: RLConfig, engine: Engine, work: Workload) -> list[Group
 
 
 def _ids(place: int, length: int, vocabulary: int) -> tuple[int, ...]:
-    """Return tokens that begin otherwise at every place: what has the same prompt would share it."""
+    """Return tokens that start differently for every index, so that no prompts are shared."""
     digits = (place % vocabulary, place // vocabulary % vocabulary)[:length]
     return (*digits, *(index % vocabulary for index in range(length - len(digits))))
 
 
 def compare(predicted: Sequence[Phase], measured: dict[str, int]) -> str:
-    """Lay out predicted against measured bytes; scoring and backward are measured as one."""
+    """Format predicted against measured bytes; scoring and backward are measured together."""
     lines = [f"{'bytes alive':<18}{'predicted':>18}{'measured':>18}{'error':>9}"]
     for name, value in measured.items():
         names = ("scoring", "backward") if name == "backward" else (name,)

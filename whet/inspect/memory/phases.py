@@ -1,7 +1,7 @@
-"""Bytes that a run holds at once, phase by phase, computed from shapes alone.
+"""Predicts the peak memory of each phase of a run from shapes alone.
 
-The formulas follow what `whet.train`, `whet.algo.logprobs` and `whet.generate` allocate: tensors that are alive, not
-what an allocator keeps besides. tests/inspect/test_memory.py holds them against `whet.inspect.memory.meter`.
+The formulas follow what `whet.train`, `whet.algo.logprobs` and `whet.generate` allocate: live tensors, without an
+allocator's cache. tests/inspect/test_memory.py compares them with `whet.inspect.memory.meter`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from whet.train.optim.step import Precision
 from whet.train.rollout.overlap import Mode
 from whet.train.rollout.source import KEPT_CACHE
 
-# What decides the memory of a run, and the bytes that one layer of its model takes in training and in sampling.
+# The workload of a run, and the bytes of one layer in training and in sampling.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What decides the memory of a run: shapes, precision, and how much is done at once.
+    """Everything that determines the memory of a run: shapes, precision, and batch sizes.
 
     Attributes:
         shape: Shape of the model.
@@ -55,26 +55,26 @@ class Workload:
         attention: Kernel of the training passes.
         has_kernels: Whether the C++ kernels run.
         checkpoint: What the backward pass recomputes; None for nothing.
-        offload_inputs: Whether layers' inputs are in host memory meanwhile.
-        adam_bits: Bits of a number of the moments.
-        update_in_backward: Whether each gradient is dropped as soon as it is there.
+        offload_inputs: Whether layers' inputs are kept in host memory.
+        adam_bits: Bits per number of the moments.
+        update_in_backward: Whether each gradient is applied and dropped immediately.
         offload_state: Whether moments and master weights are in host memory.
         length: Longest sequence, prompt and completion, in tokens.
         num_trained: Trained tokens of such a sequence.
         num_sequences: Sequences of an update, on one rank.
         group_size: Sequences of one prompt.
         token_budget: Tokens of a micro-batch.
-        rows: Sequences decoded together; 0 where nothing is sampled.
+        rows: Sequences decoded together; 0 if nothing is sampled.
         num_prompts: Different prompts among the rows.
-        overlap: What is sampled while the trainer works: 'async' draws from a copy of the weights.
-        has_reference: Whether a frozen copy of the model is held.
-        has_critic: Whether a value model with its own optimizer is.
+        overlap: Sampling in parallel with training: 'async' samples from a copy of the weights.
+        has_reference: Whether there is a frozen copy of the model.
+        has_critic: Whether there is a value model with its own optimizer.
         has_measuring: Whether tokens are scored before the first update.
         has_entropy: Whether the entropy is part of the loss.
         temperature: Temperature of the sampled distribution.
-        widens: Whether bfloat16 products go through float32, the CPU having none.
+        widens: Whether bfloat16 products go through float32, on a CPU without them.
         num_requests: Different prompts of a rollout.
-        kept_gib: Memory for what the sampler keeps of its activations for the update; 0 where it keeps none.
+        kept_gib: Memory for activations that the sampler keeps for the update; 0 if it keeps none.
     """
 
     shape: ModelConfig
@@ -106,32 +106,32 @@ class Workload:
 
     @property
     def micro_sequences(self) -> int:
-        """Longest sequences that one micro-batch takes at most; one that exceeds the budget has it for itself."""
+        """Most longest-length sequences per micro-batch; one that exceeds the budget gets its own."""
         return micro_batches(self).sequences
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of a parameter, of a gradient, and of a number between layers in bfloat16."""
+        """Bytes per parameter, gradient, and (in bfloat16) activation between layers."""
         return 2 if self.precision == "bfloat16_master" else 4
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of what a matrix product returns."""
+        """Bytes per element that a matrix product returns."""
         return 4 if self.precision == "float32" else 2
 
     @property
     def score_bytes(self) -> int:
-        """Bytes of a number that products of PyTorch read in attention."""
+        """Bytes per element that PyTorch's products read in attention."""
         return 4 if self.widens else self.product_bytes
 
     @property
     def is_native(self) -> bool:
-        """Whether norms, the head and products that read the residual stream are those of the C++ kernels."""
+        """Whether C++ kernels compute norms, the head and products that read the residual stream."""
         return self.has_kernels and self.shape.hidden_size % QUANTUM == 0
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what the sampler keeps of its activations (`whet.generate.activations`), all being longest."""
+        """Bytes of activations that the sampler keeps (`whet.generate.activations`), with longest sequences."""
         is_fused = self.is_native and self.has_native_gate and self.has_native_attention
         is_plain = self.checkpoint is None and self.precision != "bfloat16_autocast" and is_known(self.shape)
         if not (is_fused and is_plain):
@@ -143,22 +143,22 @@ class Workload:
 
     @property
     def has_native_gate(self) -> bool:
-        """Whether the gated unit is the C++ kernels'."""
+        """Whether a C++ kernel computes the gated unit."""
         is_plain = self.shape.family != "gpt2" and self.shape.intermediate_size % QUANTUM == 0
         return self.has_kernels and is_plain
 
     @property
     def has_native_attention(self) -> bool:
-        """Whether attention is the C++ kernels', which keep no scores and pad nothing."""
+        """Whether a C++ kernel computes attention; it stores no scores and pads nothing."""
         return self.has_kernels and self.shape.head_dim in CHANNELS
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """An update's micro-batches, all sequences being longest; a prompt stands once for its sequences.
+    """An update's micro-batches of longest sequences; a prompt is stored once for its sequences.
 
     Attributes:
-        count: How many there are.
+        count: Number of micro-batches.
         tokens: Tokens of the largest.
         sequences: Sequences of the largest.
         all_tokens: Tokens of all.
@@ -172,7 +172,7 @@ class MicroBatches:
 
 @cache
 def micro_batches(work: Workload) -> MicroBatches:
-    """Cut an update as `whet.algo.packing.pack` does."""
+    """Split an update as `whet.algo.packing.pack` does."""
     prompt = work.length - work.num_trained
     most = max(1, (work.token_budget - prompt) // max(1, work.num_trained))
     families = []
@@ -190,17 +190,17 @@ def micro_batches(work: Workload) -> MicroBatches:
 
 
 def saved_bytes(work: Workload, tokens: int, sequences: int) -> int:
-    """Return the bytes that autograd keeps of one layer.
+    """Return the bytes that autograd saves for one layer.
 
     Args:
-        work: Says the shape.
+        work: The shapes.
         tokens: Tokens of a micro-batch.
         sequences: Its sequences, equally long.
     """
     shape, a = work.shape, work.product_bytes
     heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     per_token = shape.hidden_size * norm_bytes(work, 1 if shape.family == "gpt2" else 3) + 4
-    per_token += a * heads  # what the output projection reads
+    per_token += a * heads  # input of the output projection
     if shape.family == "qwen3":
         per_token += (heads + keys) * a + 4 * (shape.num_heads + shape.num_kv_heads)
     if work.has_native_attention:
@@ -215,7 +215,7 @@ def saved_bytes(work: Workload, tokens: int, sequences: int) -> int:
 
 
 def feed_bytes(work: Workload, tokens: int) -> int:
-    """Return the bytes that autograd keeps of a layer's feed-forward part, its norm and its input included."""
+    """Return the bytes that autograd saves for a layer's feed-forward part, including its norm and input."""
     shape, is_gpt2 = work.shape, work.shape.family == "gpt2"
     per_token = shape.hidden_size * norm_bytes(work, 1 if is_gpt2 else 2) + 4
     per_token += work.product_bytes * _kept_widths(work) * shape.intermediate_size
@@ -223,17 +223,17 @@ def feed_bytes(work: Workload, tokens: int) -> int:
 
 
 def _kept_widths(work: Workload) -> int:
-    """Tensors of the feed-forward width that are kept: gate, up and their product."""
+    """Return the number of saved tensors of feed-forward width: gate, up and their product."""
     return 2 if work.shape.family == "gpt2" else 3
 
 
 def norm_bytes(work: Workload, num_readers: int) -> int:
-    """Return the bytes per channel that a norm and the products that read it keep.
+    """Return the bytes per channel that a norm and its readers save.
 
     Under autocast each reader has its own copy.
 
     Args:
-        work: Says the family and the precision.
+        work: Family and precision.
         num_readers: Products that read it.
     """
     residual = work.parameter_bytes
@@ -242,18 +242,18 @@ def norm_bytes(work: Workload, num_readers: int) -> int:
 
 
 def padded_length(length: int) -> int:
-    """Return the length of a sequence's row in padded attention."""
+    """Return the padded length of a sequence in attention."""
     return round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of one head in exact attention without the C++ kernels, padding included (`whet.model.attention`).
+    """Rows per head in exact attention without the C++ kernels, including padding (`whet.model.attention`).
 
     Attributes:
-        queries: Queries of all sequences, a shared prompt's once.
-        keys: Keys, each sequence having its prompt's for itself.
-        scores: Pairs of them that are computed: blocks of queries read the keys up to their own end.
+        queries: Queries of all sequences; a shared prompt's count once.
+        keys: Keys; each sequence has its own copy of its prompt's.
+        scores: Computed pairs: blocks of queries read the keys up to their own end.
         tile: Scores of all heads in the largest call.
     """
 
@@ -267,7 +267,7 @@ class _Rows:
         """Count those of a micro-batch, as `whet.algo.packing` lays it out.
 
         Args:
-            work: Says the lengths.
+            work: The lengths.
             tokens: Its tokens.
             sequences: Its sequences.
         """
@@ -297,10 +297,10 @@ class _Rows:
 
 
 def passing_bytes(work: Workload, tokens: int, sequences: int = 0, length: int = 1) -> int:
-    """Return the bytes of a forward pass without autograd in its fullest moment: the widest part of one layer.
+    """Return the peak bytes of a forward pass without autograd: the widest part of one layer.
 
     Args:
-        work: Says the shape.
+        work: The shapes.
         tokens: Tokens of all sequences.
         sequences: Sequences that they belong to; 0 in decoding, where nothing is padded.
         length: Tokens of each of them.
@@ -324,10 +324,10 @@ def table_bytes(work: Workload) -> int:
 
 
 def backward_bytes(work: Workload, tokens: int, sequences: int) -> int:
-    """Return the bytes that the backward pass of a layer needs besides what was kept.
+    """Return the bytes that the backward pass of a layer needs in addition to the saved ones.
 
     Args:
-        work: Says the shape.
+        work: The shapes.
         tokens: Tokens of a micro-batch.
         sequences: Its sequences, equally long.
     """
@@ -335,11 +335,11 @@ def backward_bytes(work: Workload, tokens: int, sequences: int) -> int:
     heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     residual = work.parameter_bytes * shape.hidden_size
     feed = a * shape.intermediate_size
-    # The gradients of gate and up beside that of their product, whose own numbers are gone.
+    # The gradients of gate and up next to that of their product, which itself is freed.
     mlp = tokens * (residual + 2 * feed)
     if not work.has_native_gate and shape.family != "gpt2":
         mlp += 2 * a * min(tokens * shape.intermediate_size, SLICE)
-    if work.widens and a == 2:  # the last product's gradients in float32, with what they are made of
+    if work.widens and a == 2:  # the last product's gradients in float32, with their inputs
         mlp = max(mlp, 6 * tokens * (shape.hidden_size + shape.intermediate_size))
     attention = tokens * (residual + a * (heads + 2 * keys) + 8 * keys)
     if not work.has_native_attention:
@@ -348,7 +348,7 @@ def backward_bytes(work: Workload, tokens: int, sequences: int) -> int:
         attention += tokens * a * (2 * heads + 2 * keys)
         if work.attention == "exact":
             attention += rows.tile * (4 if work.score_bytes == 4 else 6)
-    freed = feed_bytes(work, tokens)  # by the feed-forward part, which comes first
+    freed = feed_bytes(work, tokens)  # freed by the feed-forward part, which comes first
     return max(mlp, attention - freed)
 
 
@@ -356,19 +356,19 @@ GIB = 2**30
 COLUMN_BYTES = 3 * 8 + 7 * 4
 PANEL = 32
 CHUNK_COPIES = 11
-"""Float32 copies of a chunk of 8-bit moments while it is updated and packed again."""
+"""Float32 copies of a chunk of 8-bit moments during its update and requantisation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Bytes by what they are for, all held in the phase's fullest moment."""
+    """Bytes by purpose, all live at the phase's peak."""
 
     name: str
     parts: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return sum(self.parts.values())
 
 
@@ -391,8 +391,8 @@ def sharded_budget(num_parameters: int, num_devices: int) -> dict[str, float]:
         num_parameters: Trained parameters.
         num_devices: Devices that share them.
 
-    Source: source 001's table (bfloat16 weights and gradients, float32 Adam). Deviation: it leaves out the float32
-        master weights without which small updates are lost to rounding; they are listed apart.
+    Source: mixed-precision AdamW, arXiv 1910.02054 section 3.1 (bfloat16 weights and gradients, float32 Adam). The
+        float32 master weights, without which small updates are lost to rounding, are listed separately.
     """
     share = num_parameters / num_devices
     return {
@@ -404,7 +404,7 @@ def sharded_budget(num_parameters: int, num_devices: int) -> dict[str, float]:
 
 
 def phases(work: Workload) -> list[Phase]:
-    """Predict the fullest moment of each phase of a step, in the order in which they come."""
+    """Predict the peak of each phase of a step, in their order."""
     sizes = parameter_sizes(work.shape)
     kept = _kept(work, sizes)
     packed = {"packed weights": packed_bytes(work)} if work.is_native else {}
@@ -415,7 +415,7 @@ def phases(work: Workload) -> list[Phase]:
         cache = {"kv cache": cache_bytes(work)}
         found.append(Phase("rollout", kept | packed | cache | _rollout(work)))
         if work.overlap != "off" or cache_bytes(work) <= KEPT_CACHE:
-            kept = kept | cache  # the run's engine keeps it while it trains
+            kept = kept | cache  # the engine keeps its cache during training
     if work.has_measuring:
         found.append(Phase("scoring", kept | packed | _scoring(work, sum(sizes))))
     beside = {} if work.overlap == "off" else {"rollout beside": _rollout(work)["activations"]}
@@ -427,14 +427,14 @@ def phases(work: Workload) -> list[Phase]:
 
 
 def peak(work: Workload) -> int:
-    """Return the bytes of the fullest phase."""
+    """Return the bytes of the largest phase."""
     return max(phase.total for phase in phases(work))
 
 
 def fit(work: Workload, num_bytes: int) -> Workload | None:
     """Return the workload with as many rows and then as long micro-batches as fit in memory; None if none do.
 
-    Neither changes the mathematics. No more rows are taken than asked for, no more tokens than the update has.
+    Neither changes the mathematics. Rows do not exceed the request, tokens not those of the update.
     """
     least = replace(work, rows=min(work.rows, 1), token_budget=work.length)
     if peak(least) > num_bytes:
@@ -448,7 +448,7 @@ def fit(work: Workload, num_bytes: int) -> Workload | None:
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number from 1 to `most` that fits, 1 being known to; all below one that fits fit."""
+    """Return the largest number from 1 to `most` that fits, by bisection; 1 must fit."""
     low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -473,7 +473,7 @@ def cache_bytes(work: Workload) -> int:
 
 
 def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
-    """Bytes that stay from the first step to the last."""
+    """Return the bytes that live from the first step to the last."""
     shape, model = work.shape, sum(sizes) * work.parameter_bytes
     state = 0 if work.offload_state else state_bytes(work, sizes)
     tables = table_bytes(work) * shape.max_positions
@@ -488,19 +488,19 @@ def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
 
 
 def state_bytes(work: Workload, sizes: Sequence[int]) -> int:
-    """Return the bytes of moments and of what master weights have beyond the parameters."""
+    """Return the bytes of moments and of master weights beyond the parameters."""
     masters = 2 * sum(sizes) if work.precision == "bfloat16_master" else 0
     packed = [n for n in sizes if work.adam_bits == 8 and n >= MIN_NUMBERS]
     return masters + 8 * (sum(sizes) - sum(packed)) + sum(2 * (n + 4 * -(-n // BLOCK)) for n in packed)
 
 
 def packed_bytes(work: Workload, *, has_head: bool = True, in_training: bool = False) -> int:
-    """Return the bytes of the weights' copies that the C++ kernels read; 0 without them.
+    """Return the bytes of the packed weights for the C++ kernels; 0 without them.
 
     Args:
-        work: Says the shape and the precision.
+        work: Shapes and precision.
         has_head: Whether the head is used, too.
-        in_training: Without those that are given back after each use, of parts that are recomputed.
+        in_training: Exclude packed weights of recomputed parts, which are freed after each use.
     """
     if not work.is_native:
         return 0
@@ -555,7 +555,7 @@ def _rollout(work: Workload) -> dict[str, int]:
         scores = 0
     decode = logits + max(0, scores + passing_bytes(work, work.rows) - logits)
     prefill = passing_bytes(work, tokens, -(-tokens // prompt), prompt)
-    if work.is_native:  # the logits of the prompts, once more for each row
+    if work.is_native:  # the prompts' logits, repeated for each row
         prefill = max(prefill, logits + work.num_prompts * vocabulary * 4)
     parts = {"activations": states + max(decode, prefill)}
     if work.precision == "bfloat16_master" and work.device == "cpu" and not work.is_native:
@@ -583,7 +583,7 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     table = shape.vocab_size * shape.hidden_size
     earlier = count if micro.count > 1 and not work.update_in_backward else 0
     whole = max(sizes) if work.update_in_backward else max(count, earlier)
-    # The fullest moment is in the head (all activations, logits), in the last layer, or at the end (all gradients).
+    # The peak is in the head (all activations, logits), in the last layer, or at the end (all gradients).
     inside = again + backward_bytes(work, tokens, micro.sequences)
     packed = packed_bytes(work, in_training=True)
     one = max(
@@ -608,7 +608,7 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
             "packed weights": packed,
         },
     ]
-    if work.rows:  # before the first layer: what the rollout has packed is there
+    if work.rows:  # before the first layer: the rollout's packed weights still exist
         moments.append({"activations": frame, "packed weights": packed_bytes(work)})
     if not work.is_native:
         for parts in moments:
@@ -618,7 +618,7 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
 
 
 def _stored(work: Workload) -> tuple[int, int]:
-    """Return what all layers keep until the backward pass, and what it computes again of the last one."""
+    """Return the bytes that all layers save for the backward pass, and those recomputed for the last one."""
     micro, layers = micro_batches(work), work.shape.num_layers
     layer = saved_bytes(work, micro.tokens, micro.sequences)
     row = work.parameter_bytes * work.shape.hidden_size * micro.tokens
@@ -633,7 +633,8 @@ def _stored(work: Workload) -> tuple[int, int]:
 
 
 def _head(work: Workload, trained: int) -> int:
-    """Bytes of the head's backward pass, the logits that it kept included, or of its forward pass."""
+    """Return the bytes of the head's backward pass including saved logits, or of its forward pass, whichever is
+    larger."""
     shape, p = work.shape, work.parameter_bytes
     table, logits = shape.vocab_size * shape.hidden_size, _chunk_elements(work)
     if work.is_native:
@@ -656,7 +657,7 @@ def _head(work: Workload, trained: int) -> int:
 
 
 def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
-    """Gradients, and where they are not read where they are, copies of them; or the moments that are unpacked."""
+    """Return the bytes of gradients and of copies of them, if not read in place; or of unpacked moments."""
     parts = {"activations": _batch_bytes(work) if work.rows else 0}
     if work.update_in_backward:
         return parts
@@ -668,7 +669,7 @@ def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
         copies = 4 * CHUNK_COPIES * min(max(sizes), adam8bit.CHUNK)
     elif (
         work.precision == "bfloat16_master"
-    ):  # weights, and where PyTorch updates them the gradient, as is and scaled
+    ):  # weights and, if PyTorch updates them, the gradient, original and scaled
         copies = (4 if has_kernels else 12) * min(max(sizes), CHUNK[work.device])
     else:
         copies = 0 if has_kernels else 4 * count  # scaled by clipping
@@ -676,7 +677,7 @@ def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
 
 
 def _chunk_elements(work: Workload) -> int:
-    """Logits that the head holds at once."""
+    """Return the number of logits that the head holds at once."""
     vocabulary = round_up(work.shape.vocab_size, COLUMN_QUANTUM)
     trained = micro_batches(work).sequences * work.num_trained
     rows = min(trained, chunk_rows(work.shape.vocab_size, torch.device(work.device)))
@@ -684,12 +685,12 @@ def _chunk_elements(work: Workload) -> int:
 
 
 def _batch_bytes(work: Workload) -> int:
-    """Bytes of a step's packed tokens and columns, all micro-batches."""
+    """Return the bytes of a step's packed tokens and columns over all micro-batches."""
     return 8 * micro_batches(work).all_tokens + work.num_sequences * COLUMN_BYTES * work.num_trained
 
 
 def _copies(work: Workload, count: int) -> dict[str, int]:
-    """Bytes of autocast's copies of the weights, which the graph keeps (in inference mode there are none to keep)."""
+    """Return the bytes of autocast's copies of the weights, which the graph keeps (none in inference mode)."""
     is_kept = work.precision == "bfloat16_autocast" and work.checkpoint != "layer"
     if not is_kept or work.is_native or work.widens:
         return {}

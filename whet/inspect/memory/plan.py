@@ -1,4 +1,4 @@
-"""`whet plan RECIPE`: how much memory each phase of a run will need, before any of it is spent, and what fits."""
+"""`whet plan RECIPE`: predicts the memory of each phase of a run before it starts, and what fits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from whet.model.weights import model_folder
 from whet.schema import SCHEMAS
 from whet.telemetry.display import escape_controls
 from whet.train.fit import FIT_ATTENTION
-from whet.train.optim.precision import settle_precision
+from whet.train.optim.precision import resolve_precision
 from whet.train.optim.step import dtypes
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
@@ -59,7 +59,7 @@ def _qwen25(width: int, feed: int, layers: int, heads: int, kv_heads: int, *, co
     )
 
 
-# Of models that recipes start from, so that a plan needs no network; any other name is looked up on the hub.
+# Shapes of the recipes' starting models, so that a plan needs no network; other names are looked up on the hub.
 SHAPES: dict[str, ModelConfig] = {
     "Qwen/Qwen2.5-0.5B": _qwen25(896, 4864, 24, 14, 2, context=32_768),
     "Qwen/Qwen2.5-1.5B": _qwen25(1536, 8960, 28, 12, 2, context=131_072),
@@ -80,7 +80,7 @@ SHAPES: dict[str, ModelConfig] = {
 
 CHECKPOINT, MASTER = "--optim.checkpoint-layers", "--optim.precision bfloat16_master"
 BOTH: dict[str, Any] = {"checkpoint": "layer", "precision": "bfloat16_master"}
-# What makes a model fit, the cheapest first.
+# Options that reduce memory, cheapest first.
 OPTIONS: dict[str, dict[str, Any]] = {
     "--kept-gib 0": {"kept_gib": 0.0},
     CHECKPOINT: {"checkpoint": "layer"},
@@ -98,22 +98,22 @@ class PlanConfig:
     """Peak memory of a recipe by phase, before it runs, and how much of it fits a device."""
 
     recipe: str
-    """Recipe, .yaml file or run folder, as the program takes it; with --of model a folder or hub name."""
+    """Recipe, .yaml file or run folder, as the program accepts it; with --of model a folder or hub name."""
     of: Literal["rl", "sft", "model"] = "rl"
-    """Program that would run it; model prints the sharded budget alone."""
+    """Program of the recipe; model only prints the sharded budget."""
     set: tuple[str, ...] = ()
     """Fields of the program to override, each written field=value, such as policy.init=Qwen/Qwen2.5-3B."""
     length: int = 0
-    """Longest sequence, prompt and completion, in tokens; 0 takes 256 of prompt and the recipe's longest completion
-    (sft: a whole micro-batch), within the context."""
+    """Longest sequence, prompt and completion, in tokens; 0 takes 256 for the prompt and the recipe's longest
+    completion (sft: a whole micro-batch), within the context."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device to plan for; auto takes the recipe's."""
     memory_gib: float = 0.0
-    """Memory of the device in GiB: the largest rows and micro-batches that fit are suggested; 0 suggests none."""
+    """Memory of the device in GiB: suggests the largest rows and micro-batches that fit; 0 suggests none."""
     num_devices: int = 1
-    """Devices over which the textbook budget is sharded (whet itself keeps a whole copy on each)."""
+    """Devices over which the textbook budget is sharded (whet itself keeps a full copy on each)."""
     measure: bool = False
-    """Run one step of longest sequences here and print predicted against measured."""
+    """Run one step of the longest sequences here and print predicted against measured memory."""
 
     def __post_init__(self) -> None:
         for name, least in (("length", 0), ("memory_gib", 0), ("num_devices", 1)):
@@ -154,27 +154,27 @@ def main(config: PlanConfig) -> None:
 
 
 def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig | SFTConfig:
-    """Let the program itself resolve recipe and overrides, as --dry-run prints them.
+    """Have the program resolve recipe and overrides, as printed by --dry-run.
 
     Args:
         config: What to plan.
-        command: What runs the program.
+        command: The command that runs whet.
 
     Raises:
-        UserError: With the program's own words, if it refuses.
+        UserError: With the program's message, if it refuses.
     """
     overrides = [f"--{item}" for item in config.set]
     words = [*command, config.of, config.recipe, *overrides, "--dry-run"]
     result = subprocess.run(words, capture_output=True, text=True, errors="replace")
     if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if line.strip()] or ["it says nothing"]
+        lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
         said = escape_controls(lines[-1].strip().removeprefix("whet: error: "))
         raise UserError(f"whet {config.of} refuses: {said}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(result.stdout.partition("\nbatch of one step\n")[0] + "\n", encoding="utf-8")
         run = load_yaml(path, RLConfig) if config.of == "rl" else load_yaml(path, SFTConfig)
-    return settle_precision(run, policy_shape)
+    return resolve_precision(run, policy_shape)
 
 
 def find_shape(source: str) -> ModelConfig:
@@ -184,7 +184,7 @@ def find_shape(source: str) -> ModelConfig:
         source: Model folder, run folder or hub name.
 
     Raises:
-        UserError: If its config.json cannot be had.
+        UserError: If its config.json cannot be loaded.
     """
     if source in SHAPES:
         return SHAPES[source]
@@ -201,12 +201,12 @@ def find_shape(source: str) -> ModelConfig:
     except UserError as error:
         known = (name for name in SHAPES if name.rpartition("/")[2].lower() in source.lower())
         start = next(known, "FOLDER, or a hub name")
-        raise UserError(f"{error}; to plan before it is there: --set policy.init={start}") from None
+        raise UserError(f"{error}; to plan before it exists: --set policy.init={start}") from None
     return from_hf(read_json(path), where=str(path))
 
 
 def policy_shape(policy: PolicyConfig) -> ModelConfig:
-    """Return the shape of a policy's model, its vocabulary as grown as the config alone tells."""
+    """Return the shape of a policy's model, with its vocabulary grown as far as the config determines."""
     if policy.init:
         shape = find_shape(policy.init)
         return replace(shape, vocab_size=max(shape.vocab_size, policy.padded_vocab_size))
@@ -223,7 +223,7 @@ def policy_shape(policy: PolicyConfig) -> ModelConfig:
 
 
 def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) -> Workload:
-    """Say what a run holds at once, its sequences being as long as they can be.
+    """Return the workload of a run with sequences of maximum length.
 
     Raises:
         UserError: If a length leaves no room for a prompt, or exceeds the context.
@@ -281,7 +281,7 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
 def _device_type(policy: PolicyConfig) -> str:
     try:
         return resolve_device(policy.device).type
-    except UserError:  # the device is elsewhere: a plan is made before one is there
+    except UserError:  # the device is on another machine: plans are made in advance
         return "cuda"
 
 
@@ -289,13 +289,13 @@ def _headline(config: PlanConfig, work: Workload) -> str:
     sampled = f", {work.rows:,} rows decoded together" if work.rows else ""
     return (
         f"whet {config.of} {config.recipe} on {work.device}, {work.precision}, {work.attention} attention\n"
-        f"sequences of {work.length:,} tokens{sampled}; {work.num_sequences:,} sequences an update, "
+        f"sequences of {work.length:,} tokens{sampled}; {work.num_sequences:,} sequences per update, "
         f"{work.micro_sequences:,} in a micro-batch\n"
     )
 
 
 def _table(found: Sequence[Phase]) -> str:
-    """Lay out parts by phases, in GiB, and say which phase is the fullest."""
+    """Format the parts by phase, in GiB, and name the largest phase."""
     names = list(dict.fromkeys(name for phase in found for name in phase.parts))
     lines = [f"{'GiB':<18}" + "".join(f"{phase.name:>16}" for phase in found)]
     for name in names:
@@ -311,7 +311,7 @@ def _table(found: Sequence[Phase]) -> str:
 
 
 def _advice(work: Workload, memory_gib: float) -> str:
-    """Say what fits, and where nothing does, which option would make it fit."""
+    """Return what fits, or else the option that would make it fit."""
     found = fit(work, int(memory_gib * GIB))
     if found is not None:
         rows = f" --policy.max-rows {found.rows}" if work.rows else ""
@@ -326,9 +326,7 @@ def _advice(work: Workload, memory_gib: float) -> str:
             )
     least = replace(work, rows=min(work.rows, 1), token_budget=work.length, kept_gib=0.0)
     need = max(phase.total for phase in phases(least)) / GIB
-    return (
-        f"does not fit {memory_gib:g} GiB: one row and one sequence a micro-batch need {need:.1f} GiB already"
-    )
+    return f"does not fit {memory_gib:g} GiB: one row and one sequence per micro-batch need {need:.1f} GiB already"
 
 
 def _budget_text(shape: ModelConfig, num_devices: int) -> str:

@@ -1,4 +1,4 @@
-"""`whet profile RECIPE`: where the time and the memory of a step go, phase by phase, and what Nsight is to be asked."""
+"""`whet profile RECIPE`: time and memory of a step by phase, and commands for NVIDIA's tools."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
 from whet.types import UserError
 
-# The page of a profile: steps as bars of their phases, and the tables.
+# The page of a profile: steps as bars of their phases, and tables.
 
 REST = "rest of the step"
 NUM_COLOURS = 6
@@ -41,7 +41,7 @@ Part = dict[str, Any]
 
 
 def write_page(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the page of what `whet.inspect.profile.profile.describe` returns."""
+    """Write the page for the content from `describe`."""
     bars, legend = stacked(content["phases"], content["steps"])
     title = f"Profile of {content['program']} {content['recipe']}"
     page = render(
@@ -61,7 +61,7 @@ def write_page(path: Path, content: Mapping[str, Any]) -> None:
 def stacked(
     phases: Sequence[Mapping[str, Any]], steps: Sequence[float]
 ) -> tuple[list[list[Part]], list[Part]]:
-    """Cut each step into its phases, in the order in which they come.
+    """Split each step into its phases, in order.
 
     Args:
         phases: Phases as JSON values, the step itself first.
@@ -69,7 +69,7 @@ def stacked(
 
     Returns:
         For each step its parts {name, colour, x, width, seconds}, x and width in percent of the longest step; and the
-        legend {name, colour, seconds}, seconds of all steps. The longest phases have a colour of their own.
+        legend {name, colour, seconds}, with seconds of all steps. The longest phases have their own colour.
     """
     outer = [phase for phase in phases if len(phase["path"]) == 2 and phase["share"] is not None]
     longest = sorted(outer, key=lambda phase: -phase["seconds"])[: NUM_COLOURS - 1]
@@ -93,7 +93,7 @@ def stacked(
 
 
 NUM_SHOWN = 15
-"""Operators and kernels that are printed; the page shows more, profile.json all."""
+"""Number of printed operators and kernels; the page shows more, profile.json all."""
 
 GEMMS = "regex:gemm|nvjet|xmma|cutlass"
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats")
@@ -106,19 +106,19 @@ class ProfileConfig:
     """Time and memory of a recipe's steps by phase, with a trace for Perfetto and a page."""
 
     recipe: str
-    """Recipe, .yaml file or run folder, as the program takes it."""
+    """Recipe, .yaml file or run folder, as the program accepts it."""
     of: Literal["rl", "sft"] = "rl"
-    """Program that would run it."""
+    """Program of the recipe."""
     set: tuple[str, ...] = ()
     """Fields of the program to override, each written field=value, such as sampling.max_new_tokens=64."""
     warmup: int = 2
-    """Steps before anything is measured."""
+    """Warm-up steps."""
     steps: int = 3
-    """Steps that are timed; one more is traced."""
+    """Timed steps; one more is traced."""
     tool: Literal["", "nsys", "ncu"] = ""
     """Run these steps under Nsight Systems or Nsight Compute instead."""
     out: str = ""
-    """Folder; results go to profiles/ in it. Empty: that of the recipe with -profile behind its name."""
+    """Folder; results go to profiles/ in it. Empty: the recipe's, with -profile appended."""
 
     def __post_init__(self) -> None:
         for name, least in (("warmup", 0), ("steps", 1)):
@@ -135,11 +135,11 @@ class Phase:
 
     Attributes:
         path: Names from the step's to its own.
-        calls: How often it came.
-        seconds: What it took, with the phases inside it.
-        own_seconds: What it took without them.
-        share: Its part of the step's time; None where it ran beside the step, in a thread of its own.
-        peak_bytes: Most bytes of tensors alive in it, in the traced step; None where that one had no such phase.
+        calls: Number of calls.
+        seconds: Its duration, including nested phases.
+        own_seconds: Its duration without them.
+        share: Its share of the step's time; None if it ran in parallel, in another thread.
+        peak_bytes: Peak of live tensor bytes in the traced step; None if that step had no such phase.
         by_step: Seconds in each timed step.
     """
 
@@ -153,11 +153,11 @@ class Phase:
 
 
 class _EnoughError(Exception):
-    """All steps that were wanted are done."""
+    """All requested steps are done."""
 
 
 class _Steps:
-    """Lets some steps pass, times some, traces one, and then ends the run before its next step."""
+    """Skips some steps, times some, traces one, and then ends the run before its next step."""
 
     def __init__(self, device: torch.device, warmup: int, steps: int) -> None:
         self.recorder, self.tracer = Recorder(device), Tracer(device)
@@ -165,7 +165,7 @@ class _Steps:
         self._listener: Listener | None = None
 
     def enter(self, name: str) -> None:
-        """Pass a range on to who listens in this step."""
+        """Forward a range to this step's listener."""
         if name == STEP and self._count == self._begin:
             self._listener = self.recorder
         if name == STEP and self._count == self._end:
@@ -177,7 +177,7 @@ class _Steps:
             self._listener.enter(name)
 
     def exit(self, name: str) -> None:
-        """Pass its end on."""
+        """Forward its end."""
         if self._listener is not None:
             self._listener.exit(name)
         if name == STEP:
@@ -213,16 +213,16 @@ def main(config: ProfileConfig) -> None:
 
 
 def take(run: RLConfig | SFTConfig, warmup: int, steps: int, trace: Path) -> tuple[list[Range], Traced]:
-    """Run a recipe's first steps by the program itself, in a folder that is thrown away.
+    """Run a recipe's first steps by its program, in a temporary folder.
 
     Args:
-        run: The recipe. Nothing in it changes but where it writes, and that no tracker hears of it.
-        warmup: Steps before anything is measured.
+        run: The recipe. Only its output folder is changed, and trackers are disabled.
+        warmup: Warm-up steps.
         steps: Steps that are timed.
         trace: File for the trace of the step after them.
 
     Returns:
-        The ranges of the timed steps, and what the traced one tells.
+        The ranges of the timed steps, and the trace's results.
     """
     listener = _Steps(resolve_device(run.policy.device), warmup, steps)
     with tempfile.TemporaryDirectory() as folder, listening(listener), suppress(_EnoughError):
@@ -232,11 +232,11 @@ def take(run: RLConfig | SFTConfig, warmup: int, steps: int, trace: Path) -> tup
 
 
 def phases(ranges: Sequence[Range], peaks: Mapping[tuple[str, ...], int]) -> list[Phase]:
-    """Add up ranges by phase: each followed by those inside it, in the order in which they came.
+    """Add up ranges by phase: each is followed by its nested ones, in order.
 
     Args:
         ranges: Ranges of whole steps.
-        peaks: Most bytes alive, by path.
+        peaks: Peak of live bytes, by path.
     """
     num_steps = 1 + max(item.step for item in ranges)
     by_step: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0] * num_steps)
@@ -280,7 +280,7 @@ def describe(
     traced: Traced,
     commands: Mapping[str, Sequence[str]],
 ) -> dict[str, Any]:
-    """Return all that was found, as JSON values."""
+    """Return all results as JSON values."""
     device = resolve_device(run.policy.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     threads = torch.get_num_threads()
@@ -303,12 +303,12 @@ def describe(
 
 
 def tables(content: Mapping[str, Any]) -> str:
-    """Lay out phases, operators and kernels as text."""
+    """Format phases, operators and kernels as text."""
     steps = content["steps"]
     mean = statistics.fmean(steps)
     lines = [
         f"whet {content['program']} {content['recipe']} on {content['machine']}",
-        f"{len(steps)} steps after {content['warmup']} of warm-up: {mean:.4f} s a step ({min(steps):.4f} to "
+        f"{len(steps)} steps after {content['warmup']} of warm-up: {mean:.4f} s per step ({min(steps):.4f} to "
         f"{max(steps):.4f}); traced, {content['traced_seconds']:.4f} s",
         "",
         f"{'phase':<40}{'calls':>9}{'seconds':>11}{'share':>8}{'own':>11}{'memory, MiB':>14}",
@@ -335,20 +335,20 @@ def tables(content: Mapping[str, Any]) -> str:
         share = sum(work["seconds"] for work in content["operators"]) / content["traced_seconds"]
         lines += [
             "",
-            f"operators take {share:.1%} of the traced step; the rest is Python, and native code that is no operator",
+            f"operators take {share:.1%} of the traced step; the rest is Python, and native code outside operators",
         ]
     else:
-        lines += ["", f"the GPU is at work in {content['gpu_busy']:.1%} of the traced step"]
+        lines += ["", f"the GPU is busy in {content['gpu_busy']:.1%} of the traced step"]
     return "\n".join(lines)
 
 
 def tool_commands(config: ProfileConfig, out: Path, *, tracks: bool) -> dict[str, list[str]]:
     """Return the command lines that run the same steps under NVIDIA's tools, by tool.
 
-    The program itself is run, one step longer than what is captured: its last step validates and saves.
+    They run the program one step longer than the capture: its last step validates and saves.
 
     Args:
-        config: What is profiled.
+        config: The profiled recipe.
         out: Its folder.
         tracks: Whether the recipe sends its metrics to trackers.
     """
@@ -385,7 +385,7 @@ def tool_commands(config: ProfileConfig, out: Path, *, tracks: bool) -> dict[str
 
 
 def run_tool(tool: str, command: Sequence[str], config: ProfileConfig, folder: Path) -> None:
-    """Run a command line of `tool_commands` and say where its report is.
+    """Run a command line of `tool_commands` and print where its report is.
 
     Raises:
         UserError: If the tool or a GPU is missing, or it fails.

@@ -1,4 +1,4 @@
-"""What one step under torch.profiler tells: operators, kernels, and the memory of each phase."""
+"""Results of one step under torch.profiler: operators, kernels, and the memory of each phase."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Work:
     Attributes:
         name: Its name.
         calls: How often it ran.
-        seconds: What it took in all, without what it called.
+        seconds: Its total duration, without callees.
     """
 
     name: str
@@ -40,14 +40,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What the trace of a step holds.
+    """Results of a traced step.
 
     Attributes:
-        seconds: What the step took, slowed by the tracing.
-        operators: Operators by the time that they took on the CPU, most first.
-        kernels: Kernels and copies by the time that they took on the GPU, most first; empty without one.
-        busy: Share of the step in which the GPU did something; None without one.
-        peaks: Most bytes of tensors alive in each phase, by path.
+        seconds: Duration of the step, slowed by the tracing.
+        operators: Operators by CPU time, longest first.
+        kernels: Kernels and copies by GPU time, longest first; empty without a GPU.
+        busy: Share of the step in which the GPU was busy; None without one.
+        peaks: Peak of live tensor bytes in each phase, by path.
     """
 
     seconds: float
@@ -61,30 +61,30 @@ class Tracer:
     """Runs torch.profiler over one step.
 
     Args:
-        device: Where the work is done.
+        device: The device that does the work.
     """
 
     def __init__(self, device: torch.device) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes its stages to stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs its stages to stderr
         self._device = device
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profiler = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
         self._before = 0
 
     def start(self) -> None:
-        """Begin."""
-        # A CPU's allocator counts from the start of the profiler, that of a GPU from the beginning.
+        """Start the trace."""
+        # The CPU allocator counts from the start of the profiler, a GPU's from the start of the process.
         self._before = alive_bytes() if self._device.type == "cpu" else 0
         self._profiler.start()
 
     def stop(self) -> None:
-        """End."""
+        """End the trace."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._profiler.stop()
 
     def write(self, path: Path) -> Traced:
-        """Write the trace, compressed, and return what it tells."""
+        """Write the trace, compressed, and return its results."""
         with tempfile.TemporaryDirectory() as folder:
             plain = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(plain))
@@ -109,7 +109,7 @@ class Tracer:
 
 
 def alive_bytes() -> int:
-    """Return the bytes of all tensors on the CPU that Python holds, each storage once."""
+    """Return the bytes of all CPU tensors that Python holds, counting each storage once."""
     sizes: dict[int, int] = {}
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor) and found.device.type == "cpu":
@@ -128,7 +128,7 @@ def total(kernels: Iterable[Event]) -> list[Work]:
 
 
 def covered(events: Iterable[Event]) -> float:
-    """Return the microseconds in which at least one event is under way."""
+    """Return the microseconds during which at least one event is active."""
     end, sum_us = float("-inf"), 0.0
     for begin, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
         sum_us += max(0.0, stop - max(begin, end))
@@ -139,12 +139,12 @@ def covered(events: Iterable[Event]) -> float:
 def peaks(
     spans: Sequence[Event], allocations: Iterable[tuple[float, int]], before: int
 ) -> dict[tuple[str, ...], int]:
-    """Return the most bytes alive in each phase, by path.
+    """Return the peak of live bytes in each phase, by path.
 
     Args:
         spans: The phases of the trace, nested within their threads.
-        allocations: (microsecond, bytes alive after it) of whatever was allocated or freed.
-        before: Bytes alive when the count began.
+        allocations: (microsecond, live bytes after it) of every allocation and free.
+        before: Live bytes when counting started.
     """
     moments: list[tuple[float, int, float, Any]] = [(time, 0, 0.0, alive) for time, alive in allocations]
     moments += [(span["ts"], 1, -span["dur"], span) for span in spans]

@@ -1,4 +1,4 @@
-"""`whet replay RUN --step N`: do a recorded step again; at which stage, and by how much, does it differ?"""
+"""`whet replay RUN --step N`: repeats a recorded step, and shows at which stage and by how much it differs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIGS: dict[Kind, type[TrainConfig]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-    """A recorded step, done again on this machine: where does it come out otherwise, and by how much?"""
+    """Repeats a recorded step on this machine, and shows where and by how much it differs."""
 
     run: str
     """Run folder of sft, rft, dpo or rl."""
@@ -48,13 +48,13 @@ class ReplayConfig:
     token_budget: int = 0
     """Tokens per micro-batch here; 0 as recorded."""
     device: str = ""
-    """Device here, such as cpu or cuda; empty for what the run's settings choose here."""
+    """Device here, such as cpu or cuda; empty for the one that the run's settings choose here."""
     num_threads: int = 0
     """CPU threads here; 0 as recorded."""
     init: str = ""
-    """Where the starting model is, if not where the run found it; it is read for step 1, and as a frozen reference."""
+    """Location of the starting model, if it has moved; it is read for step 1, and as a frozen reference."""
     judge: bool = False
-    """Ask the judge again; otherwise its recorded scores count."""
+    """Query the judge again; otherwise its recorded scores are used."""
     json: bool = False
     """Print JSON."""
 
@@ -65,11 +65,11 @@ class ReplayConfig:
 
 
 def main(config: ReplayConfig) -> None:
-    """Print what differs.
+    """Print the differences.
 
     Raises:
-        UserError: If there is no such step, or it cannot be done again.
-        SystemExit: With status 1 when a stage differs beyond what numerics do.
+        UserError: If there is no such step, or it cannot be repeated.
+        SystemExit: With status 1 if a stage differs by more than numerics explain.
     """
     replayed = replay(config)
     if config.json:
@@ -82,12 +82,12 @@ def main(config: ReplayConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """A recorded step that was done again.
+    """A repeated step.
 
     Attributes:
         recorded: The step.
-        machine: What it was done on here, as the record says it of there.
-        stages: Its stages in their order.
+        machine: The machine here, in the form of the record.
+        stages: Its stages in order.
     """
 
     recorded: Recorded
@@ -96,10 +96,10 @@ class Replayed:
 
 
 def replay(config: ReplayConfig) -> Replayed:
-    """Do a recorded step again; nothing of the run is written.
+    """Repeat a recorded step; nothing is written to the run.
 
     Raises:
-        UserError: If there is no such step, or it cannot be done again.
+        UserError: If there is no such step, or it cannot be repeated.
     """
     run = Path(config.run)
     folder = find_record(run, config.step)
@@ -114,7 +114,7 @@ def replay(config: ReplayConfig) -> Replayed:
 
 
 def _overridden(was: TrainConfig, config: ReplayConfig, recorded: Recorded) -> TrainConfig:
-    """Return the run's settings with what is asked for here."""
+    """Return the run's settings with this replay's overrides."""
     optim, policy = was.optim, was.policy
     threads = config.num_threads or int(recorded.machine["threads"])
     budget = config.token_budget or int(recorded.batches[0]["token_budget"])
@@ -125,11 +125,11 @@ def _overridden(was: TrainConfig, config: ReplayConfig, recorded: Recorded) -> T
         policy = replace(policy, num_threads=threads, device=config.device or policy.device)
         return replace(was, optim=optim, policy=policy)
     except ValueError as error:
-        raise UserError(f"this run cannot be replayed so: {error}") from None
+        raise UserError(f"this run cannot be replayed like this: {error}") from None
 
 
 def conclusion(stages: Sequence[Stage]) -> str:
-    """Say in one line at which stage the step first comes out otherwise, and where numbers stop being finite."""
+    """Return one line: the first stage that differs, and the first with non-finite numbers."""
     counted = [stage for stage in stages if stage.verdict != "skipped"]
     first = next((stage for stage in counted if stage.verdict != "exact"), None)
     beyond = next((stage for stage in counted if stage.verdict == "DIFFERS"), None)
@@ -152,7 +152,7 @@ def _told(stages: Sequence[Stage], stage: Stage) -> str:
 
 
 def _difference(stage: Stage) -> str:
-    """Return the difference as a number; '' where there is none."""
+    """Return the difference as a number; '' if there is none."""
     if stage.difference is None or math.isinf(stage.difference):
         return ""
     return f"{stage.difference:.2g}"
@@ -190,7 +190,7 @@ def _as_json(config: ReplayConfig, replayed: Replayed) -> dict[str, Any]:
 
 
 def _print(config: ReplayConfig, replayed: Replayed) -> None:
-    """Print a table of the stages, and what it comes to."""
+    """Print a table of the stages, and the conclusion."""
     console, recorded, stages = Console(), replayed.recorded, replayed.stages
 
     def line(text: str) -> None:

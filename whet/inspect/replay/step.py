@@ -1,4 +1,4 @@
-"""A recorded step, done again: its stages one by one, each from the recorded results of those before."""
+"""Repeats a recorded step stage by stage, each from the recorded results of the previous ones."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ from whet.train.setup import open_judge
 from whet.train.sft import SFTConfig
 from whet.types import Group, Problem, Sample, Task, UserError
 
-# A stage of a recorded step beside the same stage computed here: by how much they differ, and what that means.
+# Comparison of a recorded stage with the same stage computed here.
 
 Values = Sequence[float | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """One stage, as it was recorded and as it came out here.
+    """One stage, as recorded and as computed here.
 
     Attributes:
         name: Its name.
-        recorded: What was recorded, in few words.
+        recorded: The recorded result, in short form.
         here: The same, computed here.
-        difference: Largest |here - recorded| / max(1, |recorded|); None where nothing was computed again.
+        difference: Largest |here - recorded| / max(1, |recorded|); None if nothing was recomputed.
         mean: Mean of the same.
-        tolerance: Largest difference that numerics may make.
-        note: What else there is to say.
+        tolerance: Largest difference that numerics explain.
+        note: Further remarks.
         is_finite: Whether all numbers computed here are finite.
     """
 
@@ -81,13 +81,13 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """Largest differences that are numerics and no fault, by stage.
+    """Largest differences that numerics explain, by stage.
 
     Attributes:
-        logprobs: Of a token's log-probability, nats.
-        sums: Of loss and gradient norm.
-        metrics: Of any other metric: a clipped share moves by whole tokens.
-        weights: Of the mean weight of a parameter, after the update.
+        logprobs: For a token's log-probability, in nats.
+        sums: For loss and gradient norm.
+        metrics: For other metrics: a clipped share changes by whole tokens.
+        weights: For the mean weight of a parameter, after the update.
     """
 
     logprobs: float
@@ -105,7 +105,7 @@ TOLERANCES = {
 
 
 def largest(recorded: Values, here: Values) -> tuple[float, float]:
-    """Return the largest and the mean difference, relative above 1; equal NaNs and absences differ by nothing."""
+    """Return the largest and the mean difference, relative above 1; equal NaNs and missing values do not differ."""
     if len(recorded) != len(here):
         return math.inf, math.inf
     gaps = [_gap(was, now) for was, now in zip(recorded, here, strict=True)]
@@ -121,7 +121,7 @@ def _gap(was: float | None, now: float | None) -> float:
 
 
 def compare(name: str, recorded: Values, here: Values, tolerance: float, note: str = "") -> Stage:
-    """Compare the numbers of a stage; one is shown as it is, several by their root mean square."""
+    """Compare the numbers of a stage; a single one is shown itself, several by their root mean square."""
     difference, mean = largest(recorded, here)
     return Stage(
         name=name,
@@ -148,7 +148,7 @@ def _shown(values: Values) -> str:
 
 
 def compare_ids(name: str, pairs: Sequence[tuple[object, object]], note: str = "") -> Stage:
-    """Compare things that are equal or not: prompts, texts."""
+    """Compare values for equality: prompts, texts."""
     unequal = sum(was != now for was, now in pairs)
     here = f"{len(pairs) - unequal:,} equal" + (f", {unequal:,} others" if unequal else "")
     return Stage(
@@ -157,12 +157,12 @@ def compare_ids(name: str, pairs: Sequence[tuple[object, object]], note: str = "
 
 
 def skipped(name: str, note: str) -> Stage:
-    """Make a stage that nothing is computed of."""
+    """Create a stage that was not recomputed."""
     return Stage(name=name, recorded="", here="", difference=None, note=note)
 
 
 def compare_metrics(recorded: Mapping[str, float], here: Mapping[str, float], tolerance: float) -> Stage:
-    """Compare metrics by name; name the one that differs most."""
+    """Compare metrics by name; report the one that differs most."""
     names = sorted(here)
     was = [recorded.get(name) for name in names]
     now = [here[name] for name in names]
@@ -176,7 +176,7 @@ def compare_metrics(recorded: Mapping[str, float], here: Mapping[str, float], to
 
 
 def compare_weights(recorded: Mapping[str, float], model: torch.nn.Module, tolerance: float) -> Stage:
-    """Compare the sums of parameters; the difference is that of a parameter's mean weight."""
+    """Compare sums of parameters; the difference is per mean weight of a parameter."""
     here = weight_sums(model)
     sizes = {name: tensor.numel() for name, tensor in model.named_parameters()}
     gaps = {
@@ -203,12 +203,12 @@ TrainConfig = RLConfig | SFTConfig | RFTConfig | DPOConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Before:
-    """What a step begins with.
+    """State before a step.
 
     Attributes:
-        policy: With the weights before the step.
-        optimizer: With its state.
-        objective: Of an RL step, with reference, critic and coefficients.
+        policy: The policy with the weights before the step.
+        optimizer: The optimizer with its state.
+        objective: The objective of an RL step, with reference, critic and coefficients.
     """
 
     policy: Policy
@@ -217,21 +217,21 @@ class Before:
 
 
 def load_before(config: TrainConfig, weights: Path | None, init: str) -> Before:
-    """Load what a step begins with; nothing is written.
+    """Load the state before a step; nothing is written.
 
     Args:
         config: The run's settings, overridden.
         weights: Folder of weights and state; None for the starting policy.
-        init: Where the starting model is, if not where the run found it.
+        init: Location of the starting model, if it has moved.
 
     Raises:
-        UserError: If something is missing, damaged, or does not fit together.
+        UserError: If something is missing, damaged, or inconsistent.
     """
     source, kinds = config.policy, dtypes(config.optim.precision)
     frozen = isinstance(config, RLConfig) and config.algo.kl != "none"
     if weights is not None:
         verify_folder(weights)
-    if weights is not None and not frozen:  # the starting model is needed as a frozen reference only
+    if weights is not None and not frozen:  # the starting model is needed only as a frozen reference
         source = PolicyConfig(
             init=str(weights),
             attention=source.attention,
@@ -251,7 +251,7 @@ def load_before(config: TrainConfig, weights: Path | None, init: str) -> Before:
         optimizer = Optimizer(policy.model, config.optim)
         like = optimizer.tensors() | (objective.tensors() if objective is not None else {})
         stored = Loaded(weights, {})
-        # Another precision has masters where the run had none; they begin with the weights.
+        # Another precision may have masters where the run had none; they start from the weights.
         names = stored.names()
         tensors = dict(stored.read({name: tensor for name, tensor in like.items() if name in names}))
         optimizer.load_tensors(optimizer.tensors() | tensors)
@@ -270,17 +270,17 @@ def load_before(config: TrainConfig, weights: Path | None, init: str) -> Before:
 def replay_step(
     recorded: Recorded, config: TrainConfig, before: Before, *, is_loose: bool, ask_judge: bool
 ) -> list[Stage]:
-    """Do a recorded step again.
+    """Repeat a recorded step.
 
     Args:
         recorded: The step.
         config: The run's settings, overridden.
-        before: What it begins with; changed by the update.
+        before: The state before it; changed by the update.
         is_loose: Whether one of the two is in bfloat16.
-        ask_judge: Whether a judge is asked again.
+        ask_judge: Whether to query the judge again.
 
     Raises:
-        UserError: If the record does not hold what it should.
+        UserError: If the record is incomplete.
     """
     replay = _Replay(recorded, config, before, is_loose=is_loose)
     try:
@@ -296,7 +296,7 @@ def replay_step(
 
 
 class _Replay:
-    """One replay: what its stages share."""
+    """One replay: state shared by its stages."""
 
     def __init__(self, recorded: Recorded, config: TrainConfig, before: Before, *, is_loose: bool) -> None:
         self.recorded, self.before = recorded, before
@@ -390,7 +390,7 @@ class _Replay:
 
 
 def _merged(parts: Sequence[Collected]) -> Collected:
-    """Put the ranks' samples side by side: what several ranks trained on, for one."""
+    """Concatenate the ranks' samples: one process repeats what several ranks trained on."""
     groups: list[Group] = []
     grades = [row for part in parts for row in part.rollout.grades]
     used: list[int] = []
@@ -428,7 +428,7 @@ def _rewards_stage(
     notes = [f"{unequal} of {len(graded)} grades differ"] if unequal else []
     rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
     if config.control == "random_reward":
-        rewards, notes = [], [*notes, "a coin decided the rewards: not computed again"]
+        rewards, notes = [], [*notes, "the rewards were random: not recomputed"]
         totals = [sample.reward for _, sample in pairs]
     else:
         with ExitStack() as stack:
@@ -449,7 +449,7 @@ def _rewards_stage(
 def _as_recorded(
     reward: WeightedReward, pairs: Sequence[tuple[Problem, Sample]], *, ask_judge: bool
 ) -> WeightedReward:
-    """Let a reward that is no function of the text return its recorded scores."""
+    """Make a reward that is not a function of the text return its recorded scores."""
     if reward.name != EPISODE and (reward.name != JUDGE or ask_judge):
         return reward
     scores = [sample.rewards.get(reward.name) for _, sample in pairs]
@@ -457,7 +457,7 @@ def _as_recorded(
 
 
 def _total(policy: Policy, config: RLConfig, sample: Sample, total: float | None) -> float | None:
-    """Add the punishment of length, as sampling did."""
+    """Add the overlong penalty, as sampling did."""
     penalty, kind = 0.0, config.algo.overlong
     if kind == "hard" and sample.finish_reason == "length":
         penalty = HARD_PENALTY if policy.schema.parse(sample.text).answer is None else 0.0
@@ -483,9 +483,9 @@ def _demonstrations(
     rows: Sequence[Mapping[str, Any]],
     recorded: Sequence[TrainingSequence],
 ) -> Stage:
-    """Encode the demonstrations of fine-tuning again."""
+    """Re-encode the demonstrations of fine-tuning."""
     if not isinstance(config, SFTConfig):
-        return skipped("prompts", "sampled tokens, taken as recorded")
+        return skipped("prompts", "sampled tokens, as recorded")
     policy.expect(answer_type_of(load_task(config.task)))
     problems = [(row["epoch"], Problem(**row["problem"])) for row in rows]
     here = [

@@ -1,4 +1,4 @@
-"""How the seeds of one recipe fare: a table while they run, then summary.json, report.md and spread.png."""
+"""Progress and results of the seeds of one recipe: a live table, then summary.json, report.md and spread.png."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ COLOURS: dict[Status, str] = {
 
 @dataclass(slots=True)
 class Outcome:
-    """What has become of one seed so far.
+    """State of one seed.
 
     Attributes:
         number: The seed.
-        curve: What it has logged.
-        num_steps: Steps of a whole run; None when unknown.
-        status: Where it is.
+        curve: Its logged values.
+        num_steps: Steps of a full run; None if unknown.
+        status: Its status.
         reason: Why it was killed, or how it failed; else ''.
     """
 
@@ -68,13 +68,13 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
-    """What the seeds are measured by.
+    """The metric that seeds are compared by.
 
     Attributes:
         metric: Name.
         window: Values of the rolling mean; the final number of a seed is its last one.
         sign: 1 when more is better, -1 when less is.
-        threshold: Level whose first step and second are reported; None for none.
+        threshold: Level whose first step and time are reported; None for none.
     """
 
     metric: str
@@ -83,12 +83,12 @@ class Measure:
     threshold: float | None
 
     def show(self, value: float | None) -> str:
-        """Write a value the way the metric asks for."""
+        """Format a value by the metric's format."""
         return format_metric(self.metric, value)
 
 
 class Board:
-    """Shows all seeds: one table that is redrawn in a terminal, lines now and then elsewhere. A context manager."""
+    """Shows all seeds: a redrawn table in a terminal, occasional lines elsewhere. A context manager."""
 
     def __init__(self, title: str, measure: Measure) -> None:
         self._title, self._measure = title, measure
@@ -111,7 +111,7 @@ class Board:
             self._live.stop()
 
     def show(self, outcomes: Sequence[Outcome]) -> None:
-        """Show where all seeds are; elsewhere than in a terminal what is new, and all that run every 30 seconds."""
+        """Show the state of all seeds; outside a terminal only news, and all running ones every 30 seconds."""
         if self._live is not None:
             self._live.update(self._table(outcomes), refresh=True)
             return
@@ -154,10 +154,10 @@ def write_outcomes(folder: Path, outcomes: Sequence[Outcome], title: str, measur
     """Write summary.json, report.md and spread.png.
 
     Args:
-        folder: Where to.
+        folder: Output folder.
         outcomes: One per seed.
-        title: What was run.
-        measure: What the seeds are measured by.
+        title: Title of the report.
+        measure: The metric that seeds are compared by.
 
     Returns:
         The report's tables as text.
@@ -188,7 +188,7 @@ def write_outcomes(folder: Path, outcomes: Sequence[Outcome], title: str, measur
 
 
 def _facts(outcome: Outcome, measure: Measure) -> dict[str, Any]:
-    """Return what summary.json says of a seed; None where nothing was logged."""
+    """Return a seed's entry in summary.json; None if nothing was logged."""
     curve, window, sign, threshold = outcome.curve, measure.window, measure.sign, measure.threshold
     reached = None if threshold is None else first_reach(curve, threshold, window=window, sign=sign)
     step, seconds = reached or (None, None)
@@ -226,7 +226,7 @@ def _spread_table(everyone: Spread | None, finished: Spread | None, measure: Mea
 
 
 def _remarks(outcomes: Sequence[Outcome]) -> list[str]:
-    """Say what the two rows do not: who is missing from which, and to which side that bends them."""
+    """Return caveats of the two rows: which seeds are missing, and how that biases them."""
     silent = [str(outcome.number) for outcome in outcomes if not outcome.curve.values]
     lost = [outcome for outcome in outcomes if outcome.status != "done" and outcome.curve.values]
     remarks: list[str] = []
@@ -234,7 +234,7 @@ def _remarks(outcomes: Sequence[Outcome]) -> list[str]:
         counts = {status: sum(outcome.status == status for outcome in lost) for status in COLOURS}
         what = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         remarks.append(
-            f"{what}. The second row is a selected number: it leaves out seeds that stopped early, often because they "
+            f"{what}. The second row is a selected number: it excludes seeds that stopped early, often because they "
             "did badly, and says nothing about what a new seed would give. The first counts them at the value "
             "at which they stopped, which may not be what they would have reached."
         )

@@ -1,4 +1,4 @@
-"""`whet seeds`: one recipe with several seeds; hopeless ones are stopped early, and the spread is reported."""
+"""`whet seeds`: runs one recipe with several seeds, stops hopeless ones early, and reports the spread."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ class SeedsConfig:
     """One recipe with several seeds: stop the hopeless ones early, report the spread of all."""
 
     out: str
-    """Folder to make, with seed-K/ for each seed."""
+    """Output folder, with seed-K/ for each seed."""
     recipe: str
-    """Recipe, .yaml file or run folder, as the program takes it."""
+    """Recipe, .yaml file or run folder, as the program accepts it."""
     program: str = "rl"
-    """Program to run: any that knows --seed, --out and --resume (sft, rl ...)."""
+    """Program to run: any with --seed, --out and --resume (sft, rl ...)."""
     seeds: tuple[int, ...] = (0, 1, 2, 3)
-    """Seeds, in the order in which they start."""
+    """Seeds, in starting order."""
     set: tuple[str, ...] = ()
     """Fields of the program to override in every seed, each written field=value."""
     parallel: int = 1
-    """Seeds that run at the same time."""
+    """Seeds that run concurrently."""
     num_threads: int = 0
     """CPU threads of each seed; 0 shares the cores evenly."""
     metric: str = "rl/correct"
-    """What seeds are judged by."""
+    """Metric that seeds are judged by."""
     better: Literal["higher", "lower"] | None = None
     """Which end of the metric is good; None: lower for a loss, else higher."""
     window: int = 5
-    """Values of the rolling mean: every judgement and the final number use it."""
+    """Values of the rolling mean: used by every judgement and the final number."""
     threshold: float | None = None
-    """Level of the rolling mean whose first step and second are reported."""
+    """Level of the rolling mean whose first step and time are reported."""
     kill_after: int = 0
     """Steps after which dead and lagging seeds are stopped; 0 stops none."""
     kill_margin: float = 0.25
     """How far below the median of the other seeds a seed may lag, in units of the metric."""
     grace_s: float = 10.0
-    """Seconds between asking a seed to end and forcing it."""
+    """Seconds between asking a seed to end and killing it."""
 
     def __post_init__(self) -> None:
         twice = sorted({seed for seed in self.seeds if self.seeds.count(seed) > 1})
@@ -102,7 +102,7 @@ def sign_of(config: SeedsConfig) -> int:
 
 
 def rules_of(config: SeedsConfig) -> KillRules:
-    """Return the rules by which a seed is given up."""
+    """Return the rules for stopping a seed early."""
     sign = sign_of(config)
     half = FLAT_BELOW if find_metric(config.metric).unit == "share" and sign > 0 else None
     return KillRules(
@@ -116,7 +116,7 @@ def rules_of(config: SeedsConfig) -> KillRules:
 
 @dataclass(slots=True)
 class _Seed:
-    """One seed: its process, and how far it has come."""
+    """One seed: its process and progress."""
 
     number: int
     folder: Path
@@ -130,7 +130,7 @@ class _Seed:
         return self.folder.with_name(f"{self.folder.name}.log")
 
     def read(self) -> None:
-        """Take in the rows that came since the last call; a resumed run rewrites its file, then all of it."""
+        """Read the rows appended since the last call, or all of them if a resumed run rewrote its file."""
         with suppress(FileNotFoundError), (self.folder / "metrics.jsonl").open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self.inode:
@@ -160,8 +160,8 @@ def launch(config: SeedsConfig, *, resume: bool = False, command: Sequence[str] 
 
     Args:
         config: What to run.
-        resume: Go on with the interrupted and failed seeds of an earlier call; finished and killed ones stay.
-        command: What runs the program.
+        resume: Continue the interrupted and failed seeds of an earlier call; finished and killed ones stay.
+        command: The command that runs whet.
 
     Returns:
         One outcome per seed.
@@ -189,7 +189,7 @@ def launch(config: SeedsConfig, *, resume: bool = False, command: Sequence[str] 
                 _run(config, command, seeds, board, is_interrupted)
             finally:
                 left = [seed for seed in seeds if seed.process is not None]
-                _stop(left, config.grace_s, "interrupted", "go on with --resume")
+                _stop(left, config.grace_s, "interrupted", "continue with --resume")
                 board.show(outcomes)
         text = write_outcomes(folder, outcomes, f"{title}, {len(seeds)} seeds", measure)
         print(
@@ -209,7 +209,7 @@ def _arguments(config: SeedsConfig, seed: int) -> list[str]:
 
 
 def _rehearse(config: SeedsConfig, command: Sequence[str]) -> int | None:
-    """Let the program check recipe and overrides without running; return the number of steps where it tells it."""
+    """Let the program check recipe and overrides without running; return the number of steps if it prints it."""
     result = subprocess.run(
         [*command, *_arguments(config, config.seeds[0]), "--resume", "--dry-run"],
         capture_output=True,
@@ -228,11 +228,11 @@ def _rehearse(config: SeedsConfig, command: Sequence[str]) -> int | None:
 
 
 def _load_seed(folder: Path, number: int, metric: str, num_steps: int | None) -> _Seed:
-    """Find out how far an earlier launch came with a seed."""
+    """Load a seed's progress from an earlier launch."""
     seed = _Seed(number, folder, Outcome(number, Curve(metric), num_steps))
     if not folder.exists():
         return seed
-    _open_log(seed).close()  # nobody else may be running it
+    _open_log(seed).close()  # fails if another launcher runs it
     killed = folder / "killed.json"
     if killed.exists():
         seed.outcome.status, seed.outcome.reason = "killed", json.loads(killed.read_text())["reason"]
@@ -249,7 +249,7 @@ def _run(
     board: Board,
     is_interrupted: Callable[[], bool],
 ) -> None:
-    """Start, watch and judge until nothing is left to do or somebody interrupts."""
+    """Start, watch and judge the seeds until all are done or interrupted."""
     while not is_interrupted():
         waiting = [seed for seed in seeds if seed.outcome.status == "waiting"]
         running = [seed for seed in seeds if seed.process is not None]
@@ -267,7 +267,7 @@ def _run(
 
 
 def _start(seed: _Seed, config: SeedsConfig, command: Sequence[str]) -> None:
-    """Start the process of a seed, or let it go on from its last checkpoint, in a process group of its own."""
+    """Start the process of a seed, or resume it from its last checkpoint, in its own process group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = str(config.num_threads or max(1, cores // config.parallel))
     resume = ["--resume"] if (seed.folder / "config.yaml").exists() else []
@@ -291,19 +291,19 @@ def _open_log(seed: _Seed) -> IO[bytes]:
     except OSError:
         log.close()
         raise UserError(
-            f"{seed.folder}: still running, for a launcher that was itself killed or is at work; wait or end it"
+            f"{seed.folder}: still running, under a launcher that was killed or is still active; wait or end it"
         ) from None
     return log
 
 
 def _look_after(seed: _Seed) -> None:
-    """Read what a running seed has logged and, when it has ended, how."""
+    """Read a running seed's log and, if it has ended, how."""
     assert seed.process is not None
     status = seed.process.poll()  # before reading, so that no last row is missed
     seed.read()
     if status is None:
         return
-    _signal(seed, signal.SIGKILL)  # what it may have left behind in its process group
+    _signal(seed, signal.SIGKILL)  # anything left in its process group
     seed.process = None
     seed.outcome.status = "failed" if status else "done"
     if status < 0:
@@ -314,7 +314,7 @@ def _look_after(seed: _Seed) -> None:
 
 
 def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()] or ["it says nothing"]
+    lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
     return escape_controls(lines[-1].strip().removeprefix("whet: error: "))
 
 
@@ -338,7 +338,7 @@ def _check_metric(outcome: Outcome, config: SeedsConfig) -> None:
 
 
 def _judge(seeds: Sequence[_Seed], config: SeedsConfig) -> None:
-    """Stop the seeds that the rules give up, the worst first, and never the last one that may still come to its end."""
+    """Stop seeds by the rules, the worst first, but never the last one that may still finish."""
     rules = rules_of(config)
     doomed: list[tuple[float, _Seed, str]] = []
     for seed in seeds:
@@ -355,7 +355,7 @@ def _judge(seeds: Sequence[_Seed], config: SeedsConfig) -> None:
 
 
 def _stop(seeds: Sequence[_Seed], grace_s: float, status: Status, reason: str) -> None:
-    """End processes with all that they started: ask, wait, force. One that had come to its end by then is done."""
+    """End processes with all their children: ask, wait, kill. One that finished in the meantime counts as done."""
     for seed in seeds:
         _signal(seed, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
@@ -373,18 +373,18 @@ def _stop(seeds: Sequence[_Seed], grace_s: float, status: Status, reason: str) -
 
 def _signal(seed: _Seed, number: signal.Signals) -> None:
     assert seed.process is not None
-    with suppress(ProcessLookupError, PermissionError):  # the group is gone; macOS says so in the second way
+    with suppress(ProcessLookupError, PermissionError):  # the group is gone; macOS raises the second error
         os.killpg(seed.process.pid, number)
 
 
 @contextmanager
 def _interruption() -> Iterator[Callable[[], bool]]:
-    """Note Ctrl-C, SIGTERM and a closed terminal instead of raising, so that no seed is lost between two lines."""
+    """Record Ctrl-C, SIGTERM and a closed terminal instead of raising, so that no seed is lost halfway."""
     seen: list[int] = []
     numbers = [
         number
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN  # by nohup, or by a shell in the background
+        if signal.getsignal(number) is not signal.SIG_IGN  # ignored by nohup, or by a background shell
     ]
     before = {number: signal.signal(number, lambda number, _: seen.append(number)) for number in numbers}
     try:

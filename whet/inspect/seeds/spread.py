@@ -1,4 +1,4 @@
-"""Several seeds of one recipe: their curves, when one is given up, and the spread. Pure functions, and a picture."""
+"""Curves of several seeds, rules for stopping a seed early, and their spread. Pure functions, and a plot."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from whet.telemetry.log import read_metrics
 from whet.telemetry.metrics import find_metric, format_metric
 
 NOISE = 2.0
-"""A gain counts from this many standard errors on."""
+"""Standard errors from which a gain counts."""
 FLAT_BELOW = 0.5
-"""Groups without reward differences are no alarm while at least this share of answers is right: they are too easy."""
+"""Share of right answers from which groups without reward differences are fine: they are too easy."""
 
 
 @dataclass(slots=True)
 class Curve:
-    """What a run has logged of one metric.
+    """A run's logged values of one metric.
 
     Attributes:
         metric: Its name.
         steps: Steps whose row has a finite value, ascending.
         values: The values.
-        times: Seconds on the clock at which the rows were written.
+        times: Times at which the rows were written, in seconds.
         names: All metrics that a row has.
         last_step: Step of the last row, with or without a value.
-        began: Seconds on the clock of the first row.
-        num_flat: Last rows, without a gap, in which no group had a difference in reward and most answers were wrong.
+        began: Time of the first row, in seconds.
+        num_flat: Number of consecutive last rows in which no group's rewards differed and most answers were wrong.
     """
 
     metric: str
@@ -45,7 +45,7 @@ class Curve:
     num_flat: int = 0
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take in the next row of metrics.jsonl."""
+        """Add the next row of metrics.jsonl."""
         self.last_step, time_s = row["step"], row["time_s"]
         self.began = time_s if math.isnan(self.began) else self.began
         self.names.update(name for name in row if "/" in name)
@@ -58,7 +58,7 @@ class Curve:
             self.times.append(time_s)
 
     def mean_at(self, step: int, window: int) -> float:
-        """Return the rolling mean: of the last `window` values up to and including a step; NaN when there is none."""
+        """Return the rolling mean: of the last `window` values up to and including a step; NaN if there is none."""
         end = bisect.bisect_right(self.steps, step)
         values = self.values[max(0, end - window) : end]
         return statistics.fmean(values) if values else math.nan
@@ -69,7 +69,7 @@ class Curve:
 
 
 def read_curve(run: Path, metric: str) -> Curve:
-    """Read what a run folder has logged of a metric; nothing logged is an empty curve."""
+    """Read a run's curve of a metric; empty if nothing was logged."""
     curve = Curve(metric)
     for row in read_metrics(run):
         curve.add(row)
@@ -79,7 +79,7 @@ def read_curve(run: Path, metric: str) -> Curve:
 def first_reach(
     curve: Curve, threshold: float, *, window: int = 5, sign: int = 1
 ) -> tuple[int, float] | None:
-    """Say when the rolling mean first reaches a threshold; only full windows count, so one lucky step does not.
+    """Return when the rolling mean first reaches a threshold; only full windows count, so one lucky step does not.
 
     Args:
         curve: The run.
@@ -88,8 +88,8 @@ def first_reach(
         sign: 1 when more is better, -1 when less is.
 
     Returns:
-        Step, and seconds since the run's first row (start-up and the first step are not in it, a pause before a
-        resume is); None when it never gets there.
+        Step, and seconds since the run's first row (without start-up and the first step, but with pauses before a
+        resume); None if it never does.
     """
     for end in range(window, len(curve.values) + 1):
         if sign * statistics.fmean(curve.values[end - window : end]) >= sign * threshold:
@@ -99,12 +99,12 @@ def first_reach(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KillRules:
-    """When a seed is given up; docs/seeds.md explains the rules and their risks.
+    """Rules for stopping a seed early; docs/seeds.md explains them and their risks.
 
     Attributes:
-        after: Steps before which nobody is judged.
+        after: Steps before which no seed is judged.
         window: Values of a rolling mean.
-        margin: How far behind the median of the other seeds is too far, in units of the metric.
+        margin: Largest lag behind the median of the other seeds, in units of the metric.
         sign: 1 when more is better, -1 when less is.
         enough: Level at which a seed is never called dead; None for no such level.
     """
@@ -117,15 +117,15 @@ class KillRules:
 
 
 def kill_reason(curve: Curve, peers: Sequence[Curve], rules: KillRules) -> str | None:
-    """Say why a seed should be given up at its last step.
+    """Return why a seed should be stopped at its last step.
 
     Args:
         curve: The seed.
-        peers: All other seeds, also ended ones; those that have not come as far are left out.
+        peers: All other seeds, also ended ones; those that are not as far are skipped.
         rules: The rules.
 
     Returns:
-        One line for people, or None to let it go on.
+        One readable line, or None to continue.
     """
     if curve.last_step < rules.after:
         return None
@@ -141,7 +141,8 @@ def _no_signal(curve: Curve, rules: KillRules) -> str | None:
 
 
 def _no_gain(curve: Curve, rules: KillRules) -> str | None:
-    """Compare the last window with the first one; the noise is measured on neighbours, so that a trend is none."""
+    """Compare the last window with the first one; the noise is measured on neighbours, so that a trend does not count
+    as noise."""
     values, window = curve.values, rules.window
     if len(values) < 2 * window:
         return None
@@ -171,7 +172,7 @@ def _behind(curve: Curve, peers: Sequence[Curve], rules: KillRules) -> str | Non
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a number scatters over seeds.
+    """Summary statistics of a number over seeds.
 
     Attributes:
         num: Seeds.
@@ -191,7 +192,7 @@ class Spread:
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """Summarise one value per seed; None (nothing logged) is left out, and the result when nothing is left."""
+    """Summarise one value per seed; None (nothing logged) is skipped; returns None if nothing is left."""
     kept = [value for value in values if value is not None]
     if not kept:
         return None
@@ -200,7 +201,7 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def band(curves: Sequence[Curve], window: int) -> list[tuple[int, float, float, float]]:
-    """Return (step, min, median, max) of the rolling means, at each step over the curves that have come that far."""
+    """Return (step, min, median, max) of the rolling means, at each step over the curves that reach it."""
     rows: list[tuple[int, float, float, float]] = []
     for step in sorted({step for curve in curves for step in curve.steps}):
         means = [curve.mean_at(step, window) for curve in curves if curve.steps and curve.steps[-1] >= step]
@@ -216,8 +217,8 @@ def draw_spread(
 
     Args:
         path: The file.
-        curves: Label -> curve; those without a value are left out, and without any nothing is drawn.
-        stopped: Labels of runs that did not come to their end: dashed, with a cross at the end.
+        curves: Label -> curve; those without a value are skipped; without any nothing is drawn.
+        stopped: Labels of unfinished runs: dashed, with a cross at the end.
         window: Values of the rolling mean that is drawn.
         threshold: A level to mark.
     """
@@ -253,7 +254,7 @@ def draw_spread(
         axes.margins(x=0.02)
         axes.set_title(metric)
         axes.set_xlabel("step")
-        note = f"rolling mean of {window}; median and range over the seeds that have come as far"
+        note = f"rolling mean of {window}; median and range over the seeds that reach a step"
         note += "; dashed with a cross: stopped early" if stopped else ""
         axes.text(0, 1.025, note, transform=axes.transAxes, color=MUTED, fontsize=8)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0)

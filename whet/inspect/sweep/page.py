@@ -1,4 +1,4 @@
-"""What a sweep found, as text and as a page with plots of time and memory."""
+"""Results of a sweep, as text and as a page with plots of time and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AXES = {
     "max_rows": "sequences decoded together",
     "num_threads": "CPU threads",
 }
-"""Settings that are numbers, with what a plot says of them."""
+"""Numeric settings, with their plot labels."""
 QUANTITIES = {
     "seconds": "seconds of a step",
     "sample_seconds": "seconds of sampling",
@@ -27,7 +27,7 @@ READ = {
     "max_rows": ("seconds", "sample_seconds", "mib"),
     "num_threads": ("seconds",),
 }
-"""Axis -> what is drawn over it."""
+"""Axis -> quantities drawn over it."""
 NUM_COLOURS = 6
 NOISE = 0.2
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 230, 56, 14, 12, 40
@@ -36,7 +36,7 @@ Series = list[tuple[str, list[Json]]]
 
 
 def settings(point: Json, *, without: str = "") -> str:
-    """Write the settings of a point in words, but for one of them."""
+    """Format the settings of a point in words, optionally without one of them."""
     words = {
         "token_budget": f"{point['token_budget']:,} tokens",
         "max_rows": f"{point['max_rows']} rows" if point["max_rows"] else "",
@@ -49,12 +49,12 @@ def settings(point: Json, *, without: str = "") -> str:
 
 
 def as_text(content: Json) -> str:
-    """Lay out every point, and what is recommended."""
+    """Format every point, and the recommendation."""
     about = content["about"]
     lines = [
         f"whet {content['program']} {content['recipe']} on {about['device']}, torch {about['torch']}, "
         f"{content['memory_bytes'] / 2**30:.2f} GiB of memory",
-        f"{about['samples']} sequences a step, the longest of {about['longest']:,} tokens; medians of "
+        f"{about['samples']} sequences per step, the longest of {about['longest']:,} tokens; medians of "
         f"{content['rounds']} x {content['steps']} steps in alternating order; memory: a step of longest sequences",
     ]
     for stage in content["stages"]:
@@ -75,19 +75,19 @@ def _cells(row: Json) -> str:
     return (
         f"{row['seconds']:>12.4f}{spread:>9}{row['tokens_per_second']:>11,.0f}"
         f"{row['samples_per_second']:>11,.1f}{row['micro_batches']:>9}{row['peak_bytes'] / 2**20:>11,.1f}"
-        + ("" if row["fits"] else "  too near to the limit")
+        + ("" if row["fits"] else "  too close to the limit")
     )
 
 
 def notes(content: Json) -> list[str]:
-    """Say what is recommended, and what is only reported."""
+    """Return the recommendation and the notes."""
     found = []
     rows = [row for stage in content["stages"] for row in stage["points"]]
     noise = max((row["seconds_std"] / row["seconds"] for row in rows if row.get("seconds_std")), default=0.0)
     if noise > NOISE:
         found.append(
-            f"steps of one point differ by {noise:.0%} (standard deviation over median): the machine has other work; "
-            "repeat the sweep when it has none"
+            f"steps of one point differ by {noise:.0%} (standard deviation over median): the machine is busy; "
+            "repeat the sweep when it is idle"
         )
     if content["is_substituted"]:
         found.append("no reward differed: advantages of 1 and -1 in turn were trained on")
@@ -101,7 +101,7 @@ def notes(content: Json) -> list[str]:
     if content["best"] is None:
         return found
     if content["gain"] is not None:
-        words = f"{content['gain']:.2f} times the recipe's tokens per second, measured in turn"
+        words = f"{content['gain']:.2f} times the recipe's tokens per second, measured alternately"
     else:
         words = (
             "the recipe's own settings" if content["best"] == content["base"] else "the recipe's do not fit"
@@ -110,7 +110,7 @@ def notes(content: Json) -> list[str]:
 
 
 def _precisions(content: Json) -> Iterator[str]:
-    """Say how fast other precisions are; they change the numbers, so the user has to choose."""
+    """Yield the speed of other precisions; they change the numbers, so the user has to choose."""
     rows = next((stage["points"] for stage in content["stages"] if stage["name"] == "precision"), [])
     for row in rows[1:]:
         name = row["point"]["precision"]
@@ -118,7 +118,7 @@ def _precisions(content: Json) -> Iterator[str]:
             ratio = row["tokens_per_second"] / rows[0]["tokens_per_second"]
             memory = f"{row['peak_bytes'] / 2**20:,.1f} instead of {rows[0]['peak_bytes'] / 2**20:,.1f} MiB"
             text = f"{ratio:.2f} times the tokens per second, {memory}"
-            yield f"not chosen, for it changes the numbers: --optim.precision {name}: {text}"
+            yield f"not chosen, because it changes the numbers: --optim.precision {name}: {text}"
 
 
 def _row_of(content: Json, point: Json) -> Json:
@@ -142,11 +142,11 @@ def write_page(path: Path, content: Json) -> None:
 
 
 def charts(content: Json) -> list[dict[str, Any]]:
-    """Return a plot of every quantity over every setting that is a number, where a stage has two values of it.
+    """Return a plot of every quantity over every numeric setting of which a stage has two values.
 
     Returns:
-        Plots: title, axis, x ticks and y ticks as (place, label), and lines {name, colour, dots, crosses}; dots are
-        (x, y, text), crosses, where the memory ran out, (x, text).
+        Plots: title, axis, x ticks and y ticks as (position, label), and lines {name, colour, dots, crosses}; dots are
+            (x, y, text), crosses (out of memory) are (x, text).
     """
     found = []
     for axis, label in AXES.items():
@@ -159,7 +159,7 @@ def charts(content: Json) -> list[dict[str, Any]]:
 
 
 def _series(stages: Sequence[Json], axis: str) -> Series:
-    """Return lines of points of one stage that differ in one setting alone, with what they share; the longest ones."""
+    """Return the longest lines of points of one stage that differ in one setting only, with their common settings."""
     found: Series = []
     for stage in stages:
         lines: dict[str, list[Json]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The settings that a sweep tries, in which order, and which of them it recommends."""
+"""Settings that a sweep tries, their order, and the choice among them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ FLAGS = {
 
 PRECISIONS = CANDIDATES
 HEADROOM = 0.9
-"""A setting is recommended when its longest step takes at most this share of the memory: allocators need the rest."""
+"""A setting is recommended if its longest step takes at most this share of memory: allocators need the rest."""
 TIE = 0.03
-"""Speeds that differ by less are the same: then what the recipe has stays, else the least memory decides."""
+"""Speeds that differ by less count as equal: then the recipe's setting is kept, else the least memory decides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Settings of a step. None but the precision changes what is computed.
+    """Settings of a step. Only the precision changes the result.
 
     Attributes:
         token_budget: Tokens of a micro-batch.
-        max_rows: Sequences decoded together; 0 where nothing is sampled.
+        max_rows: Sequences decoded together; 0 if nothing is sampled.
         checkpoint_layers: Whether the backward pass recomputes the layers.
-        num_threads: Threads of the CPU; 0 where a GPU does the work.
+        num_threads: CPU threads; 0 on a GPU.
         compile: Whether the layers are compiled.
         precision: Precision of the step.
     """
@@ -59,7 +59,7 @@ class Point:
 
         Args:
             run: The recipe.
-            num_threads: Threads that it runs with.
+            num_threads: Its CPU threads.
         """
         is_rl = isinstance(run, RLConfig)
         return cls(
@@ -86,11 +86,11 @@ class Point:
         return replace(run, optim=optim, policy=policy)
 
     def words(self, base: Point, always: Sequence[str] = ()) -> list[str]:
-        """Return the options of the command line that turn `base` into this.
+        """Return the command line options that turn `base` into this.
 
         Args:
-            base: Settings that the program has without them.
-            always: Settings that are written even where they are those of `base`.
+            base: The program's settings without options.
+            always: Settings that are written even if equal to `base`.
         """
         found = []
         for name, flag in FLAGS.items():
@@ -105,7 +105,7 @@ class Point:
         return found
 
     def needs(self, other: Point) -> bool:
-        """Say whether this needs at least the memory of another point, as far as that can be said beforehand."""
+        """Say whether this needs at least the memory of another point, as far as that is known in advance."""
         same = ("checkpoint_layers", "compile", "precision")
         return (
             all(getattr(self, name) == getattr(other, name) for name in same)
@@ -116,14 +116,14 @@ class Point:
 
 @dataclass(slots=True)
 class Measured:
-    """What was found at one point.
+    """Measurements of one point.
 
     Attributes:
         point: The settings.
-        status: 'oom' when the memory did not hold a step of longest sequences, or one of the timed ones.
-        why: What was said when it is not ok.
-        peaks: Most bytes alive in each phase of a step of longest sequences.
-        longest_seconds: What that step took, with the meter of its memory, cold.
+        status: 'oom' if a step of longest sequences, or a timed one, ran out of memory.
+        why: The error message if it is not ok.
+        peaks: Peak of live bytes in each phase of a step of longest sequences.
+        longest_seconds: Duration of that step, cold and with the memory meter.
     """
 
     point: Point
@@ -135,7 +135,7 @@ class Measured:
 
     @property
     def peak(self) -> int:
-        """Most bytes alive in the whole step."""
+        """Peak of live bytes in the whole step."""
         return max(self.peaks.values(), default=0)
 
     def median(self, name: str = "seconds") -> float:
@@ -155,11 +155,11 @@ class Measured:
         ]
 
     def fits(self, num_bytes: int) -> bool:
-        """Say whether it worked, with room to spare in a memory."""
+        """Say whether it ran, with headroom, within the given memory."""
         return self.status == "ok" and bool(self.steps) and self.peak <= HEADROOM * num_bytes
 
     def to_json(self, num_bytes: int) -> dict[str, Any]:
-        """Return it as JSON values, with the numbers that the table shows."""
+        """Return it as JSON values, with the table's numbers."""
         found = {**asdict(self), "fits": self.fits(num_bytes), "peak_bytes": self.peak}
         if not self.steps or self.status != "ok":
             return found
@@ -178,11 +178,11 @@ class Measured:
 def choose(found: Sequence[Measured], base: Point, num_bytes: int) -> Point | None:
     """Return the fastest point that fits; of equally fast ones `base`, or else the one with the least memory.
 
-    Where `base` fits, too, another point has to be faster than it in every round: noise is then no reason to change.
+    If `base` fits, another point must be faster in every round, so that noise is no reason to change.
 
     Args:
-        found: What was measured, alternately.
-        base: The settings that are kept where nothing is gained.
+        found: The points, measured alternately.
+        base: The settings to keep if nothing is gained.
         num_bytes: Bytes of memory.
     """
     fitting = [item for item in found if item.fits(num_bytes)]
@@ -204,18 +204,18 @@ def choose(found: Sequence[Measured], base: Point, num_bytes: int) -> Point | No
 def candidates(
     base: Point, about: Mapping[str, Any], chosen: Mapping[str, Sequence[int]], *, most: int
 ) -> dict[str, list[Any]]:
-    """Return the values to try of each setting, those that need least memory first.
+    """Return the values to try for each setting, those with least memory first.
 
     Args:
         base: The recipe's settings.
-        about: What the machine and the recipe are: 'longest', 'update' (tokens of an update whose sequences are all
-            longest), 'samples', 'cores' and 'is_cuda'.
-        chosen: Values that the user gives, by setting; those of others are made here.
-        most: Values of a setting at most.
+        about: Facts about machine and recipe: 'longest', 'update' (tokens of an update of longest sequences),
+            'samples', 'cores' and 'is_cuda'.
+        chosen: Values given by the user, by setting; others are generated here.
+        most: Most values per setting.
     """
     update, longest, samples = about["update"], about["longest"], about["samples"]
     tokens = [2**n for n in range(4, 31) if longest <= 2**n < 2 * update]
-    if base.token_budget >= update:  # a larger one does the same
+    if base.token_budget >= update:  # a larger one has no effect
         tokens = [value for value in tokens if value < update]
     rows = [-(-samples // 2**n) for n in range(most)] if base.max_rows else []
     threads = [2**n for n in range(10) if 2**n < about["cores"]] + [about["cores"]]
@@ -230,7 +230,7 @@ def candidates(
 
 
 def spread(values: Sequence[int], most: int, kept: int) -> list[int]:
-    """Return at most so many of ascending values, evenly spread, with the first, the last and `kept` among them."""
+    """Return at most `most` of ascending values, evenly spread, including the first, the last and `kept`."""
     if len(values) <= most:
         return list(values)
     places = {round(n * (len(values) - 1) / (most - 1)) for n in range(most)}

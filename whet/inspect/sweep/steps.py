@@ -1,4 +1,4 @@
-"""The steps that a sweep times and measures: a recipe's own, again and again, from the same weights."""
+"""The steps that a sweep times: the recipe's own, repeated from the same weights."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from whet.train.sft import SFTConfig, demonstration, fitting, is_empty, train_st
 from whet.types import Group, Problem, Sample, UserError
 
 LR = 0.0
-"""No weight moves, so that every step is the same work at every point; AdamW takes as long with it."""
+"""Zero, so that every step is the same work at every point; AdamW takes the same time."""
 
 Item = TypeVar("Item")
 Mark = Callable[[str], None]
 Work = Callable[[Mark], dict[str, float]]
-"""Does one step: calls `mark` at the end of each phase; returns tokens and samples."""
+"""Runs one step: calls `mark` at the end of each phase; returns tokens and samples."""
 
 
 class Steps(ABC):
     """A recipe, loaded, with the problems of its first step and its longest ones.
 
-    Of the recipe's settings, those of a sweep may be others in each call below, but `optim.compile`, and
-    `optim.precision` where the parameters' own dtype depends on it, must stay.
+    Each call below may have other sweep settings, except `optim.compile`, and `optim.precision` if the parameters'
+    dtype depends on it.
 
     Args:
         policy: Its policy, loaded.
 
     Attributes:
         policy: Its policy.
-        longest: Tokens of the longest sequence that there can be.
-        update: Tokens of an update whose sequences are the longest ones.
+        longest: Tokens of the longest possible sequence.
+        update: Tokens of an update of longest sequences.
         num_samples: Sequences of a step.
     """
 
@@ -66,14 +66,14 @@ class Steps(ABC):
 
     @abstractmethod
     def _prepare(self, run: Any, *, longest: bool) -> Work:
-        """Make optimizer and engine, and return what does a step."""
+        """Create optimizer and engine, and return a function that runs a step."""
 
     def prepare(self, run: Run, *, longest: bool = False) -> Work:
-        """Return what does a step with the settings of a recipe.
+        """Return a function that runs a step with a recipe's settings.
 
         Args:
             run: The recipe with the settings of a point.
-            longest: Take the longest problems, and let no completion end early.
+            longest: Use the longest problems, and let no completion end early.
         """
         if run.policy.num_threads:
             torch.set_num_threads(run.policy.num_threads)
@@ -83,10 +83,10 @@ class Steps(ABC):
         return self._prepare(run, longest=longest)
 
     def time(self, run: Run, count: int) -> list[dict[str, float]]:
-        """Do one step unwatched, to warm up, and time `count` more.
+        """Run one warm-up step, and time `count` more.
 
         Returns:
-            Of each its seconds, those of sampling (with rewards) and of training, tokens, samples and micro-batches.
+            For each its seconds, those of sampling (with rewards) and training, tokens, samples and micro-batches.
         """
         work, passes = self.prepare(run), 0
 
@@ -115,7 +115,7 @@ class Steps(ABC):
         return found | {"seconds": time.perf_counter() - began}
 
     def memory(self, run: Run) -> tuple[dict[str, int], float]:
-        """Do one step of the longest sequences; return the most bytes alive in each phase, and its seconds."""
+        """Run one step of the longest sequences; return the peak of live bytes in each phase, and its seconds."""
         gc.collect()
         device, found = self.policy.device, dict[str, int]()
         meter = LiveTensors(device) if device.type == "cpu" else None
@@ -175,15 +175,15 @@ class FineTuning(Steps):
 
 
 class Reinforcement(Steps):
-    """Steps of `whet rl`: a curriculum, refills and overlap are left out.
+    """Steps of `whet rl`, without curriculum, refills and overlap.
 
     Args:
         run: The recipe.
-        stack: Closes its judge, where it has one.
+        stack: Closes its judge, if any.
 
     Attributes:
-        is_substituted: Whether no reward of the last step differed, so that all groups were given advantages of 1 and
-            -1 in turn.
+        is_substituted: Whether no reward of the last step differed, so that all groups got alternating advantages of 1
+            and -1.
     """
 
     def __init__(self, run: RLConfig, stack: ExitStack) -> None:
@@ -250,19 +250,19 @@ class Reinforcement(Steps):
 
 
 def _fix_order(run: Run) -> None:
-    """Compute as the recipe asks for, before anything is loaded."""
+    """Apply the recipe's determinism settings, before anything is loaded."""
     sameness = run.safety.sameness(resolve_device(run.policy.device))
     safety.set_deterministic(sameness, compiles=run.optim.compile)
 
 
 def load(run: Run, stack: ExitStack) -> FineTuning | Reinforcement:
-    """Load a recipe; what it opens is closed with the stack."""
+    """Load a recipe; the stack closes what it opens."""
     return FineTuning(run) if isinstance(run, SFTConfig) else Reinforcement(run, stack)
 
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Let running out of memory be an error: a training step would go on with smaller micro-batches."""
+    """Make running out of memory an error: a training step would retry with smaller micro-batches."""
     plain = safety.is_out_of_memory
     safety.is_out_of_memory = lambda error: False
     try:
@@ -272,7 +272,7 @@ def memory_errors() -> Iterator[None]:
 
 
 def _top(items: Sequence[Item], count: int, size: Callable[[Item], int]) -> list[Item]:
-    """Return the `count` largest items, from the beginning again where there are not so many."""
+    """Return the `count` largest items, repeating them if there are fewer."""
     ordered = sorted(items, key=size, reverse=True)
     return [ordered[place % len(ordered)] for place in range(count)]
 

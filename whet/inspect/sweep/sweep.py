@@ -1,4 +1,4 @@
-"""`whet sweep RECIPE`: the settings with which a recipe runs fastest on this machine, found by running its steps."""
+"""`whet sweep RECIPE`: finds a recipe's fastest settings on this machine by running its steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from whet.types import UserError
 Mode = Literal["quick", "full", "single", "grpo"]
 ROUNDS: dict[Mode, int] = {"quick": 3, "full": 4, "single": 5, "grpo": 3}
 MOST: dict[Mode, int] = {"quick": 5, "full": 6, "single": 1, "grpo": 5}
-"""Values of one setting."""
+"""Most values per setting."""
 NAMES = {
     "token_budget": "micro-batch",
     "max_rows": "decoded together",
@@ -53,17 +53,17 @@ REFERENCE = {"kl": "k3_loss", "kl_coef": 0.01}
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """The fastest settings of a recipe on this machine that its memory holds, by running its steps with each."""
+    """The fastest settings of a recipe that fit into this machine's memory, by running its steps with each."""
 
     recipe: str
-    """Recipe, .yaml file or run folder, as the program takes it."""
+    """Recipe, .yaml file or run folder, as the program accepts it."""
     of: Literal["rl", "sft"] = "rl"
-    """Program that would run it."""
+    """Program of the recipe."""
     set: tuple[str, ...] = ()
     """Fields of the program to override, each written field=value, such as policy.init=runs/demo-sft."""
     mode: Mode = "quick"
-    """quick: one setting after the other; full: all combinations; single: the recipe as it is; grpo: as quick, with a
-    frozen reference model in memory beside the policy."""
+    """quick: one setting after the other; full: all combinations; single: the unchanged recipe; grpo: like quick, with
+    a frozen reference model in memory."""
     tokens: tuple[int, ...] = ()
     """Tokens of a micro-batch to try; empty: powers of two from the longest sequence to the whole update."""
     rows: tuple[int, ...] = ()
@@ -71,15 +71,15 @@ class SweepConfig:
     threads: tuple[int, ...] = ()
     """CPU threads to try; empty: powers of two up to all cores."""
     rounds: int = 0
-    """Times that the points are visited, in alternating order; 0: 3 in quick and grpo, 4 in full, 5 in single."""
+    """Rounds over the points, in alternating order; 0: 3 in quick and grpo, 4 in full, 5 in single."""
     steps: int = 1
-    """Steps that are timed at each visit, after one that is not."""
+    """Timed steps per visit, after one warm-up step."""
     compile: bool = False
-    """Try torch.compile, too; it takes minutes."""
+    """Also try torch.compile; takes minutes."""
     memory_gib: float = 0.0
-    """Memory that the run may have in GiB; 0 for what is free."""
+    """Memory for the run in GiB; 0 for the free memory."""
     out: str = ""
-    """Folder to make for sweep.json and sweep.html; empty for runs/sweep-DATE-TIME."""
+    """Output folder for sweep.json and sweep.html; empty for runs/sweep-DATE-TIME."""
 
     def __post_init__(self) -> None:
         PlanConfig(recipe=self.recipe, of=self.of, set=self.set)
@@ -100,10 +100,10 @@ class SweepConfig:
 
 
 def main(config: SweepConfig) -> None:
-    """Run the sweep, write sweep.json and sweep.html, and print the table and what is recommended.
+    """Run the sweep, write sweep.json and sweep.html, and print the table and the recommendation.
 
     Raises:
-        UserError: If the recipe cannot be loaded, or nothing that was tried fits.
+        UserError: If the recipe cannot be loaded, or none of the tried settings fits.
     """
     run = read_recipe(PlanConfig(recipe=config.recipe, of=config.of, set=config.set))
     folder, console = Path(config.out or time.strftime("runs/sweep-%Y%m%d-%H%M%S")), Console()
@@ -125,36 +125,36 @@ def main(config: SweepConfig) -> None:
     print(f"\n{folder / 'sweep.html'} shows everything")
     if content["best"] is None:
         raise UserError(
-            f"nothing that was tried fits {HEADROOM:.0%} of {content['memory_bytes'] / 2**30:.2f} GiB: use a smaller "
-            "model, shorter completions, or --set optim.precision=bfloat16_master"
+            f"none of the tried settings fits {HEADROOM:.0%} of {content['memory_bytes'] / 2**30:.2f} GiB: use a "
+            "smaller model, shorter completions, or --set optim.precision=bfloat16_master"
         )
 
 
 def with_reference(run: Run) -> Run:
-    """Return an RL recipe with a frozen reference model, its own where it has one."""
+    """Return an RL recipe with a frozen reference model, its own if it has one."""
     assert isinstance(run, RLConfig)
     if run.algo.kl != "none":
         return run
     try:
         return replace(run, algo=replace(run.algo, **REFERENCE))  # pyright: ignore[reportArgumentType]
     except ValueError as error:
-        raise UserError(f"mode = grpo: this recipe takes no reference model: {error}") from None
+        raise UserError(f"mode = grpo: this recipe cannot have a reference model: {error}") from None
 
 
 class Sweep:
-    """One sweep: the worker processes, and what they found.
+    """One sweep: its worker processes and results.
 
     Args:
-        config: What to try.
+        config: The settings to try.
         run: The recipe.
-        say: Told what comes next.
+        say: Called with the next action.
         make: Starts a worker process.
 
     Attributes:
-        about: What machine and recipe are.
+        about: Facts about machine and recipe.
         base: The recipe's own settings.
-        best: The settings to recommend; None where nothing fits.
-        stages: What was measured, by stage; only what stands in one stage was measured alternately.
+        best: The settings to recommend; None if nothing fits.
+        stages: Measurements by stage; only those of one stage were measured alternately.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Sweep:
             self._workers.popitem()[1].close()
 
     def run_all(self) -> None:
-        """Measure what the mode asks for, and choose."""
+        """Run the mode's measurements, and choose."""
         config, base = self._config, self.base
         if config.mode == "single":
             self.best = choose(self.measure("the recipe", [base]), base, self._memory_bytes)
@@ -227,7 +227,7 @@ class Sweep:
         self.best = choose(self.measure(name, points), base, self._memory_bytes) or self.best
 
     def _smallest(self, values: Mapping[str, Sequence[Any]]) -> Point:
-        """Return where to go on from when nothing fitted yet: the smallest values of what was tried."""
+        """Return the point to continue from if nothing has fitted yet: the smallest tried values."""
         tried = {name: found[0] for name, found in values.items() if NAMES[name] in self.stages}
         return replace(self.base, **tried)
 
@@ -235,8 +235,8 @@ class Sweep:
         """Visit points in alternating order.
 
         Args:
-            stage: What is measured.
-            points: The points, those that need least memory first.
+            stage: Name of the stage.
+            points: The points, those with least memory first.
         """
         found = self.stages[stage] = [Measured(point) for point in points]
         for number in range(self._rounds):
@@ -252,12 +252,12 @@ class Sweep:
         return found
 
     def _measure_memory(self, item: Measured) -> None:
-        """Measure a step of longest sequences, unless it is known, or less was too much already."""
-        point = replace(item.point, num_threads=0)  # they need no memory
+        """Measure a step of longest sequences, unless it is known, or smaller settings already failed."""
+        point = replace(item.point, num_threads=0)  # threads need no memory
         if is_new := point not in self._memory:
             full = (other for other, answer in self._memory.items() if answer["status"] == "oom")
             smaller = next((other for other in full if point.needs(other)), None)
-            why = "not tried: the memory did not hold smaller settings"
+            why = "not tried: smaller settings ran out of memory"
             skipped = {"status": "oom", "why": why}
             self._memory[point] = self._ask_point(item.point, "memory") if smaller is None else skipped
         answer = self._memory[point]
@@ -273,7 +273,7 @@ class Sweep:
         return self._ask(run, what)
 
     def _ask(self, run: Run, what: str) -> Answer:
-        """Ask a worker; what fails in one that holds memory of earlier points is asked again of a fresh one."""
+        """Query a worker; retry a failure in a fresh one if this one holds memory of earlier points."""
         request = {"what": what, "program": self._config.of, "run": to_dict(run), "count": self._config.steps}
         request["memory_bytes"] = self._memory_bytes
         key = (run.optim.compile, run.optim.precision == "bfloat16_master")
@@ -289,7 +289,7 @@ class Sweep:
                 return answer
 
     def content(self) -> dict[str, Any]:
-        """Return all that was found, as JSON values."""
+        """Return all results as JSON values."""
         config = self._config
         against = self.stages.get(AGAINST, [])
         gain = None

@@ -1,7 +1,6 @@
-"""The process in which a sweep does its steps: when the memory kills it, that is a result and not the end.
+"""The process that runs a sweep's steps: running out of memory kills it, not the sweep.
 
-A line of JSON asks for something, a line of JSON answers. `Worker` is the asking side; `python -m
-whet.inspect.sweep.worker` is the other.
+Requests and answers are lines of JSON. `Worker` is the client; `python -m whet.inspect.sweep.worker` is the server.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from whet.types import UserError
 
 COMMAND = (sys.executable, "-m", "whet.inspect.sweep.worker")
 WORDS_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "Cannot allocate memory")
-"""What a process says that ends because there is no memory."""
+"""Messages of a process that ends for lack of memory."""
 CGROUP = "/sys/fs/cgroup/memory"
 Answer = dict[str, Any]
 
 
 class Worker:
-    """A process that does steps of one recipe; `close` ends it.
+    """A process that runs steps of one recipe; `close` ends it.
 
     Args:
-        command: What it runs.
+        command: Its command line.
     """
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
@@ -53,10 +52,10 @@ class Worker:
         )
 
     def ask(self, request: Mapping[str, Any]) -> Answer:
-        """Ask and wait.
+        """Send a request and wait for the answer.
 
         Returns:
-            What it answers, with 'status': 'ok', 'oom' or 'failed', the last two with 'why'.
+            The answer, with 'status': 'ok', 'oom' or 'failed', the last two with 'why'.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -68,12 +67,12 @@ class Worker:
         return self._ended()
 
     def _ended(self) -> Answer:
-        """Say why it ended without an answer."""
+        """Return why it ended without an answer."""
         code = self._process.wait()
         self._said.seek(0)
         lines = [line.strip() for line in self._said.read().splitlines() if line.strip()] or [""]
         if code == -signal.SIGKILL:
-            return {"status": "oom", "why": "killed, as the system does when the memory is full"}
+            return {"status": "oom", "why": "killed, probably by the system for lack of memory"}
         name = signal.Signals(-code).name if code < 0 else f"status {code}"
         status = "oom" if any(word in line for line in lines[-5:] for word in WORDS_OF_MEMORY) else "failed"
         return {"status": status, "why": f"the process ended with {name}: {lines[-1][:200]}"}
@@ -86,7 +85,7 @@ class Worker:
 
 
 class _Server:
-    """Answers: loads the recipe at the first request, with whatever settings that has."""
+    """Answers requests; loads the recipe at the first one, with its settings."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -94,7 +93,7 @@ class _Server:
         self._memory = 0
 
     def answer(self, request: Mapping[str, Any]) -> Answer:
-        """Do what is asked: 'about', 'memory' or 'time'."""
+        """Execute a request: 'about', 'memory' or 'time'."""
         kind = RLConfig if request["program"] == "rl" else SFTConfig
         run = from_dict(kind, request["run"], where="sweep")
         if self._steps is None:
@@ -126,24 +125,24 @@ class _Server:
 
 
 def answer_safely(work: Callable[[], Answer]) -> Answer:
-    """Do something; return what it answers, or why it could not."""
+    """Run a request; return its answer, or why it failed."""
     try:
         return {"status": "ok", **work()}
-    except Exception as error:  # whatever a setting does to a step is a finding
+    except Exception as error:  # any failure that a setting causes is a finding
         status = "oom" if is_out_of_memory(error) else "failed"
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         return {"status": status, "why": " ".join(reason.split())[:300]}
 
 
 def limit_memory(num_bytes: int, device: torch.device) -> int:
-    """Let allocations fail before the memory is full, and let the system kill this process before others.
+    """Make allocations fail before memory is full, and make the system kill this process before others.
 
     Args:
-        num_bytes: What may be used; 0 for what is free.
-        device: Whose memory.
+        num_bytes: Permitted bytes; 0 for the free memory.
+        device: The device whose memory is limited.
 
     Returns:
-        Bytes that may be used.
+        Permitted bytes.
     """
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -153,7 +152,7 @@ def limit_memory(num_bytes: int, device: torch.device) -> int:
         torch.cuda.set_per_process_memory_fraction(num_bytes / total, device)
         return num_bytes
     num_bytes = num_bytes or free_memory()
-    with suppress(OSError, ValueError):  # what the process has already is not counted against it
+    with suppress(OSError, ValueError):  # existing memory of the process does not count
         own = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (own + num_bytes, hard))
@@ -176,7 +175,7 @@ def free_memory() -> int:
 
 
 def num_cores() -> int:
-    """Return the processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -187,7 +186,7 @@ def _text(path: str) -> str:
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
-    """Answer line by line until there is no more."""
+    """Answer line by line until end of input."""
     with ExitStack() as stack, memory_errors():
         server = _Server(stack)
         for line in requests:
@@ -197,8 +196,8 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
 
 
 def main() -> None:
-    """Answer on the standard output; whatever else is printed goes to the standard error."""
-    end_with_parent()  # the end of the requests is seen only between two steps, which may take minutes
+    """Answer on standard output; all other output goes to standard error."""
+    end_with_parent()  # end of input is noticed only between steps, which may take minutes
     with os.fdopen(os.dup(1), "w", encoding="ascii") as answers:
         os.dup2(2, 1)
         serve(sys.stdin, answers)

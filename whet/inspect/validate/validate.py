@@ -1,4 +1,5 @@
-"""`whet validate RECIPE`: fine-tune, reinforce, evaluate before and after, probe; thresholds are declared before."""
+"""`whet validate RECIPE`: fine-tunes, reinforces, evaluates before and after, probes; thresholds are fixed in
+advance."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from whet.train.sft import SFTConfig
 from whet.types import UserError
 
 BEFORE = "(the stage before)"
-"""What stands for the model of an earlier stage in `rl.policy.init` and `eval.policy.init`."""
+"""Placeholder for the model of an earlier stage in `rl.policy.init` and `eval.policy.init`."""
 STYLES: dict[Status, str] = {
     "passed": "green",
     "missed": "bold red",
@@ -46,21 +47,21 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateConfig:
-    """A whole recipe, run and held against thresholds that were declared before."""
+    """A full pipeline, checked against thresholds that are fixed in advance."""
 
     out: str = ""
-    """Folder to make, with one folder per stage; empty for runs/validate-DATE-TIME."""
+    """Output folder, with one folder per stage; empty for runs/validate-DATE-TIME."""
     sft: SFTConfig
-    """Fine-tuning; its model is where all begins."""
+    """Fine-tuning; its model is the starting point."""
     rl: RLConfig
     """Reinforcement of the fine-tuned model."""
     eval: EvalConfig
     """Evaluation of the fine-tuned and of the reinforced model."""
     probe: ProbeConfig = field(default_factory=ProbeConfig)
-    """Off-domain probe of the model that fine-tuning began with (unless its weights were random), of the fine-tuned and
+    """Off-domain probe of fine-tuning's starting model (unless its weights were random), of the fine-tuned and
     of the reinforced model; `probe.transcript` is the prompt of the token-level transcript."""
     thresholds: ThresholdConfig = field(default_factory=ThresholdConfig)
-    """What must hold."""
+    """Thresholds."""
 
     def __post_init__(self) -> None:
         for name in ("sft", "rl", "eval", "probe"):
@@ -71,7 +72,7 @@ class ValidateConfig:
             init = getattr(self, name).policy.init
             if init != BEFORE:
                 raise ValueError(
-                    f"{name}.policy.init = {init!r}: expected {BEFORE!r}; the model to begin with is sft.policy.init"
+                    f"{name}.policy.init = {init!r}: expected {BEFORE!r}; the starting model is sft.policy.init"
                 )
         if self.eval.tasks:
             raise ValueError("eval.tasks: one task is evaluated before and after; set eval.task instead")
@@ -82,7 +83,7 @@ class ValidateConfig:
 
 
 def plan(config: ValidateConfig) -> str:
-    """Describe the stages and what is demanded, without doing anything."""
+    """Describe the stages and thresholds, without running anything."""
     rows = {f"{stage}: {what}": demand for stage, what, demand in declared(config.thresholds)}
     return "\n\n".join(
         [align("stages", dict(STAGES)), align("thresholds", rows) if rows else "no thresholds"]
@@ -93,9 +94,9 @@ def main(config: ValidateConfig) -> None:
     """Run the stages, judge them, and write validation.json, validation.md and validation.html.
 
     Raises:
-        UserError: If an input is missing or does not fit (exit status 2); nothing has been made then.
-        SystemExit: With status 1 when a threshold is missed or a stage fails.
-        KeyboardInterrupt: After Ctrl-C, when the report of what was done is written.
+        UserError: If an input is missing or does not fit (exit status 2); nothing is written.
+        SystemExit: With status 1 if a threshold is missed or a stage fails.
+        KeyboardInterrupt: After Ctrl-C, once the report of the finished stages is written.
     """
     wanted = ((config.sft.task, "train"), (config.rl.task, "train"), (config.eval.task, config.eval.split))
     for task, split in wanted:
@@ -115,7 +116,7 @@ def main(config: ValidateConfig) -> None:
             new = _run_stage(stage, run, folder, config.thresholds, items)
             items += new
             _print(console, "", new)
-    except BaseException:  # Ctrl-C, or a mistake of ours: the report must not look finished
+    except BaseException:  # Ctrl-C, or a bug: the report must not look finished
         done = {item.stage for item in items}
         for stage in [stage for stage in STAGES if stage not in done]:
             is_first = items[-1].reason != INTERRUPTED if items else True
@@ -139,7 +140,7 @@ def verdict(items: Sequence[Item]) -> Status:
 
 
 def _stages(config: ValidateConfig, folder: Path) -> dict[str, Callable[[], None]]:
-    """Return what each stage runs: the programs themselves, on the folders of the stages before."""
+    """Return each stage's function: the programs themselves, on the folders of earlier stages."""
     place = {stage: str(folder / stage) for stage in STAGES}
 
     def rl_main() -> None:
@@ -167,10 +168,10 @@ def _stages(config: ValidateConfig, folder: Path) -> dict[str, Callable[[], None
 def _run_stage(
     stage: str, run: Callable[[], None], folder: Path, thresholds: ThresholdConfig, earlier: Sequence[Item]
 ) -> list[Item]:
-    """Run one stage and judge it; an error becomes an item, so that what does not need the stage goes on."""
+    """Run one stage and judge it; an error becomes an item, so that independent stages continue."""
     title, needed = STAGES[stage], NEEDS.get(stage, "")
     if any(item.stage == needed and item.name == STAGES[needed] and item.seconds is None for item in earlier):
-        return [Item(stage, title, "skipped", reason=f"it needs the model of {STAGES[needed]}")]
+        return [Item(stage, title, "skipped", reason=f"needs the model of {STAGES[needed]}")]
     limit = thresholds.seconds.get(stage)
     demand = "" if limit is None else f"<= {limit:g} s"
     began = time.perf_counter()
@@ -178,7 +179,7 @@ def _run_stage(
         run()
         seconds = time.perf_counter() - began
         checks = judge_stage(stage, folder, thresholds)
-    except (Exception, SystemExit) as error:  # whatever ends a program is a finding here
+    except (Exception, SystemExit) as error:  # any failure of a program is a finding
         (folder / f"{stage}.error.txt").write_text(
             traceback.format_exc(), encoding="utf-8", errors="backslashreplace"
         )
@@ -208,14 +209,14 @@ def _is_stage(item: Item) -> bool:
 
 
 def _cells(item: Item) -> list[str]:
-    """Write name, status, duration, what was measured (or the reason why not) and the threshold."""
+    """Return name, status, duration, measured value (or the reason why not) and threshold."""
     name = item.name if _is_stage(item) else f"  {item.name}"
     took = "" if item.seconds is None else f"{item.seconds:.1f} s"
     return [name, item.status, took, escape_controls(item.reason or item.measured), item.threshold]
 
 
 def _write(folder: Path, items: Sequence[Item], config: ValidateConfig) -> None:
-    """Write the report in three forms."""
+    """Write the report in three formats."""
     counts = {status: sum(item.status == status for item in items) for status in STYLES}
     seconds = sum(item.seconds or 0.0 for item in items)
     content: dict[str, Any] = {"verdict": verdict(items), "seconds": round(seconds, 1), "counts": counts}

@@ -1,4 +1,4 @@
-"""What a validation demands: thresholds that are declared before anything runs, and how each is measured afterwards."""
+"""Thresholds of a validation, fixed before it runs, and their measurement afterwards."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ STAGES = {
     "transcript": "token-level transcript",
 }
 NEEDS = {"rl": "sft", "eval_sft": "sft", "eval_rl": "rl", "probe": "rl", "transcript": "rl"}
-"""The stage whose model another one needs."""
+"""The stage whose model a stage needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig:
-    """What must hold; None leaves a threshold out. What is declared and cannot be measured counts as failed."""
+    """Thresholds; None disables one. A threshold that cannot be measured counts as failed."""
 
     pass_at_1: float | None = None
-    """Least pass@1 after reinforcement."""
+    """Minimum pass@1 after reinforcement."""
     gain: float | None = None
-    """Least gain in pass@1 over the fine-tuned model."""
+    """Minimum gain in pass@1 over the fine-tuned model."""
     gain_p: float | None = None
     """The gain must be above 0 with a paired bootstrap p-value below this."""
     format: float | None = None
-    """Least share of perfectly formatted completions after reinforcement."""
+    """Minimum share of perfectly formatted completions after reinforcement."""
     ratio_drift: float | None = None
     """Largest |ratio - 1| of any step's first update."""
     kl: float | None = None
     """Largest divergence from the reference in any step, in nats per token; needs a KL term in rl.algo."""
     perplexity_ratio: float | None = None
-    """Largest perplexity of general text after reinforcement, over that of the first model probed."""
+    """Largest perplexity of general text after reinforcement, relative to that of the first model probed."""
     off_domain_loss: float | None = None
     """Largest loss of the share of right off-domain answers against the first model probed."""
     numeric: float | None = None
-    """Largest share of numeric answers where none is asked for, after reinforcement."""
+    """Largest share of numeric answers to questions that ask for none, after reinforcement."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Largest wall time of a stage by name (sft, rl, eval_sft, eval_rl, probe, transcript), in seconds; it is judged
-    when the stage has ended, not enforced."""
+    """Largest wall time of a stage by name (sft, rl, eval_sft, eval_rl, probe, transcript), in seconds; checked after
+    the stage has ended, not enforced."""
 
     def __post_init__(self) -> None:
         for name in ("pass_at_1", "format", "numeric", "gain_p"):
@@ -76,10 +76,10 @@ class Check:
 
     Attributes:
         stage: The stage after which it is measured.
-        title: What it is called.
-        sign: How the measured value must lie to the threshold.
+        title: Its title.
+        sign: Comparison of the measured value with the threshold.
         form: Format of both.
-        limit: Takes the threshold out of the config; None where it is not declared.
+        limit: Returns the threshold from the config; None if not set.
     """
 
     stage: str
@@ -89,11 +89,11 @@ class Check:
     limit: Callable[[ThresholdConfig], float | None]
 
     def demand(self, limit: float) -> str:
-        """Write the threshold."""
+        """Format the threshold."""
         return f"{self.sign} {format(limit, self.form)}"
 
     def holds(self, value: float, limit: float) -> bool:
-        """Compare; what is not a number never holds."""
+        """Compare; NaN never holds."""
         if self.sign == ">=":
             return value >= limit
         return value < limit if self.sign == "<" else value <= limit
@@ -110,7 +110,7 @@ CHECKS: dict[str, Check] = {
     "off_domain_loss": Check("probe", "off-domain loss", "<=", ".1%", lambda t: t.off_domain_loss),
     "numeric": Check("probe", "numbers not asked for", "<=", ".1%", lambda t: t.numeric),
 }
-"""Every threshold but the seconds, under its name in `ThresholdConfig`."""
+"""Every threshold except the seconds, by its name in `ThresholdConfig`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Item:
         status: passed, missed (a threshold), failed (an error, or nothing to measure) or skipped.
         seconds: Wall time of a stage; None for a check.
         measured: What was measured, as text.
-        threshold: What was demanded; empty where nothing was.
+        threshold: The threshold; empty if there is none.
         reason: Why it failed or was skipped, in one line.
     """
 
@@ -137,7 +137,7 @@ class Item:
 
 
 def declared(thresholds: ThresholdConfig) -> list[tuple[str, str, str]]:
-    """Return (stage, what, threshold) of everything that is demanded, in the order of the stages."""
+    """Return (stage, what, threshold) of all thresholds, in the order of the stages."""
     rows = []
     for stage, title in STAGES.items():
         if stage in thresholds.seconds:
@@ -150,12 +150,12 @@ def declared(thresholds: ThresholdConfig) -> list[tuple[str, str, str]]:
 
 
 def judge_stage(stage: str, folder: Path, thresholds: ThresholdConfig) -> list[Item]:
-    """Measure what is demanded of a stage that has ended.
+    """Check the thresholds of a finished stage.
 
     Args:
         stage: Key of `STAGES`.
         folder: Folder of the validation, with the stage's folder in it.
-        thresholds: What is demanded.
+        thresholds: The thresholds.
 
     Returns:
         One item per threshold.
@@ -180,7 +180,7 @@ def judge_stage(stage: str, folder: Path, thresholds: ThresholdConfig) -> list[I
 
 
 Measured = dict[str, tuple[float | None, str]]
-"""Value and remark by name of the check; None with the reason where it could not be measured."""
+"""Value and remark by name of the check; None with the reason if it could not be measured."""
 
 
 def _measure_rl(folder: Path) -> Measured:
@@ -188,7 +188,7 @@ def _measure_rl(folder: Path) -> Measured:
     found: Measured = {}
     for name in ("ratio_drift", "kl"):
         values = [row[f"rl/{name}"] for row in rows if f"rl/{name}" in row]
-        finite = [math.inf if value is None else float(value) for value in values]  # null stands for NaN
+        finite = [math.inf if value is None else float(value) for value in values]  # null means NaN
         found[name] = (max(finite), "") if finite else (None, "no step logged it")
     return found
 

@@ -1,4 +1,4 @@
-"""Causal attention by the C++ kernels: over packed sequences that may share a prefix, and against a cache."""
+"""Causal attention on the C++ kernels: over packed sequences that may share a prefix, and against a cache."""
 
 from __future__ import annotations
 
@@ -54,14 +54,15 @@ class _Attend(torch.autograd.Function):
 def attend(
     q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, segments: torch.Tensor
 ) -> torch.Tensor:
-    """Attend causally inside segments of a flat batch.
+    """Attend causally within the segments of a flat batch.
 
     Args:
-        q_NHC: Queries; rows of no segment give zeros.
+        q_NHC: Queries; rows outside all segments give zeros.
         k_NKC: Keys.
         v_NKC: Values.
-        segments: int64 [segments, 5]: first row, rows, first row of the prefix, its length, group. A row sees the
-            prefix and its own segment up to itself; segments that share stand together and have the same group.
+        segments: int64 [segments, 5]: first row, rows, first row of the prefix, its length, group. A row attends to the
+            prefix and to its own segment up to itself; segments that share a prefix are adjacent and have the same
+            group.
 
     Returns:
         Outputs [N, H, C], differentiable.
@@ -82,10 +83,10 @@ def write_cache(
     Args:
         k_NKC: New keys.
         v_NKC: New values.
-        keys: Cache [rows, K, S / 16, C, 16], in place.
-        values: Cache [rows, K, S, C], in place.
-        rows_N: Cache row of each.
-        positions_N: Position of each.
+        keys: Cache [rows, K, S / 16, C, 16], updated in place.
+        values: Cache [rows, K, S, C], updated in place.
+        rows_N: Cache row of each token.
+        positions_N: Position of each token.
     """
     count, kv_heads, channels = k_NKC.shape
     k, v = k_NKC.contiguous(), v_NKC.contiguous()
@@ -94,7 +95,8 @@ def write_cache(
 
 
 class Cache(ctypes.Structure):
-    """One layer's cache: own keys and values, those of prompts, positions of each, and what each row shares."""
+    """One layer's cache: the rows' keys and values, those of prompts, the capacities of both, and what each row
+    shares."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values", "prompt_keys", "prompt_values")),
@@ -113,14 +115,15 @@ class Cache(ctypes.Structure):
         prompt_values: torch.Tensor,
         shared_B2: torch.Tensor,
     ) -> Cache:
-        """Take the addresses of tensors, and keep these alive.
+        """Store the addresses of tensors, and keep the tensors alive.
 
         Args:
             keys: [rows, K, S / 16, C, 16].
             values: [rows, K, S, C].
             prompt_keys: [prompts, K, P / 16, C, 16].
             prompt_values: [prompts, K, P, C].
-            shared_B2: int64; the prompt that a row goes on from, and how many positions of it, a multiple of 16.
+            shared_B2: int64; the prompt that a row continues, and how many of its positions it shares, a multiple of
+                16.
         """
         tensors = keys, values, prompt_keys, prompt_values
         sizes = values.shape[2], prompt_values.shape[2]

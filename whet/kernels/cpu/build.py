@@ -1,9 +1,9 @@
-"""Build the CPU kernels once, at first use, where there is a compiler; without one everything runs on the eager twins.
+"""Builds the CPU kernels at first use, if there is a compiler; without one everything runs on the eager twins.
 
-The library has no dependency on PyTorch's headers: it is C++17, called with pointers and sizes. It uses the OpenMP
-runtime that PyTorch brings, so that both share one pool of threads. `WHET_KERNELS_ARCH` names the instruction set that
-it is built for; each has its own entry in the cache. A freshly built library is tried in a child process first: a wrong
-guess about compiler, runtime or CPU ends there, not in a run.
+The library does not depend on PyTorch's headers: it is C++17, called with pointers and sizes. It uses PyTorch's OpenMP
+runtime, so that both share one thread pool. `WHET_KERNELS_ARCH` selects the instruction set; each has its own cache
+entry. A new library is first tried in a child process: a wrong guess about compiler, runtime or CPU crashes there, not
+in a run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from whet.types import UserError
 
 VARIABLE = "WHET_KERNELS_ARCH"
 SOURCES = ("vec.h", "gemm.h", "attention.h", "rows.h", "selftest.h", "cpu.cpp")
-# Without contraction it is the source that says where a product and a sum become one operation, not the compiler.
+# Without contraction the source, not the compiler, decides where a product and a sum become one operation (FMA).
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-Wno-psabi")
 BUILD_SECONDS, TRIAL_SECONDS = 300, 60
 TRIAL_ERROR = 1e-5
-"""Largest error, relative to the largest element, that the library's own test may report in float32."""
+"""Largest error, relative to the largest element, that the library's self-test may report in float32."""
 SYSTEMS = ("Linux", "Darwin")
 
 
@@ -43,7 +43,7 @@ class Target:
     Attributes:
         machines: Names of `platform.machine()` that have it.
         flags: The compiler's options.
-        needs: What /proc/cpuinfo must list; empty where every such machine has it.
+        needs: Features that /proc/cpuinfo must list; empty if every such machine has them.
     """
 
     machines: tuple[str, ...]
@@ -75,12 +75,12 @@ def compiler() -> str | None:
 
 
 def runnable() -> list[str]:
-    """Return the names of the targets that this CPU can run, from the least demanding to the most."""
+    """Return the names of the targets that this CPU can run, least demanding first."""
     return [name for name in TARGETS if not _lacks(name)]
 
 
 def _lacks(name: str) -> str:
-    """Say what this machine lacks for a target; empty if nothing."""
+    """Return what this machine lacks for a target; empty if nothing."""
     target = TARGETS[name]
     if platform.machine() not in target.machines:
         return f"an {target.machines[0]} machine"
@@ -88,7 +88,7 @@ def _lacks(name: str) -> str:
 
 
 def arch() -> str:
-    """Return the target that is asked for: $WHET_KERNELS_ARCH, or native.
+    """Return the requested target: $WHET_KERNELS_ARCH, or native.
 
     Raises:
         UserError: If there is no such target, or this CPU cannot run it.
@@ -106,21 +106,21 @@ def arch() -> str:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Load the kernels, building them first where this machine has not built this version yet.
+    """Load the kernels; build them first if this machine has not built this version yet.
 
     Returns:
-        The library, or None: the switch says eager, no compiler, or it fails (`reason` says which).
+        The library, or None: eager mode, no compiler, or a failure (`reason` says which).
     """
     return _load()[0]
 
 
 def reason() -> str:
-    """Say in a few words which kernels the CPU runs, or why eager ones."""
+    """Describe in a few words which kernels the CPU runs, or why the eager ones."""
     return _load()[1]
 
 
 def folder() -> Path | None:
-    """Return where the loaded library lies, for what is measured of it; None where there is none."""
+    """Return the folder of the loaded library, where its measurements are stored too; None without one."""
     return _load()[2]
 
 
@@ -177,13 +177,13 @@ def flags(target: str) -> tuple[str, ...]:
 
 
 def _build(cxx: str, target: str) -> Path:
-    """Return the library's path; the name is a hash of all that it is made of."""
+    """Return the library's path; its name is a hash of everything that goes into it."""
     home = Path(__file__).parent
     version = subprocess.run(
         [cxx, "--version"], capture_output=True, text=True, timeout=30, check=True
     ).stdout
     is_mac = platform.system() == "Darwin"
-    # Apple's clang++ takes the pragmas only past its driver; symbols come from the runtime that PyTorch has loaded.
+    # Apple's clang++ accepts the pragmas only with -Xpreprocessor; symbols come from PyTorch's loaded runtime.
     openmp = ("-Xclang", "-fopenmp") if is_mac else ("-fopenmp",)
     link = ("-dynamiclib", "-undefined", "dynamic_lookup") if is_mac else ("-shared",)
     processor = _processor() if target == NATIVE else platform.machine()
@@ -196,7 +196,7 @@ def _build(cxx: str, target: str) -> Path:
         return final
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:  # no home to keep it in
+    except OSError:  # no writable home folder
         final = Path(tempfile.mkdtemp(prefix="whet-kernels-")) / "cpu.so"
     with tempfile.TemporaryDirectory(dir=final.parent) as work:
         made = Path(work) / "cpu.o"
@@ -212,7 +212,7 @@ def _build(cxx: str, target: str) -> Path:
     return final
 
 
-# Run by a child: the library alone, with PyTorch's OpenMP runtime, in a process that may die of it.
+# Run in a child process: only the library, with PyTorch's OpenMP runtime; a crash there is harmless.
 _TRIAL = """
 import ctypes, sys
 library, runtime, limit = sys.argv[1:]
@@ -226,7 +226,7 @@ sys.exit(0 if error <= float(limit) else f"its own test is off by {error:.1e}")
 
 
 def _try(path: Path) -> None:
-    """Run the library's own test in a child process, once for each library.
+    """Run the library's self-test in a child process, once per library.
 
     Raises:
         OSError: If it crashes or computes wrong numbers.
@@ -246,7 +246,7 @@ def _try(path: Path) -> None:
 
 @cache
 def _features() -> frozenset[str]:
-    """Return what the CPU says that it can do, in Linux's words."""
+    """Return the CPU's feature flags, by their Linux names."""
     if platform.system() == "Darwin":
         names = ("machdep.cpu.features", "machdep.cpu.leaf7_features", "machdep.cpu.extfeatures")
         done = subprocess.run(["sysctl", "-n", *names], capture_output=True, text=True)

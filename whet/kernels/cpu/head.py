@@ -1,4 +1,4 @@
-"""The language-model head by the C++ kernels: logits, log-probabilities with entropies and their gradients, draws."""
+"""The language-model head on the C++ kernels: logits, log-probabilities and entropies with gradients, sampling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whet.kernels.cpu.ops import QUANTUM, _threads, _wide, call, matmul, panels,
 from whet.kernels.eager import product_dtype
 
 KEEP_BYTES = 256 * 2**20
-"""Logits that the backward pass finds still there; more are computed again."""
+"""Most logits kept for the backward pass; beyond that they are recomputed."""
 
 
 def can_score(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> bool:
@@ -23,7 +23,7 @@ def can_score(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> bool:
 def logits(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     """Return float32 logits [M, V'], V' = V rounded up to 16; columns from V on are left to the caller.
 
-    Products are those of the weight's dtype with float32 sums: bfloat16 logits would be too coarse.
+    Products have the weight's dtype and float32 sums: bfloat16 logits would be too coarse.
     """
     vocab = weight_VD.shape[0]
     out = torch.empty(hidden_MD.shape[0], -(-vocab // QUANTUM) * QUANTUM)
@@ -122,7 +122,7 @@ def score(
 
 
 class RowState(ctypes.Structure):
-    """Where an engine keeps its rows."""
+    """Addresses of an engine's row state."""
 
     _fields_ = (
         *(
@@ -152,13 +152,13 @@ def draw(
     num_valid: int,
     temperature: float,
 ) -> None:
-    """Draw a token for the first B rows from their own noise, note it, and end the rows that are done.
+    """Sample a token for the first B rows from their own noise, store it, and end the rows that are done.
 
     Args:
-        logits_MV: What `logits` returned, changed in place.
+        logits_MV: Logits from `logits`; overwritten.
         state: The rows; row r has the noise of its seed and count (`whet.generate.sampling.counter_uniforms`).
         num_valid: Ids at and above this are never drawn.
-        temperature: Divides the logits; 0 takes the likeliest token, and scores it at temperature 1.
+        temperature: Divides the logits; 0 takes the most likely token, and scores it at temperature 1.
     """
     sizes = logits_MV.shape[0], num_valid, logits_MV.shape[1]
     call("draw", logits_MV, ctypes.byref(state), *sizes, temperature, _threads())

@@ -47,7 +47,7 @@ KEPT = (
     "rstd2",
     "lse",
 )
-"""What a layer computes of a token, as it is kept for the training step."""
+"""Per-token results of a layer that are kept for the training step."""
 
 
 class _Kept(ctypes.Structure):
@@ -76,16 +76,16 @@ class Layers:
     """The layers' addresses, and memory for `num_rows` tokens.
 
     Args:
-        layers: For each layer its tensors by the names of `NAMES`: norms' weights, packed products and biases (None for
-            none). They are kept alive.
+        layers: For each layer its tensors by `NAMES`: norm weights, packed weights and biases (None for none). They are
+            kept alive.
         caches: For each layer its part of the cache.
         embeddings: Table [V, D]; its dtype is that of the residual stream.
         norm: Weight of the last norm.
         cos: Rotary table [positions, C], float32.
-        sin: Its other half.
-        num_rows: Tokens of one call at most.
+        sin: The same for the sine.
+        num_rows: Most tokens per call.
         heads: Query heads, key/value heads, channels of each, and feed-forward width.
-        eps: Of the norms.
+        eps: Epsilon of the norms.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class Layers:
     def keep(
         self, layers: Sequence[Mapping[str, torch.Tensor]], last: torch.Tensor, rstd: torch.Tensor
     ) -> None:
-        """Say where `run` keeps what it computes of tokens that have a place.
+        """Set where `run` keeps its results for tokens that have a place.
 
         Args:
-            layers: For each layer its arrays by the names of `KEPT`, a row a place.
-            last: Hidden states behind the last norm.
-            rstd: What that norm divided by.
+            layers: For each layer its arrays by `KEPT`, one row per place.
+            last: Hidden states after the last norm.
+            rstd: Reciprocal root mean squares of that norm.
         """
         for entry, tensors in zip(self._layers, layers, strict=True):
             entry.kept = _Kept(*(tensors[name].data_ptr() for name in KEPT))
@@ -145,8 +145,8 @@ class Layers:
         Args:
             tokens_M: Token ids.
             positions_M: Their positions.
-            slots_M: None for the next tokens of the cache's rows 0..M-1; else where the prompts go that they are of.
-            places_M: Where what is computed of them is kept (`keep`), below 0 nowhere; None keeps nothing.
+            slots_M: None for the next tokens of the cache's rows 0..M-1; else the slots of the tokens' prompts.
+            places_M: Places for the kept results (`keep`), below 0 for none; None keeps nothing.
         """
         count = tokens_M.shape[0]
         self._shape.rows, self._shape.threads = count, _threads()

@@ -1,8 +1,8 @@
 """The C++ kernels as functions of tensors, and their gradients.
 
-Every function here gives a row the same bits whatever rows stand beside it and however many threads work, so that a
-sampler and a trainer that both call them agree exactly. `usable` says for which tensors they are; all others take the
-eager code of the caller. Weights are packed once into panels (`packed`), again when they have changed.
+Every function gives a row the same bits whatever other rows are in the call and however many threads run, so that a
+sampler and a trainer that both call them agree exactly. `usable` says which tensors they accept; for all others the
+caller runs its eager code. Weights are packed into panels once (`panels`), and again when they change.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from whet.kernels.eager import product_dtype
 
 QUANTUM = 16
 ENOUGH = 8192
-"""Numbers that are worth a thread."""
+"""Minimum of numbers per thread."""
 SMALL, MANY_ROWS = 1024, 256
-"""Up to this width, and for so many rows, packing a weight for its input's gradient pays (float32)."""
+"""Up to this width, and from this many rows on, packing a weight for its input's gradient pays off (float32)."""
 CHANNELS = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Weight(ctypes.Structure):
-    """A packed weight and where its product goes."""
+    """A packed weight and the destination of its product."""
 
     _fields_ = (
         ("packed", c_void_p),
@@ -87,14 +87,14 @@ def call(name: str, *arguments: Any) -> Any:
         _table = _functions()
     plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
     if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
-        # A profiler sees PyTorch's operators only.
+        # A profiler only sees PyTorch's operators.
         with torch.profiler.record_function(f"whet::{name}"):
             return _table[name](*plain)
     return _table[name](*plain)
 
 
 def usable(*tensors: torch.Tensor, operation: Operation = "product") -> bool:
-    """Say whether the kernels are to run on tensors: on the CPU, float32 or bfloat16, rows of a multiple of 16."""
+    """Say whether the kernels should run on tensors: on the CPU, float32 or bfloat16, last axis a multiple of 16."""
     if torch.compiler.is_compiling() or not uses(operation):
         return False
     for tensor in tensors:
@@ -112,7 +112,7 @@ def _wide_dtype(dtype: torch.dtype) -> int:
 
 
 def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return left @ right by PyTorch; bfloat16 goes through float32 where the CPU has no products for it."""
+    """Return left @ right by PyTorch; bfloat16 goes through float32 on a CPU without bfloat16 products."""
     wide = product_dtype(right)
     if wide == right.dtype:
         return left @ right
@@ -120,15 +120,15 @@ def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _threads(work: int = sys.maxsize) -> int:
-    """Return how many threads to use for so many numbers: waking others costs more than a little work."""
+    """Return the number of threads for this many numbers: waking threads costs more than a little work."""
     return max(1, min(torch.get_num_threads(), work // ENOUGH))
 
 
 def panels(weight_FD: torch.Tensor, dtype: torch.dtype, *, transposed: bool = False) -> torch.Tensor:
-    """Return a weight packed for `linear`; packed again only when the weight has changed since.
+    """Return a weight packed for `linear`; packed again only if the weight has changed.
 
     Args:
-        weight_FD: Weight [F, D], or [D, F] where `transposed`.
+        weight_FD: Weight [F, D], or [D, F] if `transposed`.
         dtype: Dtype of the product.
         transposed: Whether the weight is stored as GPT-2 stores it.
     """
@@ -154,7 +154,7 @@ def _pack(weight_FD: torch.Tensor, dtype: torch.dtype, packed: torch.Tensor | No
 
 
 def forget(tensors: Iterable[torch.Tensor]) -> None:
-    """Give back the memory of the weights' packed copies."""
+    """Free the memory of the weights' packed copies."""
     for tensor in tensors:
         if hasattr(tensor, PANELS):
             delattr(tensor, PANELS)
@@ -175,7 +175,7 @@ def product(
         packed: Panels.
         columns: Rows of the weight, F.
         bias: Bias [F] in the same dtype.
-        out: Where it goes, [N, at least F], the same dtype, or float32; made where there is none.
+        out: Output [N, at least F] in the same dtype or float32; allocated if None.
     """
     rows, width = x_ND.shape
     if out is None:
@@ -189,14 +189,14 @@ def product(
 
 
 class Tape:
-    """What a forward pass returned step by step, for one that is only to be differentiated.
+    """Recorded results of a forward pass, for one that is only differentiated.
 
-    Where one is open (`replaying`), norms, products, rotations, attention and gates take the next result instead of
-    computing it; their backward passes are what they always are.
+    While one is open (`replaying`), norms, products, rotations, attention and gates take the next result instead of
+    computing it; their backward passes are unchanged.
 
     Args:
-        results: In the order of the calls: the result of each, and what else its backward pass needs; None for a
-            result that nobody reads.
+        results: In the order of the calls: each call's result, and what else its backward pass needs; None for a result
+            that nothing reads.
     """
 
     def __init__(self, results: Iterable[tuple[torch.Tensor | None, ...]]) -> None:
@@ -217,7 +217,7 @@ _tape: Tape | None = None
 
 @contextmanager
 def replaying(tape: Tape | None) -> Iterator[None]:
-    """Take results from a tape; None computes them."""
+    """Take results from a tape within this context; None computes them."""
     global _tape
     before, _tape = _tape, tape
     try:
@@ -228,7 +228,7 @@ def replaying(tape: Tape | None) -> Iterator[None]:
 
 
 def recorded() -> tuple[torch.Tensor | None, ...] | None:
-    """Return the next result of the tape that is open; None without one."""
+    """Return the next result of the open tape; None without one."""
     return None if _tape is None else _tape.next()
 
 
@@ -278,7 +278,7 @@ class _Linear(torch.autograd.Function):
 def linear(
     x_ND: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool = False
 ) -> torch.Tensor | None:
-    """Return x W^T + b by the kernels, in the dtype of autocast where that is on; None where they cannot be used."""
+    """Return x W^T + b by the kernels, in autocast's dtype if that is on; None if they cannot be used."""
     if x_ND.dim() != 2 or not usable(x_ND, weight):
         return None
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x_ND.dtype
@@ -287,7 +287,7 @@ def linear(
     needs_grad = x_ND.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if needs_grad and torch.is_grad_enabled():
         return _Linear.apply(x_ND, weight, bias, dtype, transposed)  # pyright: ignore[reportReturnType]
-    # Autograd's bookkeeping takes as long as a small product.
+    # Skip autograd: its bookkeeping takes as long as a small product.
     x = x_ND.to(dtype).contiguous()
     packed = panels(weight, dtype, transposed=transposed)
     columns = weight.shape[1] if transposed else weight.shape[0]
@@ -333,7 +333,7 @@ class _Norm(torch.autograd.Function):
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """Return the root-mean-square norm of the last axis times `weight`; None where the kernels cannot be used."""
+    """Return the root-mean-square norm of the last axis times `weight`; None if the kernels cannot be used."""
     if x.dtype != weight.dtype or not usable(x, weight):
         return None
     return _Norm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
@@ -361,7 +361,7 @@ def _rotated(x_NHC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: fl
 
 
 def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor | None:
-    """Apply rotary positions to heads, cos and sin in float32; None where the kernels cannot be used."""
+    """Apply rotary positions to heads, cos and sin in float32; None if the kernels cannot be used."""
     if not usable(x_NHC) or cos_N1C.dtype != torch.float32:
         return None
     cos, sin = cos_N1C.contiguous(), sin_N1C.contiguous()
@@ -391,7 +391,7 @@ class _Gate(torch.autograd.Function):
 
 
 def swiglu(gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor | None:
-    """Return silu(gate) * up; None where the kernels cannot be used."""
+    """Return silu(gate) * up; None if the kernels cannot be used."""
     if gate_NF.dim() != 2 or gate_NF.dtype != up_NF.dtype or not usable(gate_NF, up_NF):
         return None
     return _Gate.apply(gate_NF, up_NF)  # pyright: ignore[reportReturnType]
@@ -405,7 +405,8 @@ class _Adam(ctypes.Structure):
 
 
 def sum_of_squares(x: torch.Tensor) -> float:
-    """Return the sum of squares of a contiguous float32 or bfloat16 tensor, in float64 beyond blocks of 4,096."""
+    """Return the sum of squares of a contiguous float32 or bfloat16 tensor, with float64 sums beyond blocks of
+    4,096."""
     return call("squares", _wide(x), x, x.numel(), _threads(x.numel()))
 
 
@@ -430,8 +431,8 @@ def adamw(
         grad: Gradient, float32 or bfloat16, contiguous.
         first: First moment, float32.
         second: Second moment, float32.
-        step: Updates with this one.
-        factor: What the gradient is multiplied by (clipping).
+        step: Updates including this one.
+        factor: Factor of the gradient (clipping).
         lr: Learning rate.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.

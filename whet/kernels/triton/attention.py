@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportMissingImports=false
-"""Decode attention in Triton: a program for every split of a row's past, then one that merges them in order."""
+"""Decode attention in Triton: one program per split of a row's past, then one that merges them in order."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _merge(
 def decode_attention(
     q_BHC: torch.Tensor, keys_BKSC: torch.Tensor, values_BKSC: torch.Tensor, lengths_B: torch.Tensor
 ) -> torch.Tensor:
-    """Attend from one query a row to the row's own past; see `whet.kernels.eager.decode_attention`."""
+    """Attend from one query per row to the row's own past; see `whet.kernels.eager.decode_attention`."""
     rows, heads, channels = q_BHC.shape
     kv_heads, num_keys = keys_BKSC.shape[1:3]
     rep, num_splits = heads // kv_heads, triton.cdiv(num_keys, SPLIT)

@@ -1,7 +1,8 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportMissingImports=false
 """RMS norm and SwiGLU in Triton: one reading of memory where eager takes many.
 
-Sums and products are not contracted (`enable_fp_fusion=False`), so that element-wise results are the twins' to the bit.
+Sums and products are not contracted (`enable_fp_fusion=False`), so that element-wise results are bitwise those of the
+twins.
 """
 
 from __future__ import annotations

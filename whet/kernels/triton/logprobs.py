@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportMissingImports=false
-"""Log-probability and entropy in one reading of the logits, and their gradient written over them, in Triton."""
+"""Log-probability and entropy in one pass over the logits, and their gradient written over the logits, in Triton."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def logprob_entropy_backward_(
     grad_entropy_M: torch.Tensor,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """Overwrite logits by the loss's gradient; see `whet.kernels.eager.logprob_entropy_backward_`."""
+    """Overwrite logits with the loss's gradient; see `whet.kernels.eager.logprob_entropy_backward_`."""
     rows, vocab = logits_MV.shape
     assert logits_MV.dtype == torch.float32
     assert logits_MV.stride(1) == 1

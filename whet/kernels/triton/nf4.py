@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportMissingImports=false
-"""NF4 dequantisation in Triton: codes to 16- or 32-bit weights, the twin's to the bit."""
+"""NF4 dequantisation in Triton: codes to 16- or 32-bit weights, bitwise equal to the twin."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A LoRA adapter on a base model: merged into its weights, or applied and removed at will.
+"""A LoRA adapter on a base model: merged into its weights, or applied and removed.
 
 A merged adapter costs nothing at inference and can be trained on, but rounding makes the sum irreversible. An applied
-one leaves the base's matrices untouched and adds B A x behind them, so that to remove it restores the base bitwise and
-no second copy of the model is kept.
+one leaves the base's matrices untouched and adds B A x to their outputs, so that removing it restores the base bitwise,
+without a second copy of the model.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Adapter:
     """A LoRA adapter: pairs of matrices, and whole tensors that replace the base's.
 
     Attributes:
-        folder: Where it was read.
-        base: Name or folder of the model that it was trained on; empty when the adapter does not say.
-        revision: Revision of that model on the hub; empty for the newest.
+        folder: Its folder.
+        base: Name or folder of the model that it was trained on; empty if not recorded.
+        revision: Hub revision of that model; empty for the newest.
         sha256: Its `adapter_digest`.
         pairs: By module of the model.
         saved: Whole tensors by parameter name (biases, modules_to_save).
@@ -77,7 +77,7 @@ class Adapter:
 
     @property
     def is_applied(self) -> bool:
-        """Whether it is applied to a model at present (a merged one is not)."""
+        """Whether it is currently applied to a model (a merged one is not)."""
         return bool(self._hooks or self._kept)
 
     def fit(self, model: LanguageModel) -> LanguageModel:
@@ -87,11 +87,11 @@ class Adapter:
             model: The base.
 
         Returns:
-            The model. Where the adapter changes embeddings or head of a model in which both are one table, another
-            model that has two (all other weights are shared with the given one).
+            The model. If the adapter changes embeddings or head of a model that ties them, a new model with them untied
+            (all other weights are shared with the given one).
 
         Raises:
-            UserError: If a tensor has no place in the model or another shape, or a target has no tensors.
+            UserError: If a tensor does not exist in the model or has another shape, or a target has no tensors.
         """
         table = next(name for name, weight in model.named_parameters() if weight is model.head_weight)
         touched = {table.removesuffix(".weight"), "lm_head"} & (
@@ -129,29 +129,28 @@ class Adapter:
         return model
 
     def merge(self, model: LanguageModel) -> None:
-        """Add the changes to the model's weights, computed in float32, for good.
+        """Add the changes, computed in float32, to the model's weights permanently.
 
         Args:
-            model: As `fit` returned it; changed in place.
+            model: The model from `fit`; changed in place.
         """
         for parameter, change in self._values(model, [*self.saved, *self.pairs]):
             with torch.no_grad():
                 parameter.copy_(change())
 
     def apply(self, model: LanguageModel) -> None:
-        """Switch the adapter on, without touching the base's matrices.
+        """Enable the adapter, without touching the base's matrices.
 
-        Copies are kept of those tensors only that the adapter changes and that no module of their own multiplies by:
-        embeddings, head, biases, norms.
+        Only changed tensors that are not a module's own weight matrix are copied: embeddings, head, biases, norms.
 
         Args:
-            model: As `fit` returned it. Meant for inference: the change is not trained.
+            model: The model from `fit`. For inference only: the change is not trained.
 
         Raises:
-            ValueError: If it is on.
+            ValueError: If it is enabled.
         """
         if self.is_applied:
-            raise ValueError(f"{self.folder}: the adapter is applied already")
+            raise ValueError(f"{self.folder}: the adapter is already applied")
         live = [name for name in self.pairs if _is_called(model, name) and f"{name}.weight" not in self.saved]
         whole = [name for name in [*self.saved, *self.pairs] if name not in live]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -166,10 +165,10 @@ class Adapter:
             self._hooks.append(model.get_submodule(name).register_forward_hook(hook))
 
     def remove(self, model: LanguageModel) -> None:
-        """Switch the adapter off: the model is bitwise what it was before `apply`.
+        """Disable the adapter: the model is bitwise as before `apply`.
 
         Raises:
-            ValueError: If it is off.
+            ValueError: If it is disabled.
         """
         if not self.is_applied:
             raise ValueError(f"{self.folder}: the adapter is not applied")
@@ -183,7 +182,7 @@ class Adapter:
 
     @contextmanager
     def off(self, model: LanguageModel) -> Iterator[None]:
-        """Switch an applied adapter off within a `with` block."""
+        """Disable an applied adapter within a `with` block."""
         self.remove(model)
         try:
             yield
@@ -193,7 +192,8 @@ class Adapter:
     def _values(
         self, model: LanguageModel, names: Sequence[str]
     ) -> Iterator[tuple[nn.Parameter, Callable[[], torch.Tensor]]]:
-        """Yield parameters and what computes their new value: whole tensors first, then changes of modules."""
+        """Yield parameters and functions that compute their new values: whole tensors first, then changes of
+        modules."""
         for name in names:
             if name in self.saved:
                 parameter = model.get_parameter(name)
@@ -224,7 +224,7 @@ class Adapter:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Return the SHA-256 of an adapter's two files, configuration first: scaling is part of what it is."""
+    """Return the SHA-256 of an adapter's two files, configuration first: scaling is part of its identity."""
     digest = hashlib.sha256()
     for name in (CONFIG, WEIGHTS):
         with (folder / name).open("rb") as file:
@@ -237,12 +237,12 @@ def _is_transposed(model: LanguageModel, module: str) -> bool:
 
 
 def _is_called(model: LanguageModel, module: str) -> bool:
-    """Say whether a module multiplies by its weight itself: tables and the head are used from outside."""
+    """Say whether a module multiplies by its own weight: embedding tables and the head are used from outside."""
     return module != "lm_head" and isinstance(model.get_submodule(module), nn.Linear | Conv1D)
 
 
 def _added(a_RF: torch.Tensor, b_FR: torch.Tensor, scaling: float) -> Callable[..., torch.Tensor]:
-    """Return the hook that adds scaling * B A x to what a module returns, computed in float32."""
+    """Return the hook that adds scaling * B A x, computed in float32, to a module's output."""
 
     def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output_NF: torch.Tensor) -> torch.Tensor:
         change_NF = F.linear(F.linear(inputs[0].float(), a_RF), b_FR) * scaling
@@ -252,7 +252,7 @@ def _added(a_RF: torch.Tensor, b_FR: torch.Tensor, scaling: float) -> Callable[.
 
 
 def _untie(model: LanguageModel) -> LanguageModel:
-    """Return the model with a head of its own, equal to the embedding table; all other tensors are shared."""
+    """Return the model with a separate head equal to the embedding table; all other tensors are shared."""
     with torch.device("meta"):
         untied = build_model(replace(model.config, tie_embeddings=False))
     tensors = {name: weight.detach() for name, weight in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Adapter folders as the peft library writes them: JSON and safetensors, read strictly, nothing that can execute."""
+"""Reads adapter folders of the peft library: JSON and safetensors, strictly, nothing that can execute."""
 
 from __future__ import annotations
 
@@ -28,20 +28,27 @@ HUB_PATTERNS = (
 READ = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "rank_pattern"}
 READ |= {"alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "ensure_weight_tying"}
 READ |= {"init_lora_weights"}
-# What these say is told by the tensors themselves, or speaks of training only. fan_in_fan_out follows from the module.
+# Redundant with the tensors themselves, or relevant to training only. fan_in_fan_out follows from the module.
 IRRELEVANT = {"auto_mapping", "bias", "eva_config", "fan_in_fan_out", "inference_mode", "layers_pattern"}
 IRRELEVANT |= {"lora_dropout", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size"}
 IRRELEVANT |= {"runtime_config", "task_type", "loftq_config", "corda_config", "lora_ga_config"}
-PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the base, too
+PLAIN_STARTS = (
+    True,
+    False,
+    None,
+    "gaussian",
+    "eva",
+    "orthogonal",
+)  # other initialisations change the base, too
 LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
 MAX_PATTERN_CHARS, MAX_BRANCHES = (
     200,
     2,
-)  # a hostile pattern with more, or with a repeated group, could match for ever
+)  # a hostile pattern with more, or with a repeated group, could match forever
 
 
 def find_model(init: str, adapter: str = "") -> tuple[Path, Adapter | None]:
-    """Find the base and the adapter that a user means.
+    """Find the base and the adapter that a user names.
 
     Args:
         init: A model (run folder, Hugging Face folder, hub name), or an adapter that names its base.
@@ -68,12 +75,12 @@ def find_model(init: str, adapter: str = "") -> tuple[Path, Adapter | None]:
         raise UserError(f"{found.folder}: the adapter does not name its base; {advice}")
     if found.revision:
         raise UserError(
-            f"{found.folder}: the adapter wants revision {found.revision[:40]!r} of its base: download that, {advice}"
+            f"{found.folder}: the adapter needs revision {found.revision[:40]!r} of its base: download that, {advice}"
         )
     try:
         return model_folder(found.base), found
     except UserError as error:
-        raise UserError(f"{found.folder}: its base is not there ({error}); {advice}") from None
+        raise UserError(f"{found.folder}: its base is missing ({error}); {advice}") from None
 
 
 def read_adapter(source: str | Path) -> Adapter:
@@ -83,12 +90,12 @@ def read_adapter(source: str | Path) -> Adapter:
         source: Folder or hub name.
 
     Returns:
-        The adapter, which may still not fit a model.
+        The adapter, not yet checked against a model.
 
     Raises:
-        UserError: If a file is missing or malformed, or the adapter is of a kind that is not supported.
+        UserError: If a file is missing or malformed, or the kind of adapter is not supported.
 
-    Source: LoRA 2106.09685, rsLoRA 2312.03732, in the layout of the peft library (0.21).
+    Source: LoRA 2106.09685, rsLoRA 2312.03732, in the format of the peft library (0.21).
     """
     folder = _adapter_folder(source)
     check_manifest(folder)
@@ -114,7 +121,7 @@ def read_adapter(source: str | Path) -> Adapter:
     idle = sum(not (pair.a_RF.any() and pair.b_FR.any()) for pair in pairs.values())
     if idle:
         warnings.warn(
-            f"{folder}: {idle} of {len(pairs)} changes are all zero: was the adapter trained, and saved whole?",
+            f"{folder}: {idle} of {len(pairs)} changes are all zero: was the adapter trained, and saved completely?",
             stacklevel=2,
         )
     return Adapter(folder, config, pairs, saved)
@@ -138,7 +145,7 @@ def _adapter_folder(source: str | Path) -> Path:
 
 
 def _check_config(config: Mapping[str, Any], where: Path) -> None:
-    """Refuse what would change the arithmetic in a way that is not supported."""
+    """Refuse options that change the arithmetic in an unsupported way."""
     if config.get("peft_type") != "LORA":
         raise UserError(f"{where}: peft_type = {str(config.get('peft_type'))[:40]!r}: only LORA is supported")
     strange = sorted(key for key, value in config.items() if value and key not in READ | IRRELEVANT)
@@ -155,12 +162,12 @@ def _check_config(config: Mapping[str, Any], where: Path) -> None:
     for key, most in (("rank_pattern", 2**16), ("alpha_pattern", 2**20)):
         pattern = config.get(key) or {}
         if not isinstance(pattern, dict):
-            raise UserError(f"{where}: {key} is no object")
+            raise UserError(f"{where}: {key} is not an object")
         for text, value in pattern.items():
             _check_number(f"{key}[{text[:40]!r}]", value, most, where)
             is_wild = len(re.findall(r"[*+?{|]", text)) > MAX_BRANCHES or re.search(r"\)[*+?{]", text)
             if is_wild or len(text) > MAX_PATTERN_CHARS or not _compiles(text):
-                raise UserError(f"{where}: {key}: {text[:40]!r} is no simple pattern of a module name")
+                raise UserError(f"{where}: {key}: {text[:40]!r} is not a simple pattern of a module name")
     _check_number("r", config.get("r"), 2**16, where)
     _check_number("lora_alpha", config.get("lora_alpha"), 2**20, where)
 
@@ -172,15 +179,13 @@ def _check_number(name: str, value: object, most: int, where: Path) -> None:
 
 def _compiles(pattern: str) -> bool:
     try:
-        return bool(
-            re.compile(rf"(.*\.)?({pattern})")
-        )  # as `_pattern` uses it: flags are for the beginning only
+        return bool(re.compile(rf"(.*\.)?({pattern})"))  # as in `_pattern`: flags are only valid at the start
     except (re.error, RecursionError, OverflowError):
         return False
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a safetensors file as float32, finite."""
+    """Yield the tensors of a safetensors file as float32; refuse non-finite ones."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open has no iterator)
@@ -189,7 +194,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     raise UserError(f"{path}: tensor {name[:80]!r} is {tensor.dtype}, expected floats")
                 tensor = tensor.float()
                 if not tensor.isfinite().all():
-                    raise UserError(f"{path}: tensor {name[:80]!r} holds NaN or infinity")
+                    raise UserError(f"{path}: tensor {name[:80]!r} contains NaN or infinity")
                 yield name, tensor
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({str(error)[:300]})") from None
@@ -201,7 +206,7 @@ def _pair(
     """Join A and B, checking their rank."""
     if set(found) != {"A", "B"}:
         raise UserError(
-            f"{folder}: {module[:80]!r} has lora_{min(found)} only; the adapter was not saved whole"
+            f"{folder}: {module[:80]!r} has lora_{min(found)} only; the adapter was not saved completely"
         )
     a_RF, b_FR = found["A"], found["B"]
     rank = int(_pattern(config.get("rank_pattern"), module, config["r"]))
@@ -213,7 +218,7 @@ def _pair(
 
 
 def _pattern(patterns: Mapping[str, float] | None, module: str, default: float) -> float:
-    """Return the value of the first pattern that the end of a module's name matches, as peft does it."""
+    """Return the value of the first pattern that matches the end of a module's name, as peft does."""
     for pattern, value in (patterns or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value

@@ -1,4 +1,4 @@
-"""Chat templates of strangers, rendered in jinja2's sandbox within bounds; and the two of our own."""
+"""Untrusted chat templates, rendered in jinja2's sandbox within limits; and whet's own two templates."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ BASE_TEMPLATE = (
     "{% else %}{{ message['content'] + '\n\n' }}{% endif %}"
     "{% endfor %}"
 )
-"""For base models without a template, any domain. The cue ends with a line break: a trailing space would be a
-token that no training text has there, since BPE joins a space to the word behind it."""
+"""For base models without a template, any domain. The cue ends with a line break: a trailing space would be a token
+that training texts never have there, because BPE joins a space to the next word."""
 
 PLAIN_TEMPLATE = (
     "{% for message in messages if message['role'] != 'system' %}{{ message['content'] }}{% endfor %}"
@@ -41,11 +41,11 @@ MAX_RENDERED_CHARS = 2**22
 MAX_RANGE = 100_000
 MAX_RENDER_S = 10.0
 TRIAL_S, TRIAL_MIB = 2.0, 512
-"""Bounds of the first rendering of a stranger's template, in a process of its own."""
+"""Limits of the first rendering of an untrusted template, in a separate process."""
 
 
 def failure(source: str, values: Mapping[str, Any]) -> str:
-    """Render, and return what is wrong with the template, '' when nothing is."""
+    """Render, and return the template's error; '' if there is none."""
     try:
         render_template(source, values)
     except UserError as error:
@@ -54,11 +54,11 @@ def failure(source: str, values: Mapping[str, Any]) -> str:
 
 
 def try_template(source: str, calls: Sequence[Mapping[str, Any]]) -> None:
-    """Render a stranger's template in a process that can be killed, before this one renders it.
+    """Render an untrusted template in a killable process first, before this one renders it.
 
     Args:
         source: Jinja source; our own are trusted.
-        calls: Values of `render_template`, each tried.
+        calls: Values of `render_template`; each is tried.
 
     Raises:
         UserError: If the template fails, or takes too long or too much memory.
@@ -72,7 +72,7 @@ def try_template(source: str, calls: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_template(source: str) -> None:
-    """Refuse a template that is too long to be one."""
+    """Refuse an implausibly long template."""
     if len(source) > MAX_TEMPLATE_CHARS:
         raise UserError(
             f"chat template has {len(source):,} characters; expected at most {MAX_TEMPLATE_CHARS:,}"
@@ -80,7 +80,7 @@ def check_template(source: str) -> None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Let `{% generation %}` blocks (marks of assistant text for trainers) through as their body."""
+    """Render `{% generation %}` blocks (which mark assistant text for trainers) as their body."""
 
     tags = {"generation"}
 
@@ -90,7 +90,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Unfolded(CodeGenerator):
-    """Computes nothing while it compiles: what a template never renders, it must not cost either."""
+    """Disables constant folding: text that a template never renders must not cost anything at compile time."""
 
     def _output_child_to_const(self, node: jinja2.nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, jinja2.nodes.TemplateData):
@@ -99,16 +99,14 @@ class _Unfolded(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """No attribute escapes, no mutation, and none of the cheap ways to fill memory."""
+    """No attribute escapes, no mutation, and no cheap ways to fill memory."""
 
     code_generator_class = _Unfolded
-    intercepted_binops = frozenset(
-        {"**", "*", "%"}
-    )  # intercepted operators are not folded at compile time either
+    intercepted_binops = frozenset({"**", "*", "%"})  # intercepted operators are not folded at compile time
     padding_methods = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Allow small arithmetic only."""
+        """Allow only small arithmetic."""
         sizes = [len(side) if isinstance(side, (str, list, tuple)) else abs(side) for side in (left, right)]
         if (
             operator == "**"
@@ -168,9 +166,9 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def render_template(source: str, values: Mapping[str, Any]) -> str:
-    """Render within bounds on output, ranges and time.
+    """Render with limits on output, ranges and time.
 
-    Loops that write nothing, and strings doubled by `~` or `+`, escape these bounds: `try_template` comes first.
+    Loops without output, and strings doubled by `~` or `+`, escape these limits: call `try_template` first.
 
     Args:
         source: Jinja source.
@@ -180,7 +178,7 @@ def render_template(source: str, values: Mapping[str, Any]) -> str:
         The text.
 
     Raises:
-        UserError: If the template fails or exceeds a bound.
+        UserError: If the template fails or exceeds a limit.
     """
     budget = MAX_RANGE
 
@@ -200,6 +198,6 @@ def render_template(source: str, values: Mapping[str, Any]) -> str:
             num_chars += len(piece)
             if num_chars > MAX_RENDERED_CHARS or time.monotonic() > deadline:
                 raise SecurityError(f"more than {MAX_RENDERED_CHARS:,} characters or {MAX_RENDER_S:g} s")
-    except Exception as error:  # whatever a stranger's template raises
+    except Exception as error:  # anything that an untrusted template may raise
         raise UserError(f"chat template fails: {type(error).__name__}: {str(error)[:200]}") from error
     return "".join(pieces)

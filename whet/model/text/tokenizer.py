@@ -1,4 +1,4 @@
-"""Tokenizer: text <-> ids and messages -> prompt, over the `tokenizers` library."""
+"""The tokenizer: text <-> ids and messages -> prompt, on top of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Tokenizer:
     """Token ids of text, text of token ids, and prompts from a chat template; the `with_...` methods return copies.
 
     Attributes:
-        bos_id: Id that opens a text, or None.
+        bos_id: Id that starts a text, or None.
         eos_id: Id that ends a text, or None.
         unk_id: Id of characters outside the vocabulary, or None.
-        pad_id: Id for padding, or None (also where the config names one that tokenizer.json lacks).
+        pad_id: Id for padding, or None (also if the config names one that tokenizer.json lacks).
         stop_ids: Every id that ends a generation: `eos_id` and those of generation_config.json.
-        adds_bos: Whether prompts begin with `bos_id`.
+        adds_bos: Whether prompts start with `bos_id`.
         special_ids: Control tokens; they keep their text in `decode`.
-        vocab_size: Highest id that decodes, plus 1.
+        vocab_size: Highest decodable id, plus 1.
         chat_template: Jinja source, or None.
     """
 
@@ -50,9 +50,9 @@ class Tokenizer:
         """Wrap a backend.
 
         Args:
-            backend: The library's tokenizer; owned by this object from now on.
-            roles: Token text by role (`ROLES`); absent where the model has none.
-            adds_bos: Whether prompts begin with BOS even if the post-processor adds none.
+            backend: The library's tokenizer; owned by this object.
+            roles: Token text by role (`ROLES`); absent if the model has none.
+            adds_bos: Whether prompts start with BOS even if the post-processor adds none.
             chat_template: Jinja source.
             stop_ids: Further ids that end a generation.
 
@@ -79,7 +79,7 @@ class Tokenizer:
         self.stop_ids = frozenset(stop_ids) | ({self.eos_id} if self.eos_id is not None else frozenset())
         leads = backend.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
         self.adds_bos = self.bos_id is not None and (adds_bos or leads)
-        if self.adds_bos and not leads:  # transformers 5 heeds the post-processor alone
+        if self.adds_bos and not leads:  # transformers 5 only uses the post-processor
             bos = roles["bos_token"]
             backend.post_processor = TemplateProcessing(
                 single=[bos, "$A"], special_tokens=[(bos, self.bos_id)]
@@ -96,7 +96,7 @@ class Tokenizer:
         return hashlib.sha256(self._backend.to_str(pretty=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Turn text into ids; control tokens spelt in the text become their single id; BOS is never added.
+        """Turn text into ids; control tokens spelt out in the text become their single id; BOS is never added.
 
         Args:
             text: Any text without lone surrogates.
@@ -111,22 +111,24 @@ class Tokenizer:
             text.encode()
             return self._backend.encode(text, add_special_tokens=False).ids
         except UnicodeEncodeError as error:
-            raise UserError(f"text holds a lone surrogate at character {error.start}: no Unicode") from error
-        except Exception as error:  # bare ones: the vocabulary has no token for what is unknown
+            raise UserError(
+                f"text contains a lone surrogate at character {error.start}: not Unicode"
+            ) from error
+        except Exception as error:  # a bare Exception: the vocabulary has no token for unknown text
             raise UserError(f"tokenizer.json cannot encode {text[:40]!r}: {str(error)[:200]}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Spell ids as the start of a text: control tokens visible, split characters and unknown ids U+FFFD.
+        """Decode ids as the start of a text: control tokens visible, split characters and unknown ids as U+FFFD.
 
-        The space with which SentencePiece opens every text is taken away again, as in transformers.
+        SentencePiece's leading space is removed, as in transformers.
         """
         return self._strip(self._spell(ids))
 
     def decode_completion(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
-        """Spell ids as what follows a prompt: `decode(prompt + ids)` minus `decode(prompt)`.
+        """Decode ids as the continuation of a prompt: `decode(prompt + ids)` minus `decode(prompt)`.
 
         Args:
-            prompt_ids: What stands before; after any text the first space is kept.
+            prompt_ids: The preceding ids; after any text the first space is kept.
             ids: The completion.
         """
         if not self._num_stripped:
@@ -135,7 +137,7 @@ class Tokenizer:
         return self._strip(before + self._spell(ids))[len(self._strip(before)) :]
 
     def token_text(self, index: int) -> str:
-        """Spell one id as it reads inside a text (leading space kept)."""
+        """Decode one id as inside a text (keeping a leading space)."""
         return self._spell([index])
 
     def render(self, messages: Sequence[Mapping[str, str]], *, prefix: str = "") -> str:
@@ -143,13 +145,13 @@ class Tokenizer:
 
         Args:
             messages: Maps with 'role' and 'content'.
-            prefix: Text that the response is forced to begin with (`ResponseSchema.generation_prefix`).
+            prefix: Forced start of the response (`ResponseSchema.generation_prefix`).
 
         Returns:
             The prompt as text.
 
         Raises:
-            UserError: If there is no template, it fails, it exceeds a bound, or it rewrites earlier messages.
+            UserError: If there is no template, it fails, it exceeds a limit, or it rewrites earlier messages.
         """
         if self.chat_template is None:
             raise UserError(
@@ -160,33 +162,33 @@ class Tokenizer:
         return self._render(messages, cue=True) + prefix
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]], prefix: str = "") -> list[int]:
-        """Render and encode; exactly one BOS leads where `adds_bos`, whether or not the template wrote it."""
+        """Render and encode; with `adds_bos` there is exactly one leading BOS, whether or not the template wrote it."""
         ids = self.encode(self.render(messages, prefix=prefix))
         if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
 
     def encode_next(self, text: str, prefix: str = "") -> list[int]:
-        """Encode a further message of the user's behind a reply: what the template puts there, then `prefix`."""
+        """Encode a further user message after a reply: the template's text, then `prefix`."""
         mark = "\u2402reply\u2403"
         turns = (("user", "0"), ("assistant", mark), ("user", text))
         rendered = self.render([{"role": role, "content": said} for role, said in turns])
         if mark not in rendered:
-            raise UserError("chat template leaves earlier replies out: episodes of several turns need them")
+            raise UserError("chat template drops earlier replies: multi-turn episodes need them")
         return self.encode(rendered.rpartition(mark)[2] + prefix)
 
     def with_template(self, template: str) -> Tokenizer:
-        """Copy with another chat template."""
+        """Return a copy with another chat template."""
         return self._copy(self._backend, template)
 
     def with_tags(self, tags: Sequence[str], *, padded_vocab_size: int | None = None) -> Tokenizer:
-        """Copy in which each tag is one control token, with ids after the existing vocabulary in order.
+        """Return a copy in which each tag is one control token, with ids after the existing vocabulary, in order.
 
-        A tag that is a token already keeps its id.
+        A tag that is already a token keeps its id.
 
         Args:
             tags: Texts such as '<think>'.
-            padded_vocab_size: Rows of the model's embedding table; None when the caller will resize it.
+            padded_vocab_size: Rows of the model's embedding table; None if the caller will resize it.
 
         Raises:
             UserError: If the tags do not fit in `padded_vocab_size`.
@@ -202,7 +204,7 @@ class Tokenizer:
 
     @classmethod
     def characters(cls, alphabet: str, tags: Sequence[str] = ()) -> Tokenizer:
-        """Make a character-level tokenizer: <pad> 0, <eos> 1, <unk> 2, then the tags, then the alphabet."""
+        """Create a character-level tokenizer: <pad> 0, <eos> 1, <unk> 2, then the tags, then the alphabet."""
         texts = ["<pad>", "<eos>", "<unk>", *tags, *alphabet]
         if len(set(texts)) != len(texts):
             raise ValueError(f"alphabet {alphabet!r} and tags {list(tags)}: expected no repetition")
@@ -219,7 +221,8 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls, tags: Sequence[str] = ()) -> Tokenizer:
-        """Make a tokenizer, lossless on UTF-8 text: bytes 0 to 255, <eos> 256, <pad> 257, then the tags."""
+        """Create a byte-level tokenizer, lossless on UTF-8 text: bytes 0 to 255, <eos> 256, <pad> 257, then the
+        tags."""
         texts = [*_byte_letters(), "<eos>", "<pad>", *tags]
         if len(set(texts)) != len(texts):
             raise ValueError(f"tags {list(tags)}: expected no repetition, and none of a single character")
@@ -233,7 +236,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path_or_hub_name: str | Path) -> Tokenizer:
-        """Load a folder or hub model, never its code; BOS, EOS, PAD are of the first of `CONFIGS` that names them.
+        """Load a folder or hub model, never its code; BOS, EOS, PAD come from the first of `CONFIGS` that names them.
 
         Args:
             path_or_hub_name: Folder with tokenizer.json, or 'owner/name'.
@@ -245,9 +248,9 @@ class Tokenizer:
         text = read_text(files["tokenizer.json"])
         try:
             backend = tokenizers.Tokenizer.from_str(text)
-            backend.no_padding()  # before anything is encoded: a padding of 2**40 aborts the process
+            backend.no_padding()  # before anything is encoded: padding to 2**40 would abort the process
             backend.encode("a")
-        except BaseException as error:  # the library raises bare Exception; its panics are not even that
+        except BaseException as error:  # the library raises bare Exception; its panics are BaseException
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise UserError(
@@ -270,7 +273,7 @@ class Tokenizer:
             if "chat_template.jinja" in files
             else config.get("chat_template")
         )
-        if isinstance(template, list):  # several named ones
+        if isinstance(template, list):  # several named templates
             named = {row.get("name"): row.get("template") for row in template if isinstance(row, dict)}
             template = named.get("default")
         return cls(
@@ -282,7 +285,7 @@ class Tokenizer:
         )
 
     def save(self, folder: str | Path) -> None:
-        """Write the files that `load` and transformers read; and any further stop ids."""
+        """Write the files that `load` and transformers read, including further stop ids."""
         (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
         config = {**self._roles, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.adds_bos}
         config |= {"clean_up_tokenization_spaces": False, "model_max_length": 2**30}
@@ -303,7 +306,7 @@ class Tokenizer:
         return head.lstrip(" ") + text[self._num_stripped :]
 
     def _spell(self, ids: Sequence[int]) -> str:
-        """Decode ordinary tokens; control tokens verbatim, as a byte-level decoder would garble é in them."""
+        """Decode ordinary tokens; control tokens verbatim, because a byte-level decoder would garble é in them."""
         parts: list[str] = []
         run: list[str] = []
         for index in ids:
@@ -326,7 +329,7 @@ class Tokenizer:
         return {"messages": list(messages), "add_generation_prompt": cue, **self._roles}
 
     def _check_prefix(self, messages: Sequence[Mapping[str, str]]) -> None:
-        """Refuse a template whose text of the messages changes when the generation cue or a reply follows."""
+        """Refuse a template that renders messages differently when the generation cue or a reply follows."""
         assert self.chat_template is not None
         replied = [*messages, {"role": "assistant", "content": "0"}]
         try_template(self.chat_template, [self._values(messages, cue=True), self._values(replied, cue=False)])
@@ -334,7 +337,7 @@ class Tokenizer:
         if not (self._render(messages, cue=True).startswith(plain) and reply.startswith(plain)):
             raise UserError(
                 "chat template is not prefix-preserving: what follows a message changes its text, "
-                "so that training and sampling would differ; mend the template"
+                "so that training and sampling would differ; fix the template"
             )
         self._template_is_checked = True
 
@@ -344,14 +347,15 @@ def _tokens(texts: Sequence[str]) -> list[AddedToken]:
 
 
 def _byte_letters() -> list[str]:
-    """Letters of the 256 bytes in GPT-2's alphabet: printable bytes themselves, the others from U+0100 on."""
+    """Return the letters of the 256 bytes in GPT-2's alphabet: printable bytes themselves, the others from U+0100
+    on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(0x100 + hidden.index(byte)) for byte in range(256)]
 
 
 def _space_keeping(decoder: Any) -> tuple[Any, int]:
-    """Return the decoder without its removal of leading spaces, and how many it removed from a text."""
+    """Return the decoder without its stripping of leading spaces, and how many it stripped."""
     if decoder is None:
         return None, 0
     shell = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
@@ -389,7 +393,7 @@ def _role_text(
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str) and value:
             return None if role == "pad_token" and backend.token_to_id(value) is None else value
-    if any(role in source for source in by_text):  # set to null on purpose
+    if any(role in source for source in by_text):  # deliberately set to null
         return None
     texts = (
         backend.id_to_token(index)

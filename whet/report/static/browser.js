@@ -8,12 +8,12 @@
 //                 snippet, correct (true, false or null)}], total, indexed};
 //                 q = {step_min, step_max, reward ("" is the total), reward_min, reward_max, correct, uid, finish, text,
 //                 order: "step" | "reward" | "length" | "advantage", descending, offset, limit};
-//                 what is not asked for is null, and "" for uid, finish, text
+//                 unset fields are null, and "" for uid, finish, text
 //   sample(id) -> a row of samples.jsonl {step, uid, index, prompt, answer, completion, num_completion_tokens,
 //                 finish_reason, rewards, reward, advantage, sampler_logprobs, facts: {name: value}} with
 //                 pieces: [text of each token] or null
-//   group(id) -> [ids of the samples of the same step and problem, this one included]
-// Returns {refresh(), select(id), destroy()}: refresh asks again for the page that is shown (for a growing run).
+//   group(id) -> [ids of the samples of the same step and problem, including this one]
+// Returns {refresh(), select(id), destroy()}: refresh reloads the current page (for a growing run).
 //
 // Markup, for styles and tests (container gets the class "browser"):
 //   form.filters: input[name=text], [name=step_min], [name=step_max], select[name=reward], input[name=reward_min],
@@ -24,7 +24,7 @@
 //   div.detail > .detail-head (h3, button.previous, button.next, button.same-problem), .facts, .rewards > .reward-row,
 //     pre.prompt, .views > button[data-view=parts|raw|tokens], pre.thinking, pre.answer, pre.gold, pre.raw,
 //     pre.tokens > span.token[title], table.group tr[data-id]
-// Keys: up and down in the list, j and k anywhere but in a field. The address keeps the choice: #sample=ID.
+// Keys: up and down in the list, j and k anywhere except in a field. The address keeps the selection: #sample=ID.
 
 const PAGE_ROWS = 50;
 const MAX_GROUP = 64;
@@ -67,12 +67,12 @@ function Browser(container, source, key = "sample") {
     const asked = ++state.asked;
     found.textContent = form.text.value ? "Searching …" : found.textContent;
     const answer = await source.query({ ...fields(), offset, limit: PAGE_ROWS });
-    if (asked !== state.asked) return; // a newer question is on its way
+    if (asked !== state.asked) return; // a newer query is pending
     if (offset > 0 && answer.rows.length === 0) { await load(0, keep); return; }
     Object.assign(state, { offset, rows: answer.rows, total: answer.total });
     const last = offset + answer.rows.length;
     const indexing = answer.indexed < state.info.num_samples ? `, ${shortNumber(answer.indexed)} read so far` : "";
-    found.textContent = answer.rows.length ? `${shortNumber(offset + 1)}–${shortNumber(last)} of ${shortNumber(answer.total)} samples${indexing}` : "No sample is like that.";
+    found.textContent = answer.rows.length ? `${shortNumber(offset + 1)}–${shortNumber(last)} of ${shortNumber(answer.total)} samples${indexing}` : "No matching samples.";
     back.disabled = offset === 0;
     on.disabled = last >= answer.total;
     list.replaceChildren(...answer.rows.map((row) => listRow(row, select)));
@@ -145,7 +145,7 @@ function Browser(container, source, key = "sample") {
   }
   document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", onHash);
-  const fail = (error) => { detail.replaceChildren(el("p", { class: "bad" }, "This cannot be shown: " + error.message)); };
+  const fail = (error) => { detail.replaceChildren(el("p", { class: "bad" }, "Cannot be shown: " + error.message)); };
   const safely = (action) => (...values) => action(...values).catch(fail);
   [load, select, move, turn] = [load, select, move, turn].map(safely);
   safely(start)();
@@ -157,13 +157,13 @@ function Browser(container, source, key = "sample") {
   return { refresh: safely(refresh), select, destroy };
 }
 
-/** Fill the form of filters; every change asks anew, typing after a pause. */
+/** Fill the form of filters; every change starts a new query, typing after a pause. */
 function buildFilters(form, state, ask) {
   const { info } = state;
   const [low, high] = info.steps || [null, null];
   const choice = (name, label, options) => el("label", {}, label, el("select", { name }, ...options.map(([value, text]) => el("option", { value }, text))));
   const number = (name, label, placeholder) => el("input", { name, type: "number", step: "any", placeholder, "aria-label": label });
-  const direction = el("button", { type: "button", class: "direction", title: "Turn the order round", onclick: () => {
+  const direction = el("button", { type: "button", class: "direction", title: "Reverse the order", onclick: () => {
     state.descending = !state.descending;
     direction.textContent = state.descending ? "↓" : "↑";
     ask();
@@ -208,7 +208,7 @@ function verdictOf(correct) {
 
 function scoreText(score) { return score === null || score === undefined ? "–" : String(Number(score.toPrecision(4))); }
 
-/** Scroll a list, and not the page, until an item is in view. */
+/** Scroll a list, but not the page, until an item is in view. */
 function keepInView(list, item) {
   if (item.offsetTop < list.scrollTop) list.scrollTop = item.offsetTop;
   const bottom = item.offsetTop + item.offsetHeight - list.clientHeight;
@@ -259,7 +259,7 @@ function rewardBars(rewards) {
   return el("div", { class: "rewards" }, ...rows);
 }
 
-/** A text that may be huge: the beginning, and a button for the rest. */
+/** A possibly huge text: the beginning, and a button for the rest. */
 function longText(text, name) {
   const whole = String(text === null || text === undefined ? "" : text);
   const node = el("pre", { class: name }, whole.slice(0, MAX_CHARACTERS) || "(empty)");
@@ -271,7 +271,7 @@ function longText(text, name) {
   return node;
 }
 
-/** Cut a completion at the tags: {thinking, answer, rest}; null where they are unknown or missing. */
+/** Cut a completion at the tags: {thinking, answer, rest}; null if they are unknown or missing. */
 function splitCompletion(text, tags) {
   if (!tags) return null;
   const close = text.indexOf(tags.think_close);
@@ -295,11 +295,11 @@ function completionViews(row, info, view, actions) {
   const gold = () => [el("h4", {}, "Gold answer"), longText(row.answer, "gold")];
   const draw = {
     parts: () => {
-      const rest = parts.rest ? [el("h4", {}, "Outside of the tags"), longText(parts.rest, "rest")] : [];
+      const rest = parts.rest ? [el("h4", {}, "Outside the tags"), longText(parts.rest, "rest")] : [];
       const answer = parts.answer === null ? el("pre", { class: "answer muted" }, "(no answer block)") : longText(parts.answer.trim(), "answer");
       return [el("h4", {}, "Thinking"), longText(parts.thinking, "thinking"), ...rest, el("div", { class: "answers" }, el("div", {}, el("h4", {}, "Answer"), answer), el("div", {}, ...gold()))];
     },
-    raw: () => [el("h4", {}, "Completion, as it was written"), longText(row.completion, "raw"), ...gold()],
+    raw: () => [el("h4", {}, "Raw completion"), longText(row.completion, "raw"), ...gold()],
     tokens: () => [el("h4", {}, "Tokens: the stronger the colour, the less likely when sampled"), tokenText(tokens, row.sampler_logprobs), ...gold()],
   };
   const possible = { parts: parts !== null, raw: true, tokens: tokens !== null };

@@ -1,11 +1,11 @@
 "use strict";
 // Charts(container, figures): the curves of a run as small multiples; figures are those of whet/report/curves.py.
-//   .update(figures)  draws newer data and keeps what the reader opened and zoomed
-//   .destroy()        takes the charts away
+//   .update(figures)  draws newer data and keeps open figures and zoom
+//   .destroy()        removes the charts
 // Markup: .charts > .bar (slider "Smoothing") and, for each figure, details.figure[data-name] > .panels > .panel, each
 // with .panel-title, .legend (live values), .plot (uPlot) and, while the pointer is over it, the shared .chart-tip.
 // Pale points are logged values (a pale band: lowest to highest of a bin), strong lines centred rolling means.
-// A panel whose values never change is no chart: it is named in p.constant below the figure.
+// A panel with constant values has no chart: p.constant below the figure names it.
 
 const FOLDED = ["rl_speed", "rl_off_policy", "rl_critic", "rl_judge", "other"];
 const PLOT_HEIGHT = 170;
@@ -24,7 +24,7 @@ function Charts(container, figures) {
     for (const section of state.sections.values()) for (const panel of section.panels) panel.draw();
   });
   label();
-  const note = el("span", { class: "note" }, "Points are logged values, lines rolling means. Drag to zoom, double click to go back.");
+  const note = el("span", { class: "note" }, "Points are logged values, lines rolling means. Drag to zoom, double-click to reset.");
   const body = el("div", {});
   container.classList.add("charts");
   container.replaceChildren(el("div", { class: "bar" }, el("label", {}, "Smoothing ", slider, " ", shown), note), body, tip);
@@ -113,7 +113,7 @@ function axisText(value, unit) {
   return String(Number(value.toPrecision(6)));
 }
 
-/** The mean over a centred window of points; the window shrinks at the ends, and missing values are left out. */
+/** The mean over a centred window of points; the window shrinks at the ends, and missing values are skipped. */
 function rollingMean(values, share) {
   const half = Math.floor((values.length * share) / 2);
   const means = [];
@@ -131,7 +131,7 @@ function aligned(panel, share) {
   const steps = [...new Set(panel.series.flatMap((series) => series.steps))].sort((a, b) => a - b);
   const place = new Map(steps.map((step, index) => [step, index]));
   const spread = (series, values) => {
-    const column = new Array(steps.length).fill(undefined); // undefined: not logged here, the line goes on
+    const column = new Array(steps.length).fill(undefined); // undefined: not logged here, the line continues
     series.steps.forEach((step, index) => { column[place.get(step)] = values[index]; });
     return column;
   };

@@ -11,7 +11,7 @@
   let first = 0;
   let kept = [];
 
-  /** What became of a problem under greedy decoding, from the first model to another. */
+  /** Change of a problem's greedy verdict from the first model to another. */
   function verdict(problem, other) {
     const before = problem.columns[0].rows[0].correct;
     const after = problem.columns[other].rows[0].correct;
@@ -64,7 +64,7 @@
     if (row.thinking !== undefined) {
       parts.append(el("p", { class: "part" }, "thinking"), el("pre", {}, row.thinking || "(empty)"));
     } else {
-      parts.append(el("p", { class: "part" }, "response as it was written"), el("pre", {}, row.text || "(empty)"));
+      parts.append(el("p", { class: "part" }, "raw response"), el("pre", {}, row.text || "(empty)"));
     }
     const kind = row.correct === null ? "" : row.correct ? "right" : "wrong";
     parts.append(el("p", { class: "part" }, "answer"), el("pre", { class: `answer ${kind}` }, row.answer === null ? "(none found)" : row.answer));

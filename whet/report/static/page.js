@@ -1,12 +1,12 @@
 "use strict";
-// Helpers of every page. Text goes in as text nodes only; nothing here builds markup from strings.
+// Helpers for all pages. Text is inserted as text nodes only, never as markup.
 
-/** Return the JSON value that the page carries under a name. */
+/** Return the page's JSON value of a name. */
 function pageData(name) {
   return JSON.parse(document.getElementById("data-" + name).textContent);
 }
 
-/** Make control, format and direction characters visible; new lines and tabs stay. */
+/** Make control, format and direction characters visible; keep new lines and tabs. */
 function visible(text) {
   return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}]/gu, (c) => {
     if (c === "\n" || c === "\t") return c;
@@ -26,17 +26,17 @@ function el(tag, attributes, ...children) {
   return node;
 }
 
-/** Return a colour of the style sheet, in the theme that is on. */
+/** Return a colour of the style sheet, in the active theme. */
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 }
 
-/** Call back when the reader's system turns light or dark. */
+/** Call back when the system's colour scheme changes. */
 function onTheme(callback) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", callback);
 }
 
-/** Write a number shortly: 1,234 or 0.0123 or 1.2e-7. */
+/** Format a number compactly: 1,234 or 0.0123 or 1.2e-7. */
 function shortNumber(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);

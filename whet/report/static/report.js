@@ -13,7 +13,7 @@ const KEPT_CHUNKS = 24;
 
 /** Open gzip in base64 and read it as JSON. */
 async function unpack(name) {
-  if (typeof DecompressionStream === "undefined") throw new Error("this browser cannot open compressed data; take a newer one");
+  if (typeof DecompressionStream === "undefined") throw new Error("this browser cannot open compressed data; use a newer one");
   const text = atob(pageData(name));
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
@@ -21,9 +21,9 @@ async function unpack(name) {
   return new Response(stream).json();
 }
 
-/** The samples of a part of this page, as browser.js asks for them. */
+/** The samples of a part of this page, as a source for browser.js. */
 function EmbeddedSource(part, info) {
-  const cache = new Map(); // chunk -> its rows, the latest used last
+  const cache = new Map(); // chunk -> its rows, most recently used last
   let columns = null, places = null, vocabulary = null, search = 0;
 
   async function load() {
@@ -50,7 +50,7 @@ function EmbeddedSource(part, info) {
     return (await chunk(number))[place - info.starts[number]];
   }
   function placeOf(id) {
-    if (!places.has(String(id))) throw new Error(`sample ${id} is not in this page`);
+    if (!places.has(String(id))) throw new Error(`sample ${id} is not on this page`);
     return places.get(String(id));
   }
   function within(value, low, high) {
@@ -70,7 +70,7 @@ function EmbeddedSource(part, info) {
     else if (q.descending) found.reverse();
     return found;
   }
-  /** Keep the places whose texts hold the words; every chunk is opened once, one after the other. */
+  /** Keep the samples whose texts contain the words; every chunk is opened once, in order. */
   async function searched(found, text) {
     const mine = ++search;
     const wanted = text.toLowerCase();
@@ -116,7 +116,7 @@ function EmbeddedSource(part, info) {
   return { info: async () => info, query, sample, group };
 }
 
-/** The table of steps, newest page last: one row for each step, or for each bin where the run is long. */
+/** The table of steps, newest page last: one row for each step, or for each bin if the run is long. */
 function stepTable(container, figures) {
   const series = figures.flatMap((figure) => figure.panels).flatMap((panel) => panel.series.map((item) => ({ ...item, unit: panel.unit }))).filter((item) => !item.other);
   const columns = TABLE_COLUMNS.flatMap((name) => series.filter((item) => item.name === name || (name.endsWith("/") && item.name.startsWith(name))));

@@ -1,14 +1,14 @@
 "use strict";
-// The live page of one run: asks the server every two seconds for what is new, and gives it to charts.js and browser.js.
+// The live page of one run: polls the server every two seconds, and passes new data to charts.js and browser.js.
 
 const POLL_MS = 2000;
 const HIDDEN_POLL_MS = 15000;
-const THINNED_MS = 30000; // long curves come thinned and are asked for whole, but not at every look
+const THINNED_MS = 30000; // long curves arrive thinned and must be requested whole, but not at every poll
 const RUN = pageData("watch").run;
 
 const live = { cursor: "", figures: null, charts: null, wholeAt: 0, browser: null, info: null, empty: 0, yet: "", timer: 0 };
 
-/** Ask the server; an answer that is no success becomes an error with its reason. */
+/** Query the server; an unsuccessful response becomes an error with its reason. */
 async function ask(path, options) {
   const query = new URLSearchParams({ run: RUN });
   for (const [name, value] of Object.entries(options || {})) {
@@ -21,7 +21,7 @@ async function ask(path, options) {
   return content;
 }
 
-/** The samples of the run for browser.js. A search reads on until a page is full; a newer question ends it. */
+/** The samples of the run for browser.js. A search continues until a page is full; a newer query cancels it. */
 function HttpSource(note) {
   let latest = 0;
   let search = { key: "", rows: [], next: null, done: false };
@@ -44,7 +44,7 @@ function HttpSource(note) {
       indexed = answer.indexed;
       if (asked !== latest) break;
       const read = `${shortNumber(answer.searched)} of ${shortNumber(answer.total)} samples read`;
-      note(own.done ? `Searched all ${shortNumber(answer.total)}: ${shortNumber(own.rows.length)} found.` : `${shortNumber(own.rows.length)} found so far, ${read}; further pages read on.`);
+      note(own.done ? `Searched all ${shortNumber(answer.total)}: ${shortNumber(own.rows.length)} found.` : `${shortNumber(own.rows.length)} found so far, ${read}; further pages continue.`);
     }
     return { rows: own.rows.slice(offset, offset + limit), total: own.rows.length, indexed: indexed || live.info.num_samples };
   }
@@ -74,7 +74,7 @@ function showHeadline(cards) {
   node("headline").replaceChildren(...cards.map((card) => el("div", { class: "card", title: card.meaning }, el("div", { class: "value" }, card.value), el("div", { class: "label" }, card.label))));
 }
 
-/** Add new points to the curves; false when they do not simply follow: the whole is needed then. */
+/** Add new points to the curves; false if they do not directly follow: then all points are needed. */
 function appendPoints(figures, newer) {
   const known = new Map(figures.flatMap((figure) => figure.panels.flatMap((panel) => panel.series.map((series) => [figure.name + "\t" + series.name, series]))));
   const pairs = newer.flatMap((figure) => figure.panels.flatMap((panel) => panel.series.map((series) => [known.get(figure.name + "\t" + series.name), series])));
@@ -94,14 +94,14 @@ async function showCurves(state) {
     return;
   } else if (!appendPoints(live.figures, state.figures)) {
     const thinned = live.figures.some((figure) => figure.panels.some((panel) => panel.series.some((series) => series.low)));
-    if (thinned && Date.now() - live.wholeAt < THINNED_MS) return; // the cursor stays: these rows come again
+    if (thinned && Date.now() - live.wholeAt < THINNED_MS) return; // the cursor stays, so these rows are sent again
     const whole = await ask("state");
     live.cursor = "";
     return showCurves(whole);
   }
   live.cursor = state.cursor;
   node("no-curves").hidden = live.figures.length > 0;
-  node("no-curves").textContent = `No metrics were logged${live.yet}.`;
+  node("no-curves").textContent = `No metrics logged${live.yet}.`;
   if (live.charts) live.charts.update(live.figures);
   else if (live.figures.length) live.charts = Charts(node("charts"), live.figures);
 }
@@ -109,11 +109,11 @@ async function showCurves(state) {
 function showSamples(info) {
   const before = live.info;
   live.info = info;
-  const damaged = info.num_damaged ? ` ${shortNumber(info.num_damaged)} damaged lines are left out.` : "";
-  const early = info.tags ? "" : " Thinking, answer and single tokens are told apart once the run has a checkpoint.";
+  const damaged = info.num_damaged ? ` ${shortNumber(info.num_damaged)} damaged lines are skipped.` : "";
+  const early = info.tags ? "" : " Thinking, answer and single tokens are shown separately once the run has a checkpoint.";
   if (info.num_samples === 0) {
-    live.empty += 1; // the first answers come before the file has been looked at
-    node("samples-note").textContent = (live.empty < 3 ? "Reading the completions …" : `No completions were logged${live.yet}.`) + damaged;
+    live.empty += 1; // the first responses come before the file was read
+    node("samples-note").textContent = (live.empty < 3 ? "Reading the completions …" : `No completions logged${live.yet}.`) + damaged;
     if (live.browser) live.browser.destroy();
     live.browser = null;
     return;
@@ -136,7 +136,7 @@ function refresh() {
   live.browser.refresh();
 }
 
-/** Open the sample browser with the newest samples first: it begins with the oldest, so its order is turned once. */
+/** Open the sample browser with the newest samples first: it starts with the oldest, so its order is reversed once. */
 function openBrowser(remark) {
   const source = HttpSource((text) => { node("samples-note").textContent = text + (text ? "" : remark); });
   const query = source.query;
@@ -159,8 +159,8 @@ async function look() {
     await showCurves(state);
     showSamples(info);
   } catch (error) {
-    const reason = error instanceof TypeError ? "no answer: whet watch was ended, or the connection is lost" : error.message;
-    node("connection").textContent = visible(reason) + " — what is shown may be old; trying again.";
+    const reason = error instanceof TypeError ? "no answer: whet watch has ended, or the connection is lost" : error.message;
+    node("connection").textContent = visible(reason) + " — the page may be out of date; retrying.";
     node("connection").hidden = false;
   }
   live.timer = setTimeout(look, document.hidden ? HIDDEN_POLL_MS : POLL_MS);

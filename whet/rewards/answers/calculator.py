@@ -13,9 +13,9 @@ MAX_BITS = 8192
 """Bits of numerator and denominator of any exact intermediate value."""
 MAX_FACTORIAL = 200
 RELATIVE = 1e-9
-"""Two doubles of one quantity, computed in two ways, agree to this (tens of factors lose about 1e-14)."""
+"""Relative difference within which two computations of one quantity agree (tens of factors lose about 1e-14)."""
 CANCELLATION, ABSOLUTE = 1e-13, 1e-10
-"""Error of a sum relative to its largest term, and its cap: huge terms that cancel must not equal all."""
+"""Error of a sum relative to its largest term, and its cap: without it, huge terms that cancel would equal anything."""
 
 
 class NoValueError(ArithmeticError):
@@ -23,7 +23,7 @@ class NoValueError(ArithmeticError):
 
 
 MAX_TERMS = 4000
-"""Operations that a written-out sum or product may take: its terms times the size of one."""
+"""Most operations in an expanded sum or product: number of terms times the size of one."""
 _WHOLE: dict[str, Callable[[Fraction], Fraction | int]] = {"abs": abs, "floor": math.floor, "ceil": math.ceil}
 """Functions whose value at a fraction is a fraction."""
 
@@ -123,7 +123,7 @@ def _integer_root(value: int, degree: int) -> int:
 
 
 def _count(op: str, values: list[Fraction]) -> int:
-    """Factorials and binomials of small integers."""
+    """Compute factorials and binomials of small integers."""
     if any(value.denominator != 1 or value < 0 or value > MAX_FACTORIAL for value in values):
         raise NoValueError("too large")
     if op == "fact":
@@ -220,7 +220,7 @@ def evaluate_at(node: Node, point: Mapping[str, float]) -> tuple[complex, float]
 
 
 def _series_at(node: Node, point: Mapping[str, float]) -> tuple[complex, float]:
-    """Write a finite sum or product out; symbols with the index in their subscript differ from term to term."""
+    """Expand a finite sum or product; symbols with the index in their subscript differ from term to term."""
     index, term, first, last = node.args
     start, stop = (evaluate_at(bound, point)[0] for bound in (first, last))
     if start.imag or stop.imag or start.real % 1 or stop.real % 1 or term.has("series"):
@@ -247,7 +247,7 @@ def _of_members_at(node: Node, values: list[complex]) -> float:
 
 
 def _count_at(op: str, node: Node, values: list[float]) -> float:
-    """Factorials and binomials; of a variable they are continued by the gamma function."""
+    """Compute factorials and binomials; for a variable, by the gamma function."""
     if not node.variables():
         return float(_count(op, [evaluate_exactly(arg) for arg in node.args]))
     if max(map(abs, values)) > MAX_FACTORIAL / 2:
@@ -272,7 +272,7 @@ def _apply(op: str, name: str, values: list[complex]) -> complex:
         return cmath.log(values[1]) / cmath.log(first)
     if op == "root":
         degree, radicand = first.real, values[1]
-        if radicand.imag == 0:  # a negative zero there would choose the other root
+        if radicand.imag == 0:  # a negative zero imaginary part would choose the other root
             radicand = complex(radicand.real)
         if radicand.imag == 0 and radicand.real < 0 and degree % 2 == 1:
             return -((-radicand) ** (1 / degree))

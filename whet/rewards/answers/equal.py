@@ -2,23 +2,23 @@ r"""`answers_equal`: is the predicted answer the gold answer, whatever its spell
 
 Policy, where public graders differ:
 
-- *Percent*: `50%` equals `50` and `0.5`; two percentages, or two plain numbers, compare as they stand.
-- *Tolerance*: rationals compare exactly. A decimal of four or more significant digits, rightly rounded, may stand
-  for a fraction or an irrational number (`3.142` is `\pi`, `3.14` and `3.143` are not), also inside an expression;
-  from six digits on the last one may be cut off. It stands for a longer decimal with five digits, four of them
-  behind the point: cents are exact.
-- *Units*: one side may leave its unit out; two different known units conflict. Currency and degree signs go.
+- *Percent*: `50%` equals `50` and `0.5`; two percentages, or two plain numbers, are compared as written.
+- *Tolerance*: rationals compare exactly. A correctly rounded decimal of four or more significant digits may stand for a
+  fraction or an irrational number (`3.142` is `\pi`, `3.14` and `3.143` are not), also inside an expression; from six
+  digits on the last one may be truncated. To stand for a longer decimal it needs five digits, four of them after the
+  point: cents are exact.
+- *Units*: one side may omit its unit; two different known units conflict. Currency and degree signs are dropped.
 - *Order*: matters between tuples, vectors and lines; not for sets, `or`, `±`, nor between two bare comma
   lists (lists of roots), unless the caller says `ordered`. Plain braces `{1,2}` are such a list. A set, or a list of
-  tuples, may name a member twice.
-- *Work left to do* counts as done: `2+3`, `\gcd(12,18)`, `\sum_{k=1}^{9} k`, sums and products of matrices,
+  tuples, may repeat a member.
+- *Unfinished arithmetic* counts as done: `2+3`, `\gcd(12,18)`, `\sum_{k=1}^{9} k`, sums and products of matrices,
   unless the caller asks for a `plain_number`.
-- *Brackets*: `(1,2)` and `[1,2]` differ (intervals); from three members on they are vectors, and do not.
-- *Equations*: `x = 5` is 5, and so is `x = 2+3 = 5`; `2+4 = 5` is nothing. Relations in one variable are
-  intervals; other ones compare up to a factor. `2/3 ≈ 0.67` counts as 2/3, and as 0.67 if rightly rounded.
+- *Brackets*: `(1,2)` and `[1,2]` differ (intervals); from three members on they are vectors, and are equal.
+- *Equations*: `x = 5` is 5, and so is `x = 2+3 = 5`; `2+4 = 5` equals nothing. Relations in one variable are
+  intervals; others are compared up to a factor. `2/3 ≈ 0.67` counts as 2/3, and as 0.67 if correctly rounded.
 - *Words*: case, articles and punctuation do not count; number words ("twelve") are numbers, `(B) the cube` is B.
-- *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched; only its
-  boxes, one pair of answer tags, or a leading "the answer is" go. Several boxes are a list of several answers.
+- *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched; only its boxes,
+  one pair of answer tags, or a leading "the answer is" are removed. Several boxes are a list of several answers.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ _REALS = frozenset({"ℝ", "(-∞,∞)", "(-∞,+∞)", "allrealnumbers", "allre
 
 
 def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_number: bool = False) -> bool:
-    """Judge an extracted answer; the rules are in the docstring of this module.
+    """Judge an extracted answer by the rules in the module's docstring.
 
     Args:
         prediction: Extracted final answer: untrusted text of any length.
         gold: The gold answer.
         ordered: True when bare comma lists are vectors, whose order matters.
-        plain_number: True when the prediction must be a written number and no sum to be done: in arithmetic,
-            copying the question ("17*24") must not pay.
+        plain_number: True when the prediction must be a written number, not an expression: in arithmetic, copying the
+            question ("17*24") must not pay.
 
     Returns:
         True when both are the same answer. Never raises; bounded in time.
@@ -92,7 +92,7 @@ def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_nu
     left, right = prediction.strip(), gold.strip()
     if not left or not right:
         return False
-    if _PLAIN.fullmatch(left) and _PLAIN.fullmatch(right):  # the short way, for most answers of most tasks
+    if _PLAIN.fullmatch(left) and _PLAIN.fullmatch(right):  # fast path, for most answers of most tasks
         first, second = parse_number(left), parse_number(right)
         if first is not None and second is not None:
             return numbers_equal(first, second)
@@ -135,7 +135,7 @@ def _is_fraction(node: Node) -> bool:
 
 
 def _stated(text: str) -> str:
-    """Take the answer out of its tags or its boxes (several are a list), or from behind a leading "the answer is"."""
+    """Strip tags, boxes (several are a list), or a leading "the answer is" from an answer."""
     if "oxed" in text:
         return (boxed_list(text) if text.count("oxed") > 1 else from_box(text)) or text
     if text.startswith("<answer>") and text.endswith("</answer>") and text.count("<answer>") == 1:
@@ -151,7 +151,7 @@ def _as_digits(text: str) -> str:
 
 
 def _squeeze(text: str) -> str:
-    """Drop spaces, word marks and the braces of one symbol: what no reader sees."""
+    """Drop what is invisible to a reader: spaces, word marks and the braces of one symbol."""
     text = _IDLE_SPACE.sub("", text.translate(_NO_MARKS))
     text = _SINGLE.sub(r"\1\2", text) if "{" in text else text
     return "ℝ" if text in _REALS or text.lower() in _REALS else text
@@ -174,7 +174,7 @@ def _values_equal(left: Value, right: Value, ordered: bool) -> bool:
 
 
 def _leaf_equals_sequence(leaf: Leaf, sequence: Value, ordered: bool) -> bool:
-    """Compare one leaf with a list: as a list of its own, or as the only member of a set."""
+    """Compare a leaf with a list: as a list itself, or as the only member of a set."""
     assert isinstance(sequence, Sequence)
     if len(sequence.items) == 1:
         return _values_equal(leaf, sequence.items[0], ordered)
@@ -185,7 +185,7 @@ def _leaf_equals_sequence(leaf: Leaf, sequence: Value, ordered: bool) -> bool:
 
 
 def _decimal_comma(leaf: Leaf, sequence: Sequence) -> bool:
-    """Read a bare `1,22` as 1.22 where the other side is a decimal that is no integer."""
+    """Read a bare `1,22` as 1.22 if the other side is a decimal that is not an integer."""
     first, second = sequence.items
     if sequence.kind != "bare" or not isinstance(first, Leaf) or not isinstance(second, Leaf):
         return False
@@ -219,7 +219,7 @@ def _sequences_equal(left: Sequence, right: Sequence, ordered: bool) -> bool:
 
 
 def _without_repeats(sequence: Sequence, ordered: bool) -> Sequence:
-    """Name every member of a set, or of a list of tuples, once; `5, 5` and `\\{5, 5\\}` stay two answers."""
+    """Remove repeated members of a set, or of a list of tuples; `5, 5` and `\\{5, 5\\}` stay two answers."""
     if sequence.kind != "set" and not all(isinstance(item, Sequence) for item in sequence.items):
         return sequence
     distinct: list[Value] = []
@@ -230,7 +230,7 @@ def _without_repeats(sequence: Sequence, ordered: bool) -> Sequence:
 
 
 def _match_any_order(left: tuple[Value, ...], right: tuple[Value, ...], ordered: bool) -> bool:
-    """Pair every member with one of the other side; greedily, for equality is transitive here."""
+    """Pair every member with one of the other side; greedy is enough, because equality is transitive here."""
     remaining = list(right)
     for item in left:
         found = next(
@@ -326,7 +326,7 @@ def _leaves_equal(left: Leaf, right: Leaf) -> bool:
 
 
 def _choices_equal(left: str, right: str) -> bool:
-    """Compare the letters of `(B)`, `B.`, `b`, of which one side may carry the option's wording."""
+    """Compare the letters of `(B)`, `B.`, `b`, where one side may include the option's text."""
     first, second = _CHOICE.fullmatch(left), _CHOICE.fullmatch(right)
     if first is not None and second is not None:
         return first[1].lower() == second[1].lower()

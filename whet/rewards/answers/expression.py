@@ -1,8 +1,7 @@
-r"""A small safe calculator: plain or LaTeX algebra -> tree -> exact fraction or complex number.
+r"""A small, safe parser: plain or LaTeX algebra -> expression tree, which `calculator` evaluates.
 
-Nothing of the host language is evaluated. Length, depth, digits and exponents are bounded, so that
-`9^{9^{9^9}}` costs microseconds: what exceeds a bound has no value, and two expressions without value are
-equal only as text.
+No Python is evaluated. Length, depth, digits and exponents are bounded, so that `9^{9^{9^9}}` costs microseconds: an
+expression beyond a bound has no value, and two expressions without a value are equal only as text.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class Node:
             'series' (index, term, first, last; named 'sum' or 'prod').
         args: Operands.
         value: Value of a 'num'.
-        name: Name of a 'var' (constants 'π', 'e', 'i' included) or function of an 'fn'; 'frac' and 'mixed'
-            tell how a 'mul' and an 'add' were written.
+        name: Name of a 'var' (constants 'π', 'e', 'i' included) or function of an 'fn'; 'frac' and 'mixed' record how a
+            'mul' and an 'add' were written.
     """
 
     op: str
@@ -62,7 +61,7 @@ FUNCTIONS: dict[str, str] = {
     name: meaning or name for name, _, meaning in (entry.partition("=") for entry in _FUNCTION_NAMES.split())
 }
 OF_MEMBERS = frozenset({"gcd", "lcm", "max", "min", "floor", "ceil"})
-"""Functions of one or more arguments in brackets, parted by commas."""
+"""Functions of one or more arguments in brackets, separated by commas."""
 INVERSES = {name: f"a{name}" for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")}
 _GREEK_NAMES = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau
 upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell"""
@@ -80,12 +79,12 @@ _RANGE, _RANGE_REVERSED = re.compile(_FROM + _TO), re.compile(_TO + _FROM)
 _DIFFERENTIAL = re.compile(r" ?d ?(\\?[A-Za-z]{1,8})(?![A-Za-z])")
 _BOUNDS = re.compile(r"(?: ?_ ?(?:\{[^{}]{1,40}\}|[A-Za-z0-9])| ?\^ ?(?:\{[^{}]{1,40}\}|[A-Za-z0-9∞])){0,2}")
 SERIES = frozenset({"sum", "prod", "int"})
-"""Without finite bounds they are kept as a formal factor, named by the bounds: two such sums compare."""
+"""Without finite bounds they become a formal factor named by the bounds, so that two such sums can be compared."""
 _REPEATING = re.compile(r"\\overline ?\{([0-9]{1,40})\}")
 _OPENERS = {"(": ")", "[": "]", "{": "}", "⌊": "⌋", "⌈": "⌉", "⦃": "⦄"}
 _ROUNDING = {"⌋": "floor", "⌉": "ceil"}
 LONGEST_PRODUCT = 4
-"""Letters in a row that are read as a product of variables; a longer run is a word."""
+"""Longest run of letters that is read as a product of variables; a longer one is a word."""
 
 
 class ParseError(ValueError):
@@ -286,7 +285,7 @@ class _Parser:
         if name in ("overline", "bar"):
             inner = self.argument(single_digit=False)
             if inner.op != "var":
-                raise ParseError("a bar over what is no symbol")
+                raise ParseError("a bar over something that is not a symbol")
             return Node("var", name=f"bar {inner.name}{self.subscript()}")
         if name == "binom":
             return Node("binom", (self.argument(single_digit=True), self.argument(single_digit=True)))
@@ -297,7 +296,7 @@ class _Parser:
         raise ParseError(f"unknown command {name}")
 
     def series(self, name: str) -> Node:
-        r"""Read `\sum_{k=1}^{n} term`, or a formal factor for what has no finite range."""
+        r"""Read `\sum_{k=1}^{n} term`, or a formal factor if the range is not finite."""
         start = self.position
         finite = self.match(_RANGE) or self.match(_RANGE_REVERSED) if name != "int" else None
         if finite and "∞" not in finite.group():

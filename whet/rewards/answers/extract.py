@@ -1,7 +1,7 @@
 """Find the final answer in a completion: tags, box, phrase, `####`, formula, choice, last number.
 
-The chain is tags, then the last box, then "the answer is", then `####`, then the last number; before that last
-resort a number is taken with the formula it stands in, and a lone option letter or verdict counts.
+The chain is tags, then the last box, then "the answer is", then `####`, then the last number; before that last resort a
+number is taken with the formula around it, and a lone option letter or verdict counts.
 
 Completions are untrusted and may be 128 KB of one repeated tag, so every step is one linear pass (`find`,
 `rfind`, or a scan whose alternatives cannot overlap); there is no `.*?` anywhere.
@@ -16,25 +16,25 @@ from itertools import pairwise
 ANSWER_OPEN = "<answer>"
 ANSWER_CLOSE = "</answer>"
 LONGEST_NUMBER = 2048
-"""Characters of the longest number that the last step looks at; a longer run of digits is no answer."""
+"""Longest number (in characters) that the last step reads; a longer run of digits is not an answer."""
 LONGEST_TAIL = 64 * 1024
-"""A box that opens further than this from the end of the text is not looked at."""
+"""Boxes that open further than this from the end of the text are ignored."""
 
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\.|\{+|\}+", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 LONGEST_FORMULA = 2000
-"""Characters of the longest formula; a longer text between math delimiters is none."""
+"""Longest formula (in characters); a longer text between math delimiters is not one."""
 
 LONGEST_GAP = 60
-"""Characters between two boxes of one list."""
+"""Longest gap (in characters) between two boxes of one list."""
 LONGEST_REMARK = 100
-"""Characters of a line that is an answer without saying so."""
+"""Longest line (in characters) that counts as an answer without saying so."""
 
 _PHRASE = re.compile(r"answer\*{0,3}(?: is| ?[:=])[:*]{0,3}", re.IGNORECASE)
 _SURE = re.compile(r"(?:for sure|definitely|clearly|certainly) \(?([A-J])\)?(?=[,.]|$)")
 _ASIDE = re.compile(r",? (?:because|since) |, (?:which|so|as|it|obviously|of course)(?: |$)")
 _ONLY_BOXES = re.compile(r"[\s$]*(?:\\[(\[]\s*)?\\boxed ?\{[^{}]*\}[\s$]*(?:and|,)[\s$]*\\boxed")
-"""A text that begins with boxes: nothing is told before the answers. Two may be a change of mind, three are a list."""
+"""A text that starts with boxes. Two may be a change of mind, three are a list."""
 _VERB = re.compile(r" (?:is|are|equals) ")
 _WORDS_INSIDE = re.compile(
     r"\\[a-zA-Z]{0,12}(?:text|rm|box|name)[a-z]{0,12} ?\{[^{}]*\}|\\(?:begin|end) ?\{[A-Za-z*]*\}(?:\{[lcr|]*\})?"
@@ -70,7 +70,7 @@ _DIGIT = re.compile("[0-9]")
 
 
 def from_tags(text: str) -> str | None:
-    """Return the text of the last closed `<answer>` block; one that was never closed does not count."""
+    """Return the text of the last closed `<answer>` block; an unclosed one does not count."""
     end = text.rfind(ANSWER_CLOSE)
     start = text.rfind(ANSWER_OPEN, 0, end) if end >= 0 else -1
     return text[start + len(ANSWER_OPEN) : end].strip() or None if start >= 0 else None
@@ -80,7 +80,7 @@ def from_box(text: str) -> str | None:
     r"""Return the content of the last closed `\boxed{...}` or `\fbox{...}`, braces nested; also `\boxed 5`.
 
     Of nested boxes the outer one is returned. Escaped braces (`\{`) do not nest. A Minerva close ("The final answer
-    is $7$. I hope it is correct.") behind the last box takes its place.
+    is $7$. I hope it is correct.") after the last box takes its place.
     """
     text = _with_backslash(text[-LONGEST_TAIL:])
     if max(text.rfind("\\boxed"), text.rfind("\\fbox")) < 0:
@@ -113,17 +113,17 @@ def boxed_list(text: str) -> str | None:
 
 
 def _with_backslash(text: str) -> str:
-    r"""Mend what a string that is not raw makes of `\boxed`, and the slip `\beginboxed`."""
+    r"""Repair `\boxed` written in a Python string that is not raw, and the typo `\beginboxed`."""
     return text.replace("\x08oxed", "\\boxed").replace("\\beginboxed", "\\boxed") if "oxed" in text else text
 
 
 def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int, int]:
-    """Find the closed boxes (where command, content and closing brace stand), and the last with and without brace."""
+    """Find the closed boxes (positions of command, content and closing brace), and the last with and without brace."""
     first = _BOX.search(text)
     contents: list[tuple[int, int, int]] = []
-    opened: list[int] = []  # where each open brace's content starts, negative for braces that are no box
+    opened: list[int] = []  # where each open brace's content starts, negative for braces without a box
     bare_at = braced_at = -1  # where the last box without a brace, and the last closed one, end
-    box_ended_at = -1  # end of a box command that still waits for its brace
+    box_ended_at = -1  # end of a box command whose brace has not come yet
     for token in _BOX_TOKEN.finditer(text, first.start() if first else len(text)):
         mark = token.group()
         if mark[0] == "{":
@@ -197,7 +197,7 @@ def from_phrase(text: str) -> str | None:
 
 
 def _conclusion(answer: str) -> str:
-    """Cut the reason off ("A because ..."), and what names the answer ("the largest n is 34")."""
+    """Cut off a reason ("A because ...") and a subject ("the largest n is 34")."""
     reason = _ASIDE.search(answer)
     if reason is not None and reason.start() > 0:
         answer = answer[: reason.start()]
@@ -216,7 +216,7 @@ def _conclusion(answer: str) -> str:
 
 
 def from_hashes(text: str) -> str | None:
-    """Return the rest of the line after the last `####` (the layout of GSM8K)."""
+    """Return the rest of the line after the last `####` (the format of GSM8K)."""
     start = text.rfind("####")
     if start < 0:
         return None
@@ -225,9 +225,9 @@ def from_hashes(text: str) -> str | None:
 
 
 def from_formula(text: str) -> str | None:
-    r"""Return a text that is one formula and nothing else, or the math (`$`, `\(`, `\[`) with the last digit.
+    r"""Return a text that is only a formula, or the math (`$`, `\(`, `\[`) that contains the last digit.
 
-    Of `x = 5` and `2+3 = 5` only the 5 is returned; an equation in two variables stays whole.
+    Of `x = 5` and `2+3 = 5` only the 5 is returned; an equation in two variables is kept.
     """
     whole = text.strip()
     if len(whole) <= LONGEST_FORMULA and _is_formula(_unfenced(whole)):
@@ -250,7 +250,7 @@ def from_formula(text: str) -> str | None:
 
 
 def _alternative(before: str, opening: str, closing: str) -> str | None:
-    """Return the formula in front of an "or": `$2$ or $3$` are two answers, and stay two."""
+    """Return the formula before an "or": `$2$ or $3$` stay two answers."""
     if not before.endswith(f"{closing} or"):
         return None
     end = len(before) - len(closing) - 3
@@ -291,7 +291,7 @@ def _right_side(formula: str) -> str | None:
 def from_choice(text: str) -> str | None:
     """Return the verdict (an option letter, yes or no) that makes up the last line, or the last `(B)`.
 
-    A completion of one word is that word, and a few words behind `</think>` are the answer.
+    A completion of one word is that word, and a few words after `</think>` are the answer.
     """
     whole = text.strip()
     tail = whole[-LONGEST_FORMULA:]
@@ -316,7 +316,7 @@ def from_choice(text: str) -> str | None:
 def from_last_number(text: str) -> str | None:
     """Return the last number: sign, decimals, strict thousands commas, `a/b` and a percent sign belong to it.
 
-    Digits inside a word (`A2B`) are no number, and the minus of `5-3` is no sign.
+    Digits inside a word (`A2B`) are not a number, and the minus of `5-3` is not a sign.
     """
     end = max(text.rfind(digit) for digit in _DIGITS)
     if end < 0:
@@ -337,7 +337,7 @@ def from_last_number(text: str) -> str | None:
 
 
 def _earlier_number(text: str, end: int) -> str | None:
-    """Return the last number of a bounded stretch before `end`."""
+    """Return the last number within a bounded window before `end`."""
     number: str | None = None
     for match in _NUMBER.finditer(text, max(0, end - LONGEST_NUMBER), end):
         number = match.group().strip() or number
@@ -361,11 +361,11 @@ DEFAULT_STEPS: tuple[str, ...] = tuple(STEPS)
 def extract_answer_with_step(
     text: str, steps: Sequence[str] = DEFAULT_STEPS
 ) -> tuple[str | None, str | None]:
-    """Find the final answer and say which step found it.
+    """Find the final answer; also return which step found it.
 
     Args:
         text: Any completion.
-        steps: Names out of `STEPS`, in the order in which they are tried.
+        steps: Names in `STEPS`, in the order in which to try them.
 
     Returns:
         (answer, step), or (None, None) when no step found anything.
@@ -384,5 +384,5 @@ def extract_answer_with_step(
 
 
 def extract_answer(text: str) -> str | None:
-    """Find the final answer by the default steps; None when there is none."""
+    """Find the final answer with the default steps; None if there is none."""
     return extract_answer_with_step(text)[0]

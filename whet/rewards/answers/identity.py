@@ -1,4 +1,4 @@
-"""Do two expressions have the same value? They are compared at sample points, not rewritten."""
+"""Numerical equality of expressions: they are compared at sample points, not rewritten."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _POINTS = (
     (4.6692016, 1.0986122, 3.6055512, 0.8346268, 2.8077702, 0.6180339),
     (0.2087987, 0.4669201, 0.3039635, 0.1994588, 0.1353352, 0.2502907),
 )
-"""Positive, so that `\\sqrt{x^2}` equals `x` as answers mean it; the values have no simple relation."""
+"""Positive, so that `\\sqrt{x^2}` equals `x`, as answers assume; the values are not simply related."""
 _SIGNED_POINT = (-0.8414709, -1.2912859, 0.9297764, -2.1213203, 1.4324178, -0.5671432)
-"""Used in addition where an absolute value, a largest or a smallest member occurs."""
+"""Used in addition if an absolute value, a maximum or a minimum occurs."""
 _WHOLE_POINTS = (
     (7.0, 3.0, 5.0, 11.0, 2.0, 13.0),
     (4.0, 9.0, 2.0, 6.0, 8.0, 3.0),
     (12.0, 5.0, 8.0, 3.0, 7.0, 10.0),
 )
-"""Used instead where a sum or product runs up to a variable."""
+"""Used instead if a sum or product runs up to a variable."""
 _SIGNED = ("abs", "max", "min")
 _DECIMAL = re.compile(r"(?<![0-9.])[0-9]*\.[0-9]+(?![0-9.])")
 
 
 def expressions_equal(left: Node, right: Node, tolerance: float = 0.0) -> bool:
-    """Compare two expressions at sample points, or as they are when they have no variables.
+    """Compare two expressions at sample points, or directly when they have no variables.
 
     Args:
         left: An expression.
@@ -92,7 +92,7 @@ def decimal_tolerance(left: str, right: str) -> float:
 
     Returns:
         Half a unit in the last place of the coarsest decimal of four or more digits (`1.414 x` may stand for
-        `\sqrt2 x`), and 0 where both sides or neither have such decimals: then nothing is rounded away.
+        `\sqrt2 x`), and 0 if both sides or neither have such decimals.
     """
     errors = [_rounding_error(text) for text in (left, right) if "." in text]
     return max(errors) if sum(error > 0 for error in errors) == 1 else 0.0

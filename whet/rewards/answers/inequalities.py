@@ -11,7 +11,7 @@ from whet.rewards.answers.expression import ParseError, parse_expression
 _VARIABLE = re.compile(r"[A-Za-z](?:_[A-Za-z0-9]|\([a-z]\))?|\\[a-z]{2,8}")
 _ABSOLUTE = re.compile(r"\| ?[A-Za-z] ?\|")
 _MET = 1e-9
-"""Relative error within which three values of a linear function lie on one line."""
+"""Relative error within which three values count as collinear."""
 
 
 def as_interval(members: Sequence[str], signs: Sequence[str]) -> str | None:

@@ -1,4 +1,4 @@
-r"""Answer text as people write it -> one plain spelling: wrappers, spacing and synonyms go, meaning stays.
+r"""Normalises answer text to one plain spelling: removes wrappers, spacing and synonyms, keeps the meaning.
 
 The output is still text, over a small alphabet: `\frac \sqrt \binom \log ...` remain commands; `∪ ∞ π ± ∓ ≤
 ≥ ≠ ∈ ≈ °` are one character each; set braces are `⦃ ⦄`, matrices `⟦ ⟧`, words between `❮ ❯`, row breaks
@@ -16,7 +16,7 @@ SET_OPEN, SET_CLOSE = "⦃", "⦄"
 MATRIX_OPEN, MATRIX_CLOSE = "⟦", "⟧"
 ROW_BREAK = "¶"
 UNIT_LETTERS = frozenset("mgshlLNJWVKCF")
-"""Letters that are a unit when they stand upright behind a digit (`5\\text{m}`)."""
+"""Letters that are a unit when upright after a digit (`5\\text{m}`)."""
 
 _CHARACTERS: dict[int, str] = {
     **dict.fromkeys(
@@ -26,7 +26,9 @@ _CHARACTERS: dict[int, str] = {
     **dict.fromkeys([0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF], ""),
     **dict.fromkeys(map(ord, "−–—﹣－‐‑"), "-"),
     **dict.fromkeys(map(ord, "£€¥₹"), ""),
-    **dict.fromkeys(map(ord, "❮❯⦃⦄⟦⟧¶"), "?"),  # ours; nobody else may write them
+    **dict.fromkeys(
+        map(ord, "❮❯⦃⦄⟦⟧¶"), "?"
+    ),  # reserved for our markers; untrusted text must not contain them
     **{
         ord(c): f" {a}/{b}"
         for c, a, b in zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "112131234151357", "233445555668888", strict=True)
@@ -128,7 +130,7 @@ _GLUED = re.compile(
     r"(leq|geq|le|ge|lt|gt|neq|cdot|times|quad|cup|pi|[lr]?vert|[lr](?:group|brace|brack|paren|floor|ceil)|[ul][lr]corner)"
     r"([A-Za-z])"
 )
-"""A command and the variable that somebody forgot to part from it: `\\lex` for `\\le x`."""
+"""A command that lacks the space before a variable: `\\lex` for `\\le x`."""
 _ESCAPED_TWICE = re.compile(
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|begin|end|pi|cdot|times|infty|cup|[lg]eq?|pm)(?![A-Za-z]))"
 )
@@ -158,7 +160,7 @@ _SPACES = re.compile(r"[ \t]+")
 
 
 def clean(text: str) -> str:
-    """Bring an answer into the plain spelling that the module describes.
+    """Rewrite an answer in the plain spelling that the module describes.
 
     Args:
         text: An answer of bounded length (the caller's cap).
@@ -192,7 +194,7 @@ def clean(text: str) -> str:
 
 
 def _finish(text: str) -> str:
-    """Apply what plain text and LaTeX share."""
+    """Apply the rules that plain text and LaTeX share."""
     text = text.replace("+∞", "∞").replace("$", " ").rstrip("\\ ").lstrip("=≈ ")
     if text.startswith("**") and text.endswith("**"):
         text = text.strip("*")
@@ -248,7 +250,7 @@ def closing_brace(text: str, start: int) -> int:
 
 
 def _mark_words(text: str) -> str:
-    r"""Turn every `\text{words}` into marked words; one letter alone is a symbol, and stays one."""
+    r"""Turn every `\text{words}` into marked words; a single letter stays a symbol."""
     pieces: list[str] = []
     position = 0
     for _ in range(64):
@@ -264,7 +266,7 @@ def _mark_words(text: str) -> str:
             position = brace
             continue
         position = end + 1
-        if "^" in text[brace:end]:  # a formula that somebody took for text
+        if "^" in text[brace:end]:  # a formula inside \text
             pieces.append(text[brace + 1 : end])
             continue
         words = text[brace + 1 : end].replace("\\text", "").replace("{", "").replace("}", "")

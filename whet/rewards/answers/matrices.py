@@ -1,6 +1,6 @@
-r"""Sums and products of matrices, worked out on their text: `2 ⟦1,2⟧ + ⟦x,0⟧` becomes `⟦(2)*(1)+(x),...⟧`.
+r"""Sums and products of matrices, computed on their text: `2 ⟦1,2⟧ + ⟦x,0⟧` becomes `⟦(2)*(1)+(x),...⟧`.
 
-Entries stay text, for the calculator compares them in the end. What is no matrix in a product is a scalar.
+Entries stay text: the calculator compares them later. A factor that is not a matrix is a scalar.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import re
 from whet.rewards.answers.latex import MATRIX_CLOSE, MATRIX_OPEN, SET_OPEN
 
 MAX_SIDE = 6
-"""Rows and columns of the largest matrix that is worked out."""
+"""Most rows and columns of a computed matrix."""
 MAX_ENTRY = 300
-"""Characters of the longest entry."""
+"""Longest entry, in characters."""
 _OPEN, _CLOSE = "([{" + SET_OPEN + MATRIX_OPEN, ")]}⦄" + MATRIX_CLOSE
 _BRACKETED = re.compile(r"[\[(] ?(⟦(?:[^⟦⟧]|⟦[^⟦⟧]*⟧)*⟧) ?[\])]")
 Rows = list[list[str]]
 
 
 def work_out(text: str) -> str | None:
-    r"""Work out a formula over matrices.
+    r"""Compute a formula over matrices.
 
     Args:
         text: Cleaned text (see `whet.rewards.answers.latex`) with at least one matrix.
 
     Returns:
-        The resulting matrix or determinant as cleaned text; None when the formula has another form, the sizes do
-        not fit, or it is a single matrix (and there is nothing to do).
+        The resulting matrix or determinant as cleaned text; None if the formula has another form, the sizes do not fit,
+        or it is a single matrix.
     """
     if text.startswith("\\det"):
         rows = _rows(text[4:].strip())
@@ -48,7 +48,7 @@ def work_out(text: str) -> str | None:
 
 
 def _cut(text: str, signs: str) -> list[tuple[str, str]]:
-    """Cut at the given signs outside of brackets: (the sign in front, the piece)."""
+    """Split at the given signs outside brackets: (preceding sign, piece)."""
     pieces: list[tuple[str, str]] = []
     depth = start = 0
     sign = "+"
@@ -65,7 +65,7 @@ def _cut(text: str, signs: str) -> list[tuple[str, str]]:
 
 
 def _factors(term: str) -> list[str]:
-    """Part a product into matrices and what stands between them."""
+    """Split a product into matrices and the text between them."""
     factors: list[str] = []
     position = 0
     while (start := term.find(MATRIX_OPEN, position)) >= 0:

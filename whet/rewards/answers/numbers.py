@@ -1,7 +1,7 @@
 """Written numbers -> exact fractions, by a strict ASCII grammar.
 
-`int` and `float` accept what no grader should (`1_0`, Arabic digits, 'nan', 'inf') and raise on 5,000 digits;
-nothing here does.
+`int` and `float` accept what no grader should (`1_0`, Arabic digits, 'nan', 'inf') and raise on 5,000 digits; this
+parser does neither.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MAX_EXPONENT = 1000
 MIN_ROUNDED_DIGITS = 4
 """A decimal stands for an irrational or a repeating fraction only with this many significant digits."""
 MIN_TRUNCATED_DIGITS = 6
-"""With this many, the last one may also be cut off instead of rounded."""
+"""With this many, the last one may also be truncated instead of rounded."""
 MIN_SHORTENED_DIGITS = 5
-"""A decimal stands for a longer decimal only with this many, of which four follow the point (money has two)."""
+"""A decimal stands for a longer decimal only with this many, four of them after the point (money has two)."""
 
 _UNSIGNED = (
     r"(?:(?P<whole>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.(?P<part>[0-9]*))?|\.(?P<bare>[0-9]+))"
@@ -43,7 +43,7 @@ _DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An exact value with what its spelling says about its precision.
+    """An exact value and the precision of its spelling.
 
     Attributes:
         value: The exact value.
@@ -164,7 +164,7 @@ def numbers_equal(left: Number, right: Number) -> bool:
 
 
 def is_rounding(decimal: Number, magnitude: Fraction, difference: Fraction) -> bool:
-    """Say whether a decimal may stand for a value that it cannot spell out.
+    """Say whether a decimal is a valid rounding of a value.
 
     Args:
         decimal: A decimal literal.
@@ -172,8 +172,8 @@ def is_rounding(decimal: Number, magnitude: Fraction, difference: Fraction) -> b
         difference: |decimal - value|.
 
     Returns:
-        True when it has digits behind the point and at least four significant ones, all of them right: an error of
-        half a unit in the last place, from six digits on of one unit (plus what double precision loses).
+        True if it has digits after the point and at least four significant ones, all correct: an error of at most half
+        a unit in the last place, from six digits on one unit (plus the error of double precision).
     """
     if decimal.num_digits < MIN_ROUNDED_DIGITS or decimal.last_place >= 1:
         return False
@@ -196,11 +196,11 @@ def spelled_number(text: str) -> str | None:
         text: Stripped text.
 
     Returns:
-        Its digits, or None when any word is no number or stands in the wrong place.
+        Its digits, or None if a word is not a number or is in the wrong place.
     """
     words = re.split(r"[ -]+", text.lower()) if len(text) <= 80 else []
     total = part = 0
-    room = 1000  # the next word must be smaller: "five twenty" is no number, nor is "two three"
+    room = 1000  # the next word must be smaller: "five twenty" is not a number, nor is "two three"
     for index, word in enumerate(words):
         if word == "hundred" and 0 < part < 10:
             part, room = part * 100, 100
@@ -217,7 +217,7 @@ def spelled_number(text: str) -> str | None:
 
 
 def same_clock_time(left: str, right: str) -> bool:
-    """Compare times of day: `20:34`, `20:34:00` and `8:34 p.m.` are one; a side may leave am and pm out."""
+    """Compare times of day: `20:34`, `20:34:00` and `8:34 p.m.` are equal; a side may omit am and pm."""
     first, second = _CLOCK.fullmatch(left.strip()), _CLOCK.fullmatch(right.strip())
     if first is None or second is None:
         return False

@@ -24,7 +24,7 @@ from whet.rewards.answers.units import split_unit, unit_scale
 
 MAX_NESTING = 8
 UNORDERED_KINDS = frozenset({"set", "any", "union", "∩", "∖"})
-"""Kinds whose order never matters; of the others 'bare' (commas without brackets) yields to its partner."""
+"""Kinds whose order never matters; 'bare' (commas without brackets) adopts the other side's kind."""
 
 _OPEN, _CLOSE = "([{" + SET_OPEN + MATRIX_OPEN + WORD_OPEN, ")]}" + SET_CLOSE + MATRIX_CLOSE + WORD_CLOSE
 _PAIRS = {
@@ -40,7 +40,7 @@ _TOKEN = re.compile(
 )
 _MARKED_JOIN = re.compile(rf" ?{WORD_OPEN}[\s,;]*(or|and)[\s,;]*{WORD_CLOSE} ?")
 NAME = re.compile(r"[({]{0,2}[A-Za-z\\∠△❮|][A-Za-z0-9_{}\\(),:/ |'∠△°❮❯^=<>≤≥-]{0,60}")
-"""The left side of `f(x) = ...`, `|AB| = ...`, `P(X = 2) = ...`: something with a name, whose value follows."""
+"""The left side of `f(x) = ...`, `|AB| = ...`, `P(X = 2) = ...`: a name followed by its value."""
 _CONSTRUCTOR = re.compile(
     r"(?:np\.|numpy\.|torch\.|sp\.)?(?:array|tensor|matrix|Matrix|vector|Vector)(?=[(\[])"
 )
@@ -53,7 +53,7 @@ _WORD = re.compile(r"[A-Za-z]{3}")
 
 
 class Leaf:
-    """One answer without inner structure, with its readings worked out on demand and kept."""
+    """An answer without inner structure; its readings are computed on demand and cached."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -102,7 +102,7 @@ class Leaf:
         return Number(number.value * scale, number.is_decimal)
 
     def as_sequence(self) -> Sequence | None:
-        """Read `60 270 90` or `100,200` as a list, where the other side is one."""
+        """Read `60 270 90` or `100,200` as a list, for comparison with one."""
         for separator, kind in ((" ", "lines"), (",", "bare")):
             pieces = self.text.split(separator)
             if len(pieces) > 1 and all(piece == "" or parse_literal(piece) for piece in pieces):
@@ -153,7 +153,7 @@ def parse_value(text: str, nesting: int = 0, in_brackets: bool = False) -> Value
         in_brackets: True inside a bracket, where a comma always separates.
 
     Returns:
-        The value; whatever has no structure is a `Leaf`.
+        The value; text without structure is a `Leaf`.
     """
     text = _MARKED_JOIN.sub(r" \1 ", text).strip() if WORD_OPEN in text else text.strip()
     if nesting > MAX_NESTING or not text:
@@ -184,7 +184,7 @@ def _scaled_or_named(text: str, nesting: int) -> Value | None:
 
 
 def _top_level(text: str) -> tuple[list[re.Match[str]], bool]:
-    """Return the separators outside of all brackets, and whether one pair of brackets embraces it all."""
+    """Return the separators outside all brackets, and whether one pair of brackets encloses everything."""
     separators: list[re.Match[str]] = []
     stack: list[str] = []
     whole = text[0] in _OPEN
@@ -236,7 +236,7 @@ def _split_list(
 
 
 def _without_grouping(text: str, splits: list[re.Match[str]]) -> list[re.Match[str]]:
-    """Leave thousands commas out, provided that every other comma has a space behind it (`1,234, 5,678`)."""
+    """Skip thousands commas, if every other comma is followed by a space (`1,234, 5,678`)."""
     grouping = {
         index
         for match in _GROUPED.finditer(text)
@@ -251,7 +251,7 @@ def _without_grouping(text: str, splits: list[re.Match[str]]) -> list[re.Match[s
 def _split_signs(
     text: str, tokens: list[re.Match[str]], marks: set[str], nesting: int, in_brackets: bool
 ) -> Value | None:
-    """Spell `a ± b` out as two answers."""
+    """Expand `a ± b` into two answers."""
     if "±" not in text or text[0] in "([" + SET_OPEN + MATRIX_OPEN and text[-1] in _CLOSE:
         return None
     upper = text.replace("±", "+").replace("∓", "-")
@@ -283,7 +283,7 @@ def _split_relation(
 
 
 def _combined(sign: str, items: tuple[Value, ...]) -> Sequence:
-    """Return a union flat, and that of sets of numbers as one set; keep intersections and differences."""
+    """Flatten a union, and merge sets of numbers into one set; keep intersections and differences."""
     if sign != "∪":
         return Sequence(sign, items)
     flat: list[Value] = []
@@ -296,7 +296,7 @@ def _combined(sign: str, items: tuple[Value, ...]) -> Sequence:
 
 
 def _rounded(text: str, nesting: int) -> Value | None:
-    r"""Read `2/3 ≈ 0.67` as either where it is rounded rightly, else as the exact side alone."""
+    r"""Read `2/3 ≈ 0.67` as either side if the rounding is correct, else as the exact side alone."""
     head, _, tail = text.partition("≈")
     decimal, exact = Leaf(tail.strip()).number, parse_value(head, nesting + 1)
     value = _real_value(head.rpartition("=")[2].strip())
@@ -325,7 +325,7 @@ def _real_value(text: str) -> float | None:
 
 
 def _relation(signs: list[re.Match[str]], text: str, nesting: int) -> Value | None:
-    """Read relations as intervals where they bound one variable; keep the two sides of any other."""
+    """Read relations as intervals if they bound one variable; keep the two sides of any other."""
     members = _pieces(text, signs)
     operators = [sign.group() for sign in signs]
     if operators[0] in ">≥":
@@ -374,7 +374,7 @@ def _unwrap(text: str, nesting: int) -> Value | None:
 
 
 def _rows(items: tuple[Value, ...], brackets: str) -> tuple[Value, ...]:
-    """Take the brackets off the rows of `((1,2),(3,4))`, which are then no intervals."""
+    """Strip the brackets of the rows of `((1,2),(3,4))`, which then are not intervals."""
     rows = [item for item in items if isinstance(item, Sequence) and item.brackets == brackets]
     if len(rows) < 2 or len(rows) < len(items) or len({len(row.items) for row in rows}) > 1:
         return ()

@@ -1,15 +1,15 @@
 r"""Symbolic equality of answers through math-verify (`pip install 'whet[math]'`), in workers that can be killed.
 
 For what `answers_equal` cannot decide: sums, integrals, limits, determinants, relations in several variables.
-whet's strictness comes first, and math-verify is asked only when
+whet's stricter rules come first; math-verify is used only when
 
-- one of the answers is beyond whet's own calculator (what it can work out, it has decided: `5,5` is not `5`);
-- both have the same structure: as many members, an equation beside an equation (`x = A` counts as `A`);
+- whet's own calculator cannot evaluate one of the answers (where it can, its verdict counts: `5,5` is not `5`);
+- both have the same structure: as many members, equation against equation (`x = A` counts as `A`);
 - the prediction is one formula: no prose, no `$`, no box, and math-verify parses all of it;
 - numbers agree to a relative 1e-6, where math-verify alone would round to six decimals (1e-9 is not 0).
 
 No text reaches `sympify`, `parse_expr` or `eval`: math-verify's LaTeX grammar reads it. Its own time limits are
-signals, which do not stop C code and fail in threads; they are off, for the pool kills the worker instead.
+signals, which do not stop C code and fail in threads; they are off: the pool kills the worker instead.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from whet.sandbox.graders.graders import GraderPool
 from whet.types import UserError
 
 MAX_CHARACTERS = 1000
-"""Longer answers are not read symbolically."""
+"""Longer answers are not compared symbolically."""
 RELATIVE = 1e-6
-"""Two numbers further apart than this are never equal."""
+"""Largest relative difference between equal numbers."""
 _MEMORY_MIB = 512
 _WARMING = {
     "\\sum_{k=1}^{2} k": "3",
@@ -40,19 +40,19 @@ _WARMING = {
     "\\det \\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}": "-\\gcd(2, 4)",
     "(\\lfloor \\pi \\rfloor, e^2)": "(3, e^2)",
 }
-"""Equal pairs that fill the tables of math-verify's grammar."""
+"""Equal pairs that warm up the tables of math-verify's grammar."""
 _COMMAND = re.compile(r"\\(?:begin|end) ?\{[a-z]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 _NAMES = frozenset(FUNCTIONS) | {"sum", "prod", "lim", "det", "max", "min", "gcd", "lcm", "mod", "sup", "inf"}
 _BEYOND = re.compile(r"\\(?:sum|prod|int|lim)(?![a-z])|\\frac ?\{ ?d ?\} ?\{ ?d")
-"""What whet's parser takes for a formal symbol, if at all, and does not work out: series, limits, derivatives."""
+"""What whet's parser reads as a formal symbol at best, and cannot evaluate: series, limits, derivatives."""
 _ASSIGNED = re.compile(r"\s*[A-Za-z](?:_\{?[A-Za-z0-9]\}?|\([a-z]\))?\s*=(?![=<>])")
 _pools: dict[float, GraderPool] = {}
 _lock = threading.Lock()
 
 
 def answers_equal_symbolically(prediction: str, gold: str, *, deadline_s: float = 2.0) -> bool | None:
-    """Judge an extracted answer by `answers_equal`, and by math-verify where that cannot decide.
+    """Judge an extracted answer by `answers_equal`, and by math-verify if that cannot decide.
 
     Args:
         prediction: Extracted final answer: untrusted text.
@@ -60,8 +60,8 @@ def answers_equal_symbolically(prediction: str, gold: str, *, deadline_s: float 
         deadline_s: Seconds after which the symbolic comparison is killed.
 
     Returns:
-        True when both are the same answer; None when the comparison was killed or failed (count it, and do not
-        take it for right).
+        True when both are the same answer; None if the comparison was killed or failed (count it; do not treat it as
+        right).
 
     Raises:
         UserError: If math-verify is not installed.
@@ -75,14 +75,14 @@ def symbolic_equal(prediction: str, gold: str, *, deadline_s: float = 2.0) -> bo
 
 
 def symbolic_equal_pairs(pairs: Sequence[tuple[str, str]], *, deadline_s: float = 2.0) -> list[bool | None]:
-    """Compare many pairs at once: those that hang cost one deadline together.
+    """Compare many pairs in parallel: all that hang together cost one deadline.
 
     Args:
         pairs: (prediction, gold).
-        deadline_s: Seconds that one comparison may take. One pool is kept for each value that is used.
+        deadline_s: Limit of one comparison in seconds. One pool is kept per value.
 
     Returns:
-        For each pair True, False, or None when its worker was killed, ran out of memory or failed.
+        For each pair True, False, or None if its worker was killed, ran out of memory or failed.
 
     Raises:
         UserError: If math-verify is not installed.
@@ -97,15 +97,15 @@ def symbolic_equal_pairs(pairs: Sequence[tuple[str, str]], *, deadline_s: float 
 
 
 def needs_symbols(prediction: str, gold: str) -> bool:
-    """Say whether a symbolic comparison may tell more than `answers_equal` has told.
+    """Say whether a symbolic comparison may decide more than `answers_equal`.
 
     Args:
         prediction: Extracted final answer.
         gold: The gold answer.
 
     Returns:
-        False where whet's rules decide: its calculator works both out, or the prediction is no single formula of
-        the gold answer's structure.
+        False if whet's rules decide: its calculator evaluates both, or the prediction is not a single formula of the
+        gold answer's structure.
     """
     if max(len(prediction), len(gold)) > MAX_CHARACTERS or not (
         _is_formula(prediction) and _is_formula(gold)
@@ -119,13 +119,13 @@ def verify_in_worker(prediction: str, gold: str) -> bool:
     """Compare by math-verify, without any bound on time or memory: for a worker of a `GraderPool` only.
 
     Args:
-        prediction: A formula that `needs_symbols` let pass.
+        prediction: A formula that `needs_symbols` accepted.
         gold: The gold formula.
 
     Returns:
-        True when math-verify finds them equal, and they are as close as numbers must be.
+        True if math-verify finds them equal, and their values agree within whet's tolerance.
     """
-    from math_verify import verify  # an extra, and half a second to import
+    from math_verify import verify  # optional dependency; takes half a second to import
 
     left, right = _parse(_right_side(prediction)), _parse(_right_side(gold))
     if left is None or right is None or not _magnitudes_agree(left, right):
@@ -134,7 +134,7 @@ def verify_in_worker(prediction: str, gold: str) -> bool:
 
 
 def prepare_worker() -> None:
-    """Import math-verify and warm its grammar's tables up, once for all workers."""
+    """Import math-verify and warm up its grammar's tables, once for all workers."""
     import logging
 
     logging.disable(logging.CRITICAL)  # it warns that its time limits are off, and of every failure
@@ -143,7 +143,7 @@ def prepare_worker() -> None:
 
 
 def _pool(deadline_s: float) -> GraderPool:
-    """Return the pool of this deadline; the first call starts it (about a second)."""
+    """Return the pool for this deadline; the first call starts it (about a second)."""
     with _lock:
         if deadline_s not in _pools:
             if importlib.util.find_spec("math_verify") is None:
@@ -166,7 +166,7 @@ def _is_formula(text: str) -> bool:
 
 
 def _right_side(text: str) -> str:
-    """Drop dollar signs, final points, and the name of what is given (`x =`, `f(x) =`)."""
+    """Drop dollar signs, final points, and a leading name (`x =`, `f(x) =`)."""
     text = text.strip().strip("$").rstrip(" .")
     assigned = _ASSIGNED.match(text)
     is_lone = assigned is not None and "=" not in text[assigned.end() :] and "," not in text
@@ -183,7 +183,7 @@ def _shape(value: Value) -> Any:
 
 
 def _is_decided(value: Value) -> bool:
-    """Say whether whet's own calculator can work a value out."""
+    """Say whether whet's own calculator can evaluate a value."""
     if isinstance(value, Equation):
         return all(_is_decided(Leaf(member)) for member in value.members)
     if isinstance(value, Members):
@@ -215,7 +215,7 @@ def _parse(text: str) -> Any:
 
 
 def _magnitudes_agree(left: Any, right: Any) -> bool:
-    """Say whether two numbers are as close as equal ones must be; True for whatever is no number."""
+    """Say whether two numbers agree within the tolerance; True for anything that is not a number."""
     if not (getattr(left, "is_number", False) and getattr(right, "is_number", False)):
         return True
     a, b = (complex(side.doit().evalf(20)) for side in (left, right))

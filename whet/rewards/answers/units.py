@@ -1,4 +1,4 @@
-"""The unit behind a number: `5 cm`, `5cm`, `12 dollars`, `20 m/s`, `3 million`."""
+"""Units after a number: `5 cm`, `5cm`, `12 dollars`, `20 m/s`, `3 million`."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ _TRIG = re.compile(r"sin|cos|tan|sec|csc|cot|log|ln|exp|sqrt")
 def split_unit(text: str) -> tuple[str, str]:
     r"""Cut a trailing unit off.
 
-    A marked word (`5\text{ cm}`) is always a unit; of plain words known units are, and any other words
-    after a plain number ("12 apples"). One letter counts only behind a mark, or behind a number and a space
-    (`5 m`; `5m`, `5 k` and `\pi r` are products).
+    A marked word (`5\text{ cm}`) is always a unit; among plain words known units are, and any other words after a plain
+    number ("12 apples"). One letter counts only if marked, or after a number and a space (`5 m`; `5m`, `5 k` and `\pi
+    r` are products).
 
     Args:
         text: Cleaned text.
 
     Returns:
-        (what stands before the unit, the unit or '').
+        (text before the unit, the unit or '').
     """
     if len(text) > 300:
         return text, ""
@@ -114,7 +114,7 @@ def unit_scale(unit: str) -> int:
 
 
 def units_conflict(left: str, right: str) -> bool:
-    """Say whether both sides name known units, and different ones; no or unknown units never conflict."""
+    """Say whether both sides have known units that differ; missing or unknown units never conflict."""
     if not left or not right:
         return False
     first, second = unit_words(left), unit_words(right)

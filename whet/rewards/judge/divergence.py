@@ -1,4 +1,4 @@
-"""The gold check of a judge: the reason to stop when the judge's reward rises while held-out answers get worse."""
+"""Detects judge hacking: the judge's reward rises while held-out answers get worse."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from itertools import pairwise
 from typing import Any
 
 JUDGE, GOLD = "rl/reward/judge", "eval/pass@1"
-"""The judge's reward, and the held-out metric that it has no part in."""
+"""The judge's reward, and the held-out metric that is independent of it."""
 
 WINDOW = 3
-"""Validations that are averaged on either side of the comparison."""
+"""Validations averaged on either side of the comparison."""
 
 JUDGE_RISE = 0.02
-"""What the judge's mean reward must have gained, as a share of its scale."""
+"""Minimum gain of the judge's mean reward, as a share of its scale."""
 
 GOLD_FALL = 0.03
-"""What the gold metric must have lost at least, absolute."""
+"""Minimum loss of the gold metric, absolute."""
 
 GOLD_NOISES = 4.5
 """... and in standard errors. Two would stop two of three healthy runs of 30 validations: the best of many noisy
@@ -25,26 +25,26 @@ windows lies above the truth. 4.5 stops one in fifty (docs/judge.md)."""
 
 
 def thin(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `judge_diverges` reads of a row: a run keeps all of them."""
+    """Return the fields of a row that `judge_diverges` reads: a run keeps these of every step."""
     return {name: row[name] for name in ("step", JUDGE, GOLD) if name in row}
 
 
 def judge_diverges(rows: Sequence[Mapping[str, Any]], *, judge: str = JUDGE, gold: str = GOLD) -> str | None:
-    """Say why a run must stop whose judge is being pleased instead of its problems solved.
+    """Return why a run must stop because it hacks its judge instead of solving problems.
 
     The last three validations are compared with the best earlier three in a row. The run stops when (1) the judge's
     mean reward in the steps of the last three is higher by more than 0.02, and (2) the gold metric is lower by more
-    than 0.03 and by more than 4.5 standard errors. The noise is the run's own: half the mean squared step between
-    neighbouring validations, which a trend hardly touches.
+    than 0.03 and by more than 4.5 standard errors. The noise is estimated from the run: half the mean squared
+    difference of neighbouring validations, which a trend hardly changes.
 
     Args:
         rows: Logged metrics, oldest first, one per step: 'step' (the row's number without it), `judge` where
             completions were judged, `gold` where the run was validated.
         judge: Name of the judge's reward, in [0, 1].
-        gold: Name of the held-out metric that the judge has no part in, in [0, 1].
+        gold: Name of the held-out metric that is independent of the judge, in [0, 1].
 
     Returns:
-        One line with the reason, or None. Rows that do not end with a validation say nothing new: None.
+        One line with the reason, or None. None, too, if the last row has no validation.
     """
     if not rows or rows[-1].get(gold) is None:
         return None
@@ -69,7 +69,7 @@ def judge_diverges(rows: Sequence[Mapping[str, Any]], *, judge: str = JUDGE, gol
 def _validations(
     rows: Sequence[Mapping[str, Any]], judge: str, gold: str
 ) -> tuple[list[int], list[float], list[float]]:
-    """Return step, gold metric and mean judge reward since the validation before, of every validation."""
+    """Return step, gold metric and mean judge reward since the previous validation, for every validation."""
     steps: list[int] = []
     golds: list[float] = []
     judged: list[float] = []
@@ -86,5 +86,5 @@ def _validations(
 
 
 def _mean(values: Sequence[float], end: int) -> float:
-    """Return the mean of the window that ends before place `end`; NaN when a value of it is."""
+    """Return the mean of the window that ends before index `end`; NaN if it contains one."""
     return sum(values[end - WINDOW : end]) / WINDOW

@@ -1,4 +1,4 @@
-"""A language model as judge: it scores completions by a rubric; cached, and within a budget."""
+"""A language model as judge: scores completions by a rubric, with a cache and a budget."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from urllib.parse import urlsplit
 from whet.rewards.judge.endpoint import ChatEndpoint, JudgeStats, Meter, estimated_tokens
 from whet.types import Problem, UserError
 
-# The scores that a judge gave so far, in memory and in a file that outlives the process.
+# The judge's scores so far, in memory and in a file that outlives the process.
 
 REPLY_KEPT = 400
-"""Characters at the end of a reply that the file keeps for the reader."""
+"""Characters kept from the end of a reply, for people who read the file."""
 
 
 class VerdictCache:
-    """Verdicts by key. Whole lines are appended to the file, so a killed writer leaves one torn line at most.
+    """Verdicts by key. Complete lines are appended to the file, so a killed writer leaves at most one torn line.
 
     Attributes:
         verdicts: Score by key; None for a completion that could not be scored.
@@ -38,7 +38,7 @@ class VerdictCache:
         """Read the file and open it for appending; several processes may do so at once.
 
         Args:
-            path: JSON-lines file, made if missing; '' for none.
+            path: JSON-lines file, created if missing; '' for none.
             scale: Lowest and highest score.
 
         Raises:
@@ -56,7 +56,7 @@ class VerdictCache:
             with open(path, "rb") as lines:
                 for last in lines:
                     self._read(last, scale)
-            if not last.endswith(b"\n"):  # the last writer was killed within a line
+            if not last.endswith(b"\n"):  # the last writer was killed in the middle of a line
                 os.write(self._file, b"\n")
         except OSError as error:
             raise UserError(
@@ -64,7 +64,7 @@ class VerdictCache:
             ) from None
 
     def add(self, key: str, uid: str, score: float | None, reply: str) -> None:
-        """Keep a verdict; one without a score in memory only, so that a mended judge is asked again.
+        """Store a verdict; one without a score in memory only, so that a repaired judge is asked again.
 
         Args:
             key: Name of the verdict.
@@ -83,7 +83,7 @@ class VerdictCache:
             self.close()
 
     def close(self) -> None:
-        """Close the file; what comes later stays in memory."""
+        """Close the file; later verdicts stay in memory."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -103,11 +103,11 @@ class VerdictCache:
 
 
 AskBatch = Callable[[Sequence[tuple[str, str]]], Sequence[str]]
-"""A local judge: (system, user) messages -> the reply to each, in order; '' for one that was cut off. Such a function
-encodes both texts as plain text: a special token that a completion spells out must not become one."""
+"""A local judge: (system, user) messages -> the reply to each, in order; '' for one that was cut off. It must encode
+both as plain text: a special token spelled out in a completion must not become one."""
 
 LOCAL = "local"
-"""In place of the server's address: the model is a folder or hub name, and runs in our own engine."""
+"""In place of the server's address: the model is a folder or hub name, and runs in whet's engine."""
 
 DEFAULT_RUBRIC = (
     "How good is the solution of the problem? The best score is for a right and complete answer whose reasoning "
@@ -155,37 +155,37 @@ _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig:
-    """Which model judges, by what rubric, and what it may cost."""
+    """The judge's model, rubric and budget."""
 
     url: str = "http://localhost:8000/v1"
-    """Base address of an OpenAI-compatible server; requests go to url/chat/completions. 'local' for a model of your own
-    in whet's engine."""
+    """Base address of an OpenAI-compatible server; requests go to url/chat/completions. 'local' runs a model in whet's
+    engine."""
     model: str = ""
-    """Name of the model at the server (folder or hub name of a local one); needed where the reward judge is used."""
+    """Name of the model at the server (folder or hub name of a local one); required with the reward 'judge'."""
     rubric: str = DEFAULT_RUBRIC
-    """What is scored: the text itself, or the path of a .txt or .md file with it."""
+    """The grading instructions: the text itself, or the path of a .txt or .md file."""
     show_gold: bool = False
-    """Tell the judge the problem's gold answer."""
+    """Show the judge the problem's gold answer."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """Worst and best score that the judge may give; the reward is its place between them, 0 to 1."""
+    """Worst and best score that the judge may give; the reward is the score scaled to 0 to 1."""
     api_key_env: str = ""
-    """Name of the environment variable that holds the key, never the key itself; empty for no key."""
+    """Name of the environment variable with the key, never the key itself; empty for no key."""
     timeout_s: float = 60.0
     """Seconds for one request, to the last byte of its answer."""
     retries: int = 5
-    """Repetitions after status 429 or 5xx, a timeout or a broken connection, with growing pauses."""
+    """Retries after status 429 or 5xx, a timeout or a broken connection, with growing pauses."""
     concurrency: int = 16
-    """Requests under way at once."""
+    """Concurrent requests."""
     max_requests: int = 100_000
-    """Requests after which the run stops, counted from its last start, retries included; 0 for no limit."""
+    """The run stops after this many requests since its last start, including retries; 0 for no limit."""
     max_tokens: int = 50_000_000
-    """Tokens of prompts and replies after which it stops; requests under way may exceed it; 0 for no limit."""
+    """The run stops after this many tokens of prompts and replies; requests in flight may exceed it; 0 for no limit."""
     max_completion_chars: int = 20_000
-    """Longer completions are shown by their first and last halves of this, with a note of what is left out."""
+    """Of a longer completion the judge sees the first and last half of this many characters, and a note of the gap."""
     max_reply_tokens: int = 512
-    """Longest reply; a reply cut off there is unreadable. Raise it for a judge that thinks first."""
+    """Longest reply; a reply cut off there is unreadable. Raise it for a reasoning judge."""
     cache: str = ""
-    """JSON-lines file of the scores so far; empty for none beyond the process (whet rl keeps one in the run folder)."""
+    """JSON-lines file of the scores so far; empty keeps them in memory only (whet rl uses a file in the run folder)."""
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "max_reply_tokens"):
@@ -213,19 +213,19 @@ class JudgeConfig:
 
 
 class Judge:
-    """Scores completions by asking a language model. Threads may share it; use it as a context manager.
+    """Scores completions by asking a language model. Thread-safe; a context manager.
 
-    A completion is fenced by a nonce that depends on all of the request: no text can hold its own nonce, and equal
-    requests are equal bytes in every run.
+    A nonce derived from the whole request fences the completion: no text can contain its own nonce, and equal requests
+    are equal bytes in every run.
     """
 
     def __init__(self, config: JudgeConfig, *, ask_batch: AskBatch | None = None) -> None:
-        """Read rubric, key and cache; nothing is asked yet.
+        """Read rubric, key and cache; send no request yet.
 
         Args:
             config: Model, rubric and budget.
-            ask_batch: A local model that is asked instead of the server; url, key, timeout, retries and concurrency
-                are then not used. Its tokens are estimated.
+            ask_batch: A local model used instead of the server; url, key, timeout, retries and concurrency are then
+                unused. Its tokens are estimated.
 
         Raises:
             UserError: If model, rubric, key or cache are missing or cannot be read.
@@ -255,44 +255,44 @@ class Judge:
 
     @property
     def stats(self) -> JudgeStats:
-        """What judging took so far."""
+        """Requests, tokens and time of judging so far."""
         return self._meter.stats
 
     def check(self, problem: Problem, ideal: str) -> None:
-        """Find out before the run whether the judge can be reached and tells a perfect completion from an empty one.
+        """Check before the run that the judge is reachable and tells a perfect completion from an empty one.
 
         Args:
             problem: A problem.
             ideal: A perfect completion of it.
 
         Raises:
-            UserError: With what is wrong and what to do.
+            UserError: With the fault and its remedy.
         """
         best, empty = self.score([(problem, ideal), (problem, "")])
         if best is None or empty is None:
             raise UserError(
                 f"judge.model {self._config.model} gave no score to a perfect or an empty completion: it does not end "
-                'its replies with {"score": NUMBER}, or requests fail; take another judge, or raise '
+                'its replies with {"score": NUMBER}, or requests fail; use another judge, or raise '
                 "judge.max_reply_tokens or judge.timeout_s"
             )
         if best <= empty:
             raise UserError(
                 f"judge.model {self._config.model} gives a perfect completion of problem {problem.uid} the reward "
-                f"{best:.2f} and an empty one {empty:.2f}: take a better judge, or mend judge.rubric"
+                f"{best:.2f} and an empty one {empty:.2f}: use a better judge, or fix judge.rubric"
             )
 
     def score(self, items: Sequence[tuple[Problem, str]]) -> list[float | None]:
-        """Score completions; equal ones are asked once, known ones not at all.
+        """Score completions; equal ones are judged once, cached ones not at all.
 
         Args:
             items: Problems, each with the text of a completion.
 
         Returns:
-            Rewards in [0, 1] in the order of the items; None for 'unscorable': the judge gave no readable score
-            when asked twice, or its requests failed. Never 0 in place of that.
+            Rewards in [0, 1] in the order of the items; None for 'unscorable' (never 0): the judge twice gave no
+            readable score, or its requests failed.
 
         Raises:
-            UserError: If the budget is spent, the server refuses, or too many requests in a row failed.
+            UserError: If the budget is exhausted, the server refuses, or too many requests in a row failed.
         """
         asks = [self._request(problem, completion) for problem, completion in items]
         own: dict[str, _Ask] = {}
@@ -311,7 +311,7 @@ class Judge:
         try:
             self._judge(list(own.values()))
         finally:
-            error = UserError("the judge's requests were broken off in another thread")
+            error = UserError("the judge's requests were cancelled in another thread")
             with self._lock:
                 for future in map(self._pending.pop, own):
                     if not future.done():
@@ -322,7 +322,7 @@ class Judge:
         return [None if score is None else (score - low) / (high - low) for score in found]
 
     def close(self) -> None:
-        """Break off what is under way and close the cache; further calls do nothing."""
+        """Cancel requests in flight and close the cache; further calls do nothing."""
         if self._endpoint is not None:
             self._endpoint.close()
         self._cache.close()
@@ -336,7 +336,7 @@ class Judge:
         self.close()
 
     def _request(self, problem: Problem, completion: str) -> _Ask:
-        """Write the request; its key covers the judge and every character that it is told but the nonce."""
+        """Write the request; its key covers the judge and every character sent, except the nonce."""
         config = self._config
         half = config.max_completion_chars // 2
         if len(completion) > 2 * half:
@@ -348,7 +348,8 @@ class Judge:
         words = {"rubric": self._rubric, "low": low, "high": high, "problem": problem.prompt}
         words["gold"] = _GOLD.format(answer=problem.answer) if config.show_gold and problem.answer else ""
         words["completion"] = _MARKERS.sub(lambda marker: marker[0] + " ", completion)
-        # A judge may quote a score of the text as its last line. Where the text speaks of scores, its own is sealed.
+        # A judge may quote a score from the text as its last line. If the text mentions scores, the judge's must carry
+        # a seal.
         is_sealed = "score" in completion.lower()
         told = [config.model, config.max_reply_tokens, *_write(words, "", is_sealed)]
         key = hashlib.sha256(json.dumps(told).encode()).hexdigest()
@@ -356,7 +357,7 @@ class Judge:
         return _Ask(key, problem.uid, *_write(words, nonce, is_sealed), nonce if is_sealed else "")
 
     def _judge(self, asks: list[_Ask]) -> None:
-        """Ask, remind once where no score can be read, and hand the verdicts to those who wait."""
+        """Ask, remind once if no score can be read, and hand the verdicts to the waiting callers."""
         low, high = self._config.scale
         for is_reminded in (False, True):
             unread: list[_Ask] = []
@@ -389,7 +390,7 @@ class Judge:
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """One request, the name of its verdict, and the problem it is about."""
+    """One request, the key of its verdict, and its problem."""
 
     key: str
     uid: str
@@ -408,7 +409,7 @@ def _write(words: dict[str, Any], nonce: str, is_sealed: bool) -> tuple[str, str
 def parse_score(reply: str, low: float, high: float, *, seal: str = "") -> float | None:
     """Read the score of a judge's reply, strictly.
 
-    Thinking before a closing </think> and code fences are left out. What remains must end with the line {"score": n}
+    Thinking before a closing </think> and code fences are dropped. The rest must end with the line {"score": n}
     or 'Score: n' (with a seal: {"score": n, "id": "seal"}), as the only such line, and n must be a plain decimal
     number from low to high.
 
@@ -416,7 +417,7 @@ def parse_score(reply: str, low: float, high: float, *, seal: str = "") -> float
         reply: What the judge wrote.
         low: Worst score.
         high: Best score.
-        seal: Where given, only lines with this id count: a score quoted from the completion cannot have it.
+        seal: If given, only lines with this id count: a score quoted from the completion cannot have it.
 
     Returns:
         The score, or None.
@@ -427,14 +428,14 @@ def parse_score(reply: str, low: float, high: float, *, seal: str = "") -> float
         lines = [" ".join(lines)]
     matches = [_SCORE.fullmatch(line) for line in lines]
     found = [match for match in matches if match and (match[2] or "") == seal]
-    if not found or found[0] is not matches[-1]:  # the first is the last: the only one
+    if not found or found[0] is not matches[-1]:  # the first must be the last: exactly one match
         return None
     score = float(found[0][1] or found[0][3])
     return score if low <= score <= high else None
 
 
 def _check_url(url: str) -> None:
-    """Refuse an address that is none, or that holds a secret (so the message does not repeat it)."""
+    """Refuse an invalid address, or one that contains a secret (which the message must not repeat)."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -449,7 +450,7 @@ def _check_url(url: str) -> None:
 
 
 def _read_rubric(rubric: str) -> str:
-    """Return the rubric's text, from its file where it is the path of one."""
+    """Return the rubric's text, read from its file if it is a path."""
     text = rubric
     if rubric.endswith((".txt", ".md")) and "\n" not in rubric:
         try:
@@ -470,5 +471,5 @@ def _read_key(name: str) -> str | None:
     if not key:
         raise UserError(f"judge.api_key_env: the environment variable {name} is not set; export it")
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError(f"judge.api_key_env: the value of {name} is no key (spaces or odd characters)")
+        raise UserError(f"judge.api_key_env: the value of {name} is not a key (spaces or odd characters)")
     return key

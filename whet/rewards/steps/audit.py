@@ -1,6 +1,6 @@
-r"""Arithmetic step audit: the equations of a trace that are plain arithmetic, each judged by exact fractions.
+r"""Arithmetic step audit: checks the plain-arithmetic equations of a trace by exact fractions.
 
-Read are `24 - 6 = 19`, chains (`x = 3 + 4 = 7`), running sums (`7+5=12+9=21`), units and money (`3 * $4 = $12`),
+It reads `24 - 6 = 19`, chains (`x = 3 + 4 = 7`), running sums (`7+5=12+9=21`), units and money (`3 * $4 = $12`),
 percentages, mixed numbers, thousands commas and LaTeX (`\frac`, `\times`, `\cdot`); the rest is "unchecked".
 """
 
@@ -22,7 +22,7 @@ class Step:
 
     Attributes:
         text: The equation as it was written.
-        start: Where it begins in the trace, in characters.
+        start: Where it starts in the trace, in characters.
         end: Where it ends.
         verdict: 'true', 'false', or 'unchecked' when it is not certainly plain arithmetic.
     """
@@ -36,15 +36,15 @@ class Step:
 def audit_steps(text: str) -> list[Step]:
     """Find the equations of a trace and judge those that are plain arithmetic.
 
-    A decimal may be rounded or cut off at its last written digit. A middle side of a chain may carry on from the
-    result before it (`7+5=12+9=21`). Equations without any operator (`x = 5`, `2 hours = 120 minutes`) are no
-    steps and left out.
+    A decimal may be rounded or truncated at its last written digit. A middle side of a chain may continue from the
+    previous result (`7+5=12+9=21`). Equations without any operator (`x = 5`, `2 hours = 120 minutes`) are not steps and
+    are skipped.
 
     Args:
         text: Any text; time is linear in its length.
 
     Returns:
-        The equations in their order.
+        The equations in order.
     """
     if "=" not in text:
         return []
@@ -87,7 +87,7 @@ def _judge(left: Side, right: Side, is_middle: bool) -> Verdict:
 
 
 def _agree(left: Side, left_value: Fraction, right: Side, right_value: Fraction) -> bool:
-    """Compare exactly, or with a decimal that rounds (or cuts off) what it cannot spell out."""
+    """Compare exactly, or with a decimal that rounds (or truncates) the other side."""
     if left_value == right_value:
         return True
     for side, exact in ((right, left_value), (left, right_value)):

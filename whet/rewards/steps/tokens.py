@@ -34,7 +34,7 @@ _OPERATORS = {
 }
 _MARKS = frozenset(["\\#", "\\&", "\\|", *"@#_|√∛∑∏∫°′∘⊕⊗⌊⌈⌋⌉"])
 OPERANDS = frozenset({"number", "money", "open", "frac"})
-"""Kinds of token that a number or a group begins with."""
+"""Kinds of token that start a number or a group."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -46,12 +46,12 @@ CONTEXT_WORDS = _words(
     thousand thousands million millions billion billions trillion plus minus times divided multiplied over mod
     modulo remainder sqrt log ln lg sin cos tan sec csc cot gcd lcm lcf gcf arcsin arccos arctan"""
 )
-"""Words beside a number that change its value: what they touch is not checked."""
+"""Words next to a number that change its value: the expression is then not checked."""
 NEUTRAL_COMMANDS = _words(
     """\\implies \\Rightarrow \\Longrightarrow \\rightarrow \\to \\iff \\Leftrightarrow \\therefore \\because \\item
     \\end \\begin \\neq \\ne \\le \\leq \\ge \\geq \\approx"""
 )
-"""LaTeX commands that do nothing to the number beside them; any other does."""
+"""LaTeX commands that leave an adjacent number unchanged; all others change it."""
 LABEL_WORDS = _words("step problem question case part example day days week weeks")
 """Words before a number that make it a name: `Weeks 1-2`."""
 CLAUSE_WORDS = _words(
@@ -59,7 +59,7 @@ CLAUSE_WORDS = _words(
     equals equal means gives makes get gets we he she they it total sum cost answer before after
     than with from for until when while"""
 )
-"""Words that no unit holds: a new clause begins there."""
+"""Words that no unit contains: they start a new clause."""
 MEASURES = _words(
     """$ second sec minute min hour hr day week month year decade century cent dollar penny pennies nickel dime foot
     feet ft inch inches in yard yd mile mi meter metre m cm mm km kilometer centimeter millimeter kg g gram kilogram mg
@@ -69,7 +69,7 @@ MEASURES = _words(
 
 
 class Token(NamedTuple):
-    """A piece of the trace; `glued` when nothing stands between it and the token before."""
+    """A piece of the trace; `glued` if it directly follows the previous token."""
 
     kind: str
     text: str
@@ -79,11 +79,11 @@ class Token(NamedTuple):
 
 
 END = Token("end", "", 0, 0, False)
-"""What stands beyond either end of a trace."""
+"""Placeholder beyond either end of a trace."""
 
 
 def tokenise(text: str) -> list[Token]:
-    """Cut a text into tokens without what only formats: spaces, `&`, `**`, math dollars, `<<...>>`."""
+    """Cut a text into tokens, dropping pure formatting: spaces, `&`, `**`, math dollars, `<<...>>`."""
     tokens: list[Token] = []
     end = -1  # where the last token that was kept ends
     for match in _TOKEN.finditer(text):
@@ -111,7 +111,7 @@ def _only_formats(before: Token, token: Token, after: Token) -> bool:
 
 
 def _resolve_times(before: Token, token: Token, after: Token) -> Token:
-    """Read `x` between a number, or its unit, and a number as a times sign."""
+    """Read `x` between a number (or its unit) and a number as a times sign."""
     if token.text not in ("x", "X") or before.kind not in ("number", "percent", "close", "word"):
         return token
     is_variable = after.kind not in OPERANDS or (after.kind == "open" and after.glued)
@@ -124,7 +124,7 @@ def symbol(token: Token) -> str:
 
 
 def is_sign(token: Token) -> bool:
-    """Say whether an operator may stand before a number alone."""
+    """Say whether an operator can be a number's sign."""
     return symbol(token) in ("+", "-")
 
 
@@ -135,12 +135,12 @@ def singular(word: str) -> str:
 
 
 def is_word(token: Token) -> bool:
-    """Say whether a token is a word of the language, and no variable or LaTeX command."""
+    """Say whether a token is an English word, not a variable or LaTeX command."""
     return token.kind == "word" and len(token.text) > 1 and token.text[0] != "\\"
 
 
 def changes_value(token: Token) -> bool:
-    """Say whether a token beside a number makes something else of it: a variable, a function, a mark like `!`."""
+    """Say whether a token next to a number changes its value: a variable, a function, a mark like `!`."""
     if token.kind == "word":
         return not is_word(token) and token.text not in NEUTRAL_COMMANDS
     return token.kind == "symbol" and token.text in _MARKS

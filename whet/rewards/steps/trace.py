@@ -1,7 +1,7 @@
 """The arithmetic expressions of a trace, each with its exact value, for the step audit.
 
-What is not certainly plain arithmetic (a variable, a function, an odd notation) is marked
-as such: a false alarm costs more than a miss. One pass over the tokens; nothing is evaluated as code.
+Anything that is not certainly plain arithmetic (a variable, a function, an odd notation) is marked: a false alarm costs
+more than a miss. One pass over the tokens; nothing is evaluated as code.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from whet.rewards.steps.tokens import (
 )
 
 MAX_DEPTH = 20
-"""Parentheses inside each other; deeper ones are not read."""
+"""Deepest nesting of parentheses that is read."""
 MAX_DIGITS, MAX_EXPONENT, MAX_BITS = 40, 64, 2048
 """Characters of a number, size of an exponent, bits of any intermediate value."""
 MAX_UNIT_WORDS = 7
-"""Words between a number and the operator after it: `6 tubs of lip gloss * 2`."""
+"""Most words between a number and the operator after it: `6 tubs of lip gloss * 2`."""
 
 
 class Pair(NamedTuple):
@@ -47,18 +47,18 @@ class Side:
 
     Attributes:
         start: Index of its first token.
-        end: Index behind its last token, units included.
+        end: Index after its last token, units included.
         plain: False when it is not certainly plain arithmetic; its value then means nothing.
         value: Its value.
-        first: Value of its first number: a running sum carries on from there.
-        share: Value of what stands before `of`: `3/3 - 2/3 = 1/3 of $150`.
+        first: Value of its first number: a running sum continues from there.
+        share: Value of the part before `of`: `3/3 - 2/3 = 1/3 of $150`.
         place: One unit of the last digit when the side is a single written number, else None.
         num_operators: Operators in it.
         has_percent: A percentage is in it.
         has_whole: 100% is in it: `9/27 * 100% = 33`.
         has_product: A product or quotient is in it.
-        has_unit: A unit stands in it or behind it.
-        is_label: It is a bare number with words beside it: `4 bedrooms`, `Week 2`.
+        has_unit: A unit is in it or after it.
+        is_label: It is a bare number next to words: `4 bedrooms`, `Week 2`.
         measures: Its convertible units.
     """
 
@@ -89,7 +89,7 @@ class _Reader:
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
         self.at = 0
-        self.broken = -1  # where reading last failed: what begins there is the rest of something else
+        self.broken = -1  # where parsing last failed: what starts there is a fragment
         self.side = Side(0)
 
     def peek(self, ahead: int = 0) -> Token:
@@ -136,7 +136,7 @@ class _Reader:
         side.end = self.at
 
     def _is_dangling(self) -> bool:
-        """Say whether the operator here has a left operand that is no number (`total - 3`)."""
+        """Say whether the operator here has a left operand that is not a number (`total - 3`)."""
         before, operator, after = self.peek(-1), self.peek(), self.peek(1)
         if not is_sign(operator):
             return not (operator.text == "*" and before.kind in ("newline", "end"))
@@ -187,7 +187,7 @@ class _Reader:
         return token.kind in OPERANDS
 
     def _operator(self, allowed: str) -> str | None:
-        """Return the operator here when it has a right operand, else note what an open end means."""
+        """Return the operator here if it has a right operand, else handle the open end."""
         token = self.peek()
         if token.kind != "operator":
             return None
@@ -197,7 +197,7 @@ class _Reader:
         return None
 
     def _note_open_end(self, ahead: int) -> None:
-        """See what an operator without a number after it means: `5 + x`, `5^\\circ`; but ` - he paid` is a dash."""
+        """Decide what an operator without a following number means: `5 + x`, `5^\\circ`; but ` - he paid` is a dash."""
         operator, after = self.peek(ahead), self.peek(ahead + 1)
         if operator.kind == "operator" and after.kind == "word":
             is_dash = symbol(operator) == "-" and len(after.text) > 1 and not after.text.startswith("\\")
@@ -232,7 +232,8 @@ class _Reader:
             total = self._apply(operator, total, factor)
 
     def _multiplies(self) -> bool:
-        """Say whether what opens here is a factor: `2(3)`, `(2) (3)`, `\\frac{1}{2} (6)`; not the `24 (clips)`."""
+        """Say whether the group that opens here is a factor: `2(3)`, `(2) (3)`, `\\frac{1}{2} (6)`; not the `24
+        (clips)`."""
         before, token = self.peek(-1), self.peek()
         return before.kind == "close" or (token.glued and before.kind == "number")
 
@@ -282,7 +283,7 @@ class _Reader:
     def _number(self, token: Token) -> tuple[Pair, bool]:
         """Read a number, also the mixed `1 1/2` and `1\frac{1}{2}`."""
         if len(token.text) > MAX_DIGITS or re.match("0[0-9]", token.text):
-            raise ValueError("too long, or no quantity (0900)")
+            raise ValueError("too long, or not a quantity (0900)")
         digits = re.sub(r"[^0-9.]", "", token.text)
         value = Fraction(digits)
         decimals = len(digits.partition(".")[2])
@@ -295,7 +296,7 @@ class _Reader:
             self.at += 1
             mixed = self._fraction(0).value
             if not 0 < mixed < 1:
-                raise ValueError("a product, or no number")
+                raise ValueError("a product, or not a number")
         elif (
             (top.kind, slash.text, bottom.kind) == ("number", "/", "number") and slash.glued and bottom.glued
         ):
@@ -323,7 +324,7 @@ class _Reader:
         return self._apply("/", *parts)
 
     def _group(self, depth: int) -> Pair:
-        """Read an expression and its closing parenthesis; the opening one is behind."""
+        """Read an expression and its closing parenthesis, after the opening one."""
         if depth >= MAX_DEPTH or not self._operand_follows(0):
             raise ValueError("nothing to read")
         value = self._sum(depth + 1)
@@ -333,7 +334,7 @@ class _Reader:
         return value
 
     def _unit(self) -> None:
-        """Pass the unit of a number where an operator or `=` follows it; note units that matter to the verdict."""
+        """Skip the unit of a number if an operator or `=` follows; record units that affect the verdict."""
         ahead = 0
         words: list[str] = []
         while ahead < 2 * MAX_UNIT_WORDS:

@@ -1,7 +1,7 @@
-"""Programs that try to get out, to take too much, or to be called right without being right.
+"""Attack programs: they try to escape, to take too many resources, or to pass tests without being right.
 
-Each says `BREACH` on stdout where it got what it must not have; what can be seen from outside is checked there, too
-(`battery.py`). `@NAME@` in a program stands for something of the scene: a canary file, a sentinel process, a port.
+Each prints `BREACH` if it got what it must not have; `battery.py` also checks from outside what it can. `@NAME@` in a
+program is a placeholder for a part of the scene: a canary file, a sentinel process, a port.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Programs that want to pass tests of a function `f`, for which `f(n) == n * n`, without computing it.
+# Programs that try to pass tests of a function `f` with `f(n) == n * n` without computing it.
 
 _SQUARE = ("assert f(3) == 9", "assert f(4) == 16", "assert f(12345) == 152399025")
 
@@ -150,14 +150,14 @@ REWARD_ATTACKS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One program and what may become of it.
+    """One attack program and its permitted outcomes.
 
     Attributes:
         name: Unique.
-        group: What it is after.
+        group: What it attacks.
         code: The program.
         statuses: Verdicts that mean it was contained.
-        tests: For attacks on rewards: tests that must not be passed; () for a program that is only run.
+        tests: For attacks on rewards: tests that it must not pass; () for a program that is only run.
         stdin_bytes: How much to offer on stdin.
     """
 
@@ -188,7 +188,7 @@ def attempt(what, function, *arguments):
 
 _BUFFER = "ctypes.create_string_buffer(4096)"
 
-# name: number on x86_64, number on aarch64, arguments. Each must answer an error.
+# name: number on x86_64, number on aarch64, arguments. Each must return an error.
 _SYSTEM_CALLS: dict[str, tuple[int, int, str]] = {
     "unshare user namespace": (272, 97, "0x10000000"),
     "clone user namespace": (56, 220, "0x10000011, 0, 0, 0, 0"),
@@ -483,7 +483,7 @@ _PROGRAMS: dict[str, tuple[str, str, str]] = {
 
 
 def all_attacks() -> Iterator[Attack]:
-    """Yield the battery."""
+    """Yield all attacks."""
     for name, (group, statuses, code) in _PROGRAMS.items():
         size = 50_000_000 if "stdin" in name else 0
         yield Attack(name, group, _HEAD + code, tuple(statuses.split()), stdin_bytes=size)

@@ -1,4 +1,4 @@
-"""Runs the attacks against a sandbox and looks from outside at what happened."""
+"""Runs the attacks against a sandbox and checks the damage from outside."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from whet.sandbox.jobs import Verdict
 
 MEMORY_MIB = 128
 SHORT_S, LONG_S = 0.7, 20.0
-"""Time limit of an attack that may end by it, and of the others."""
+"""Time limit of an attack that may end in a timeout, and of the others."""
 
 MAX_GROWTH_MIB = 512
-"""Of this process while the battery runs; a program's output is at most a few MiB."""
+"""Permitted growth of this process while the battery runs; a program's output is at most a few MiB."""
 
 
 class Runner(Protocol):
-    """What is attacked: `whet.sandbox.programs.Sandbox`."""
+    """The sandbox under attack: `whet.sandbox.programs.Sandbox`."""
 
     def run(
         self, code: str, *, stdin: str | bytes = "", timeout_s: float = 10.0, memory_mib: int = 512
@@ -58,7 +58,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of an attack.
+    """The outcome of an attack.
 
     Attributes:
         name: The attack's.
@@ -76,7 +76,7 @@ class Finding:
 
 
 class Scene:
-    """Things that an attack must not reach, all of them open to every user of the machine. A context manager."""
+    """Things that an attack must not reach, though every user of the machine could. A context manager."""
 
     def __init__(self) -> None:
         self.secret = f"canary-{secrets.token_hex(8)}"
@@ -97,7 +97,7 @@ class Scene:
             listener.setblocking(False)
 
     def fill(self, code: str) -> str:
-        """Put the scene's things into a program."""
+        """Fill the scene's values into a program's placeholders."""
         for name, value in (
             ("CANARY", self.canary),
             ("FOLDER", self.folder),
@@ -111,7 +111,7 @@ class Scene:
         return code
 
     def damage(self) -> str:
-        """Return what has been done to the scene; '' for nothing."""
+        """Return how the scene was damaged; '' if it is intact."""
         if self.sentinel.poll() is not None:
             return "another process was killed"
         if not self.canary.exists() or self.canary.read_text() != self.secret:
@@ -177,12 +177,12 @@ def run_battery(
 
     Args:
         runner: The sandbox.
-        attacks: Those to run.
+        attacks: The attacks to run.
         report: Called with each finding as it comes, from one thread at a time.
         num_workers: Attacks at the same time.
 
     Returns:
-        A finding per attack in their order, and those about what was left.
+        One finding per attack, in order, then those about leftovers.
     """
     lock = threading.Lock()
     with Scene() as scene:
@@ -196,7 +196,7 @@ def run_battery(
         runner.run("", timeout_s=LONG_S)
         killed = _kill_supervisor(
             runner
-        )  # first, so that the next one is started with the scene's secret around it
+        )  # first, so that the next supervisor starts with the scene's secret in its environment
         me = psutil.Process()
         before, resident = descendants(me.pid), me.memory_info().rss
         with ThreadPoolExecutor(num_workers) as pool:
@@ -220,7 +220,7 @@ def run_battery(
 
 
 def _kill_supervisor(runner: Runner) -> Finding:
-    """Kill the supervisor while a program runs: the program must die with it, and the next must run."""
+    """Kill the supervisor while a program runs: the program must die with it, and the next program must run."""
     start = time.monotonic()
     before = descendants(os.getpid())
     thread = threading.Thread(

@@ -1,7 +1,7 @@
-"""Function tests: the program in one child, its tests in another, every call relayed and checked in between.
+"""Function tests: the program runs in one child, its tests in another; every call between them is relayed and checked.
 
-The expected values are known only to the tests' child; the program's child sees the arguments of one call at a time.
-An answer counts when it carries the nonce that was drawn for its call, so none can be given in advance or twice.
+Only the tests' child knows the expected values; the program's child sees the arguments of one call at a time. An answer
+counts only with the nonce drawn for its call, so it can be neither prepared nor replayed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from whet.sandbox.jobs import (
 from whet.sandbox.launch import Supervisor
 
 MAX_RESTARTS = 2
-"""How often a program is started anew after a test that it did not survive; the tests after that are not run."""
+"""How often a program is restarted after a test that killed it; later tests are not run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +38,10 @@ class TestResult:
 
     Attributes:
         status: `ok`; `wrong` the test failed; `rte` the program raised what the test does not expect; `tle`, `mle`,
-            `ole`, `killed` as in `Verdict`; `infra_error` the test cannot be run this way, or the machinery failed.
+            `ole`, `killed` as in `Verdict`; `infra_error` the test cannot run this way, or the sandbox failed.
         message: One line for people.
         seconds: Wall time.
-        num_calls: How often the test asked the program something.
+        num_calls: How often the test called the program.
     """
 
     __test__ = False  # not for pytest to collect
@@ -54,10 +54,10 @@ class TestResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TestsVerdict:
-    """How a program did in its tests.
+    """A program's test results.
 
     Attributes:
-        program: How loading it ended: `ok` and stage `done` when it defined its names; with what it printed.
+        program: How loading it ended (`ok` and stage `done` if it defined its names), with its output.
         results: One per test, in order.
     """
 
@@ -110,7 +110,7 @@ class _Pair:
         self.is_broken = False
 
     def load(self) -> Verdict:
-        """Wait until the program has defined its names and the tests' setup has run."""
+        """Load the program and run the tests' setup."""
         for process in self.both:
             process.wait_ready()
         deadline = time.monotonic() + self.timeout_s
@@ -125,7 +125,7 @@ class _Pair:
         if not names:
             status, exit_code, message = self._end_program(is_late=not in_time)
             if status == "ok":
-                status, message = "rte", "the program ended itself"
+                status, message = "rte", "the program exited"
             return self._verdict(status, message, exit_code)
         self.tests.send(names[0])
         status, message, _ = self._relay(deadline, b"s")
@@ -152,7 +152,7 @@ class _Pair:
         )
 
     def _relay(self, deadline: float, last: bytes) -> _Outcome:
-        """Carry calls and answers until the tests' child reports; `last` is the kind of that message."""
+        """Relay calls and answers until the tests' child reports; `last` is the kind of that message."""
         self.is_broken = True
         nonce = b""
         num_calls = 0
@@ -168,7 +168,7 @@ class _Pair:
         while pump(self.both, deadline, has_message):
             if answer is not None:
                 if not nonce or answer[:NONCE_BYTES] != nonce:
-                    return "rte", "the program answered what it was not asked", num_calls
+                    return "rte", "the program sent an answer to no call", num_calls
                 self.tests.send(answer[NONCE_BYTES:])
                 nonce, answer = b"", None
             elif call is not None:
@@ -187,7 +187,7 @@ class _Pair:
             else:
                 status, _, message = self._end_program(is_late=False)
                 if status == "ok":
-                    status, message = "rte", "the program ended itself"
+                    status, message = "rte", "the program exited"
                 return status, message, num_calls
         return "tle", "out of time", num_calls
 
@@ -215,7 +215,7 @@ def run_function_tests(
     """Load a program and run its tests, each with its own deadline.
 
     Raises:
-        SupervisorError: If the machinery failed.
+        SupervisorError: If the sandbox itself failed.
     """
     results: list[TestResult] = []
     program: Verdict | None = None

@@ -1,16 +1,16 @@
-"""Graders that may hang, crash or eat memory, in worker processes that can be killed.
+"""A pool of killable worker processes for graders, which may hang, crash or use too much memory.
 
-A pool starts one process (`whet.sandbox.graders.worker`, a fresh interpreter, not a fork of the trainer); below it
-a server gets the grader once and forks workers from itself, so that replacing a killed one takes milliseconds. Calls
-and outcomes travel as JSON lines on sockets of their own; nothing is pickled, and what a grader prints goes to
-standard error. When the pool is closed, or its process ends in whatever way, all of them are killed.
+A pool starts one process (`whet.sandbox.graders.worker`, a fresh interpreter, not a fork of the trainer); a server
+below it loads the grader once and forks workers from itself, so that replacing a killed one takes milliseconds. Calls
+and outcomes travel as JSON lines on separate sockets; nothing is pickled, and what a grader prints goes to standard
+error. When the pool is closed, or its process ends in any way, all of them are killed.
 
-A grader is named ('path/to/file.py:name', 'package.module:name') and imported there, or given as a function. One of
-the main script or of a notebook is sent as source, with what it needs (`whet.sandbox.graders.shipping`): importing the
-script would run its training once more. Inside a worker no pool is started (`whet.sandbox.reentry`).
+A grader is named ('path/to/file.py:name', 'package.module:name') and imported there, or given as a function. A function
+of the main script or of a notebook is sent as source with what it needs (`whet.sandbox.graders.shipping`): importing
+the script would run its training again. Inside a worker no pool is started (`whet.sandbox.reentry`).
 
-Arguments are JSON values (tuples arrive as lists) or `whet.types.Problem`s, which arrive as such: the positions
-of the latter are sent beside the arguments. A grader may be a coroutine function.
+Arguments are JSON values (tuples arrive as lists) or `whet.types.Problem`s, which arrive as such: their positions are
+sent along. A grader may be a coroutine function.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ START_TIMEOUT_S = 120.0
 """Longest time that importing a grader may take."""
 STOP_TIMEOUT_S = 5.0
 NUM_ATTEMPTS = 2
-"""Times a call is tried when the server process itself dies."""
+"""Attempts at a call when the server process itself dies."""
 OWN_FUNCTIONS = "whet."
-"""Graders that import no file of the user's: inside a worker, which has a deadline already, they run in place."""
+"""Graders that import no user file: inside a worker, which already has a deadline, they run in-process."""
 _CLOSED = "this grader pool is closed"
 _WORKER = Path(__file__).with_name("worker.py")
 _THREADS = {"OMP_NUM_THREADS": "1"}
-"""One thread for numeric libraries in a worker (workers are as many as cores); the user's own setting wins."""
+"""One thread for numeric libraries in a worker (there are as many workers as cores); the user's setting wins."""
 
 OutcomeKind = Literal["ok", "timeout", "memory", "error"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one call.
+    """The outcome of one call.
 
     Attributes:
         value: What the grader returned: None, bool, int, float, str, or lists and dicts of these; None unless 'ok'.
@@ -76,15 +76,15 @@ class GraderPool:
         function: 'path/to/file.py:name' or 'package.module:name', or the function itself.
         deadline_s: Seconds of wall time that a call may take before its worker is killed.
         memory_mib: MiB of address space that a worker may take above what importing the grader took (Linux).
-        num_workers: Calls that run at once; 0: as many as this process may use cores.
-        max_workers: Processes at most: while calls hang, further workers are started, so that 64 calls of which
-            10 hang cost about one deadline.
+        num_workers: Concurrent calls; 0: one per core that this process may use.
+        max_workers: Processes at most: while calls hang, more workers are started, so that 64 calls of which 10 hang
+            cost about one deadline.
         prepare: A function (spec as above, without arguments) that is called once, before any worker is forked:
-            for imports and tables that every worker shall have.
+            for imports and tables that all workers share.
 
     Raises:
-        UserError: If a number is out of range, or the function cannot be had: malformed, missing, import failed; or
-            if this is a worker process itself, and the function is not one of whet's own.
+        UserError: If a number is out of range; if the function is malformed, missing or fails to import; or if this is
+            itself a worker process and the function is not whet's own.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class GraderPool:
             One outcome per call, in the order of the calls.
 
         Raises:
-            TypeError: If an argument is no JSON value.
+            TypeError: If an argument is not a JSON value.
             RuntimeError: If the pool is closed.
         """
         lines = {index: _encode(index, args) for index, args in enumerate(calls)}
@@ -168,7 +168,7 @@ class GraderPool:
                 self._finalizer()
 
     def _run(self, lines: dict[int, bytes], outcomes: dict[int, Outcome]) -> None:
-        """Send calls and collect their outcomes; returns early where the server dies."""
+        """Send calls and collect their outcomes; return early if the server dies."""
         with self._connect() as connection, connection.makefile("rb") as reader:
             try:
                 connection.sendall(b"".join(lines.values()))
@@ -182,7 +182,7 @@ class GraderPool:
                 return
 
     def _connect(self) -> socket.socket:
-        """Open a connection of this thread's own to the server, and start that anew if it has died."""
+        """Open this thread's own connection to the server; restart the server if it died."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             if self._is_closed:
@@ -200,7 +200,7 @@ class GraderPool:
         """Start the server, and wait until it has the grader."""
         answer = self._launch()
         if answer.get("is_reentry") and (spec := self._settings["spec"]):
-            # The file starts a training when it is imported. Its function is sent without the rest of it.
+            # Importing the file starts a training: send the function without the rest of the file.
             file = _file_of(spec)
             live = next((vars(m) for m in list(sys.modules.values()) if _path_of(m) == file), {})
             if file is not None:
@@ -215,7 +215,7 @@ class GraderPool:
     @property
     def _name(self) -> str:
         parcel = self._settings["parcel"]
-        return f"{parcel['file']}:{parcel['told']}" if parcel else self._settings["spec"]
+        return f"{parcel['file']}:{parcel['label']}" if parcel else self._settings["spec"]
 
     def _launch(self) -> dict[str, Any]:
         """Start the processes; return what the server reports."""
@@ -224,7 +224,7 @@ class GraderPool:
             process = subprocess.Popen(
                 [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.PIPE,  # its end tells the keeper that this process is gone
+                stdin=subprocess.PIPE,  # end of file tells the keeper that this process is gone
                 env=_THREADS | dict(os.environ) | {VARIABLE: self._name},
                 start_new_session=True,  # Ctrl-C is the trainer's to handle
             )
@@ -240,7 +240,7 @@ class GraderPool:
         except TimeoutError:
             return {"error": f"importing it took more than {START_TIMEOUT_S:g} s"}
         except BrokenPipeError:
-            return {"error": "its process died at its start"}
+            return {"error": "its process died on startup"}
         except BaseException:  # Ctrl-C
             self._finalizer()
             raise
@@ -252,7 +252,7 @@ def num_cores() -> int:
 
 
 def _stop(control: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
-    """End the keeper, and with it all that is below it."""
+    """End the keeper, and with it all processes below."""
     control.close()
     assert process.stdin is not None
     with suppress(BrokenPipeError):
@@ -268,7 +268,7 @@ def _stop(control: socket.socket, process: subprocess.Popen[bytes], owner: int) 
 
 
 def _target(function: str | Callable[..., Any]) -> tuple[str, dict[str, Any] | None]:
-    """Return the spec by which a worker imports a function, or '' and what it is made from there."""
+    """Return the spec by which a worker imports a function; or '' and the parcel to rebuild it from."""
     spec = _check_spec(function) if isinstance(function, str) else _spec_of(function)
     if not isinstance(function, str):
         return (spec, None) if spec else ("", ship_function(function))
@@ -280,15 +280,15 @@ def _target(function: str | Callable[..., Any]) -> tuple[str, dict[str, Any] | N
 
 
 def _spec_of(function: Callable[..., Any]) -> str:
-    """Return the spec by which another process gets the same function; '' where none does."""
+    """Return the spec that names the same function in another process; '' if there is none."""
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or module.__name__ == "__main__" or getattr(module, name, None) is not function:
         return ""
-    if getattr(module.__spec__, "_initializing", False):  # it is this import that starts the training
+    if getattr(module.__spec__, "_initializing", False):  # importing this module is what starts the training
         return ""
     package = sys.modules.get(module.__name__.rpartition(".")[0])
-    # Not by `importlib.util.find_spec`: that tells what is loaded here, under whatever name.
+    # Not `importlib.util.find_spec`: it reports what is loaded in this process, under any name.
     for finder in sys.meta_path:
         found = finder.find_spec(module.__name__, getattr(package, "__path__", None))
         if found is not None:

@@ -1,4 +1,4 @@
-"""In a worker process: get the function that it is to run, by import or from the source text that the trainer sent."""
+"""Loads a worker's function, by import or from the source text that the trainer sent."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 
 
 class LoadError(ValueError):
-    """A function cannot be had; the message is one line.
+    """A function cannot be loaded; the message is one line.
 
     Attributes:
-        is_reentry: Whether it failed because the file starts a training when it is imported.
+        is_reentry: Whether it failed because importing the file starts a training.
     """
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
         super().__init__(message)
         self.is_reentry = False
         while cause is not None and not self.is_reentry:
-            self.is_reentry = type(cause).__name__ == "ReentryError"  # by name: whet's types stay unimported
+            self.is_reentry = type(cause).__name__ == "ReentryError"  # by name: avoids importing whet's types
             cause = cause.__cause__ or cause.__context__
 
 
@@ -68,7 +68,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def rebuild(parcel: Mapping[str, Any]) -> Callable[..., Any]:
-    """Make a function anew from what `whet.sandbox.graders.shipping` packed: pieces of source, in a module of its own.
+    """Rebuild a function from the pieces of source that `whet.sandbox.graders.shipping` packed, in its own module.
 
     Raises:
         LoadError: If a piece fails.
@@ -78,13 +78,13 @@ def rebuild(parcel: Mapping[str, Any]) -> Callable[..., Any]:
     sys.modules[module.__name__] = module
     for text, file, line, flags in parcel["pieces"]:
         try:
-            # Empty lines in front: what goes wrong later is reported with the line of the user's own file.
+            # Empty lines in front, so that later errors carry the line number of the user's file.
             code = compile("\n" * (line - 1) + text, file, "exec", flags, dont_inherit=True)
             exec(code, vars(module))
         except BaseException as error:
             statement = text.strip().removeprefix("if True:").strip().splitlines()[0][:60]
             message = f"its worker process failed at `{statement}`: {describe(error)}"
-            raise LoadError(f"grader '{parcel['told']}': {message}", error) from error
+            raise LoadError(f"grader '{parcel['label']}': {message}", error) from error
     return vars(module)[parcel["function"]]
 
 

@@ -1,9 +1,9 @@
-"""The process that runs a grader: it gets the grader once, forks workers from itself, and keeps their time.
+"""The grader server: it loads the grader once, forks workers from itself, and enforces their deadlines.
 
-`whet.sandbox.graders.worker` starts it; it never imports more of whet than these files, unless a call carries a
-`Problem`. A trainer's thread sends the end of a socket pair over the control socket; on it travel lines `INDEX JSON`
-both ways: a call's arguments there, its outcome back. This process runs no grader: a worker does, which is killed at
-its deadline and forked anew in milliseconds.
+`whet.sandbox.graders.worker` starts it; it imports no more of whet than these files, unless a call carries a `Problem`.
+A trainer's thread sends one end of a socket pair over the control socket; it carries lines `INDEX JSON` both ways: a
+call's arguments, and its outcome. Only workers run the grader; one that misses its deadline is killed and replaced
+within milliseconds.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from whet.sandbox.graders.loading import LoadError, describe, load_function, reb
 
 CHUNK = 1 << 18
 TICK_S = 1.0
-"""How often an idle server looks whether its parent still lives."""
+"""Interval at which an idle server checks that its parent is alive."""
 REAP_S = 0.02
-"""How often killed workers are looked after until they are gone."""
+"""Interval at which killed workers are polled until they are gone."""
 PATIENCE = 0.05
-"""A call that has run for this share of the deadline no longer counts as one of the running ones: another starts."""
+"""A call older than this share of the deadline no longer counts as running: another one starts."""
 LONGEST_VALUE = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
 
 def address_space() -> int:
-    """Return the bytes of address space that this process has (0 where /proc does not say)."""
+    """Return this process's address space in bytes (0 without /proc)."""
     with suppress(OSError), open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
     return 0
 
 
 def grade(function: Callable[..., Any], line: bytes, runner: asyncio.Runner) -> dict[str, Any]:
-    """Run one call; whatever it raises becomes its outcome."""
+    """Run one call; an exception becomes its outcome."""
     started = time.perf_counter()
     kind, value, message = "ok", None, ""
     try:
         call = json.loads(line)
         args = call["args"]
         for position in call.get("problems", ()):
-            from whet.types import Problem  # only where one is needed: keeps the server's start short
+            from whet.types import Problem  # only if needed: keeps the server's start fast
 
             args[position] = Problem(**args[position])
         value = function(*args)
@@ -69,7 +69,7 @@ def grade(function: Callable[..., Any], line: bytes, runner: asyncio.Runner) -> 
 
 
 def check_value(value: Any) -> None:
-    """Raise TypeError or ValueError where a grader's result cannot travel."""
+    """Raise TypeError or ValueError if a grader's result cannot be sent."""
     try:
         num_characters = len(json.dumps(value))
     except (TypeError, ValueError, RecursionError):
@@ -80,9 +80,9 @@ def check_value(value: Any) -> None:
 
 
 def serve_calls(connection: socket.socket, function: Callable[..., Any], memory_bytes: int) -> None:
-    """Be a worker: answer calls until the server closes the connection, within the memory limit.
+    """Run as a worker: answer calls until the server closes the connection, within the memory limit.
 
-    One that holds half of its memory asks to be replaced, so that growing caches never fail an innocent call.
+    A worker that uses half of its memory asks to be replaced, so that growing caches never fail an innocent call.
     """
     base, pid = address_space(), os.getpid()
     if sys.platform == "linux":
@@ -109,7 +109,7 @@ class Channel:
         self.incoming, self.outgoing = bytearray(), bytearray()
 
     def read_lines(self) -> list[bytes]:
-        """Return the lines that one read completes; clears `is_open` at the end of the stream."""
+        """Read once and return the completed lines; clear `is_open` at end of stream."""
         try:
             chunk = self.socket.recv(CHUNK)
         except BlockingIOError:
@@ -125,7 +125,7 @@ class Channel:
         return [bytes(line) for line in lines]
 
     def write(self, data: bytes = b"") -> None:
-        """Send what the other side takes now, and keep the rest."""
+        """Send what the socket accepts now, and keep the rest."""
         self.outgoing += data
         try:
             while self.outgoing:
@@ -137,7 +137,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One queued call: who asked, under which index, with which arguments."""
+    """One queued call: its client, index and arguments."""
 
     client: Channel
     index: bytes
@@ -146,7 +146,7 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One forked process and the call that it runs since `started` (monotonic seconds)."""
+    """One forked process and its current call, running since `started` (monotonic seconds)."""
 
     pid: int
     channel: Channel
@@ -156,10 +156,10 @@ class Worker:
 
 @dataclass(eq=False)
 class Server:
-    """Hands calls to workers and keeps their time.
+    """Hands calls to workers and enforces deadlines.
 
-    At most `num_workers` calls run that are younger than PATIENCE of the deadline; older ones are presumed to
-    hang, and while they wait for their deadline further workers are started, up to `max_workers`.
+    At most `num_workers` calls younger than PATIENCE of the deadline run at a time. Older ones are presumed to hang;
+    until their deadline more workers are started, up to `max_workers`.
     """
 
     control: socket.socket
@@ -284,9 +284,9 @@ class Server:
             status = 1
             try:
                 os.setpgid(0, 0)
-                if sys.platform == "linux":  # the kernel kills this process when the server ends
+                if sys.platform == "linux":  # the kernel kills this process when the server dies
                     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                if os.getppid() != server:  # it ended before that was asked for
+                if os.getppid() != server:  # the server died before prctl took effect
                     os._exit(1)
                 channels = (*self.clients, *(worker.channel for worker in self.workers))
                 for connection in (self.control, ours, *(channel.socket for channel in channels)):
@@ -301,9 +301,9 @@ class Server:
         return worker
 
     def _kill(self, worker: Worker) -> None:
-        """Kill a worker with its process group, which a grader's own subprocesses belong to."""
+        """Kill a worker with its process group, which includes the grader's own subprocesses."""
         for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError):  # not yet a group of its own, or gone
+            with suppress(ProcessLookupError):  # not yet its own group, or gone
                 kill(worker.pid, signal.SIGKILL)
         self.workers.remove(worker)
         worker.channel.socket.close()
@@ -314,14 +314,14 @@ class Server:
 
 
 def main(control: socket.socket, settings: Mapping[str, Any]) -> None:
-    """Get the grader, report on the control socket, and serve until that closes or the parent is gone.
+    """Load the grader, report on the control socket, and serve until that closes or the parent is gone.
 
     Args:
-        control: Carries the report, and then the sockets of those who call.
-        settings: What `whet.sandbox.graders.graders.GraderPool` was told.
+        control: Carries the report, then the clients' sockets.
+        settings: The settings of `whet.sandbox.graders.graders.GraderPool`.
     """
     sys.path[:], sys.argv[:] = settings["sys_path"], settings["argv"]
-    os.dup2(2, 1)  # what a grader prints belongs to nobody's standard output
+    os.dup2(2, 1)  # a grader's prints must not mix with the trainer's standard output
     try:
         function = rebuild(settings["parcel"]) if settings["parcel"] else load_function(settings["spec"])
         if settings["prepare"]:
@@ -336,5 +336,5 @@ def main(control: socket.socket, settings: Mapping[str, Any]) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     gc.collect()
-    gc.freeze()  # the forks share these pages: the collector shall not write to them
+    gc.freeze()  # forks share these pages: the collector must not write to them
     Server(control, function, **settings["limits"]).run()

@@ -1,9 +1,9 @@
-"""A function of the main script, or of a notebook, made ready to travel to a worker process: as the source it needs.
+"""Packs a function of the main script or of a notebook, as the source it needs, to send it to a worker process.
 
-Importing the script there would run its top level a second time: its prints, its run folders, its training. So only
-the statements are sent that the function depends on: its own `def`, those of its helpers and classes, imports, and
-constants. What a plain constant holds now is sent as it is, whatever computed it; another object (a compiled
-pattern, a client, a model) is made anew in the worker by the statement that made it here.
+Importing the script there would run its top level again: its prints, its run folders, its training. So only the
+statements that the function depends on are sent: its own `def`, those of its helpers and classes, imports, and
+constants. A plain constant is sent by its current value, whatever computed it; any other object (a compiled pattern, a
+client, a model) is recreated in the worker by the statement that created it here.
 
 Nothing is pickled: a piece is text, and a failing one is reported with its line.
 """
@@ -35,26 +35,25 @@ from whet.sandbox.graders.statements import (
 from whet.types import UserError
 
 LONGEST_LITERAL = 1 << 20
-"""Characters of a constant that is sent by its value; a longer one is made anew by its statement."""
-_OWN_FILE = "put the function into a file of its own, and name that: path.py:function"
-_REMEDY = f"make it inside the function, or {_OWN_FILE}"
+"""Longest constant, in characters, that is sent by value; a longer one is recreated by its statement."""
+_OWN_FILE = "move the function to its own file, and name that: path.py:function"
+_REMEDY = f"create it inside the function, or {_OWN_FILE}"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _CONTAINERS = (tuple, list, set, frozenset)
 _OF_EVERY_MODULE = ("__name__", "__file__", "__package__", "__doc__")
 
 
 def ship_function(function: Callable[..., Any]) -> dict[str, Any]:
-    """Pack a function object, so that `whet.sandbox.graders.loading.rebuild` can make it anew in another process.
+    """Pack a function object, so that `whet.sandbox.graders.loading.rebuild` can recreate it in another process.
 
     Args:
-        function: A function of the main script or of a notebook, also one that another function made; or a
-            `functools.partial` of one.
+        function: A function of the main script or of a notebook (also a closure), or a `functools.partial` of one.
 
     Returns:
         A JSON object.
 
     Raises:
-        UserError: If its source cannot be found, or it needs what cannot be sent; says what, and what to do.
+        UserError: If its source cannot be found, or it needs something that cannot be sent; names it and the remedy.
     """
     inner = function
     while isinstance(inner, functools.partial):
@@ -62,26 +61,26 @@ def ship_function(function: Callable[..., Any]) -> dict[str, Any]:
     main = vars(sys.modules["__main__"])
     name = _name_in(main, inner)
     source = inspect.unwrap(inner)
-    told = name or getattr(source, "__name__", type(inner).__name__)
+    label = name or getattr(source, "__name__", type(inner).__name__)
     if not isinstance(source, FunctionType):
-        raise UserError(f"grader {told}: got {_kind(inner)}, expected a function; wrap it in a def")
-    packer = _Packer(main if name else source.__globals__, _units_of(source), told)
+        raise UserError(f"grader {label}: got {_kind(inner)}, expected a function; wrap it in a def")
+    packer = _Packer(main if name else source.__globals__, _units_of(source), label)
     return packer.parcel(packer.add_value(function))
 
 
 def ship_name(file: Path, name: str, live: Mapping[str, Any]) -> dict[str, Any]:
-    """Pack the function that a file gives a name to, without running the file again.
+    """Pack a function of a file by its name, without running the file again.
 
     Args:
         file: The main script, or a file whose import starts a training.
-        name: The function's name; it may also be defined further down than the script has come.
-        live: What the file's names are now; {} where it was not run in this process.
+        name: The function's name; the script may not have reached its definition yet.
+        live: The file's current globals; {} if it was not run in this process.
 
     Returns:
         A JSON object, as `ship_function` returns.
 
     Raises:
-        UserError: If there is no such function, or it needs what cannot be sent.
+        UserError: If there is no such function, or it needs something that cannot be sent.
     """
     packer = _Packer(live, [_read_unit(str(file))], name)
     is_found = callable(live[name]) if name in live else bool(packer.statements_for(name))
@@ -96,28 +95,28 @@ def ship_name(file: Path, name: str, live: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Packer:
-    """Collects the pieces that one function needs, each behind those that it needs itself.
+    """Collects the pieces that one function needs, each after its own dependencies.
 
     Attributes:
-        live: What the names of the function's module are now.
-        units: Its source; of a notebook all cells, in the order of their first run.
-        told: The function's name, for messages.
+        live: The current globals of the function's module.
+        units: Its source; for a notebook all cells, in the order of their first run.
+        label: The function's name, for messages.
         pieces: Text, file, first line, and flags for `compile`, of each piece.
     """
 
     live: Mapping[str, Any]
     units: Sequence[Unit]
-    told: str
+    label: str
     pieces: list[tuple[str, str, int, int]] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
     _statements: set[int] = field(default_factory=set)
 
     def parcel(self, function: str) -> dict[str, Any]:
-        """Return everything as a JSON object; the function has this name in it."""
+        """Return everything as a JSON object in which the function has this name."""
         file = self.units[0].file
         stem = "".join(char if char.isalnum() else "_" for char in Path(file).stem)
         return {
-            "told": self.told,
+            "label": self.label,
             "module": f"whet_grader_{stem}",
             "file": file,
             "package": self.live.get("__package__") or "",
@@ -126,7 +125,7 @@ class _Packer:
         }
 
     def add(self, name: str) -> None:
-        """Add what a global name stands for, and all that this needs."""
+        """Add the object that a global name refers to, and its dependencies."""
         if name in self._names or name in _OF_EVERY_MODULE:
             return
         self._names.add(name)
@@ -135,14 +134,14 @@ class _Packer:
             found = self.statements_for(name)
         elif _is_plain(self.live[name], frozenset()):
             found = []
-        else:  # imported: with what the script sets of it
+        else:  # imported: with the attributes that the script sets on it
             found = self._every(lambda node: name in set_names(node))
         if text is not None:
             self.pieces.append((text, "<whet>", 1, 0))
         elif not found and name in self.live:
             self._refuse(f"`{name}` ({_kind(self.live[name])})", f"cannot be sent there; {_REMEDY}")
         elif not found and not hasattr(builtins, name):
-            # Or nobody defines it: then it fails as it would here, and not before it is reached.
+            # Otherwise nothing defines it: it then fails as it would here, when it is reached.
             found = self._every(is_star_import)
         for unit, node in found:
             if id(node) not in self._statements:
@@ -169,10 +168,9 @@ class _Packer:
         return made
 
     def statements_for(self, name: str) -> list[tuple[Unit, ast.stmt]]:
-        """Return the statements that bind a name, and those that change what it stands for.
+        """Return the statements that bind a name, and those that change its object.
 
-        Of several definitions the one counts that the name stands for, or else the last; of the cells of a notebook
-        the newest that binds it.
+        Of several definitions the one that the name refers to counts, else the last; among notebook cells the newest.
         """
         code = _code_of(self.live.get(name))
         file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
@@ -194,7 +192,7 @@ class _Packer:
         return [(unit, node) for unit in self.units for node in unit.statements if condition(node)]
 
     def _add_text(self, text: str, unit: Unit, line: int) -> None:
-        """Add a piece: behind what it needs when it runs, before what its functions need when they are called."""
+        """Add a piece: after what it needs when it runs, before what its functions need when they are called."""
         at_once, later = read_names(text)
         for name in sorted(at_once):
             self.add(name)
@@ -203,7 +201,7 @@ class _Packer:
             self.add(name)
 
     def _add_function(self, function: FunctionType) -> str:
-        """Add a function that has no global name: one that another function made, with what it remembers of that."""
+        """Add a function without a global name (a closure), with the variables it captured."""
         node, unit = self._definition(function)
         given: list[str] = []
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -211,11 +209,11 @@ class _Packer:
                 value = cell.cell_contents
             except ValueError:  # not bound yet
                 continue
-            if value is not function:  # itself, where it is recursive, is bound by its own `def`
+            if value is not function:  # a recursive function is bound by its own `def`
                 given.append(f"{name}={self.add_value(value)}")
         made, text = self._new_name(), unit.text(node)
         if node.col_offset:
-            # In place of the `if` that stands above it: the lines of the user's file stay what they are.
+            # In place of the `if` above it, so that line numbers stay those of the user's file.
             body, indent = text.removeprefix("if True:\n"), " " * node.col_offset
             text = f"def {made}({', '.join(given)}):\n{body}{indent}return {node.name}\n{made} = {made}()\n"
         else:
@@ -241,7 +239,7 @@ class _Packer:
         return f"_whet_value_{len(self.pieces)}"
 
     def _refuse(self, what: str, why: str) -> NoReturn:
-        raise UserError(f"grader {self.told} runs in a worker process and needs {what}, which {why}")
+        raise UserError(f"grader {self.label} runs in a worker process and needs {what}, which {why}")
 
 
 def _read_unit(file: str) -> Unit:
@@ -250,10 +248,10 @@ def _read_unit(file: str) -> Unit:
 
 
 def _units_of(function: FunctionType) -> list[Unit]:
-    """Return the file of a function; for a cell of a notebook all cells."""
+    """Return the file of a function; for a notebook all cells."""
     file = function.__code__.co_filename
-    # Typed text has no time of change: that is how `linecache` keeps it from being looked for on the disk. A debugger
-    # may have written the cell there nonetheless.
+    # Typed text has no modification time: so `linecache` never looks for it on disk. A debugger may have written the
+    # cell there nonetheless.
     entries = linecache.cache.items()
     cells = {name: entry[2] for name, entry in entries if len(entry) == 4 and entry[1] is None}
     if file in cells:
@@ -264,7 +262,7 @@ def _units_of(function: FunctionType) -> list[Unit]:
 
 
 def _name_in(names: Mapping[str, Any], value: Any) -> str:
-    """Return the name that a callable has there, its own if it has several; '' for none."""
+    """Return a callable's name in these globals, its own if it has several; '' for none."""
     if not callable(value):
         return ""
     own = getattr(value, "__name__", "")
@@ -278,7 +276,8 @@ def _code_of(value: Any) -> Any:
 
 
 def _as_source(name: str, value: Any, home: Mapping[str, Any]) -> str | None:
-    """Write what binds a name without the file's own statements: an import, or a plain value; None for others."""
+    """Write a statement that binds a name without the file's own: an import or a plain value; None for other
+    objects."""
     if isinstance(value, ModuleType):
         is_loaded = sys.modules.get(value.__name__) is value and vars(value) is not home
         return f"import {value.__name__} as {name}\n" if is_loaded else None
@@ -299,9 +298,11 @@ def _as_source(name: str, value: Any, home: Mapping[str, Any]) -> str | None:
 
 
 def _is_plain(value: Any, outer: frozenset[int]) -> bool:
-    """Say whether `repr` gives the same value back: no subclass of a plain type, nothing that holds itself."""
+    """Say whether `repr` round-trips: no subclass of a plain type, nothing that contains itself."""
     if type(value) in _PLAIN:
-        return not isinstance(value, float | complex) or value - value == 0  # `inf` and `nan` are no literals
+        return (
+            not isinstance(value, float | complex) or value - value == 0
+        )  # `inf` and `nan` are not literals
     if id(value) in outer:
         return False
     inner = outer | {id(value)}

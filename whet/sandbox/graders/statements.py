@@ -1,4 +1,4 @@
-"""Python source as a list of statements: which names each one binds, changes and reads."""
+"""Analysis of Python source: which names each top-level statement binds, changes and reads."""
 
 from __future__ import annotations
 import __future__
@@ -11,7 +11,7 @@ from typing import Any
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _AT_ONCE = ("lambda", "listcomp", "setcomp", "dictcomp", "genexpr")
-"""Scopes, by the names that `symtable` gives them, that may run as part of the statement that holds them."""
+"""Scopes (by their `symtable` names) that may run as part of the enclosing statement."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Unit:
 
     Attributes:
         file: Name under which it was compiled.
-        lines: Its lines with their ends.
-        statements: Those of its top level, with the body of `if __name__ == "__main__":` among them.
+        lines: Its lines with line endings.
+        statements: Its top-level statements, including the body of `if __name__ == "__main__":`.
         flags: Of its `from __future__` imports, for `compile`.
     """
 
@@ -32,7 +32,7 @@ class Unit:
 
     @classmethod
     def parse(cls, file: str, lines: Sequence[str]) -> Unit:
-        """Parse it; what does not parse (it was edited meanwhile) has no statements."""
+        """Parse it; source that does not parse (edited meanwhile) has no statements."""
         try:
             body = ast.parse("".join(lines), file).body
         except (SyntaxError, ValueError):
@@ -45,22 +45,22 @@ class Unit:
         return cls(file, lines, [part for node in body for part in _unguarded(node)], flags)
 
     def text(self, node: ast.stmt) -> str:
-        """Return the source of a statement, with its decorators, such that it compiles alone."""
+        """Return the source of a statement with its decorators, in a form that compiles on its own."""
         lines = list(self.lines[first_line(node) - 1 : node.end_lineno])
         lines[-1] = lines[-1].encode()[: node.end_col_offset].decode()
         before = lines[0].encode()[: node.col_offset].decode()
-        if before.strip():  # behind a semicolon or a colon
+        if before.strip():  # after a semicolon or a colon
             return ast.unparse(node) + "\n"
-        # Indentation is kept under an `if`: texts that span lines must not lose blanks of their own.
+        # Keep the indentation, under an `if`: multi-line strings must not lose their own blanks.
         return ("if True:\n" if before else "") + "".join(lines) + "\n"
 
     def line(self, node: ast.stmt) -> int:
-        """Return the line that `text` begins at; an `if` in front of it takes the place of the line above."""
+        """Return the line that `text` starts at; a leading `if` takes the place of the line above."""
         return max(1, first_line(node) - (node.col_offset > 0))
 
 
 def first_line(node: ast.stmt) -> int:
-    """Return the line that a statement begins at: of a definition, that of its first decorator."""
+    """Return a statement's first line; for a definition that of its first decorator."""
     return min([node.lineno, *(part.lineno for part in getattr(node, "decorator_list", ()))])
 
 
@@ -99,7 +99,8 @@ def changed_names(node: ast.stmt) -> set[str]:
 
 
 def set_names(node: ast.stmt) -> set[str]:
-    """Return the names whose objects an assignment sets something of: `module.field = 1`, `context().field = 1`."""
+    """Return the names on whose objects an assignment sets an attribute or item: `module.field = 1`, `context().field =
+    1`."""
     return changed_names(node) if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else set()
 
 
@@ -121,14 +122,14 @@ def read_names(text: str) -> tuple[set[str], set[str]]:
 
 
 def _unguarded(node: ast.stmt) -> list[ast.stmt]:
-    """Return what stands under `if __name__ == "__main__":`; of another statement, itself."""
+    """Return the body of `if __name__ == "__main__":`; any other statement itself."""
     if isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) == "__name__ == '__main__'":
         return [part for inner in node.body for part in _unguarded(inner)]
     return [node]
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk a statement without the bodies of the functions and classes in it."""
+    """Walk a statement without the bodies of its functions and classes."""
     yield node
     if not isinstance(node, (*DEFINITIONS, ast.Lambda)):
         for child in ast.iter_child_nodes(node):

@@ -1,9 +1,9 @@
-"""The keeper of a grader's processes: it starts the server, and ends everything below when that, or the pool, ends.
+"""The keeper of a grader's processes: it starts the server, and kills everything below when the server or pool ends.
 
 Started as a script by `graders.py`, with the descriptor of a socket as argument and JSON settings as the
-first line of standard input. That pipe then stays open until the pool is closed or its process is gone, killed
-included; the keeper runs nothing of the user's, so it notices at once, even while a grader's import hangs. On Linux
-it is the subreaper of all that is below it: whoever was started there, and left his parent, is found and killed too.
+first line of standard input. That pipe stays open until the pool is closed or its process is gone, even killed. The
+keeper runs no user code, so it notices immediately, even while a grader's import hangs. On Linux it is the subreaper of
+all processes below it: it also finds and kills those that left their parent.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 TICK_S = 0.5
-"""How often the keeper looks whether its parent still lives: a fork of that may hold the pipe open."""
+"""Interval at which the keeper checks that its parent is alive: a fork of the parent may hold the pipe open."""
 NO_PIDFD_TICK_S = 0.05
 GRACE_S = 1.0
-"""Where nobody can be found by his ancestors (macOS), the server gets this time to kill its workers itself."""
+"""Without a subreaper (macOS), the server gets this time to kill its workers itself."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IS_LINUX = sys.platform == "linux"
 
 
 def main() -> NoReturn:
-    """Start the server, wait for its end or the pool's, and leave nothing behind."""
+    """Start the server, wait until it or the pool ends, and leave no process behind."""
     parent = os.getppid()
     line = sys.stdin.buffer.readline()
-    if not line.endswith(b"\n"):  # the trainer ended while it wrote
+    if not line.endswith(b"\n"):  # the trainer died while writing
         os._exit(1)
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = json.loads(line)
@@ -54,7 +54,7 @@ def main() -> NoReturn:
 
 
 def serve(control: socket.socket, settings: dict[str, Any], keeper: int) -> NoReturn:
-    """Be the server."""
+    """Run as the server."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, 0)
@@ -71,11 +71,11 @@ def serve(control: socket.socket, settings: dict[str, Any], keeper: int) -> NoRe
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
-        os._exit(0)  # no waiting for threads that an import may have left
+        os._exit(0)  # do not wait for threads that an import may have left
 
 
 def watch(parent: int, server: int) -> None:
-    """Return when the server has ended, the pool was closed, or the parent is gone."""
+    """Wait until the server has ended, the pool was closed, or the parent is gone."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     tick_s = NO_PIDFD_TICK_S
@@ -91,7 +91,7 @@ def watch(parent: int, server: int) -> None:
 
 
 def end_all(server: int) -> None:
-    """Kill every process below this one, orphans that are handed up included, and wait until they are gone."""
+    """Kill every process below this one, including reparented orphans, and wait until they are gone."""
     deadline = time.monotonic() + (0 if _IS_LINUX else GRACE_S)
     with suppress(ChildProcessError):
         while True:
@@ -105,7 +105,7 @@ def end_all(server: int) -> None:
 
 
 def children() -> list[int]:
-    """Return the processes that have this one as parent (none where /proc does not say)."""
+    """Return the child processes of this one (none without /proc)."""
     with suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
         return [int(word) for word in file.read().split()]
     return []

@@ -1,8 +1,8 @@
-"""What a child does: it locks itself in, reads its payload, and runs it as `python program.py` would.
+"""The child process: it locks itself in, reads its payload, and runs it as `python program.py` would.
 
 A payload is `ROLE` and the program: `run` a program as `__main__`; `serve` its functions to the tests; `judge`: run
-tests against what another child serves. On the status pipe it writes one letter per stage; a program could forge the
-letters after READY, which tell how far it got and never whether an answer is right.
+tests against what another child serves. It writes one letter per stage to the status pipe. A program could forge the
+letters after READY: they say how far it got, never whether an answer is right.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from whet.sandbox.inside import lockdown, remote
 
 STATUS_FD, PAYLOAD_FD, CHANNEL_FD, NULL_FD, _RULES_FD = 3, 4, 5, 6, 7
 READY, COMPILED, IMPORT_FAILED, OUT_OF_MEMORY, DONE, FAILED = b"RCIMDX"
-"""Stages on the status pipe; FAILED is followed by why the child could not lock itself in, or by the exception."""
+"""Stages on the status pipe; after FAILED comes why the child could not lock itself in, or the exception."""
 
 PROGRAM = "program.py"
 THREAD_STACK_BYTES = 2 << 20
-"""Of address space, unless the program asks for more: 128 threads fit in 256 MiB."""
+"""Address space of a thread's stack, unless the program asks for more: 128 threads fit in 256 MiB."""
 
 _DEVICES = {os.devnull: NULL_FD, "/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 
 _KEPT = (ModuleType, FunctionType, type)
-"""What `__del__` may still want when a program's other names are let go."""
+"""Names that `__del__` may still need after a program's other names are deleted."""
 
 
 def main(
@@ -46,24 +46,24 @@ def main(
     memory_bytes: int,
     cpu_s: int,
 ) -> None:
-    """Become the child of a job; does not return.
+    """Run as the child of a job; does not return.
 
     Args:
         fds: stdin, stdout, stderr, status, payload and, if there is one, the channel.
         processes: The folder /proc, open.
         ruleset: Of landlock; -1 for none.
         parent: Process id of the supervisor.
-        memory_bytes: Address space in all.
+        memory_bytes: Total address space.
         cpu_s: CPU seconds.
     """
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
     try:
         os.setsid()
-        with suppress(OSError):  # so that a machine out of memory takes this process, not the trainer
+        with suppress(OSError):  # so that the out-of-memory killer takes this process, not the trainer
             score = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=processes)
             os.write(score, b"1000")
-        # Opened anew: flags set on the supervisor's would be seen by later programs.
+        # Reopened: flags set on the supervisor's descriptor would be visible to later programs.
         null = os.open(f"self/fd/{NULL_FD}", os.O_RDWR, dir_fd=processes)
         os.dup2(null, NULL_FD)
         if ruleset >= 0:
@@ -71,8 +71,8 @@ def main(
         os.closerange(_RULES_FD + (ruleset >= 0), 1 << 16)
         lockdown.set_limits(memory_bytes, cpu_s)
         lockdown.drop_privileges()
-        lockdown.die_with(parent)
-        lockdown.close_doors(_RULES_FD if ruleset >= 0 else -1)
+        lockdown.die_with_parent(parent)
+        lockdown.apply_filters(_RULES_FD if ruleset >= 0 else -1)
     except BaseException as error:
         _tell(FAILED, str(error))
         os._exit(1)
@@ -105,7 +105,7 @@ def _tell(stage: int, text: str = "") -> None:
 
 
 def _open_streams() -> None:
-    """Give the program streams of its own, as a script in a UTF-8 locale has them."""
+    """Give the program its own standard streams, as a script in a UTF-8 locale has them."""
     for name, fd, mode, errors in (
         ("stdin", 0, "rb", "surrogateescape"),
         ("stdout", 1, "wb", "surrogateescape"),
@@ -116,7 +116,7 @@ def _open_streams() -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.argv, sys.orig_argv = [PROGRAM], ["python", PROGRAM]
-    for name in ("exit", "quit"):  # which come with the site module, and that is not loaded
+    for name in ("exit", "quit"):  # defined by the site module, which is not loaded
         setattr(builtins, name, Quitter(name, "end of file"))
     builtins.help = _Helper()
     threading.stack_size(THREAD_STACK_BYTES)
@@ -131,7 +131,7 @@ def _open_streams() -> None:
 
 
 def _run(code: str, module: ModuleType) -> int:
-    """Compile and run a program in a module; return its exit status and tell how far it got."""
+    """Compile and run a program in a module; return its exit status and report how far it got."""
     try:
         compiled = compile(code.removeprefix("\ufeff"), PROGRAM, "exec", dont_inherit=True)
     except BaseException as error:
@@ -156,10 +156,10 @@ def _run(code: str, module: ModuleType) -> int:
             _tell(IMPORT_FAILED)
         _tell(FAILED, _describe(error))
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-        with suppress(BaseException):  # a stream that the program closed, a hook of its own that fails
+        with suppress(BaseException):  # the program closed the stream, or its own hook fails
             if (
                 sys.excepthook is sys.__excepthook__
-            ):  # which does not show lines of a program that is in no file
+            ):  # it cannot show source lines of a program without a file
                 traceback.print_exception(error)
             else:
                 sys.excepthook(type(error), error, error.__traceback__)
@@ -177,7 +177,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _finish(status: int, names: dict[str, Any]) -> None:
-    """End as an interpreter does: threads, atexit, what __del__ does, streams; without its slow clearing up."""
+    """End as an interpreter does (threads, atexit, `__del__`, streams), without its slow cleanup."""
     import atexit
 
     steps = [getattr(threading, "_shutdown", None), getattr(atexit, "_run_exitfuncs", None)]

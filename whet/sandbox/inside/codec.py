@@ -1,8 +1,8 @@
 """Plain values as JSON text: how arguments and results cross between a program and its tests.
 
 JSON's own null, booleans, strings, finite floats and small integers; all else is an array that begins with a tag.
-There are no JSON objects, so no key occurs twice; what does not fit this grammar exactly is an error. A value of any
-other type stays where it is and travels as a handle.
+There are no JSON objects, so no key occurs twice; text that does not fit this grammar exactly is an error. A value of
+any other type stays in its process and crosses as a handle.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TYPES = {
     kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 }
 _BASES = (int, float, str, bytes, tuple, list, dict, set, frozenset)
-"""A subclass that compares as one of these (a named tuple, an IntEnum, a defaultdict) travels as that type."""
+"""A subclass that compares as one of these (a named tuple, an IntEnum, a defaultdict) is sent as that type."""
 
 
 class MalformedError(ValueError):
@@ -56,10 +56,10 @@ def encode(value: Any, to_handle: Callable[[Any], int]) -> str:
 
     Args:
         value: Anything.
-        to_handle: Called with what is not plain; returns the number that stands for it.
+        to_handle: Called with a value that is not plain; returns its handle number.
 
     Returns:
-        ASCII; a value that is too deep, too large or contains itself is one handle as a whole.
+        ASCII; a value that is too deep, too large or contains itself becomes one handle.
     """
     try:
         text = json.dumps(_pack(value, to_handle, 0), allow_nan=False, separators=(",", ":"))
@@ -105,14 +105,14 @@ def decode(text: str | bytes, from_handle: Callable[[int], Any]) -> Any:
     """Read a value.
 
     Args:
-        text: What `encode` wrote, or anything that pretends to be.
+        text: Untrusted text, as `encode` writes it.
         from_handle: Called with the number of a handle.
 
     Returns:
-        A value of plain types, and what `from_handle` returned.
+        A value of plain types and of what `from_handle` returned.
 
     Raises:
-        MalformedError: If the text is anything else.
+        MalformedError: If the text does not fit the grammar.
     """
     try:
         return _unpack(json.loads(text, parse_constant=_refuse), from_handle, 0)

@@ -1,4 +1,4 @@
-"""What a child does to itself before it touches model-written code: limits, identity, files, system calls."""
+"""Restrictions that a child applies to itself before it runs model-written code: limits, user, files, system calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CAPSET = {"x86_64": 126, "aarch64": 91}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 
-# Bits of file rights, of network rights and of scopes that a landlock of at least this version knows.
+# Bits of file rights, network rights and scopes that landlock supports from this version on.
 _FILE_BITS = ((1, 13), (2, 14), (3, 15), (5, 16))
 _NETWORK_VERSION, _SCOPE_VERSION = 4, 6
 
@@ -33,7 +33,7 @@ class _SockFprog(ctypes.Structure):
 
 
 def _call(function: str, *arguments: object) -> int:
-    """Call the C library; raise OSError where it answers -1."""
+    """Call the C library; raise OSError if it returns -1."""
     result = getattr(_libc, function)(*arguments)
     if result == -1:
         number = ctypes.get_errno()
@@ -51,7 +51,7 @@ def become_subreaper() -> None:
 
 
 def landlock_version() -> int:
-    """Return the version of landlock in this kernel; 0 when it has none."""
+    """Return this kernel's landlock version; 0 without landlock."""
     version = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     return max(0, version)
 
@@ -60,8 +60,8 @@ def make_ruleset(readable: Iterable[str], listable: Iterable[str]) -> int:
     """Make a landlock ruleset under which only some files can be read and none written.
 
     Args:
-        readable: Files, and folders with all that they hold; what does not exist is left out.
-        listable: Folders in which, and below which, names can be seen.
+        readable: Files, and folders with their contents; missing ones are skipped.
+        listable: Folders whose names, at any depth, can be listed.
 
     Returns:
         Its file descriptor.
@@ -94,7 +94,7 @@ def make_ruleset(readable: Iterable[str], listable: Iterable[str]) -> int:
 
 
 def drop_privileges() -> None:
-    """Stop being root where this process is; where the kernel forbids it, give up every capability.
+    """Stop being root; if the kernel forbids that, drop every capability.
 
     Raises:
         OSError: If neither works.
@@ -104,18 +104,18 @@ def drop_privileges() -> None:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-        except OSError:  # a container whose root may not, or that has no such user
+        except OSError:  # a container whose root may not change users, or without such a user
             pass
     header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
     _call("syscall", _CAPSET[os.uname().machine], header, none)
 
 
 def set_limits(memory_bytes: int, cpu_s: int) -> None:
-    """Bound what this process may take; none of it can be raised again.
+    """Set resource limits of this process; they cannot be raised again.
 
     Args:
         memory_bytes: Address space in all.
-        cpu_s: Seconds on all cores together until SIGXCPU; a second later SIGKILL.
+        cpu_s: CPU seconds over all cores until SIGXCPU; SIGKILL one second later.
     """
     for limit, soft, hard in (
         (resource.RLIMIT_AS, memory_bytes, memory_bytes),
@@ -133,15 +133,15 @@ def set_limits(memory_bytes: int, cpu_s: int) -> None:
         resource.setrlimit(limit, (soft, hard))
 
 
-def die_with(parent: int) -> None:
-    """Be killed when the parent ends; to be called after a change of user, which forgets it."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the parent ends; call it after a change of user, which resets it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def close_doors(ruleset: int) -> None:
-    """Apply landlock (where there is any) and the filter of system calls; for good.
+def apply_filters(ruleset: int) -> None:
+    """Apply landlock (if available) and the system call filter; irreversible.
 
     Args:
         ruleset: From `make_ruleset`; -1 for none.

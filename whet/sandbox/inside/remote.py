@@ -1,7 +1,7 @@
-"""Calls between two children: one serves a program's functions, the other runs the tests against them.
+"""Remote calls between two children: one serves a program's functions, the other runs tests against them.
 
-A message is a length, a nonce that the client drew for this call, and JSON. The serving side may be in the hands of the
-program: whatever it answers can only become plain values or handles on the side of the tests.
+A message is a length, a nonce that the client drew for this call, and JSON. The program may control the serving side:
+on the tests' side its answers can only become plain values or handles.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Handles:
         return len(self.objects) - 1
 
     def answer(self, request: bytes) -> str:
-        """Do what a request says; return the encoded result, or the exception's name and text."""
+        """Execute a request; return the encoded result, or the exception's name and text."""
         operation, target, args, kwargs = json.loads(request)
         try:
             value = self.names[target] if isinstance(target, str) else self.objects[target]
@@ -122,11 +122,11 @@ def _kind(name: str, value: Any) -> str:
 
 
 class ProgramError(Exception):
-    """An exception of the program, of a type that tests have no other name for."""
+    """An exception of the program whose type the tests do not know."""
 
 
 class _UntestableError(Exception):
-    """A test passes an object that the program cannot be given."""
+    """A test passes an object that cannot be sent to the program."""
 
 
 class _Connection:
@@ -140,7 +140,7 @@ class _Connection:
         self.untestable = ""
 
     def ask(self, operation: str, target: str | int, *args: Any, **kwargs: Any) -> Any:
-        """Have the program's process do something and return its plain result."""
+        """Execute an operation in the program's process and return its result."""
         packed = [encode(arg, self._give) for arg in args]
         named = {name: encode(arg, self._give) for name, arg in kwargs.items()}
         self.num_calls += 1
@@ -155,7 +155,7 @@ class _Connection:
         except (ValueError, TypeError, RecursionError) as error:
             if self.raised and error is self.raised[-1]:
                 raise
-        error = ProgramError("the program answered what is not a plain value")
+        error = ProgramError("the program's answer is not a plain value")
         self.raised.append(error)
         raise error
 
@@ -165,7 +165,7 @@ class _Connection:
             known = self.errors[name] = type(name, (ProgramError,), {})
         try:
             error = known(text)
-        except TypeError:  # UnicodeDecodeError and its like need more than a text
+        except TypeError:  # UnicodeDecodeError and the like need more than a message
             error = ProgramError(f"{name}: {text}")
         self.raised.append(error)
         return error
@@ -182,7 +182,7 @@ class _Connection:
 
 
 class Remote:
-    """An object of the program as its tests see it: it can be called, read and walked through, and equals nothing."""
+    """A handle to an object of the program: tests can call it, read it and iterate over it; it equals nothing."""
 
     __slots__ = ("_connection", "_target")
 
@@ -239,7 +239,7 @@ class Remote:
 
 
 def _number_of(value: Any) -> int | None:
-    """Return the number of a handle; a global of the program is asked for its own first."""
+    """Return the number of a handle; for a global of the program, fetch it first."""
     if type(value) is not Remote:
         return None
     target = object.__getattribute__(value, "_target")
@@ -250,7 +250,7 @@ def _number_of(value: Any) -> int | None:
 
 
 class _Names(dict[str, Any]):
-    """Globals of a test: a name that neither the test nor Python defines is looked for in the program."""
+    """Globals of a test: a name that neither the test nor Python defines is looked up in the program."""
 
     def __init__(self, connection: _Connection, kinds: Mapping[str, str], entries: Sequence[str]) -> None:
         super().__init__(__name__="__main__")
@@ -261,7 +261,7 @@ class _Names(dict[str, Any]):
         is_entry = name in self.entries
         if kind is None or (not is_entry and hasattr(builtins, name)):
             raise KeyError(name)
-        if kind == "module":  # the real one, loaded here: tests may lean on an import of the program's
+        if kind == "module":  # the real module, loaded here: tests may rely on an import of the program
             return importlib.import_module(name)
         if self.entries and not is_entry:
             raise KeyError(name)
@@ -276,8 +276,8 @@ def judge(fd: int, setup: str, entries: Sequence[str]) -> None:
 
     Args:
         fd: The channel.
-        setup: Code that runs before the first test; what it defines is seen by all.
-        entries: The names that the program must define; () for whatever the tests ask for.
+        setup: Code that runs before the first test; all tests see what it defines.
+        entries: The names that the program must define; () for any that the tests use.
     """
     connection = _Connection(fd)
     kinds = _read_kinds(read_frame(fd))
@@ -297,7 +297,7 @@ def judge(fd: int, setup: str, entries: Sequence[str]) -> None:
 
 
 def _read_kinds(data: bytes) -> dict[str, str]:
-    """Read what a program says that it defines; nothing, where that is no plain table."""
+    """Read a program's claim of what it defines; empty if that is not a plain table."""
     try:
         kinds = json.loads(data)
     except (ValueError, RecursionError):
@@ -306,13 +306,13 @@ def _read_kinds(data: bytes) -> dict[str, str]:
 
 
 def _attempt(connection: _Connection, code: str, scope: _Names) -> tuple[str, str, int]:
-    """Run a piece of test code; return its status, what went wrong, and how often it called the program."""
+    """Run a piece of test code; return its status, the error, and how often it called the program."""
     connection.num_calls, connection.untestable = 0, ""
     connection.raised.clear()
     status, message = "ok", ""
     try:
         compiled = compile(code, "test.py", "exec", dont_inherit=True)
-    except Exception as error:  # no fault of the program's
+    except Exception as error:  # not the program's fault
         return "infra_error", f"the test does not compile: {error}"[:500], 0
     try:
         exec(compiled, scope)

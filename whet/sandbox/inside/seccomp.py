@@ -1,7 +1,7 @@
 """The system calls that model-written Python may make, as a BPF program for the kernel's seccomp.
 
-An allow-list: what stands in `ALLOWED` (some of it with checks of its arguments) works, the rest answers EPERM. Nothing
-in it opens a file for writing, makes a process, a socket that reaches anything, or signals another process.
+An allow-list: calls in `ALLOWED` work (some with checks of their arguments), the rest return EPERM. Nothing in it opens
+a file for writing, creates a process or a socket that reaches anything, or signals another process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SELF = -1
 # Numbers from the kernel's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
 # fmt: off
 ALLOWED: Final[Mapping[str, tuple[int | None, int | None]]] = {
-    # files that are open, files opened for reading (see CHECKS), and what says something about files
+    # open files, opening for reading (see CHECKS), and file metadata
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "close": (3, 57),
     "fstat": (5, 80), "newfstatat": (262, 79), "stat": (4, None), "lstat": (6, None), "statx": (332, 291),
     "lseek": (8, 62), "getcwd": (79, 17), "getdents64": (217, 61), "readlink": (89, None), "readlinkat": (267, 78),
@@ -51,7 +51,7 @@ ALLOWED: Final[Mapping[str, tuple[int | None, int | None]]] = {
     "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22), "nanosleep": (35, 101),
     "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114), "time": (201, None),
     "gettimeofday": (96, 169), "times": (100, 153),
-    # who am I
+    # process identity
     "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175),
     "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148), "getresgid": (120, 150),
     "getgroups": (115, 158), "getpgrp": (111, None), "getpgid": (121, 155), "getsid": (124, 156), "uname": (63, 160),
@@ -60,14 +60,14 @@ ALLOWED: Final[Mapping[str, tuple[int | None, int | None]]] = {
     # threads
     "clone": (56, 220), "futex": (202, 98), "set_robust_list": (273, 99), "get_robust_list": (274, 100),
     "rseq": (334, 293), "sched_yield": (24, 124), "membarrier": (324, 283), "exit": (60, 93), "exit_group": (231, 94),
-    # the pair of sockets that an asyncio event loop wakes itself with
+    # the socket pair that wakes an asyncio event loop
     "socketpair": (53, 199), "sendto": (44, 206), "recvfrom": (45, 207), "getsockname": (51, 204),
     "getpeername": (52, 205), "getsockopt": (55, 209), "shutdown": (48, 210),
 }
 # fmt: on
 
 CLONE3 = 435
-"""Answers ENOSYS: its flags lie in memory, where a filter cannot look; the C library then calls clone."""
+"""Returns ENOSYS: its flags are in memory, which a filter cannot read; the C library then calls clone."""
 
 CLONE_THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
 """Exactly what glibc's and musl's pthread_create pass: a thread, never a process or a namespace."""
@@ -78,12 +78,12 @@ O_WRITES = 0o3 | 0o100 | 0o1000 | 0o10000000 | 0o20000000
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A system call is allowed only when an argument, seen through a mask, has one of some values.
+    """A system call is allowed only if a masked argument has one of these values.
 
     Attributes:
         index: Which argument, from 0.
         values: What it may be; `SELF` is the caller's own process id.
-        mask: Bits of the low 32 that count.
+        mask: Bits of the low 32 that are compared.
         is_wide: Whether the high 32 bits must be zero (pointers and longs; an int has none).
     """
 
@@ -161,7 +161,7 @@ def build_filter(pid: int, machine: str = "") -> bytes:
 
 
 def _block(check: Check, pid: int, deny: Instruction) -> Sequence[Instruction]:
-    """Return instructions that fall through when the argument passes, and deny otherwise."""
+    """Return instructions that fall through if the argument passes, and deny otherwise."""
     offset = _ARGUMENTS + 8 * check.index
     values = [pid if value == SELF else value for value in check.values]
     block: list[Instruction] = []

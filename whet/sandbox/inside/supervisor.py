@@ -1,13 +1,13 @@
-"""The process that makes the children in which model-written code runs: small, clean, one thread, no secrets.
+"""The supervisor process, which forks the children that run model-written code: small, single-threaded, no secrets.
 
-It is started by `launch.py` with a clean environment, loads what programs commonly import, and forks a child per job:
-a fork of a small process costs a fraction of a new interpreter. It sees no code, no input and no output: those travel
-between the client and the child, so that nothing of one job lies in the memory that another job is forked from.
+`launch.py` starts it with a clean environment. It loads the modules that programs commonly import, and forks a child
+per job: forking a small process costs a fraction of starting an interpreter. It sees no code, input or output: those
+pass between client and child directly, so that nothing of one job is in the memory that another is forked from.
 
 A job is one message on the socket at fd 0: `REQUEST` (bytes of memory beyond the interpreter's own, CPU seconds) with
 7 file descriptors: a socket for this job, then the child's stdin, stdout, stderr, status, payload and channel.
-On the job's socket the supervisor answers `REPORT` once the child has been reaped; one byte, or its end, from the
-other side means: kill.
+The supervisor sends `REPORT` on the job's socket once the child has been reaped; one byte, or end of file, from the
+client means: kill.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from whet.sandbox.inside import child, lockdown
 
 REQUEST = struct.Struct("=QQ")
 REPORT = struct.Struct("=iiq")
-"""Wait status, why it was killed (0 for no reason of the supervisor's), most KiB of memory that it held."""
+"""Wait status, why the supervisor killed it (0: it did not), peak memory in KiB."""
 
 TOO_MANY_THREADS = 1
 NUM_FDS = 7
 MAX_THREADS = 128
 THREADS_EVERY_S = 0.02
 FIRST_FREE_FD = 16
-"""Lower ones are for a child's own: what it is given goes to 0..5, and /dev/null to `child.NULL_FD`."""
+"""Lower descriptors belong to the child: its own go to 0..5, and /dev/null to `child.NULL_FD`."""
 
 PRELOADED = (
     "abc argparse array ast asyncio base64 binascii bisect bz2 calendar cmath codecs collections "
@@ -54,7 +54,7 @@ PRELOADED = (
 
 @dataclass(slots=True)
 class _Job:
-    """A child that runs.
+    """A running child.
 
     Attributes:
         pid: Its process id.
@@ -81,11 +81,11 @@ class Supervisor:
                 os.dup2(null, fd)
         lockdown.become_subreaper()
         for name in PRELOADED.split():
-            with suppress(ImportError):  # a Python that was built without it
+            with suppress(ImportError):  # a Python built without it
                 importlib.import_module(name)
-        with suppress(locale.Error):  # loaded now: a child finds no locale's files
+        with suppress(locale.Error):  # loaded now: a child cannot read locale files
             locale.setlocale(locale.LC_ALL, "")
-        self.ruleset = _settle()
+        self.ruleset = _drop_access()
         gc.collect()
         gc.freeze()
         self.memory_bytes = int(self._read("self/statm").split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -95,7 +95,7 @@ class Supervisor:
         self.pid = os.getpid()
 
     def serve(self) -> None:
-        """Work until the client has gone; then end every child."""
+        """Serve until the client is gone; then kill every child."""
         tier = "landlock" if self.ruleset >= 0 else "no landlock"
         self.client.send(tier.encode())
         checked = time.monotonic()
@@ -108,7 +108,7 @@ class Supervisor:
                     self._reap(job)
                 elif job is not None:
                     self._kill(job, 0)
-            # Last: a new job may get the number of a descriptor that has just been closed.
+            # Last: a new job may reuse the number of a descriptor that has just been closed.
             if self.client.fileno() in ready and not self._accept():
                 return
             if time.monotonic() - checked > THREADS_EVERY_S:
@@ -118,7 +118,7 @@ class Supervisor:
                         self._kill(job, TOO_MANY_THREADS)
 
     def _accept(self) -> bool:
-        """Take a message and fork its child; False when the client has gone."""
+        """Receive a message and fork its child; False when the client is gone."""
         space = socket.CMSG_SPACE(NUM_FDS * array.array("i").itemsize)
         data, ancillary, _, _ = self.client.recvmsg(REQUEST.size, space, socket.MSG_CMSG_CLOEXEC)
         if not data:
@@ -148,7 +148,7 @@ class Supervisor:
         return True
 
     def _kill(self, job: _Job, reason: int) -> None:
-        """Kill a child; its end is noticed by its pidfd."""
+        """Kill a child; its pidfd then becomes readable."""
         job.reason = job.reason or reason
         with suppress(ProcessLookupError):
             os.kill(job.pid, signal.SIGKILL)
@@ -157,7 +157,7 @@ class Supervisor:
             del self.jobs[job.link.fileno()]
 
     def _reap(self, job: _Job) -> None:
-        """Collect a child that has ended, tell the client, forget it."""
+        """Reap a child that has ended, report to the client, and forget it."""
         _, status, usage = os.wait4(job.pid, 0)
         with suppress(OSError):
             job.link.send(REPORT.pack(status, job.reason, usage.ru_maxrss))
@@ -166,7 +166,7 @@ class Supervisor:
                 self.poll.unregister(fd)
         os.close(job.pidfd)
         job.link.close()
-        with suppress(ChildProcessError):  # whoever else became our child; a job's own is reaped above only
+        with suppress(ChildProcessError):  # orphans reparented to us; a job's own child is reaped only above
             while not self.jobs and os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
@@ -185,12 +185,12 @@ class Supervisor:
 
 
 def _move_up(fd: int) -> int:
-    """Duplicate a file descriptor out of the range that belongs to children."""
+    """Move a file descriptor out of the range that belongs to children."""
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_FD)
 
 
-def _settle() -> int:
-    """Leave the machine's files behind as far as the kernel lets us; return the landlock ruleset, -1 for none."""
+def _drop_access() -> int:
+    """Drop access to the machine's files as far as the kernel allows; return the landlock ruleset, -1 for none."""
     library = sysconfig.get_path("stdlib")
     extensions = os.path.join(library, "lib-dynload")
     inside = [
@@ -202,9 +202,7 @@ def _settle() -> int:
     if lockdown.landlock_version():
         ruleset = lockdown.make_ruleset([*inside, extensions, "/usr/share/zoneinfo"], [library])
     sys.path[:] = [library, extensions]
-    with suppress(
-        OSError
-    ):  # only root may; and only root needs it, where the library lies in a closed folder
+    with suppress(OSError):  # only root may, and only root needs it (if the library is in a private folder)
         os.chroot(library)
         os.chdir("/")
         sys.path[:] = ["/", "/lib-dynload"]
@@ -221,5 +219,5 @@ def _settle() -> int:
 
 
 def main() -> None:
-    """Run in a process of its own; the client is at fd 0, a SOCK_SEQPACKET socket."""
+    """Run as a separate process; the client is at fd 0, a SOCK_SEQPACKET socket."""
     Supervisor().serve()

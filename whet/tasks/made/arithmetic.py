@@ -1,4 +1,4 @@
-"""Sums of three two-digit numbers with a scratch-pad: data made on the spot, for the demo and the tests."""
+"""The task `arithmetic`: generated sums of three two-digit numbers with a scratch-pad, for the demo and the tests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NUM_PROBLEMS = 30_000
 class Arithmetic:
     """`47+85+39=`, worked digit by digit as on paper, in running sums.
 
-    The scratch-pad adds the ones, then the carry and the tens: `7+5=12+9=21,2+4=6+8=14+3=17`, so 171. Three
-    numbers, because small models learn to add two at once in some runs, and then nothing is left for thinking to do.
-    30,000 of the 729,000 problems are drawn by a hash. Splits go by the hash of the *unordered* numbers, so that no
-    test problem has a rearrangement of itself in the training split.
+    The scratch-pad adds the ones, then the carry and the tens: `7+5=12+9=21,2+4=6+8=14+3=17`, so 171. Three numbers,
+    because in some runs small models learn to add two directly, so that thinking does not help. 30,000 of the 729,000
+    problems are drawn by a hash. Splits go by the hash of the *unordered* numbers, so that no rearrangement of a test
+    problem is in the training split.
     """
 
     name = "arithmetic"

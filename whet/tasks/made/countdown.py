@@ -14,7 +14,7 @@ from whet.types import Problem, Task
 
 MAX_CHARACTERS = 300
 MAX_SOLVED = 4
-"""Longest list of numbers of a row that is searched for a solution."""
+"""Most numbers of a row for which a solution is searched."""
 NUM_PROBLEMS = 10_000
 MAX_VALUE = 999
 COLUMNS = (("numbers", "target"), ("nums", "target"), ("input", "output"), ("Puzzles", None))
@@ -34,7 +34,7 @@ def countdown(
         level: The one level wanted; 0 mixes them.
         seed: Seed of the draws.
         num_problems: Problems in all splits together; 0 means 10,000.
-        max_bad_rows: How many bad rows per file are tolerated.
+        max_bad_rows: Bad rows per file that are tolerated.
     """
     if path:
         return FromRows("countdown", path, _from_row, is_right, answer_type="text", max_bad_rows=max_bad_rows)
@@ -53,12 +53,12 @@ def countdown(
 def is_right(problem: Problem, answer: str) -> bool:
     """Say whether an expression uses every number exactly once and has the target as its exact value.
 
-    `... = 24` behind the expression is tolerated when it is the target, and so are the signs × · ÷ − and a minus sign
-    before a number (it reaches nothing that subtraction does not). Nothing else is: no powers, no products without
-    `*`, no numbers put together from digits.
+    `... = 24` after the expression is tolerated if it is the target, and so are the signs × · ÷ − and a minus sign
+    before a number (it reaches nothing that subtraction does not). Nothing else is: no powers, no products without `*`,
+    no concatenation of digits.
 
     Args:
-        problem: A problem of this task; numbers and target stand in its `meta`.
+        problem: A problem of this task; numbers and target are in its `meta`.
         answer: Any text.
     """
     if len(answer) > MAX_CHARACTERS:
@@ -78,10 +78,10 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
     """Compute an expression of whole numbers, + - * / and parentheses exactly.
 
     Args:
-        text: Any text; callers bound its length, and with it the depth.
+        text: Any text; callers bound its length, and thereby its depth.
 
     Returns:
-        Value and the numbers in the order of the text; None when it is anything else, or divides by zero.
+        Value and the numbers in order; None if it is not such an expression, or divides by zero.
     """
     if _TOKEN.sub("", text).strip(" \n\t"):
         return None
@@ -99,7 +99,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
 
 
 def _sum(rest: Iterator[str]) -> tuple[Fraction, str]:
-    """Read a sum; return its value and the token behind it."""
+    """Read a sum; return its value and the token after it."""
     total, token = _product(rest)
     while token in ("+", "-"):
         sign = 1 if token == "+" else -1
@@ -133,7 +133,7 @@ def _atom(rest: Iterator[str]) -> Fraction:
 
 
 def _results(left: Fraction, right: Fraction) -> Iterator[tuple[str, Fraction]]:
-    """Yield what one operation makes of two values; '{0}' and '{1}' stand for their expressions."""
+    """Yield the results of one operation on two values; '{0}' and '{1}' stand for their expressions."""
     yield "{0}+{1}", left + right
     yield "{0}*{1}", left * right
     yield "{0}-{1}", left - right
@@ -174,7 +174,7 @@ class Way:
 
 
 def _ways(numbers: tuple[int, ...], is_whole: bool) -> Iterator[tuple[Fraction, str, tuple[Way, ...]]]:
-    """Yield values that use all numbers, with form and parts; a value may come several times."""
+    """Yield values that use all numbers, with form and parts; a value may be repeated."""
     if len(numbers) == 1:
         yield Fraction(numbers[0]), str(numbers[0]), ()
     for chosen in range(1, 2 ** (len(numbers) - 1)):
@@ -201,11 +201,11 @@ def _shown(value: Fraction) -> str:
 
 
 def solve(numbers: list[int], target: int) -> Way | None:
-    """Search a solution; one without negative numbers and fractions on the way is preferred.
+    """Search for a solution, preferably without negative numbers and fractions on the way.
 
     Args:
         numbers: At most `MAX_SOLVED` numbers.
-        target: The value wanted.
+        target: The target value.
 
     Returns:
         A way to it that uses all numbers, or None.
@@ -227,7 +227,7 @@ def _draft(numbers: list[int], way: Way) -> Draft:
 
 
 def _make(draw: Draw, level: int) -> list[Draft]:
-    """Draw numbers and join them two by two at random; what comes out is the target."""
+    """Draw numbers and combine them in random pairs; the result is the target."""
     numbers = [draw.between(1, 99 if level <= 2 else 25) for _ in range(level + 2)]
     ways = [Way(Fraction(number), str(number)) for number in numbers]
     while len(ways) > 1:

@@ -1,4 +1,4 @@
-"""Problems in the making: drawn from a seed, or read from rows of a file; the frame of all puzzle tasks."""
+"""Base of the puzzle tasks: problems are generated from a seed, or read from rows of a file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Judge = Callable[[Problem, str], bool]
 DEV_PERCENT = 5
 TEST_PERCENT = 8
 MAX_REPEATS = 2000
-"""Draws in a row without a new problem, after which the well is dry."""
+"""Consecutive draws without a new problem after which generation gives up."""
 
 
 class Draw:
-    """Random choices that follow from words alone, on every machine and in every version of Python."""
+    """Random choices seeded by words, equal on every machine and in every version of Python."""
 
     def __init__(self, *words: object) -> None:
-        """Start the sequence that belongs to these words."""
+        """Start the sequence of these words."""
         self._key = "\x00".join(map(str, ("whet", *words)))
         self._count = 0
 
@@ -99,17 +99,17 @@ class Generated:
         level: int = 0,
         seed: int = 0,
     ) -> None:
-        """Describe the task; nothing is drawn before a split is asked for.
+        """Describe the task; problems are generated when a split is requested.
 
         Args:
             name: Name of the task.
-            make: Draws problems of a level in [1, num_levels]; may return none, then the next draw is tried.
+            make: Draws problems of a level in [1, num_levels]; if it returns none, the next draw is tried.
             judge: Judges an answer.
-            num_levels: How many levels of difficulty there are; 1 is the easiest.
-            num_problems: How many problems all splits have together.
+            num_levels: Number of difficulty levels; 1 is the easiest.
+            num_problems: Number of problems in all splits together.
             answer_type: What an answer is.
-            level: The one level that is wanted; 0 takes turns.
-            seed: Another seed draws other problems; a problem's split does not depend on it.
+            level: A single level; 0 takes turns.
+            seed: Seed of the problems; a problem's split does not depend on it.
         """
         if not 0 <= level <= num_levels:
             raise UserError(f"task.level = {level}: {name} has levels 1 to {num_levels}; 0 mixes them")
@@ -123,7 +123,7 @@ class Generated:
         """Return the problems of 'train', 'dev' or 'test' in a fixed order; all prompts differ.
 
         Raises:
-            UserError: If there is no such split, or the level has fewer problems than wanted.
+            UserError: If there is no such split, or the level has fewer problems than requested.
         """
         check_split(split)
         if not self._splits:
@@ -159,12 +159,12 @@ class Generated:
 
 
 class FromRows:
-    """A task whose problems stand in a file (5 % 'dev', 5 % 'test') or in a folder's train and test files.
+    """A task whose problems are in a file (5 % 'dev', 5 % 'test') or in a folder's train and test files.
 
     Attributes:
         name: Name of the task.
         answer_type: What an answer is.
-        bad_rows: Rows left out so far.
+        bad_rows: Rows skipped so far.
         num_duplicates: Repeated problems dropped so far.
     """
 
@@ -178,7 +178,7 @@ class FromRows:
         answer_type: AnswerType = "number",
         max_bad_rows: int = 0,
     ) -> None:
-        """Point at the data; rows are read when a split is asked for.
+        """Set the location of the data; rows are read when a split is requested.
 
         Args:
             name: Name of the task.
@@ -186,7 +186,7 @@ class FromRows:
             make: Turns a row into a problem, or says what is wrong with the row.
             judge: Judges an answer.
             answer_type: What an answer is.
-            max_bad_rows: How many bad rows per file are tolerated.
+            max_bad_rows: Bad rows per file that are tolerated.
 
         Raises:
             UserError: If the path does not exist.

@@ -1,4 +1,4 @@
-"""Letter counting: how many r are in strawberry?"""
+"""The task `letters`: how many r are in strawberry?"""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def letters(
 
     Args:
         path: Data with columns word, letter and count; '' draws words.
-        level: The one level wanted; 0 mixes them.
+        level: A single level; 0 mixes them.
         seed: Seed of the draws.
         num_problems: Problems in all splits together; 0 means 12,000.
-        max_bad_rows: How many bad rows per file are tolerated.
+        max_bad_rows: Bad rows per file that are tolerated.
     """
     if path:
         return FromRows("letters", path, _from_row, is_right, max_bad_rows=max_bad_rows)
@@ -76,7 +76,7 @@ def _make(draw: Draw, level: int) -> list[Draft]:
 
 
 def _draft(word: str, letter: str) -> Draft:
-    """Spell the word, with the running count behind each hit; anagrams share a key."""
+    """Spell the word, with the running count after each hit; anagrams share a key."""
     count, spelled = 0, []
     for character in word:
         count += character == letter

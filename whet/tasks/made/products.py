@@ -1,4 +1,4 @@
-"""Products of two four-digit numbers: too hard to work out on a small scratch-pad, easy with a calculator."""
+"""The task `products`: products of two four-digit numbers, too hard for a small scratch-pad, easy with a calculator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_PROBLEMS = 20_000
 
 
 class Products:
-    """`4837*9265=`, worked as on paper, or by one call of the calculator where the model has one.
+    """`4837*9265=`, worked as on paper, or by one calculator call if the model has one.
 
     The scratch-pad writes the partial products from the ones up, then adds them in a running sum. 20,000 of the
     81,000,000 products are drawn by a hash; splits go by the hash of the unordered numbers.

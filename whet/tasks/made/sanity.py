@@ -1,4 +1,4 @@
-"""Fifty small problems, always the same: has a checkpoint kept the arithmetic that it should have had all along?"""
+"""The task `sanity`: fifty fixed, easy problems that check whether a checkpoint still has basic arithmetic."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ FORMS = (
 
 
 class Sanity:
-    """Sums and products of small numbers in one or two steps, in symbols and in words: a smoke test, no benchmark.
+    """Sums and products of small numbers in one or two steps, in symbols and in words: a smoke test, not a benchmark.
 
     Five problems of each of ten forms; the numbers, 2 to 20, are drawn by a hash. All are in the test split, so that
-    nothing can be trained on them by accident.
+    they cannot be trained on by accident.
     """
 
     name = "sanity"

@@ -1,4 +1,4 @@
-"""Completions of the policy's own, judged: what `whet rft` keeps and `whet dpo` pairs."""
+"""Samples and judges the policy's own completions, for `whet rft` and `whet dpo`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 ABSENT = "absent"
 FILLS = 4
-"""Completions that are asked for at once, in decoding batches: few, so that what is not kept is forgotten soon."""
+"""Completions per request, in decoding batches: few, so that discarded ones are freed soon."""
 
 
 def check_sampling(sampling: SamplingParams, num_samples: int) -> None:
@@ -47,15 +47,15 @@ def sample_judged(
     seed: int,
     title: str,
 ) -> Iterator[tuple[Problem, Judged]]:
-    """Sample completions of this rank's problems and judge them, showing the progress.
+    """Sample completions of this rank's problems and judge them, with a progress display.
 
     Args:
         policy: The policy that samples.
         task: Judges answers.
         problems: All ranks' problems.
-        num_samples: Completions of each.
-        sampling: How they are drawn.
-        seed: Names the noise, together with problem and index.
+        num_samples: Completions per problem.
+        sampling: Sampling settings.
+        seed: Seed of the noise, together with problem and index.
         title: Title of the display.
 
     Yields:
@@ -99,13 +99,13 @@ def distinct(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def choose(count: int, limit: int, *seed: int | str) -> list[int]:
-    """Choose at most `limit` of `count` things by a hash of (seed, index); return their indices, ascending."""
+    """Choose at most `limit` of `count` items by a hash of (seed, index); return their indices, ascending."""
     ranked = sorted(range(count), key=lambda index: sequence_seed("choose", *seed, index))
     return sorted(ranked[:limit])
 
 
 def gather_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the rows of all ranks, as read back from JSON and in one order, the same on every rank."""
+    """Return the rows of all ranks, as read back from JSON, in the same order on every rank."""
     text = "".join(json.dumps(row) + "\n" for row in rows) or "\n"
     everything = all_gather_values(torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8))
     lines = bytes(everything.tolist()).decode("ascii").splitlines()
@@ -113,10 +113,10 @@ def gather_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a JSON-lines file whole or not at all, and its sha256 beside it, before and after: it may name two states.
+    """Write a JSON-lines file atomically. Its sha256 file is written before and after, and may list two states.
 
     Raises:
-        UserError: If the disk refuses.
+        UserError: If the file cannot be written.
     """
     data = "".join(json.dumps(row) + "\n" for row in rows).encode("ascii")
     states = [_digest(data), _digest(path.read_bytes()) if path.is_file() else ABSENT]
@@ -129,10 +129,10 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_rows(path: Path) -> list[Row]:
-    """Read back what `write_rows` wrote; a file that was not written yet has no rows.
+    """Read rows from `write_rows`; a missing file has no rows.
 
     Raises:
-        UserError: If it is not what the run wrote.
+        UserError: If the file was changed since.
     """
     try:
         data = path.read_bytes() if path.exists() else None
@@ -153,7 +153,7 @@ def _digest(data: bytes) -> str:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_suffix(".partial")
     with temporary.open("wb") as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""Preference pairs: right against wrong completions of the policy's own, or the rows of a file."""
+"""Preference pairs: from the policy's own right and wrong completions, or from a file."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Pair:
     """Two completions of one prompt, the first better than the second.
 
     Attributes:
-        uid: Names the prompt.
-        prompt: The question, to be read by people.
-        chosen: Text of the better completion, likewise.
+        uid: Identifies the prompt.
+        prompt: The question, for display.
+        chosen: Text of the better completion, for display.
         rejected: Text of the worse one.
         prompt_ids: Tokens of the prompt.
-        chosen_ids: Tokens of the better completion with what ends it; of own rollouts the very ones.
+        chosen_ids: Tokens of the better completion, including its end; for rollouts the sampled ones.
         rejected_ids: Tokens of the worse one.
         ref_chosen_logprob: Summed log-probability of chosen_ids under the starting policy, nats.
-        ref_rejected_logprob: The same of rejected_ids.
+        ref_rejected_logprob: The same for rejected_ids.
     """
 
     uid: str
@@ -49,15 +49,15 @@ class Pair:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the model reads: the prompt stands before both completions."""
+        """Tokens that the model reads: the prompt precedes both completions."""
         return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
 
     @classmethod
     def from_row(cls, row: Row) -> Pair:
-        """Make a pair of what `as_row` returned, read back from JSON.
+        """Create a pair from the result of `as_row`, read back from JSON.
 
         Raises:
-            UserError: If it is something else.
+            UserError: If it is malformed.
         """
         try:
             values: Row = {name: tuple(v) if isinstance(v, list) else v for name, v in row.items()}
@@ -71,15 +71,15 @@ class Pair:
 
 
 def is_held_out(uid: str, seed: int, share: float) -> bool:
-    """Say whether a prompt's pairs are for validation: all pairs of a prompt go the same way."""
+    """Say whether a prompt's pairs are for validation: all pairs of a prompt are in the same split."""
     return sequence_seed("held out", seed, uid) / 2**63 < share
 
 
 class Pairing:
-    """Pairs right with wrong completions, and counts what there was.
+    """Pairs right with wrong completions, and counts both.
 
     Args:
-        limit: Pairs per problem, at most.
+        limit: Most pairs per problem.
         seed: Seed of the choice among all pairs of a problem.
     """
 
@@ -88,7 +88,7 @@ class Pairing:
         self._num_samples = self._num_right = 0
 
     def __call__(self, problem: Problem, judged: Judged) -> list[Pair]:
-        """Pair the completions of one problem: in perfect format and right, against wrong ones; each text once."""
+        """Pair the completions of one problem: right ones in perfect format against wrong ones; each text once."""
         self._num_samples += len(judged)
         self._num_right += sum(graded.is_correct for _, graded in judged)
         right = distinct([sample for sample, graded in judged if is_right(graded)])
@@ -108,16 +108,16 @@ class Pairing:
         ]
 
     def none_found(self) -> UserError:
-        """Say why there are no pairs (on all ranks), and what to do."""
+        """Return the error for no pairs on any rank, with its remedy."""
         total, right = map(int, all_reduce_sum(self._num_samples, self._num_right))
         if right == total:
             return UserError(
-                f"no pairs: all {total:,} completions are right; take harder problems or a higher sampling.temperature"
+                f"no pairs: all {total:,} completions are right; use harder problems or a higher sampling.temperature"
             )
         if right == 0:
             return UserError(
                 f"no pairs: none of {total:,} completions is right; start from a better model (whet sft first), or "
-                "take easier problems"
+                "use easier problems"
             )
         return UserError(
             f"no pairs: {right:,} of {total:,} completions are right, but no problem has both a wrong one and a right "
@@ -130,14 +130,14 @@ def read_pairs(
 ) -> tuple[list[Pair], int]:
     """Read this rank's rows of a JSON-lines file with prompt, chosen and rejected.
 
-    Each is text, or a list of chat messages as TRL writes them. Where chosen and rejected begin with the prompt's
-    messages these are taken off, and without a prompt the messages that both begin with are the prompt.
+    Each is text, or a list of chat messages in TRL's format. If chosen and rejected start with the prompt's messages,
+    these are removed; without a prompt their common initial messages are the prompt.
 
     Args:
         path: The file (.gz too).
-        policy: Writes prompts in its protocol and encodes.
-        max_bad_rows: How many bad rows are tolerated.
-        bad_rows: Takes those that are left out.
+        policy: Renders and encodes prompts by its protocol.
+        max_bad_rows: Bad rows that are tolerated.
+        bad_rows: Collects the skipped rows.
 
     Returns:
         The pairs that fit in the context, and the number of those that do not.
@@ -152,7 +152,7 @@ def read_pairs(
             max_bad_rows=max_bad_rows,
             check=lambda row: found if isinstance(found := _contents(row), str) else None,
         )
-    except UserError as error:  # the reader's remedies name the task's options
+    except UserError as error:  # the reader's remedy names the task's option
         text = str(error).replace("--task.path", "--pairs").replace("--task.", "--")
         raise UserError(text) from None
     if bad_rows is not None:
@@ -171,7 +171,7 @@ def read_pairs(
 
 
 def _encode(policy: Policy, messages: Messages, chosen: str, rejected: str) -> Pair:
-    """Encode a row: prompt in the policy's protocol, completions as what follows it."""
+    """Encode a row: prompt in the policy's protocol, completions as its continuation."""
     prefix = policy.schema.generation_prefix
     asked = messages
     if policy.system_prompt and messages[0]["role"] != "system":

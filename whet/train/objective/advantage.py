@@ -1,4 +1,4 @@
-"""From scored groups to training sequences with advantages: the part of the objective that sees the whole step."""
+"""Turns scored groups into training sequences with advantages: the part of the objective that needs the whole step."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from whet.train.rollout.rollout import reward_matrix, score_planes
 from whet.types import Group, Sample
 
 WHITEN_EPS = 1e-8
-# A difference that is 0 but for rounding, whose size depends on the order of a sum.
+# Differences below this are rounding, whose size depends on the order of a sum.
 NEGLIGIBLE = 1e-9
 
 
 def with_advantages(groups: Sequence[Group], algo: AlgoConfig, weights: dict[str, float]) -> list[Group]:
-    """Return the groups with every sample's advantage filled in (None stays for unscorable samples).
+    """Return the groups with every sample's advantage filled in (None for unscorable samples).
 
-    It is the outcome's part, one number a sample; a critic, a KL in the reward and whitening come later, by token.
+    It is the outcome's part, one number per sample; a critic, a KL in the reward and whitening come later, per token.
 
     Args:
         groups: This rank's groups; every rank must call.
@@ -107,7 +107,7 @@ def without_advantages(groups: Sequence[Group]) -> list[Group]:
 
 
 def is_informative(groups: Sequence[Group], algo: AlgoConfig, weights: dict[str, float]) -> list[bool]:
-    """Say which groups' rewards differ, so that a group-relative advantage teaches something."""
+    """Say which groups' rewards differ, so that a group-relative advantage carries signal."""
     if not groups:
         return []
     if algo.multi_reward == "normalise":
@@ -118,7 +118,7 @@ def is_informative(groups: Sequence[Group], algo: AlgoConfig, weights: dict[str,
 
 
 def counted_samples(groups: Sequence[Group], algo: AlgoConfig) -> list[list[Sample]]:
-    """Return each group's samples that enter the loss's denominators: scored, and not cut off where those leave."""
+    """Return each group's samples that enter the loss's denominators: scored, and not cut off if those are filtered."""
     return [
         [
             sample
@@ -132,7 +132,7 @@ def counted_samples(groups: Sequence[Group], algo: AlgoConfig) -> list[list[Samp
 
 
 def training_sequences(groups: Sequence[Group], algo: AlgoConfig) -> list[TrainingSequence]:
-    """Turn counted samples into what the trainer reads: their very tokens and log-probabilities, never re-encoded."""
+    """Turn counted samples into training sequences: exactly their tokens and log-probabilities, never re-encoded."""
     sequences = []
     for members in counted_samples(groups, algo):
         num_group_tokens = sum(sample.num_trained for sample in members)
@@ -149,7 +149,7 @@ def training_sequences(groups: Sequence[Group], algo: AlgoConfig) -> list[Traini
                     if sample.trained
                     else sample.sampler_logprobs,
                     trained=sample.trained,
-                    # A critic learns when a reward came; elsewhere the sum of an episode is its outcome.
+                    # A critic learns from when a reward came; without one the sum of an episode is its outcome.
                     turn_rewards=_paid_early(sample) if algo.baseline == "value" else (),
                 )
             )
@@ -157,7 +157,7 @@ def training_sequences(groups: Sequence[Group], algo: AlgoConfig) -> list[Traini
 
 
 def _paid_early(sample: Sample) -> tuple[tuple[int, float], ...]:
-    """Return (index of the turn's last trained token, reward) of every turn but the last."""
+    """Return (index of the turn's last trained token, reward) for every turn except the last."""
     return tuple(
         (end - 1, reward) for end, reward in zip(sample.turn_ends, sample.turn_rewards, strict=True)
     )[:-1]
@@ -166,13 +166,13 @@ def _paid_early(sample: Sample) -> tuple[tuple[int, float], ...]:
 def token_advantages(
     sequences: Sequence[TrainingSequence], algo: AlgoConfig, value: ValueConfig, kl_coef: float
 ) -> list[TrainingSequence]:
-    """Fill in advantages by token: KL in the reward, the critic's GAE with its returns, whitening over the step.
+    """Fill in per-token advantages: KL in the reward, the critic's GAE with its returns, whitening over the step.
 
     Args:
         sequences: This rank's sequences with the columns that the objective needs; every rank must call.
         algo: The objective.
         value: The critic's arguments.
-        kl_coef: Present weight of the KL term.
+        kl_coef: Current weight of the KL term.
 
     Returns:
         The sequences with `advantages_T` (and `returns_T` with a critic).
@@ -200,12 +200,13 @@ def token_advantages(
             replace(sequence, advantages_T=rewards_to_go(rewards_T))
             for sequence, rewards_T in zip(sequences, rewards, strict=True)
         ]
-    # Equal outcomes leave the KL's noise alone: scaled to variance 1 it would drive a solved run at full strength.
+    # With equal outcomes only the KL's noise is left: scaled to variance 1 it would drive a solved run at full
+    # strength.
     return _whitened(filled, scale=not (is_flat and algo.baseline != "value")) if algo.whiten else filled
 
 
 def _token_rewards(sequence: TrainingSequence, algo: AlgoConfig, kl_coef: float) -> torch.Tensor:
-    """Return the outcome at the last token, less the weighted k1 of every token where KL is in the reward."""
+    """Return the outcome at the last token, minus the weighted k1 of every token if KL is in the reward."""
     rewards_T = torch.zeros(sequence.num_trained, dtype=torch.float64)
     rewards_T[-1] = sequence.advantage
     for place, reward in sequence.turn_rewards:
@@ -227,14 +228,14 @@ def _column(values_T: torch.Tensor | None) -> torch.Tensor:
 
 
 def _spread(columns: Sequence[torch.Tensor]) -> float:
-    """Return the difference of the largest and the smallest number of all ranks; 0 where it is rounding."""
+    """Return the difference of the largest and the smallest number of all ranks; 0 if it is rounding."""
     high = all_reduce_max(max((float(c.max()) for c in columns), default=-math.inf))
     low = -all_reduce_max(max((-float(c.min()) for c in columns), default=-math.inf))
     return 0.0 if high - low <= SPREAD_TOLERANCE * max(1.0, abs(high), abs(low)) else high - low
 
 
 def _whitened(sequences: Sequence[TrainingSequence], *, scale: bool) -> list[TrainingSequence]:
-    """Give the token advantages of all ranks mean 0 and, with `scale`, variance 1; all equal ones become 0."""
+    """Give the token advantages of all ranks mean 0 and, with `scale`, variance 1; if all are equal they become 0."""
     columns = [_column(sequence.advantages_T) for sequence in sequences]
     count, total = all_reduce_sum(sum(map(len, columns)), sum(float(c.sum()) for c in columns))
     mean = total / max(count, 1.0)

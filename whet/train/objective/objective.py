@@ -1,6 +1,6 @@
-"""The policy objective of a step: from groups with advantages to one or more updates of the weights.
+"""The policy objective of a step: turns groups with advantages into one or more weight updates.
 
-Every algorithm takes this path; they differ in the arguments (`AlgoConfig`, `OffPolicyConfig`, `ValueConfig`) alone.
+Every algorithm takes this path; they differ only in the arguments (`AlgoConfig`, `OffPolicyConfig`, `ValueConfig`).
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from whet.train.rl_config import RLConfig
 from whet.train.rollout.overlap import part_groups
 from whet.types import Group, MicroBatch
 
-# What of a step a gradient sees: sequences that teach, tokens of highest entropy, and groups as they come.
+# Selection of a step's data for the gradient: sequences with signal, tokens of highest entropy, groups as they arrive.
 
 Prepare = Callable[[Sequence[Group]], tuple[list[TrainingSequence], Tally]]
 Backpropagate = Callable[[Sequence[TrainingSequence], int], tuple[dict[str, float], Tally]]
 
 
 def longest(sequences: Sequence[TrainingSequence]) -> int:
-    """Return the tokens of the longest sequence, which stands in one micro-batch whatever its budget."""
+    """Return the tokens of the longest sequence, which is never split, whatever the micro-batch budget."""
     return max((sequence.num_tokens for sequence in sequences), default=0)
 
 
 def has_advantage(sequence: TrainingSequence) -> bool:
-    """Say whether a token of a sequence has an advantage other than 0."""
+    """Say whether any token of a sequence has a non-zero advantage."""
     if sequence.advantages_T is None:
         return sequence.advantage != 0
     return bool((sequence.advantages_T != 0).any())
@@ -71,12 +71,12 @@ def keep_top_entropy(
     share: float,
     dtype: torch.dtype,
 ) -> list[TrainingSequence]:
-    """Give policy weight 0 to all tokens but the share of highest entropy in the whole step; keep ties.
+    """Set the policy weight of all tokens to 0 except the share of highest entropy in the whole step; keep ties.
 
     Args:
         sequences: This rank's sequences; every rank must call.
         entropies: Entropy of each trained token.
-        share: Share of the tokens that are kept.
+        share: Share of tokens to keep.
         dtype: Dtype of the weights.
     """
     mine = torch.cat([*(part.cpu() for part in entropies), torch.zeros(0, dtype=dtype)])
@@ -96,16 +96,16 @@ def keep_top_entropy(
 
 
 class Parts:
-    """The gradient of a step, added up over parts of its groups while others are still drawn.
+    """The gradient of a step, accumulated over parts of its groups while others are still being sampled.
 
-    A part is the next so many groups in the order of `add`, whenever they come: sums have one order. Losses are divided
-    by the step's denominator at the end, when it is known: the gradient is linear in its inverse.
+    A part is the next `num_groups` groups in the order of `add`, whenever they arrive, so that sums have a fixed order.
+    The gradient is divided by the step's denominator at the end, when it is known: it is linear in its inverse.
 
     Args:
-        num_groups: Groups of a part.
+        num_groups: Groups per part.
         prepare: Turns groups into sequences, with sums for the metrics.
-        backpropagate: Adds the gradient of a part's undivided loss, in micro-batches of so many tokens.
-        budget: Tokens of a micro-batch.
+        backpropagate: Adds the gradient of a part's undivided loss, in micro-batches of the given number of tokens.
+        budget: Tokens per micro-batch.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class Parts:
         self._clear()
 
     def add(self, group: Group) -> None:
-        """Take the next group, with advantages; backpropagate when a part is full."""
+        """Add the next group, with advantages; backpropagate when a part is full."""
         self._groups.append(group)
         if len(self._groups) % self._num_groups == 0:
             self._flush()
 
     def gather(self, groups: Sequence[Group]) -> tuple[list[TrainingSequence], Tally]:
-        """Take those of a step's groups that were not added yet, and the last part; return all that was prepared.
+        """Process the step's groups that were not added yet; return everything that was prepared.
 
         Args:
-            groups: All groups of the step; the first of them are those that were added.
+            groups: All groups of the step, starting with those that were added.
         """
         assert all(mine.problem is group.problem for mine, group in zip(self._groups, groups, strict=False))
         for group in groups[len(self._groups) :]:
@@ -139,7 +139,7 @@ class Parts:
     def divide(
         self, denominator: float, parameters: Iterable[torch.nn.Parameter]
     ) -> tuple[dict[str, float], Tally]:
-        """Divide the gradients of what is trained, and the loss; return what was summed, and begin again."""
+        """Divide the model's gradients and the loss by the denominator; return the sums, and reset."""
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / denominator)
@@ -154,7 +154,7 @@ class Parts:
         self._totals, self._sums = dict[str, float](), Tally()
 
     def _flush(self) -> None:
-        """Backpropagate what was added since the last part."""
+        """Backpropagate the groups added since the last part."""
         fresh = self._groups[self._num_cut :]
         if fresh:
             self._num_cut = len(self._groups)
@@ -162,7 +162,7 @@ class Parts:
             self._budget.run(self._run, longest([s for part, _ in self._parts for s in part]))
 
     def _run(self, tokens: int) -> None:
-        if tokens != self._tokens:  # memory ran out: the budget was halved, all gradients were dropped
+        if tokens != self._tokens:  # out of memory: the budget was halved and all gradients were dropped
             self._num_done, self._tokens, self._totals, self._sums = 0, tokens, {}, Tally()
         while self._num_done < len(self._parts):
             totals, sums = self._backpropagate(self._parts[self._num_done][0], tokens)
@@ -172,21 +172,21 @@ class Parts:
 
 
 class Objective:
-    """The objective of one run, with its reference and its critic where the arguments ask for them.
+    """The objective of one run, with a reference and a critic if the arguments need them.
 
     Args:
-        policy: The policy that is trained; as it is now, it becomes reference and critic.
+        policy: The policy to train; reference and critic start as copies of its current state.
         algo: The objective.
-        off_policy: What is done about samples of another policy.
+        off_policy: Handling of stale samples.
         value: The critic's arguments; read with baseline 'value'.
-        optim: Optimizer arguments; the critic's are made from them, and the micro-batches' budget and precision.
+        optim: Optimizer arguments; the critic's are derived from them; also micro-batch budget and precision.
         temperature: Sampling temperature of the rollouts.
         max_length: Longest completion in tokens, the constant of Dr. GRPO.
         seed: Seed of the order of minibatches.
-        part_groups: Groups of a part, see `Parts`; 0 to take all groups of a step at once.
+        part_groups: Groups per part, see `Parts`; 0 to process all groups of a step together.
 
     Attributes:
-        num_tokens_read: Tokens, prompts included, that the last step's training passes read, over all ranks.
+        num_tokens_read: Tokens, including prompts, read by the last step's training passes, over all ranks.
     """
 
     def __init__(
@@ -229,11 +229,11 @@ class Objective:
         optim: OptimConfig | None = None,
         value: ValueConfig | None = None,
     ) -> Objective:
-        """Make that of a run from its config.
+        """Create the objective of a run from its config.
 
         Args:
             config: The run's settings.
-            policy: The policy that is trained.
+            policy: The policy to train.
             optim: Other settings of the update.
             value: Other settings of the critic.
         """
@@ -250,7 +250,7 @@ class Objective:
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint needs of reference and critic."""
+        """Return the checkpoint tensors of reference and critic."""
         return {
             name: tensor
             for part in (self._reference, self._critic)
@@ -259,11 +259,11 @@ class Objective:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the rest of what a checkpoint needs."""
+        """Return the rest of the checkpoint state."""
         return {**self._coefficients.state(), "token_budget": self._budget.tokens}
 
     def load(self, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Put back what `tensors` and `state` returned."""
+        """Restore the results of `tensors` and `state`."""
         for part in (self._reference, self._critic):
             if part is not None:
                 part.load_tensors(tensors)
@@ -271,11 +271,11 @@ class Objective:
         self._budget.tokens = int(state.get("token_budget", self._budget.tokens))
 
     def rehearse(self, longest: int) -> None:
-        """Try out a full micro-batch of sequences of `longest` tokens."""
+        """Run a full micro-batch of sequences of `longest` tokens as a trial."""
         rehearse(self._policy, self._budget, longest)
 
     def add(self, group: Group, progress: float) -> None:
-        """Take one of the next step's groups before the others are in: they are backpropagated part by part."""
+        """Add one of the next step's groups before the others are ready: they are backpropagated part by part."""
         assert self._parts is not None
         self._coefficients.begin_step(progress)
         self._parts.add(group)
@@ -289,14 +289,14 @@ class Objective:
         step: int = 0,
         progress: float = 0.0,
     ) -> dict[str, float]:
-        """Do the step's updates: backpropagate over all micro-batches and ranks, then change the weights.
+        """Run the step's updates: backpropagate over all micro-batches and ranks, then update the weights.
 
         Args:
             groups: This rank's groups that the loss uses, with advantages.
             optimizer: Optimizer of the policy's model.
             lr: Learning rate of this step.
             step: Steps done before this one.
-            progress: Share of the run that is done, 0 to 1.
+            progress: Completed share of the run, 0 to 1.
 
         Returns:
             Metrics of the step: means over its updates.
@@ -346,7 +346,7 @@ class Objective:
         return self._prepare(training_sequences(groups, self._algo))
 
     def _prepare(self, sequences: list[TrainingSequence]) -> tuple[list[TrainingSequence], Tally]:
-        """Measure what the objective needs before its first update, and make the advantages of tokens from it."""
+        """Compute everything that the objective needs before its first update, and the per-token advantages."""
         algo, tally = self._algo, Tally()
         needs_policy = self._is_recomputed or algo.entropy_top_share < 1
         if needs_policy or self._reference is not None or self._critic is not None:
@@ -369,7 +369,7 @@ class Objective:
     def _measure_all(
         self, sequences: Sequence[TrainingSequence], needs_policy: bool, token_budget: int
     ) -> tuple[dict[int, dict[str, torch.Tensor]], Tally]:
-        """Score all sequences before the first update; return columns by sequence, and sums over all tokens."""
+        """Score all sequences before the first update; return columns per sequence, and sums over all tokens."""
         measured: dict[int, dict[str, torch.Tensor]] = {}
         tally = Tally()
         for micro in self._pack(sequences, token_budget):
@@ -415,7 +415,8 @@ class Objective:
     def _minibatches(
         self, sequences: Sequence[TrainingSequence], step: int, epoch: int
     ) -> list[list[TrainingSequence]]:
-        """Deal whole groups into minibatches by a hash of their names: the same whatever rank holds a group."""
+        """Distribute whole groups over minibatches by a hash of their names, independently of which rank has a
+        group."""
         count = self._algo.num_minibatches
         if count == 1:
             return [list(sequences)]
@@ -428,7 +429,8 @@ class Objective:
     def _update_policy(
         self, counted: Sequence[TrainingSequence], optimizer: Optimizer, lr: float, tally: Tally | None
     ) -> dict[str, float]:
-        """Do one update of the policy; return its metrics, or none where no token teaches and nothing is done."""
+        """Run one update of the policy; return its metrics, or none if no token carries signal and nothing is
+        updated."""
         optimizer.begin(lr)
         trained = self._teaching(counted)
         num_tokens, num_sequences, num_prompts, num_scored_tokens, num_read = all_reduce_sum(
@@ -479,7 +481,7 @@ class Objective:
         denominator: float = 1.0,
         measures: bool = True,
     ) -> tuple[dict[str, float], Tally]:
-        """Add the gradient of sequences, in micro-batches of so many tokens; return sums for the metrics."""
+        """Accumulate the gradient of sequences, in micro-batches of `tokens` tokens; return sums for the metrics."""
         sums = Tally()
         micro_batches = self._pack(self._teaching(counted), tokens, aggregation=self._algo.aggregation)
         own = sums if measures else None
@@ -531,7 +533,7 @@ class Objective:
         return weighted_sum(loss_M, micro.weights_M, denominator), totals
 
     def _update_critic(self, counted: Sequence[TrainingSequence], lr: float, tally: Tally) -> None:
-        """Do one update of the critic on all tokens of a minibatch, their mean squared error halved."""
+        """Run one update of the critic on all tokens of a minibatch, with half the mean squared error."""
         assert self._critic is not None
         critic = self._critic
         (num_tokens,) = all_reduce_sum(sum(sequence.num_trained for sequence in counted))

@@ -1,4 +1,4 @@
-"""What stands beside the policy in training: its reference, its critic, and the coefficients that adapt."""
+"""Companions of the policy in training: reference, critic, and adaptive coefficients."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ENTROPY_COEF_MAX = 1.0
 
 
 class Reference:
-    """The policy that the KL term holds on to: frozen, or following the policy as the objective says.
+    """The reference policy of the KL term: frozen, or following the policy.
 
     Args:
-        model: The policy's model; as it is now, it becomes the reference.
-        algo: Says whether and how the reference follows.
+        model: The policy's model; the reference is a copy of its current state.
+        algo: Decides whether and how the reference follows.
     """
 
     def __init__(self, model: LanguageModel, algo: AlgoConfig) -> None:
@@ -37,7 +37,7 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, model: LanguageModel, step: int) -> None:
-        """Move towards the policy after an optimizer step, where that is asked for.
+        """Move towards the policy after an optimizer step, if configured.
 
         Args:
             model: The policy's model.
@@ -50,20 +50,20 @@ class Reference:
                 mine.lerp_(theirs, 1.0 - self._ema)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint needs: nothing for a frozen reference, which the run's start makes again."""
+        """Return the checkpoint tensors: none for a frozen reference, which a resumed run recreates."""
         if not self._refresh_every and self._ema is None:
             return {}
         return {f"reference/{name}": parameter for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
     def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `tensors` returned."""
+        """Restore the result of `tensors`."""
         for name, tensor in self.tensors().items():
             tensor.copy_(state[name])
 
 
 class Critic(torch.nn.Module):
-    """The value model of PPO: a copy of the starting policy whose head is one number per token, at first 0.
+    """The value model of PPO: a copy of the starting policy whose head returns one number per token, initially 0.
 
     Args:
         policy: The starting policy.
@@ -93,13 +93,13 @@ class Critic(torch.nn.Module):
         return hidden_MD.to(wide) @ self.head.to(wide)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint needs: weights and optimizer state."""
+        """Return the checkpoint tensors: weights and optimizer state."""
         state = {f"critic/{name}": parameter.detach() for name, parameter in self.named_parameters()}
         return state | {f"critic/optimizer/{name}": t for name, t in self.optimizer.tensors().items()}
 
     @torch.no_grad()
     def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `tensors` returned."""
+        """Restore the result of `tensors`."""
         for name, parameter in self.named_parameters():
             parameter.detach().copy_(state[f"critic/{name}"])
         prefix = "critic/optimizer/"
@@ -108,7 +108,7 @@ class Critic(torch.nn.Module):
 
 
 class Coefficients:
-    """Present weights of the KL term and of the entropy bonus, constant, scheduled or adaptive.
+    """Current weights of the KL term and of the entropy bonus: constant, scheduled or adaptive.
 
     Args:
         algo: Start values, targets and schedule.
@@ -118,7 +118,7 @@ class Coefficients:
         entropy: Weight of the entropy bonus, 0 while the entropy is above its target.
 
     Source: KL controller after 1909.08593 section 2.2, in the stepwise form of PPO's code (x1.5, x0.8, clamped);
-    adaptive entropy: Skywork-OR1 2505.22312 section 4. Deviation: it looks at the entropy of the step before.
+    adaptive entropy: Skywork-OR1 2505.22312 section 4. Deviation: it uses the entropy of the previous step.
     """
 
     def __init__(self, algo: AlgoConfig) -> None:
@@ -137,14 +137,14 @@ class Coefficients:
         """Follow the schedule.
 
         Args:
-            progress: Share of the run's steps that is done, 0 to 1.
+            progress: Completed share of the run's steps, 0 to 1.
         """
         final = self._algo.entropy_coef_final
         if final is not None:
             self._entropy = self._algo.entropy_coef + (final - self._algo.entropy_coef) * progress
 
     def end_step(self, *, kl: float, entropy: float) -> None:
-        """Adapt to what the step measured, in nats per token."""
+        """Adapt to the step's measurements, in nats per token."""
         target = self._algo.kl_target
         if target is not None:
             factor = KL_RAISE if kl > KL_BAND * target else KL_LOWER if kl < target / KL_BAND else 1.0
@@ -155,10 +155,10 @@ class Coefficients:
         self._last_entropy = entropy
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
+        """Return the checkpoint state."""
         return {"kl": self.kl, "entropy": self._entropy, "last_entropy": self._last_entropy}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Put back what `state` returned."""
+        """Restore the result of `state`."""
         self.kl, self._entropy = float(state["kl"]), float(state["entropy"])
         self._last_entropy = float(state["last_entropy"])

@@ -1,4 +1,4 @@
-"""Sums over the tokens of a step, and the metrics that they become once all ranks have added theirs."""
+"""Sums over the tokens of a step, and the metrics computed from them over all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whet.ranks.collectives import all_reduce_max, all_reduce_sum
 
 
 class Tally:
-    """Sums by name over this rank's tokens; a name that ends in '_max' keeps its largest value instead."""
+    """Sums by name over this rank's tokens; a name that ends in '_max' keeps the maximum instead."""
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
@@ -49,7 +49,7 @@ def add_up(columns: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def gap_sums(logprobs_M: torch.Tensor, sampler_logprobs_M: torch.Tensor) -> dict[str, float]:
-    """Sum over tokens what tells trainer and sampler apart, with rho = trainer / sampler."""
+    """Return sums over tokens of the differences between trainer and sampler, with rho = trainer / sampler."""
     log_rho_M = log_ratio(logprobs_M.detach(), sampler_logprobs_M).double()
     rho_M = log_rho_M.exp()
     sums = add_up(
@@ -66,7 +66,8 @@ def gap_sums(logprobs_M: torch.Tensor, sampler_logprobs_M: torch.Tensor) -> dict
 
 
 def sampler_metrics(tally: Tally, *, has_correction: bool) -> dict[str, float]:
-    """Say how far sampler and trainer are apart before the first update, over all ranks; nothing where none scored."""
+    """Return the difference of sampler and trainer before the first update, over all ranks; empty if nothing was
+    scored."""
     tokens, gap, k3, rho, rho_square, active = tally.reduced(
         "tokens", "gap", "k3", "rho", "rho_square", "correction_active"
     )
@@ -86,7 +87,7 @@ def sampler_metrics(tally: Tally, *, has_correction: bool) -> dict[str, float]:
 def value_sums(
     values_M: torch.Tensor, start_values_M: torch.Tensor, returns_M: torch.Tensor, clipped_M: torch.Tensor
 ) -> dict[str, float]:
-    """Sum over tokens what the critic's metrics are made of."""
+    """Return the sums over tokens for the critic's metrics."""
     error_M, start_error_M = (values_M.detach() - returns_M).double(), (start_values_M - returns_M).double()
     returns_M = returns_M.double()
     return add_up(
@@ -127,7 +128,7 @@ def critic_metrics(tally: Tally) -> dict[str, float]:
 
 
 def mean_of(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the updates that have it; loss and norm are 0 where none has."""
+    """Return the mean of each metric over the updates that have it; loss and norm are 0 if none has."""
     means = {"rl/loss": 0.0, "rl/grad_norm": 0.0}
     for name in dict.fromkeys(name for result in results for name in result):
         values = [result[name] for result in results if name in result]

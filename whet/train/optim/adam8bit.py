@@ -1,8 +1,9 @@
-"""AdamW's moments in 8 bits a number: block-wise codes, unpacked to float32 for every update.
+"""AdamW's moments in 8 bits: block-wise codes, unpacked to float32 for every update.
 
-Source: 2110.02861 (blocks with their own largest number, dynamic tree code). Deviations: blocks of 256, not 2,048; the
-second moment is kept as its square root, which has the range of the first; rounding is stochastic, unbiased, since a
-decay of 0.001 a step is less than half a code and would be rounded away for ever; the signed code has both its ends.
+Source: 2110.02861 (blocks with their own maximum, dynamic tree code). Deviations: blocks of 256, not 2,048; the
+second moment is kept as its square root, which has the range of the first; rounding is stochastic and unbiased, because
+a decay of 0.001 per step is less than half a code and would always be rounded away; the signed code has both ends, -1
+and 1.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 
 BLOCK = 256
 CHUNK = 2**18
-"""Numbers that are float32 at once; a multiple of `BLOCK`."""
+"""Numbers unpacked to float32 at a time; a multiple of `BLOCK`."""
 MIN_NUMBERS = 4096
 """Tensors with fewer numbers (norms, biases) keep float32 moments, as in the paper's code."""
 DECADES = 7
@@ -29,27 +30,28 @@ def dynamic_code(*, is_signed: bool, device: torch.device) -> torch.Tensor:
 
     Args:
         is_signed: Whether one bit is the sign.
-        device: Where the values go.
+        device: Device of the values.
     """
     values = [0.0, 1.0]
     for decade in range(DECADES):
         count = 2 ** (decade + (not is_signed))
         values += [10.0 ** (decade + 1 - DECADES) * (0.1 + 0.9 * (k + 0.5) / count) for k in range(count)]
-    if is_signed:  # -1 takes the place of the least number below 0
+    if is_signed:  # -1 replaces the smallest negative number
         values += [-value for value in values if value > min(filter(None, values))]
     return torch.tensor(sorted(values), device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """The values of a byte, and what finds a number's place among them without a search.
+    """The values of a byte, and tables that find a number's code without a search.
 
     Attributes:
         values: Ascending, 256 of them.
-        above: What is above each; infinity for the last.
-        density: Codes per unit from each to the next; 0 for the last, which nothing is above.
-        start: For the upper 16 bits of a float32 number: the code below all numbers that begin with them. These
-            numbers are 2^-7 of themselves apart at the most, less than codes are: the right code is this or the next.
+        above: The next higher value of each; infinity for the last.
+        density: Codes per unit from each to the next; 0 for the last.
+        start: By the upper 16 bits of a float32 number: the code below all numbers that start with them. These numbers
+            differ by at most 2^-7 of themselves, less than neighbouring codes do: the right code is this one or the
+            next.
     """
 
     values: torch.Tensor
@@ -60,24 +62,24 @@ class Code:
 
 @cache
 def code_of(*, is_signed: bool, device: torch.device) -> Code:
-    """Return `dynamic_code` with its tables; made once."""
+    """Return `dynamic_code` with its tables; cached."""
     values = dynamic_code(is_signed=is_signed, device=device)
     upper = torch.arange(2**16, dtype=torch.int32, device=device)
-    # The least of the numbers that begin with these bits: below 0 it is the one of the largest magnitude.
+    # The smallest of the numbers that start with these bits: below 0 it has the largest magnitude.
     least = (torch.where(upper < 2**15, upper, upper + 1) << 16).view(torch.float32)
-    least[-1] = -math.inf  # the last bits but one are no number's; one more would be those of +0
+    least[-1] = -math.inf  # the last pattern is no number's (NaN); one more would wrap to +0
     start = (torch.bucketize(least, values, right=True) - 1).clamp_(0, 255).to(torch.uint8)
     above = torch.cat((values[1:], values.new_tensor([math.inf])))
     return Code(values, above, 1 / (above - values), start)
 
 
 def encode(x_N: torch.Tensor, code: Code, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round numbers to codes, up or down by chance so that the mean is right; what is above 0 stays above 0.
+    """Round numbers to codes stochastically, without bias; positive numbers stay positive.
 
     Args:
         x_N: Float32 numbers.
         code: Values of a byte.
-        generator: Decides which way.
+        generator: Source of randomness.
 
     Returns:
         Codes uint8 [N], and the largest magnitude of each block of `BLOCK`.
@@ -95,25 +97,25 @@ def encode(x_N: torch.Tensor, code: Code, generator: torch.Generator) -> tuple[t
 
 
 def _chances(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw numbers between 0 and 1 in steps of 2^-16, four of one draw."""
+    """Draw uniforms in [0, 1) in steps of 2^-16, four from each random number."""
     words = torch.empty(-(-count // 4), dtype=torch.int64, device=generator.device)
     words.random_(-(2**63), None, generator=generator)
     return words.view(torch.int16)[:count].float().add_(2**15 + 0.5).mul_(2.0**-16)
 
 
 def decode(codes_N: torch.Tensor, scales: torch.Tensor, code: Code) -> torch.Tensor:
-    """Return the float32 numbers [N] that `encode` rounded to."""
+    """Return the float32 numbers [N] of codes from `encode`."""
     count = codes_N.numel()
     values = F.pad(code.values.index_select(0, codes_N.int()), (0, -count % BLOCK))
     return (values.view(-1, BLOCK) * scales[:, None]).flatten()[:count]
 
 
 class Moments:
-    """Both moments of one tensor: 2.03 bytes a number.
+    """Both moments of one tensor: 2.03 bytes per number.
 
     Args:
-        count: Numbers of the tensor; the moments begin as zeros.
-        device: Where they go.
+        count: Numbers in the tensor; the moments start at zero.
+        device: Their device.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -123,13 +125,13 @@ class Moments:
         self._values = [code_of(is_signed=signed, device=device) for signed in (True, False)]
 
     def parts(self, seed: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield the moments in float32, part by part; what the caller leaves in them is rounded and kept.
+        """Yield the moments in float32, part by part; the caller's changes are rounded and stored.
 
         Args:
-            seed: Of the rounding; the same seed rounds in the same way.
+            seed: Seed of the rounding.
 
         Yields:
-            Where the part is in the flat tensor, its first moments, and its second.
+            The part's slice of the flat tensor, its first moments, and its second moments.
         """
         generator = torch.Generator(self._scales[0].device).manual_seed(seed)
         count = self._codes[0].numel()

@@ -1,4 +1,4 @@
-"""The arithmetic of one tensor's update, where the tensor is: by the C++ kernels, or by PyTorch's fused one."""
+"""The AdamW update of one tensor on its own device, by the C++ kernels or by PyTorch's fused kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from whet.kernels.cpu import ops as cpu
 
 EVERYTHING = slice(None)
 CHUNK = {"cpu": 2**18, "cuda": 2**24}
-"""Weights that are float32 at once: in a CPU's cache they cost little to put together and to split."""
+"""Weights unpacked to float32 at a time: within a CPU's cache joining and splitting them is cheap."""
 
 
 def suits_kernel(gradient: torch.Tensor) -> bool:
@@ -18,7 +18,7 @@ def suits_kernel(gradient: torch.Tensor) -> bool:
 
 
 def sum_of_squares(gradient: torch.Tensor) -> float:
-    """Return the sum of squares in float64, of rows in float32 first where there are many: no copy of the whole."""
+    """Return the sum of squares in float64; large tensors are first summed by row in float32, to avoid a full copy."""
     if suits_kernel(gradient):
         return cpu.sum_of_squares(gradient)
     if gradient.dtype == torch.float64 or gradient.dim() < 2:
@@ -28,16 +28,16 @@ def sum_of_squares(gradient: torch.Tensor) -> float:
 
 
 class Master:
-    """What is updated in a parameter's place: itself, or float32 weights that round to it.
+    """The weights that the optimizer updates: the parameter itself, or float32 weights that round to it.
 
-    The float32 weights of a bfloat16 parameter are the parameter and 16 bits more, together 4 bytes a weight instead
-    of 6, and exact: a float32 number is its nearest bfloat16 number plus the lower half of its own bits, read as a
-    signed integer, in steps of its last place. A number half way between two bfloat16 numbers rounds away from zero
+    The float32 weights of a bfloat16 parameter are stored as the parameter plus 16 more bits: 4 bytes per weight
+    instead of 6, and exact. A float32 number is its nearest bfloat16 number plus the lower half of its own bits, read
+    as a signed integer, in steps of its last place. A number halfway between two bfloat16 numbers rounds away from zero
     (to even, the distance would be +2^15 as often as -2^15, one number too many for 16 bits).
 
     Args:
-        parameter: The parameter; its number is what the weights begin with.
-        is_offloaded: Whether the weights are in host memory, then a whole copy.
+        parameter: The parameter; the weights start at its values.
+        is_offloaded: Whether the weights are in host memory, as a full copy.
     """
 
     def __init__(self, parameter: torch.Tensor, *, is_offloaded: bool) -> None:
@@ -52,7 +52,7 @@ class Master:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self._whole.device
 
     @property
@@ -62,17 +62,17 @@ class Master:
 
     @property
     def is_split(self) -> bool:
-        """Whether the weights are the parameter and 16 bits more."""
+        """Whether the weights are stored as the parameter plus 16 bits."""
         return self._low is not None
 
     def held(self) -> list[torch.Tensor]:
-        """Return the tensors that are there besides the parameter."""
+        """Return the tensors held in addition to the parameter."""
         if self._low is not None:
             return [self._low]
         return [] if self._whole is self._parameter else [self._whole]
 
     def read(self, part: slice = EVERYTHING) -> torch.Tensor:
-        """Return a part of the flat weights: a view, or a copy that only `write` puts back."""
+        """Return a part of the flat weights: a view, or a copy that `write` must put back."""
         whole = self._whole.view(-1)[part]
         if self._low is None:
             return whole
@@ -80,11 +80,11 @@ class Master:
         return bits.add_(self._low.view(-1)[part]).view(torch.float32)
 
     def write(self, weights: torch.Tensor, part: slice = EVERYTHING) -> None:
-        """Set a part of the flat weights, and of the parameter; a copy that `read` returned is used up."""
+        """Set a part of the flat weights, and of the parameter; a copy from `read` is overwritten."""
         target, whole = self._parameter.view(-1)[part], self._whole.view(-1)[part]
         if self._low is not None:
             bits = weights.view(torch.int32)
-            self._low.view(-1)[part].copy_(bits)  # the lower half: what is above is cut off
+            self._low.view(-1)[part].copy_(bits)  # the lower half: int16 drops the upper bits
             _round(bits, target)
             return
         if weights.data_ptr() != whole.data_ptr():
@@ -98,7 +98,7 @@ class Master:
 
 
 def _round(bits: torch.Tensor, target: torch.Tensor) -> None:
-    """Write the bfloat16 numbers nearest to float32 ones, which are given by their bits and lost."""
+    """Write the bfloat16 numbers nearest to float32 ones, given by their bits, which are overwritten."""
     upper = bits.add_(2**15).bitwise_right_shift_(16)
     target.view(torch.int16).copy_(upper)
 
@@ -116,15 +116,15 @@ def adamw(
     eps: float,
     decay: float,
 ) -> None:
-    """Update one tensor in place, by the C++ kernel where that can be, else by PyTorch's.
+    """Update one tensor in place, by the C++ kernel if possible, else by PyTorch's.
 
     Args:
         master: Weights.
         gradient: Gradient, in its own dtype.
         first: First moment, in the dtype of the weights.
         second: Second moment.
-        step: Updates with this one, a scalar tensor where the weights are.
-        factor: What the gradient is multiplied by (clipping).
+        step: Updates including this one, a scalar tensor on the weights' device.
+        factor: Factor of the gradient (clipping).
         lr: Learning rate.
         betas: Decays of the moments.
         eps: Added to the denominator.

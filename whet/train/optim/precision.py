@@ -1,4 +1,5 @@
-"""`optim.precision = auto`: a layer's own step, timed in each precision on the run's device; the fastest is taken."""
+"""Resolves `optim.precision = auto`: times a layer's step in each precision on the run's device, and takes the
+fastest."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from whet.train.session import RunConfig
 C = TypeVar("C", bound=RunConfig)
 CANDIDATES: tuple[Precision, ...] = ("float32", "bfloat16_master", "bfloat16_autocast")
 ADVANTAGE = 1.25
-"""bfloat16 loses digits: it has to be this much faster than float32."""
+"""Minimum speed-up of bfloat16 over float32, because it loses digits."""
 NUM_SEQUENCES, LENGTH, VOCABULARY, REPEATS = 4, 128, 4096, 3
 
 
@@ -38,17 +39,17 @@ def _shape(policy: PolicyConfig) -> ModelConfig:
     return from_hf(read_json(path), where=str(path))
 
 
-def settle_precision(config: C, find_shape: Callable[[PolicyConfig], ModelConfig] = _shape) -> C:
-    """Return the config with a precision in place of auto: that of its run folder, or the fastest one here.
+def resolve_precision(config: C, find_shape: Callable[[PolicyConfig], ModelConfig] = _shape) -> C:
+    """Return the config with auto replaced by a precision: that of its run folder, or the fastest one here.
 
-    A precision that the rest of the config refuses is not taken.
+    Precisions that the rest of the config refuses are skipped.
 
     Args:
         config: Settings of a run.
-        find_shape: Finds the shape of its model.
+        find_shape: Returns the shape of its model.
 
     Raises:
-        UserError: If the model's config.json cannot be had.
+        UserError: If the model's config.json cannot be loaded.
     """
     if config.optim.precision != "auto":
         return config
@@ -94,7 +95,7 @@ def measure(shape: ModelConfig, device: torch.device) -> dict[Precision, float]:
 
     Args:
         shape: The model.
-        device: Where it is to be trained.
+        device: The device for training.
 
     Returns:
         Median seconds by precision.
@@ -124,7 +125,7 @@ def measure(shape: ModelConfig, device: torch.device) -> dict[Precision, float]:
 
 def _medians(runs: Mapping[Precision, Callable[[], None]]) -> dict[Precision, float]:
     seconds: dict[Precision, list[float]] = {precision: [] for precision in runs}
-    for number in range(1 + REPEATS):  # in turn, so that a noisy neighbour disturbs all alike
+    for number in range(1 + REPEATS):  # alternating, so that other load disturbs all alike
         for precision, run in runs.items():
             began = time.perf_counter()
             run()

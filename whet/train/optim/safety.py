@@ -1,4 +1,4 @@
-"""What keeps a run from being lost: its settings, the order of sums, and a micro-batch that fits the memory."""
+"""Safety of a run: settings of resuming and saving, deterministic sums, and a micro-batch that fits into memory."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class SafetyConfig:
-    """Resuming, saving and stopping; no number that a run computes depends on it."""
+    """Resuming, saving and stopping; computed numbers do not depend on it."""
 
     deterministic: Literal["auto", "off", "warn", "strict"] = "auto"
-    """strict: only operations whose sums have a fixed order, and a resumed run is bitwise the same or refused; warn:
-    tell of both instead; off; auto: strict on a CPU, off elsewhere."""
+    """strict: only deterministic operations, and a resumed run is bitwise the same or refused; warn: only warn of both;
+    off; auto: strict on a CPU, off elsewhere."""
     keep: int = 2
-    """Checkpoints kept besides the best; at least 2."""
+    """Checkpoints to keep, besides the best; at least 2."""
     save_minutes: float = 0.0
-    """Save also when this long has passed since the last time; 0 for never."""
+    """Also save after this time since the last checkpoint; 0 disables."""
     background: bool = True
-    """Write checkpoints while training goes on, from a copy in memory."""
+    """Write checkpoints in the background, from a copy in memory."""
     disk_full: Literal["stop", "continue"] = "stop"
-    """What a full disk does to the run; earlier checkpoints stay whole either way."""
+    """Reaction to a full disk; earlier checkpoints stay intact either way."""
     rehearse: Literal["auto", "on", "off"] = "auto"
-    """Run one full micro-batch of the longest sequences first, so that memory fails before data is spent; auto: on a
+    """Run one full micro-batch of the longest sequences first, so that running out of memory shows early; auto: on a
     GPU."""
     max_skipped: int = 3
-    """Steps in a row that are left out because loss or gradient is not finite; at one more the run stops."""
+    """Consecutive steps that may be skipped because loss or gradient is not finite; one more stops the run."""
     hang_timeout_s: float = 3600.0
-    """Seconds without any progress after which all stacks are written down and the process ends; 0 for never."""
+    """Seconds without progress after which all stacks are written and the process ends; 0 disables."""
 
     def __post_init__(self) -> None:
         if self.keep < 2:
             raise ValueError(
-                f"safety.keep = {self.keep}: expected 2 or more (one alone is lost while the next is written)"
+                f"safety.keep = {self.keep}: expected 2 or more (a single one is lost while the next is written)"
             )
         for name in ("save_minutes", "hang_timeout_s"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -54,22 +54,22 @@ class SafetyConfig:
             raise ValueError(f"safety.max_skipped = {self.max_skipped}: expected 0 or more")
 
     def rehearses(self, device: torch.device) -> bool:
-        """Say whether a micro-batch is tried out first on a device."""
+        """Say whether to run a trial micro-batch first on a device."""
         return self.rehearse == "on" or (self.rehearse == "auto" and device.type != "cpu")
 
     def sameness(self, device: torch.device) -> Sameness:
-        """Return what is done on a device where a result could not be repeated bitwise."""
+        """Return the reaction, on a device, to results that are not bitwise reproducible."""
         if self.deterministic == "auto":
             return "strict" if device.type == "cpu" else "off"
         return self.deterministic
 
 
 def set_deterministic(sameness: Sameness, *, compiles: bool = False) -> None:
-    """Let PyTorch use operations only whose sums have a fixed order, tell of others, or use any.
+    """Restrict PyTorch to deterministic operations, warn of others, or allow any.
 
     Args:
-        sameness: What is wanted.
-        compiles: Whether the compiler, too, has to know; it takes 76 MB and 1.5 s to import.
+        sameness: The requested mode.
+        compiles: Whether to configure the compiler, too; importing it takes 76 MB and 1.5 s.
     """
     if sameness != "off":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
@@ -82,16 +82,16 @@ def set_deterministic(sameness: Sameness, *, compiles: bool = False) -> None:
 
 
 class TokenBudget:
-    """Tokens of a micro-batch: as configured, and halved for good when the memory does not hold so many.
+    """Tokens per micro-batch: as configured, and permanently halved when memory runs out.
 
-    The mathematics does not depend on it: losses are divided by counts of the whole step.
+    Results do not depend on it: losses are divided by counts of the whole step.
 
     Args:
-        tokens: Tokens of a micro-batch at first.
-        parameters: Whose gradients are dropped before a step is tried again.
+        tokens: Initial tokens per micro-batch.
+        parameters: Parameters whose gradients are dropped before a retry.
 
     Attributes:
-        tokens: Tokens of a micro-batch now.
+        tokens: Current tokens per micro-batch.
     """
 
     def __init__(self, tokens: int, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -99,14 +99,14 @@ class TokenBudget:
         self._parameters = list(parameters)
 
     def run(self, work: Callable[[int], Result], longest: int) -> Result:
-        """Do what fills the gradients from nothing; out of memory, drop them, halve the budget and do it again.
+        """Run work that accumulates gradients from zero; when out of memory, drop them, halve the budget and retry.
 
         Args:
-            work: Called with the tokens of a micro-batch.
-            longest: Tokens of the longest sequence, which is never cut: below it halving is of no use.
+            work: Called with the tokens per micro-batch.
+            longest: Tokens of the longest sequence, which is never split: below it halving does not help.
 
         Raises:
-            UserError: If the memory does not hold one sequence.
+            UserError: If one sequence does not fit into memory.
         """
         while True:
             try:
@@ -121,7 +121,7 @@ class TokenBudget:
             if self.tokens <= longest:
                 raise UserError(
                     f"out of memory with {longest} tokens in a micro-batch, the length of one sequence: use "
-                    "--optim.checkpoint-layers true, shorter completions, or a smaller model ('whet plan' tells what "
+                    "--optim.checkpoint-layers true, shorter completions, or a smaller model ('whet plan' shows what "
                     "fits)"
                 )
             self.tokens = max(longest, self.tokens // 2)
@@ -129,15 +129,15 @@ class TokenBudget:
 
 
 def rehearse(policy: Policy, budget: TokenBudget, length: int) -> None:
-    """Run a micro-batch as large as there will be any, forward and backward; nothing but the budget changes.
+    """Run a micro-batch of the largest possible size, forward and backward; only the budget may change.
 
     Args:
         policy: The policy.
-        budget: Tokens of a micro-batch, halved here where the memory does not hold them.
+        budget: Tokens per micro-batch; halved here if they do not fit into memory.
         length: Tokens of the longest sequence.
 
     Raises:
-        UserError: If the memory does not hold one sequence.
+        UserError: If one sequence does not fit into memory.
     """
     length = min(max(length, 2), policy.model.config.max_positions)
     rest, vocab = (0,) * (length - 1), policy.model.config.vocab_size
@@ -148,7 +148,7 @@ def rehearse(policy: Policy, budget: TokenBudget, length: int) -> None:
 
     def work(tokens: int) -> None:
         count = max(1, tokens // length)
-        # Each prompt another, as far as tokens go: sequences of one prompt would take less memory.
+        # Distinct prompts, as far as there are tokens: sequences of one prompt would take less memory.
         rows = [TrainingSequence(prompt_ids=(n % vocab,), completion_ids=rest) for n in range(count)]
         batch = pack(rows, token_budget=count * length, device=policy.device)
         forward_backward(batch.micro_batches, score, policy.model)
@@ -159,5 +159,5 @@ def rehearse(policy: Policy, budget: TokenBudget, length: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error is the memory's, of a GPU or of the host."""
+    """Say whether an error means out of memory, on a GPU or on the host."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

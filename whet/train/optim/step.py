@@ -1,4 +1,4 @@
-"""One optimizer step, shared by every program that trains: score tokens, backpropagate, clip, update."""
+"""The optimizer step, shared by all training programs: score tokens, backpropagate, clip, update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from whet.types import MicroBatch, UserError
 
 M_MMAP_THRESHOLD = -3
 LARGE_BYTES = 32 * 2**20
-"""Glibc's own limit of its threshold, which adapts; each tensor beyond it has pages of its own."""
+"""Upper limit of glibc's adaptive mmap threshold; each tensor beyond it has its own pages."""
 Precision = Literal["auto", "float32", "bfloat16_autocast", "bfloat16_master"]
 Schedule = Literal["cosine", "linear", "constant"]
 
@@ -54,21 +54,21 @@ class OptimConfig:
     max_grad_norm: float = 1.0
     """The global gradient norm is clipped to this; inf clips nothing."""
     token_budget: int = 16384
-    """Tokens of one micro-batch; the mathematics does not depend on it."""
+    """Tokens per micro-batch; results do not depend on it."""
     precision: Precision = "float32"
     """float32; bfloat16_autocast (float32 parameters, bfloat16 products); bfloat16_master (bfloat16 model,
-    float32 master weights); or auto, the fastest for the model's widths on the run's device, measured at the start."""
+    float32 master weights); or auto: the fastest for the model's widths on the run's device, measured at start-up."""
     checkpoint_layers: bool = False
     """Recompute each layer's activations in the backward pass (less memory, more time)."""
     checkpoint_kind: CheckpointKind = "layer"
-    """What checkpoint_layers recomputes: whole layers; mlp, their feed-forward part alone; or alternate, every second
-    layer."""
+    """What checkpoint_layers recomputes: layer: whole layers; mlp: only their feed-forward part; alternate: every
+    second layer."""
     offload_inputs: bool = False
     """With checkpoint_layers: keep the layers' inputs in host memory until the backward pass (on a GPU)."""
     adam_bits: Literal[32, 8] = 32
-    """Bits of a number of AdamW's moments; 8 takes 2 bytes a parameter instead of 8."""
+    """Bits per number of AdamW's moments; 8 takes 2 bytes per parameter instead of 8."""
     update_in_backward: bool = False
-    """Update each parameter as soon as its gradient is there and drop the gradient: one micro-batch, no clipping."""
+    """Update each parameter as soon as its gradient is ready, and drop the gradient: one micro-batch, no clipping."""
     offload_state: bool = False
     """Keep moments and master weights in host memory, and update there (with a GPU)."""
     compile: bool = False
@@ -100,12 +100,12 @@ class OptimConfig:
         if self.update_in_backward and self.max_grad_norm < math.inf:
             raise ValueError(
                 f"optim.update_in_backward = true with max_grad_norm = {self.max_grad_norm:g}: the norm is known when "
-                "all gradients are gone; switch clipping off with max_grad_norm = inf, or leave update_in_backward out"
+                "all gradients are gone; disable clipping with max_grad_norm = inf, or leave update_in_backward out"
             )
 
 
 def lean() -> dict[str, Any]:
-    """Return the fields of `OptimConfig` for the least memory; what is updated is float32 all the same."""
+    """Return the fields of `OptimConfig` for the least memory; updates are still float32."""
     return {
         "precision": "bfloat16_master",
         "adam_bits": 8,
@@ -116,7 +116,7 @@ def lean() -> dict[str, Any]:
 
 
 PRESETS: dict[str, Callable[[], dict[str, Any]]] = {"lean": lean}
-"""Some fields by one name: `--optim lean`."""
+"""Presets of several fields: `--optim lean`."""
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
@@ -132,7 +132,7 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
 
 @dataclass(slots=True)
 class _Arrivals:
-    """What has become of a backward pass whose gradients are used as they arrive."""
+    """State of a backward pass whose gradients are applied as they arrive."""
 
     lr: float
     squares: float = 0.0
@@ -175,9 +175,9 @@ class Optimizer:
             parameter.register_post_accumulate_grad_hook(partial(_call, arrive, index))
 
     def begin(self, lr: float) -> None:
-        """Say that the next backward pass is the one of the next `step`: it may use gradients as they arrive.
+        """Announce that the next backward pass belongs to the next `step`: gradients may be applied as they arrive.
 
-        Without this call, `step` alone does the update.
+        Without this call, `step` does the whole update.
 
         Args:
             lr: Learning rate of that step.
@@ -186,12 +186,12 @@ class Optimizer:
 
     def _arrive(self, index: int) -> None:
         arrivals, (name, parameter) = self._arrivals, self._named[index]
-        if arrivals is None:  # a backward pass that trains nothing, such as a rehearsal's
+        if arrivals is None:  # a backward pass without an update, such as a rehearsal's
             return
         if index in arrivals.seen:
             raise UserError(
-                f"optim.update_in_backward: {name} has a second gradient before the step's end; it takes one "
-                "micro-batch an update: raise optim.token_budget, or leave it out"
+                f"optim.update_in_backward: {name} has a second gradient before the step's end; it supports one "
+                "micro-batch per update: raise optim.token_budget, or leave it out"
             )
         assert parameter.grad is not None
         arrivals.seen.add(index)
@@ -206,11 +206,11 @@ class Optimizer:
 
         Args:
             lr: Learning rate of this step.
-            loss: Loss of the step. When it is not finite nothing is updated.
+            loss: Loss of the step. If it is not finite, nothing is updated.
 
         Returns:
-            The norm before clipping. When it is not finite nothing is updated; with `update_in_backward`, nothing from
-            the first gradient on that is not finite.
+            The norm before clipping. If it is not finite, nothing is updated; with `update_in_backward`, nothing from
+            the first non-finite gradient on.
         """
         arrivals, self._arrivals = self._arrivals, None
         if arrivals is not None and arrivals.seen:
@@ -235,7 +235,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _update_one(self, index: int, lr: float, factor: float) -> None:
-        """Update a parameter by its gradient, where its weights are, and drop the gradient."""
+        """Update a parameter on its weights' device, and drop its gradient."""
         config, parameter, master = self._config, self._named[index][1], self._masters[index]
         assert parameter.grad is not None
         gradient = parameter.grad.to(master.device)
@@ -256,10 +256,10 @@ class Optimizer:
                 decay=config.weight_decay if parameter.dim() >= 2 else 0.0,
             )
             master.write(weights, part)
-        torch.autograd.graph.increment_version(parameter)  # the kernels write past PyTorch
+        torch.autograd.graph.increment_version(parameter)  # the kernels write without PyTorch's knowledge
 
     def _parts(self, index: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield a tensor part by part, with its moments; whole where nothing has to be unpacked."""
+        """Yield a tensor in parts, with its moments; as one part if nothing needs unpacking."""
         if index in self._packed:
             yield from self._packed[index].parts(int(self._steps[index]) * len(self._named) + index)
             return
@@ -271,7 +271,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _update(self, used: list[int], gradients: list[torch.Tensor], lr: float) -> None:
-        """Update parameters that are their own weights, all in two calls."""
+        """Update all parameters that are their own weights, in two calls."""
         for is_matrix in (True, False):
             chosen = [
                 place for place, index in enumerate(used) if (self._named[index][1].dim() >= 2) == is_matrix
@@ -301,7 +301,7 @@ class Optimizer:
             torch.autograd.graph.increment_version(self._named[index][1])
 
     def held(self) -> list[torch.Tensor]:
-        """Return the tensors that the optimizer holds besides the parameters, as they are in memory."""
+        """Return the tensors that the optimizer holds besides the parameters, in their in-memory form."""
         packed = [tensor for moments in self._packed.values() for tensor in moments.tensors().values()]
         masters = [tensor for master in self._masters for tensor in master.held()]
         return [*packed, *masters, *self._first, *self._second, *self._steps]
@@ -309,7 +309,7 @@ class Optimizer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state as named tensors (moments, step counts and master weights), for a checkpoint.
 
-        Master weights are float32 here whatever they are in memory: copies of that moment.
+        Master weights are float32 here, whatever their in-memory form: copies of the current state.
         """
         state: dict[str, torch.Tensor] = {}
         for index, (name, parameter) in enumerate(self._named):
@@ -324,7 +324,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `tensors` returned; the model's own weights are put back before."""
+        """Restore the result of `tensors`; restore the model's own weights first."""
         for (name, parameter), master in zip(self._named, self._masters, strict=True):
             stored = state[f"{name}/master"] if parameter.dtype != master.dtype else parameter
             if master.held():
@@ -340,7 +340,7 @@ def _call(method: WeakMethod[Callable[[int], None]], index: int, _: torch.Tensor
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype that products run in when it is not the parameters' own."""
+    """Return the dtype of products if it is not the parameters' own."""
     return torch.bfloat16 if precision == "bfloat16_autocast" else None
 
 
@@ -352,11 +352,11 @@ def dtypes(precision: Precision) -> dict[str, Any]:
 def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
     """Apply the options that change how a model runs, not what it computes: recomputation and compilation.
 
-    Compiled are the parts of a layer that see one token at a time; attention keeps its own kernels, since its context
-    differs in every call and would be compiled again and again.
+    Only the per-token parts of a layer are compiled; attention keeps its own kernels, because its context differs in
+    every call and would be recompiled each time.
 
     Raises:
-        UserError: If an option needs a GPU, or one rank, and there is none, or several.
+        UserError: If an option needs a GPU but there is none, or one rank but there are several.
     """
     for name, is_on in {
         "offload_inputs": config.offload_inputs,
@@ -368,7 +368,7 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
             )
     if config.update_in_backward and world_size() > 1:
         raise UserError(
-            f"optim.update_in_backward = true on {world_size()} ranks: expected one, since gradients are added up "
+            f"optim.update_in_backward = true on {world_size()} ranks: expected one, because gradients are summed "
             "after the backward pass; leave it out"
         )
     model.checkpoint_layers = config.checkpoint_layers
@@ -383,9 +383,9 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
 
 
 def give_back(model: LanguageModel) -> None:
-    """Give back what the next pass does not need, where layers are recomputed.
+    """Free memory that the next pass does not need, if layers are recomputed.
 
-    That is memory which is free, and the head's packed weights: the backward pass reads logits that were kept.
+    This is the allocator's free memory, and the head's packed weights: the backward pass reads saved logits.
     """
     if model.checkpoint_layers:
         forget((model.head_weight,))
@@ -393,10 +393,10 @@ def give_back(model: LanguageModel) -> None:
 
 
 def _keep_less() -> None:
-    """Let glibc give large tensors back at once, as it does by itself.
+    """Make glibc return large tensors' memory immediately, as is its default.
 
-    `whet` keeps what is freed for the next step, a tenth faster. But in what it keeps, what lives long comes to
-    stand between what does not: a quarter of a step that recomputes layers was holes (measured, 124M parameters).
+    `whet` otherwise keeps freed memory for the next step, which is a tenth faster. But long-lived tensors then fragment
+    the kept memory: a quarter of the memory of a step that recomputes layers was holes (measured, 124M parameters).
     """
     if not any(name.startswith("MALLOC_") for name in os.environ):
         _allocator("mallopt", M_MMAP_THRESHOLD, LARGE_BYTES)
@@ -404,13 +404,13 @@ def _keep_less() -> None:
 
 def _allocator(name: str, *arguments: int) -> None:
     function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
-    if function is not None:  # musl has none
+    if function is not None:  # musl lacks it
         function(*arguments)
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
     """Return the dtype of the model's parameters."""
-    assert precision != "auto", "settle_precision comes first"
+    assert precision != "auto", "resolve_precision comes first"
     return torch.bfloat16 if precision == "bfloat16_master" else torch.float32
 
 
@@ -419,12 +419,12 @@ def forward_backward(
     score: Callable[[MicroBatch], tuple[torch.Tensor, dict[str, float]]],
     model: LanguageModel | None = None,
 ) -> dict[str, float]:
-    """Run every micro-batch and add up gradients, losses and metrics, which the caller has divided already.
+    """Run every micro-batch and add up gradients, losses and metrics, which `score` has already divided.
 
     Args:
         micro_batches: The step's micro-batches.
         score: Returns a micro-batch's share of the loss (differentiable) and of the metrics.
-        model: What is trained; where its layers are recomputed, memory is given back around each pass.
+        model: The trained model; if its layers are recomputed, memory is freed around each pass.
 
     Returns:
         Summed metrics with the summed 'loss'. A metric whose name ends in '_max' is the maximum instead.

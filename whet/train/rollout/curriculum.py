@@ -1,4 +1,4 @@
-"""Which problems are worth training on: not too long, and neither hopeless nor mastered for the starting policy."""
+"""Selects training problems: not too long, and neither hopeless nor mastered for the starting policy."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from whet.types import Problem, Task, UserError
 
 DIFFICULTY_FILE = "difficulty.jsonl"
 ROWS_PER_PORTION = 16
-"""Samples generated at once, in multiples of the engine's rows: bounds memory, keeps the rows full."""
+"""Samples per batch, in multiples of the engine's rows: bounds memory, keeps the rows full."""
 
 BANDS = (0.25, 0.5, 0.75)
-"""Pass rates at which the histogram between 'never' and 'always' is cut."""
+"""Bin edges of the histogram of pass rates between 'never' and 'always'."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
-    """Which training problems are kept; by default all. 0 < pass rate < 1 is kept as soon as num_samples is given."""
+    """Selection of training problems; by default all. With num_samples, those with 0 < pass rate < 1 are kept."""
 
     max_prompt_percentile: float = 100.0
     """Drop prompts that are longer, in tokens, than this percentile of the training prompts; 100 keeps all."""
     num_samples: int = 0
-    """Completions of the starting policy per problem by which its pass rate is measured; 0 measures nothing."""
+    """Completions of the starting policy per problem to measure its pass rate; 0 measures none."""
     difficulty_file: str = ""
-    """difficulty.jsonl of an earlier run, or its folder: pass rates are read there instead of measured."""
+    """difficulty.jsonl of an earlier run, or its folder: its pass rates are used instead of measuring."""
     min_pass_rate: float | None = 0.0
-    """Keep problems whose pass rate is above this (never equal to it); None sets no lower bound."""
+    """Keep problems whose pass rate is strictly above this; None for no lower bound."""
     max_pass_rate: float | None = 1.0
-    """Keep problems whose pass rate is below this (never equal to it); None sets no upper bound."""
+    """Keep problems whose pass rate is strictly below this; None for no upper bound."""
     max_problems: int = 0
-    """Measure only this many problems, drawn by hash, and leave out the others; 0 measures all."""
+    """Measure only this many problems, chosen by hash, and drop the others; 0 measures all."""
     unmeasured: Literal["error", "keep", "drop"] = "error"
-    """What becomes of a problem that difficulty_file does not have."""
+    """Whether to keep or drop problems that difficulty_file does not have."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_prompt_percentile <= 100:
@@ -82,19 +82,19 @@ class CurriculumConfig:
 
     @property
     def by_difficulty(self) -> bool:
-        """Whether problems are chosen by pass rate."""
+        """Whether problems are selected by pass rate."""
         return self.num_samples > 0 or bool(self.difficulty_file)
 
 
 def _bounds(config: CurriculumConfig) -> tuple[float, float]:
-    """Return the open interval of pass rates that are kept."""
+    """Return the open interval of pass rates to keep."""
     low = -math.inf if config.min_pass_rate is None else config.min_pass_rate
     return low, math.inf if config.max_pass_rate is None else config.max_pass_rate
 
 
 @dataclass(frozen=True, slots=True)
 class PassRate:
-    """How many of a problem's samples were right."""
+    """Pass rate of a problem."""
 
     num_right: int
     num_samples: int
@@ -115,20 +115,20 @@ def select_problems(
     sampling: SamplingParams,
     seed: int,
 ) -> tuple[list[Problem], list[str]]:
-    """Keep the training problems that a curriculum asks for; the same on every rank.
+    """Return the training problems that a curriculum selects; the same on every rank.
 
     Args:
         policy: The starting policy, before a checkpoint is restored.
         task: Judges answers.
         problems: Candidates that fit the context; not empty.
-        config: What to keep.
-        folder: The run folder, made: measured pass rates are written there as difficulty.jsonl, and read from there
-            when the run is resumed.
-        sampling: How the run's rollouts are drawn; pass rates are measured under the same.
+        config: The selection.
+        folder: The existing run folder: measured pass rates are written to its difficulty.jsonl, and read from there on
+            resume.
+        sampling: Sampling settings of the run's rollouts; pass rates are measured with the same.
         seed: The run's seed.
 
     Returns:
-        The kept problems in their old order, and lines to be shown.
+        The selected problems in their original order, and lines to show.
 
     Raises:
         UserError: If nothing is kept, or pass rates are missing or malformed.
@@ -140,7 +140,7 @@ def select_problems(
         cut = percentile(lengths, config.max_prompt_percentile)
         kept = [problem for problem, length in zip(kept, lengths, strict=True) if length <= cut]
         notes.append(
-            f"prompts of more than {cut:,} tokens (percentile {config.max_prompt_percentile:g}) are left out: "
+            f"prompts of more than {cut:,} tokens (percentile {config.max_prompt_percentile:g}) are dropped: "
             f"{len(lengths) - len(kept):,} of {len(lengths):,}, the longest of {max(lengths):,} tokens"
         )
     if not config.by_difficulty:
@@ -181,7 +181,8 @@ def percentile(lengths: Sequence[int], percent: float) -> int:
 
 
 def hash_sample(problems: Sequence[Problem], count: int) -> list[Problem]:
-    """Return `count` problems drawn by a hash of their uids, in their old order; all where count is 0 or too many."""
+    """Return `count` problems chosen by a hash of their uids, in their original order; all if count is 0 or too
+    large."""
     if not 0 < count < len(problems):
         return list(problems)
     drawn = sorted(range(len(problems)), key=lambda index: (_place(problems[index].uid), index))[:count]
@@ -189,7 +190,7 @@ def hash_sample(problems: Sequence[Problem], count: int) -> list[Problem]:
 
 
 def _place(uid: str) -> bytes:
-    # Not the uid itself: a validation takes the first problems by uid.
+    # Not the uid itself: a validation uses the first problems by uid.
     return hashlib.sha256(f"curriculum\x00{uid}".encode()).digest()
 
 
@@ -202,15 +203,15 @@ def measure_difficulty(
     sampling: SamplingParams,
     seed: int,
 ) -> dict[str, PassRate]:
-    """Measure the policy's pass rate on every problem; each rank samples its share, all get the whole.
+    """Measure the policy's pass rate on every problem; each rank samples its share, all get all results.
 
     Args:
         policy: The policy.
         task: Judges answers; only the schema's answer block counts, as in the reward.
-        problems: The problems; of equal uids one is measured.
+        problems: The problems; repeated uids are measured once.
         num_samples: Completions per problem.
-        sampling: How they are drawn.
-        seed: With a problem's uid and the sample's index it names the sample's noise.
+        sampling: Sampling settings.
+        seed: Seed of the noise, together with a problem's uid and the sample's index.
 
     Returns:
         Pass rate by uid.
@@ -250,7 +251,7 @@ def measure_difficulty(
 
 
 def write_difficulty(path: Path, problems: Sequence[Problem], rates: Mapping[str, PassRate]) -> None:
-    """Write pass rates as JSON lines (uid, prompt, num_right, num_samples), whole or not at all."""
+    """Write pass rates as JSON lines (uid, prompt, num_right, num_samples), atomically."""
     temporary = path.with_name(f".tmp-{path.name}")
     with temporary.open("w", encoding="ascii") as file:
         for problem in {problem.uid: problem for problem in problems}.values():
@@ -264,7 +265,7 @@ def write_difficulty(path: Path, problems: Sequence[Problem], rates: Mapping[str
 
 
 def read_difficulty(path: Path) -> dict[str, PassRate]:
-    """Read what `write_difficulty` wrote.
+    """Read pass rates from `write_difficulty`.
 
     Raises:
         UserError: If the file cannot be read or a line is malformed.
@@ -327,12 +328,13 @@ def _interval(low: float, high: float) -> str:
 
 def _remedy(shares: Sequence[float]) -> str:
     if max(shares) == 0:
-        return "start from a better model (SFT first), or take easier problems or more samples"
-    return "take harder problems" if min(shares) == 1 else "take other problems or more samples"
+        return "start from a better model (SFT first), or use easier problems or more samples"
+    return "use harder problems" if min(shares) == 1 else "use other problems or more samples"
 
 
 def histogram(shares: Sequence[float]) -> str:
-    """Write how many pass rates are 0, in bands between, and 1: 'never right 95, below 25 % 3, ..., always right 5'."""
+    """Format the counts of pass rates that are 0, in bands between, and 1: 'never right 95, below 25 % 3, ..., always
+    right 5'."""
     between = [share for share in shares if 0 < share < 1]
     edges = (0.0, *BANDS, 1.0)
     bands = [

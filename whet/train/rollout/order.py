@@ -14,14 +14,14 @@ from whet.types import Problem, Task, UserError
 Item = TypeVar("Item")
 
 REPLAY_BLOCK = 1 << 20
-"""Draws that are replayed at once when a mixture goes on from a cursor."""
+"""Draws replayed per batch when a mixture resumes from a cursor."""
 
 
 class EpochOrder(Generic[Item]):
     """Endless passes over items, each in its own permutation.
 
     Args:
-        items: What is read; not empty.
+        items: The items; not empty.
         seed: Seed of the permutations.
         cursor: Items read so far.
     """
@@ -36,7 +36,7 @@ class EpochOrder(Generic[Item]):
 
     @property
     def epochs(self) -> float:
-        """Passes done, with the part of the current one."""
+        """Passes done, including the fraction of the current one."""
         return self.cursor / len(self._items)
 
     def next(self, count: int) -> list[tuple[int, Item]]:
@@ -56,8 +56,8 @@ class EpochOrder(Generic[Item]):
 class MixtureOrder(Generic[Item]):
     """Endless draws from several parts by weight; within a part, passes as in `EpochOrder`.
 
-    The part of the k-th item is a hash of (seed, k), so that the cursor alone says how often each was drawn. The order
-    within a part depends on its own items and label only: weights and other parts do not change it.
+    The part of the k-th item is a hash of (seed, k), so that the cursor alone determines how often each was drawn. The
+    order within a part depends on its own items and label only: weights and other parts do not change it.
 
     Args:
         parts: Items by label; none empty.
@@ -85,7 +85,7 @@ class MixtureOrder(Generic[Item]):
 
     @cursor.setter
     def cursor(self, value: int) -> None:
-        """Go on from a cursor, by counting how often each part was drawn before it."""
+        """Resume from a cursor, by counting how often each part was drawn before it."""
         counts = torch.zeros(len(self._orders), dtype=torch.int64)
         for start in range(0, value, REPLAY_BLOCK):
             drawn = self._draw(start, min(REPLAY_BLOCK, value - start))
@@ -95,7 +95,7 @@ class MixtureOrder(Generic[Item]):
 
     @property
     def epochs(self) -> float:
-        """Items read, in passes over all parts together; a part of more than its share of weight has had more."""
+        """Items read, in passes over all parts together; parts with more than their share of weight have had more."""
         return self.cursor / self._num_items
 
     def next(self, count: int) -> list[tuple[int, Item]]:
@@ -113,15 +113,15 @@ DataOrder = EpochOrder[Problem] | MixtureOrder[Problem]
 
 
 def data_order(task: Task, problems: Sequence[Problem], seed: int) -> DataOrder:
-    """Make the order of a run: by weight for a mixture, else passes over everything.
+    """Create the order of a run: by weight for a mixture, else passes over all problems.
 
     Args:
-        task: Where the problems come from.
-        problems: Those that are kept for training; not empty.
+        task: The problems' task.
+        problems: The training problems; not empty.
         seed: The run's seed.
 
     Returns:
-        The order, at its beginning.
+        The order, at its start.
 
     Raises:
         UserError: If a part of a mixture has no problem left.

@@ -1,10 +1,10 @@
-"""Overlap of rollout, reward and update: when the work of a step is done, never what it computes.
+"""Overlap of rollout, reward and update: it changes when the work of a step is done, never its results.
 
-`stream`: a group that has ended is scored in a thread, and its gradient is taken while other groups are still drawn.
-The weights change once all groups are in, so the step stays on-policy. `async`: the groups of the next step are drawn
-in a thread from a copy of the weights while this step's update runs; they are one step old, which their recorded
-log-probabilities tell and the ratio corrects. Threads do, since PyTorch and the kernels let go of Python's lock while
-they compute; one thread with two CUDA streams does not, since the host that drives a decode step waits for it.
+`stream`: a finished group is scored in a thread, and its gradient is computed while other groups are still being
+sampled. The weights change once all groups are in, so the step stays on-policy. `async`: the next step's groups are
+sampled in a thread from a copy of the weights while this step's update runs; they are one step stale, which their
+recorded log-probabilities show and the ratio corrects. Threads suffice, because PyTorch and the kernels release the GIL
+while they compute; one thread with two CUDA streams would not, because the host waits for each decode step.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from whet.types import Group, Problem, Task
 Mode = Literal["off", "stream", "async"]
 NUM_PARTS = 4
 CHECK_EVERY = 4
-"""Decode steps between two looks for rows that have ended."""
+"""Decode steps between checks for ended rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapConfig:
-    """What runs at the same time in a step."""
+    """Parts of a step that run in parallel."""
 
     mode: Mode = "off"
-    """off: draw, score, train; stream: score and backpropagate groups while others are drawn; async: draw the next
-    step's groups while this one is trained on (with off_policy.staleness)."""
+    """off: sample, score, train in sequence; stream: score and backpropagate groups while others are sampled; async:
+    sample the next step's groups while this one is trained on (with off_policy.staleness)."""
     num_parts: int = NUM_PARTS
-    """stream: parts that the step's groups are backpropagated in, in the order in which they end."""
+    """stream: number of parts in which the step's groups are backpropagated, in the order in which they end."""
 
     def __post_init__(self) -> None:
         if self.num_parts < 1:
@@ -59,20 +59,20 @@ class OverlapConfig:
 
 
 def part_groups(overlap: OverlapConfig, num_prompts: int) -> int:
-    """Return the groups of a part on this rank, of so many over all ranks; 0 where nothing is cut into parts."""
+    """Return the groups per part on this rank, for `num_prompts` over all ranks; 0 without parts."""
     return -(-num_prompts // (world_size() * overlap.num_parts)) if overlap.mode == "stream" else 0
 
 
 def check_overlap(
     overlap: OverlapConfig, algo: AlgoConfig, off_policy: OffPolicyConfig, optim: OptimConfig
 ) -> None:
-    """Refuse what would not compute the same beside other work.
+    """Refuse settings that would not compute the same in parallel.
 
     Args:
-        overlap: What runs at the same time.
+        overlap: The overlap settings.
         algo: The objective.
-        off_policy: Age of the samples.
-        optim: How the update is done.
+        off_policy: Staleness of the samples.
+        optim: The update's settings.
 
     Raises:
         ValueError: One line: what, why, and what to change.
@@ -80,11 +80,11 @@ def check_overlap(
     mode = overlap.mode
     if mode != "off" and optim.compile:
         raise ValueError(
-            f"overlap.mode = {mode} with optim.compile: PyTorch's compiler is not made for two threads; leave one out"
+            f"overlap.mode = {mode} with optim.compile: PyTorch's compiler does not support two threads; leave one out"
         )
     if mode == "async" and not off_policy.staleness:
         raise ValueError(
-            "overlap.mode = async with off_policy.staleness = 0: what is drawn during an update is of the weights "
+            "overlap.mode = async with off_policy.staleness = 0: samples drawn during an update come from the weights "
             "before it; set off_policy.staleness to 1"
         )
     if mode != "stream":
@@ -104,22 +104,22 @@ def check_overlap(
     }
     if what := next((name for name, is_so in waits.items() if is_so), None):
         raise ValueError(
-            f"overlap.mode = stream with {what}: groups would have to wait for each other; take off or async"
+            f"overlap.mode = stream with {what}: groups would have to wait for each other; use off or async"
         )
 
 
-class Beside:
-    """Runs work in a second thread, with weights that nobody changes meanwhile; on a GPU on a stream of its own.
+class BackgroundSampler:
+    """Samples in a background thread, from weights that do not change meanwhile; on a GPU on its own stream.
 
     Args:
-        policy: The policy that is trained.
-        shares_weights: Draw from the policy's own weights, or from a copy as of the last `refresh`.
+        policy: The trained policy.
+        shares_weights: Sample from the policy's own weights, or from a copy as of the last `refresh`.
 
     Attributes:
-        policy: The policy that draws.
+        policy: The sampling policy.
         engine: Its engine.
-        overlap: Share of the last rollout's seconds that other work hid.
-        train_seconds: Seconds of training beside the last rollout (`stream`).
+        overlap: Share of the last rollout's seconds that was hidden behind other work.
+        train_seconds: Seconds of training during the last rollout (`stream`).
     """
 
     def __init__(self, policy: Policy, *, shares_weights: bool) -> None:
@@ -135,25 +135,25 @@ class Beside:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the weights that are trained, as they are now."""
+        """Copy the current weights of the trained policy."""
         if not self._shares:
             for mine, theirs in zip(self.policy.model.parameters(), self._trained.parameters(), strict=True):
                 mine.copy_(theirs)
 
     def start(self, work: Callable[[], Any]) -> None:
-        """Begin some work; the one before must be over."""
+        """Start the background job; the previous one must be done."""
         assert self._job is None
         event = None
-        if self._stream is not None:  # the weights, as what the caller launched so far leaves them
+        if self._stream is not None:  # wait for the caller's pending writes to the weights
             event = torch.cuda.current_stream(self._stream.device).record_event()
         self._job = self._pool.submit(self._run, work, event)
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Do small work, one after the other, beside what was started."""
+        """Queue small work, run one at a time in parallel with the background job."""
         return self._pool.submit(work, *arguments)
 
     def wait(self) -> tuple[Any, float]:
-        """Return the result of what was started, and the seconds that it took; raise what it raised."""
+        """Return the background job's result and seconds; re-raise its exception."""
         assert self._job is not None
         began = time.perf_counter()
         job, self._job = self._job, None
@@ -164,7 +164,7 @@ class Beside:
 
     @contextmanager
     def sharing_threads(self) -> Iterator[None]:
-        """Compute with half of the processor's threads, the other half being the other side's."""
+        """Compute with half of the CPU threads; the other half belongs to the background job."""
         count = torch.get_num_threads()
         if self._stream is None:
             torch.set_num_threads(max(1, count // 2))
@@ -173,19 +173,19 @@ class Beside:
         finally:
             torch.set_num_threads(count)
 
-    def told(self) -> tuple[float, float]:
-        """Return `overlap` and `train_seconds`, once: they are 0 until there is another rollout."""
+    def pop_timings(self) -> tuple[float, float]:
+        """Return `overlap` and `train_seconds`, and reset them to 0 until the next rollout."""
         values = self.overlap, self.train_seconds
         self.overlap = self.train_seconds = 0.0
         return values
 
     def close(self) -> None:
-        """Wait for what still runs, whatever becomes of it, and end the threads."""
+        """Wait for running work, ignoring its outcome, and end the threads."""
         self._pool.shutdown()
 
     def _run(self, work: Callable[[], Any], event: Any) -> tuple[Any, float]:
         began = time.perf_counter()
-        with torch.cuda.stream(self._stream):  # does nothing without one
+        with torch.cuda.stream(self._stream):  # no-op without a stream
             if self._stream is not None and event is not None:
                 self._stream.wait_event(event)
             result = work()
@@ -195,9 +195,9 @@ class Beside:
 
 
 def _twin(model: LanguageModel, *, shares_weights: bool) -> LanguageModel:
-    """Copy the modules of a model, with their modes and what autocast keeps of their weights.
+    """Copy the modules of a model, with their modes and autocast's cached casts.
 
-    Shared weights keep their count of changes, by which packed copies of them are known to be old.
+    Shared weights keep their version counter, which shows when packed copies of them are stale.
     """
     known = {
         id(parameter): torch.nn.Parameter(
@@ -210,15 +210,15 @@ def _twin(model: LanguageModel, *, shares_weights: bool) -> LanguageModel:
 
 @spanned("rollout_generation")
 def _draw(
-    beside: Beside,
+    background: BackgroundSampler,
     task: Task,
     problems: Sequence[Problem],
     names: Sequence[Sequence[int]],
     params: SamplingParams,
     on_ended: Callable[[int, list[Completion]], None],
 ) -> None:
-    """Draw groups of one turn as they end, those of several turns all together."""
-    policy, engine = beside.policy, beside.engine
+    """Sample groups; single-turn ones are handed over as they end, multi-turn ones all together."""
+    policy, engine = background.policy, background.engine
     environment = environment_for(policy.schema, task)
     if environment is not None:
         for place, row in enumerate(play(policy, engine, problems, names, params, environment)):
@@ -232,7 +232,7 @@ def _draw(
 
 
 def stream_groups(
-    beside: Beside,
+    background: BackgroundSampler,
     train: Callable[[Group], None],
     task: Task,
     rewards: list[WeightedReward],
@@ -241,10 +241,10 @@ def stream_groups(
     seeds: Sequence[tuple[int, ...]],
     params: RolloutParams,
 ) -> Rollout:
-    """Sample groups in one thread, score them in a second one, and train on them in the caller's as they come.
+    """Sample groups in one thread, score them in a second one, and train on them in the caller's as they arrive.
 
     Args:
-        beside: Where they are drawn.
+        background: The background sampler.
         train: Called with each scored group.
         task: Judges answers.
         rewards: The run's rewards.
@@ -253,7 +253,7 @@ def stream_groups(
         params: How groups are sampled and scored.
 
     Returns:
-        Groups in the order in which they ended; episodes of several turns end together.
+        Groups in the order in which they ended; multi-turn episodes end together.
     """
     names = sample_seeds(problems, seeds, params.group_size)
     ended: SimpleQueue[Future[tuple[Group, list[Grade], float]] | None] = SimpleQueue()
@@ -261,19 +261,19 @@ def stream_groups(
     def score(place: int, row: list[Completion]) -> tuple[Group, list[Grade], float]:
         began, chosen = time.perf_counter(), slice(place, place + 1)
         (group,), (grades,) = score_groups(
-            beside.policy, task, rewards, problems[chosen], names[chosen], [row], params
+            background.policy, task, rewards, problems[chosen], names[chosen], [row], params
         )
         return group, grades, time.perf_counter() - began
 
     def draw() -> None:
         try:
             _draw(
-                beside,
+                background,
                 task,
                 problems,
                 names,
                 params.sampling,
-                lambda *done: ended.put(beside.submit(score, *done)),
+                lambda *done: ended.put(background.submit(score, *done)),
             )
         finally:
             ended.put(None)
@@ -281,17 +281,20 @@ def stream_groups(
     began = time.perf_counter()
     scored: list[tuple[Group, list[Grade], float]] = []
     trained = 0.0
-    beside.start(draw)
+    background.start(draw)
     while (future := ended.get()) is not None:
         scored.append(future.result())
         begun = time.perf_counter()
-        with beside.sharing_threads():
+        with background.sharing_threads():
             train(scored[-1][0])
         trained += time.perf_counter() - begun
-    _, generated = beside.wait()
+    _, generated = background.wait()
     wall, rewarded = time.perf_counter() - began, sum(seconds for _, _, seconds in scored)
     hidden = generated + rewarded + trained - wall
-    beside.overlap, beside.train_seconds = min(1.0, max(0.0, hidden / (generated + rewarded))), trained
+    background.overlap, background.train_seconds = (
+        min(1.0, max(0.0, hidden / (generated + rewarded))),
+        trained,
+    )
     return Rollout(
         [group for group, _, _ in scored], [grades for _, grades, _ in scored], generated, rewarded
     )

@@ -24,7 +24,7 @@ from whet.train.objective.advantage import (
 )
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.order import DataOrder
-from whet.train.rollout.overlap import Beside, OverlapConfig, stream_groups
+from whet.train.rollout.overlap import BackgroundSampler, OverlapConfig, stream_groups
 from whet.train.rollout.rollout import Rollout, RolloutParams, collect_groups
 from whet.types import Group, Problem, Sample, Task, UserError
 
@@ -228,9 +228,9 @@ class RolloutSource:
         kept_gib: float = 0.0,
     ) -> None:
         self._mode = "off" if overlap is None else overlap.mode
-        self._beside: Beside | None = None
+        self._beside: BackgroundSampler | None = None
         if self._mode != "off":
-            self._beside = Beside(policy, shares_weights=self._mode == "stream")
+            self._beside = BackgroundSampler(policy, shares_weights=self._mode == "stream")
             policy = self._beside.policy
         self._policy, self._task, self._rewards, self._order = policy, task, rewards, order
         self._algo, self._weights = algo, weights
@@ -314,7 +314,7 @@ class RolloutSource:
             rollout, _ = self._beside.wait()
             step, self._begun = self._begun, None
             self._keep(step, rollout)
-        return self._beside.told()
+        return self._beside.pop_timings()
 
     def close(self) -> None:
         """End what is drawn beside the update."""
