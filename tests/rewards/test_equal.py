@@ -14,6 +14,7 @@ from whet.rewards.answers.extract import from_box, from_hashes
 from whet.rewards.answers.numbers import parse_literal
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 EQUAL = r"""
 5  ==  5.0  ##  -5  ==  −5  ##  3.0  ==  3  ##  .5  ==  1/2  ##  \frac12  ==  0.50  ##  ½  ==  0.5
@@ -356,26 +357,28 @@ def test_products_of_polynomials_equal_their_expansion_and_nothing_else(
 
 
 def _lines(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
+    if not path.exists() and path.is_relative_to(SHARED):
         pytest.skip(f"{path} is absent: the shared data set is not beside this checkout")
     text = path.read_text(encoding="utf-8")
     return json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
 
 
-def test_every_gold_answer_of_gsm8k_is_found_and_equals_itself() -> None:
+@pytest.mark.parametrize(("folder", "count"), [(GOLDEN, 10), (SHARED, 7473)], ids=["golden", "all"])
+def test_every_gold_answer_of_gsm8k_is_found_and_equals_itself(folder: Path, count: int) -> None:
     answers = [
         (from_hashes(row["answer"]), row["answer"].rpartition("#### ")[2])
-        for row in _lines(SHARED / "gsm8k/train.jsonl")
+        for row in _lines(folder / "gsm8k/train.jsonl")
     ]
-    assert len(answers) == 7473
-    assert sum(found is not None and answers_equal(found, gold) for found, gold in answers) == 7473
-    assert sum(answers_equal(f"${int(gold.replace(',', '')):,}.00", gold) for _, gold in answers) == 7473
+    assert len(answers) == count
+    assert sum(found is not None and answers_equal(found, gold) for found, gold in answers) == count
+    assert sum(answers_equal(f"${int(gold.replace(',', '')):,}.00", gold) for _, gold in answers) == count
     assert not any(answers_equal(str(int(gold.replace(",", "")) + 1), gold) for _, gold in answers)
 
 
 @pytest.mark.parametrize("name", ["MATH_train.jsonl", "math500_test.json"])
-def test_gold_answers_of_math_are_found_and_equal_themselves(name: str) -> None:
-    data = _lines(SHARED / "math" / name)
+@pytest.mark.parametrize("folder", [GOLDEN, SHARED], ids=["golden", "all"])
+def test_gold_answers_of_math_are_found_and_equal_themselves(folder: Path, name: str) -> None:
+    data = [row for row in _lines(folder / "math" / name) if folder == SHARED or row["answer"]]
     found = sum(answers_equal(from_box(row["solution"]) or "", row["answer"]) for row in data)
     respelled = sum(
         answers_equal(rf"$\boxed{{{row['answer'].replace('frac', 'frac ')} }}$.", row["answer"])

@@ -273,6 +273,12 @@ def test_gdpo_by_hand() -> None:
     advantages = [sample.advantage for group in groups for sample in group.samples]
     assert advantages == pytest.approx([value / scale for value in sums])
     assert advantages[8:] == [0.0] * 4  # exactly: this group does not teach
+    bounded = with_advantages(
+        gdpo_groups(new_policy()), replace(ALGORITHMS["gdpo"](), advantage_clip=0.5), WEIGHTS
+    )
+    clipped = [sample.advantage for group in bounded for sample in group.samples]
+    assert clipped == pytest.approx([min(max(value / scale, -0.5), 0.5) for value in sums])
+    assert (min(sums) / scale < -0.5, max(sums) / scale > 0.5) == (True, True)
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens() -> None:
