@@ -14,6 +14,7 @@ those train a model on the wrong thing without any error. Run by hand and once a
 Mutants that cannot be told from the original are left out. Among those that were tried:
 - `train/objective/advantage.py`, GDPO's whitening without `- mean`: each reward's z-scores add up to 0 in every group,
   so the mean of their sums is 0.
+- The same file, `_paid_early` without `[:-1]`: the last turn's reward is taken from and given to the last token.
 - `eval/compare/paired.py`, `difference = a - b`: only its absolute values, spread and number are used; the sign comes
   from `paired_bootstrap(a, b)`, which has a row. `2**i <= num_samples`: the last k is written twice with one value.
 - `rewards/answers/structure.py`, `algo/signal.py` and `algo/advantages.py`: masks of what a later mask sets to 0.
@@ -404,7 +405,6 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "compress(sample.sampler_logprobs, [not t for t in sample.trained])",
         ),
         ("order", "(end - 1, reward) for end", "(end, reward) for end", ("tests/train/test_episodes.py",)),
-        ("order", "    )[:-1]", "    )[:]", ("tests/train/test_episodes.py",)),
         ("guard", 'scale=not (is_flat and algo.baseline != "value")', "scale=True"),
         (
             "order",

@@ -216,7 +216,7 @@ def test_inside_the_band_of_a_value_clip_rounding_is_no_clip() -> None:
     start_M, values_M, returns_M = torch.rand(3, 1000, generator=torch.Generator().manual_seed(0))
     start_M, values_M = 0.15 * start_M, 0.01 * values_M
     again_M = start_M + (values_M - start_M)
-    assert ((again_M - returns_M).square() > (values_M - returns_M).square()).sum() > 100
+    assert ((again_M - returns_M).square() > (values_M - returns_M).square()).sum() > 20
     _, clipped_M = value_loss(values_M, start_M, returns_M, clip=0.2)
     assert not clipped_M.any()
 

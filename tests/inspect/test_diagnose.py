@@ -159,8 +159,8 @@ def test_reference_numbers_of_source_003() -> None:
     textbook = 6 * (count - 1024 * 768) * 100
     assert flops.layers + flops.head == textbook
     assert flops.attention / flops.model < 0.01
-    # Its forward pass of 2 x 50 tokens took 20.7 ms, on a GPU of 82.6 TFLOP/s: 2 x parameters x tokens give 1.456 %, ten
-    # times what it reports. Ours counts no position embeddings (-0.6 %), but attention (+0.3 %).
+    # Its forward pass of 2 x 50 tokens took 20.7 ms, on a GPU of 82.6 TFLOP/s: 2 x parameters x tokens give 1.456 %,
+    # ten times what it reports. Ours counts no position embeddings (-0.6 %), but attention (+0.3 %).
     assert flops.model / 3 / 0.0207 / 82.6e12 == pytest.approx(0.01456, rel=0.01)
     # Rewards .7 and .5, ratios as reported: the loss is negative, and right. Reported is -0.005257, of ratios that were
     # rounded to three places.

@@ -316,6 +316,27 @@ def test_whitening_leaves_the_kl_of_equal_outcomes_small() -> None:
     assert 0 < float(tokens.std()) < 0.2
 
 
+def test_whitening_leaves_nothing_of_equal_advantages() -> None:
+    """Their mean is often an ulp off, and what is left would count as a signal."""
+    algo = replace(ALGORITHMS["reinforce_pp"](), kl="none", kl_coef=0.0)
+    traps = 0
+    for hundredths in range(1, 100):
+        sequences = [
+            TrainingSequence(
+                prompt_ids=(1,),
+                completion_ids=(2,) * n,
+                sampler_logprobs=(-1.0,) * n,
+                advantage=hundredths / 100,
+            )
+            for n in (1, 2, 4)
+        ]
+        traps += sum([hundredths / 100] * 7) / 7 != hundredths / 100
+        filled = token_advantages(sequences, algo, ValueConfig(), 0.0)
+        tokens = torch.cat([s.advantages_T for s in filled if s.advantages_T is not None])
+        assert tokens.tolist() == [0.0] * 7
+    assert traps > 10
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_the_top_entropy_share_counts_tokens(share: float) -> None:
     policy = new_policy()
