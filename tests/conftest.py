@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 # What is tested must not depend on which kernels a busy machine happens to find faster.
 os.environ.setdefault("WHET_KERNELS", "cpp")
@@ -29,6 +32,8 @@ TINY_SHAPE = ModelConfig(
 )
 
 FEW = 200
+GOLDEN = Path(__file__).parent / "golden"
+"""A few rows of public data; see its README."""
 
 
 @pytest.fixture
@@ -73,6 +78,19 @@ def one_thread() -> Iterator[None]:
 def tiny_policy() -> PolicyConfig:
     """The demo's policy, small enough that a training step takes milliseconds."""
     return replace(demo_policy(), model=TINY_SHAPE, max_rows=64)
+
+
+@pytest.fixture(scope="session")
+def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2's tokenizer as far as the texts of the tests need it; its other ids are filled up with what no text has."""
+    content = json.loads((GOLDEN / "gpt2/tokenizer.json").read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    missing = set(range(50257)) - set(vocab.values())
+    vocab |= {f"<no token {index}>": index for index in missing}
+    folder = tmp_path_factory.mktemp("gpt2")
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    shutil.copy(GOLDEN / "gpt2/config.json", folder)
+    return folder
 
 
 @pytest.fixture

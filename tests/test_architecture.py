@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mutants
 import pytest
 
 from whet import __main__, cli
@@ -336,48 +336,9 @@ def test_the_checks_above_can_fail() -> None:
 
 def readme_blocks() -> Iterator[tuple[str, list[str]]]:
     """Yield (language, lines) of each fenced block of the README."""
-    if README.exists():
-        text = README.read_text(encoding="utf-8")
-        for match in re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-            yield match[1], match[2].splitlines()
-
-
-def tree_names(lines: list[str]) -> set[str]:
-    """Parse a file tree by indentation; a line names a folder or some files, then says what they are.
-
-    A folder's files stand on the lines below it, or on its own line after what it is and a colon.
-    """
-    found: set[str] = set()
-    folders: list[tuple[int, str]] = []
-    for line in filter(str.strip, lines):
-        indent = len(line) - len(line.lstrip())
-        while folders and folders[-1][0] >= indent:
-            folders.pop()
-        parent = folders[-1][1] if folders else ""
-        for word in line.split():
-            match = re.fullmatch(r"([\w.-]+(?:/|\.py))(?:\([^)]*\))?,?", word)
-            if match is None:
-                break
-            found.add(parent + match[1])
-            if match[1].endswith("/"):
-                folders.append((indent, parent + match[1]))
-                inside = re.findall(r"[\w-]+\.py", line.rpartition(":")[2] if ":" in line else "")
-                found |= {parent + match[1] + name for name in inside}
-                break
-    return found
-
-
-def test_tree_names() -> None:
-    lines = [
-        "whet/",
-        "  a.py b.py(program)   what a.py is",
-        "  c/   words d.py",
-        "    e.py",
-        "  g/ words: h.py",
-        "tests/",
-    ]
-    inside = {"whet/a.py", "whet/b.py", "whet/c/", "whet/c/e.py", "whet/g/", "whet/g/h.py"}
-    assert tree_names(lines) == {"whet/", "tests/"} | inside
+    text = README.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        yield match[1], match[2].splitlines()
 
 
 def readme_commands() -> list[list[str]]:
@@ -392,8 +353,7 @@ def readme_commands() -> list[list[str]]:
 
 def test_readme_commands_parse(tmp_path: Path) -> None:
     commands = readme_commands()
-    if not commands:
-        pytest.skip("README.md has no commands yet")
+    assert {program for program, *_ in commands} == {"whet", "make"}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][\w-]*):(?!=)", makefile, flags=re.MULTILINE))
     for program, *words in commands:
@@ -408,12 +368,7 @@ def check_whet_command(words: list[str], tmp_path: Path) -> None:
     if not words or words[0].startswith("-"):
         assert __main__.main(words) == 0
         return
-    try:
-        program = __main__.COMMANDS[words[0]].load()
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("whet."):
-            pytest.skip(f"{error.name} does not exist yet")
-        raise
+    program = __main__.COMMANDS[words[0]].load()
     rest = list(words[1:])
     if rest and program.recipes and ("/" in rest[0] or rest[0].endswith(".yaml")):
         config = next(iter(program.recipes.values()))()
@@ -430,11 +385,42 @@ def check_whet_command(words: list[str], tmp_path: Path) -> None:
     assert ending == 0, words
 
 
+def test_every_program_loads() -> None:
+    for name, command in __main__.COMMANDS.items():
+        assert command.load() is not None, name
+
+
+def test_every_table_of_recipes_is_checked() -> None:
+    tables = {
+        module
+        for module, tree in sources().items()
+        if module.startswith("whet.recipes.")
+        and any("RECIPES" in map(ast.unparse, targets_of(node)) for node in tree.body)
+    }
+    assert tables == set(RECIPE_MODULES)
+
+
+def targets_of(node: ast.stmt) -> list[ast.expr]:
+    """Return what a statement assigns to."""
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AnnAssign) else []
+
+
 @pytest.mark.parametrize("module", RECIPE_MODULES)
 def test_every_recipe_builds(module: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} does not exist yet")
     for name, recipe in importlib.import_module(module).RECIPES.items():
         config = recipe()
         assert recipe.__doc__, name
         assert cli.from_dict(type(config), cli.to_dict(config), where=name) == config
+
+
+def test_every_mutant_applies_to_the_source() -> None:
+    """The table of `tests/mutants.py` is run by hand and once a week; here it is kept from growing stale."""
+    table = mutants.mutants()
+    assert [f"{mutant.name}: {reason}" for mutant in table if (reason := mutants.fault(mutant))] == []
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in table}) == len(table) >= 168
+    guarded = {mutant.file.partition("/")[0] for mutant in table}
+    assert {"algo", "train", "stats.py", "eval", "rewards", "generate", "tasks"} <= guarded
+    broken = mutants.Mutant("mask", "algo/losses.py", "no such line", "", ())
+    assert mutants.fault(broken) == "the old text stands there 0 times, expected once"

@@ -8,6 +8,7 @@ import pytest
 from whet import stats
 from whet.stats import (
     Interval,
+    _interval,
     bootstrap_interval,
     majority_at_k,
     mcnemar_exact,
@@ -167,6 +168,40 @@ def test_wilson_equals_statsmodels():
         low, high = proportion.proportion_confint(successes, n, method="wilson")
         ours = wilson_interval(successes, n)
         assert (ours.low, ours.high) == (pytest.approx(low, abs=1e-12), pytest.approx(high, abs=1e-12))
+
+
+@pytest.mark.parametrize("name", ["ties", "right skew", "left skew"])
+def test_bca_equals_its_definition(name):
+    """Midranks for the bias, the jackknife for the acceleration, t for the width: none of it as `_interval` does it."""
+    scipy_stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(0)
+    values = {
+        "ties": np.repeat([0.0, 1.0], [28, 12]),  # an eighth of all resampled means is the mean itself
+        "right skew": rng.exponential(size=40),
+        "left skew": -rng.exponential(size=40),
+    }[name]
+    # Without the two smallest values: the median of the means is off, so that the bias counts.
+    means = rng.choice(np.sort(values)[2:], size=(4000, 40)).mean(axis=1)
+    midrank = scipy_stats.percentileofscore(means, values.mean(), kind="mean") / 100
+    bias = scipy_stats.norm.ppf(midrank)
+    left_out = (values.sum() - values) / 39
+    pulls = left_out.mean() - left_out
+    acceleration = (pulls**3).sum() / (6 * (pulls**2).sum() ** 1.5)
+    z = scipy_stats.t.ppf(0.975, 39) * math.sqrt(40 / 39)
+    ends = [scipy_stats.norm.cdf(bias + (bias + s) / (1 - acceleration * (bias + s))) for s in (-z, z)]
+    ours = _interval(values, means, 0.95)
+    # The two terms of the t quantile are right to 1e-4 at 39 degrees of freedom: less than a rank of 4,000.
+    for end, share in ((ours.low, ends[0]), (ours.high, ends[1])):
+        ranks = np.clip([share - 1 / 4000, share + 1 / 4000], 0, 1)
+        assert np.quantile(means, ranks[0]) <= end <= np.quantile(means, ranks[1])
+    assert abs(bias) > 0.05
+    assert abs(acceleration) > 0.01
+
+
+def test_a_handful_of_values_does_not_turn_the_interval_over():
+    # 1 - a (z0 + z) is below 0 here: taken at its word, the upper end would be the lowest mean of all.
+    interval = bootstrap_interval([0.0, 0.0, 1.0], confidence=0.999)
+    assert (interval.low, interval.high) == (0.0, 1.0)
 
 
 def test_bootstrap_interval_agrees_with_the_normal_approximation():

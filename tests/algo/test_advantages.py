@@ -128,6 +128,20 @@ def test_792_groups_of_equal_float32_rewards(baseline: str, scale: str) -> None:
 def test_rounding_errors_of_summed_rewards_are_no_spread() -> None:
     noisy = matrix([[0.1 + 0.2, 0.3, 0.3], [0.1 + 0.2, 0.3, 0.301]])
     assert has_spread(noisy, torch.ones(2, 3, dtype=torch.bool)).tolist() == [False, True]
+    # Sums in float32 of another order differ by a few units in the last place, 2^-23 of their size; parts that cancel
+    # leave the rounding of what was there before. One character of 8,192 is a difference: a reward of length counts it.
+    for largest in (1.0, 1000.0):
+        pair = matrix([[largest, largest * (1 - 4 * 2**-23)], [largest, largest * (1 - 1 / 8192)]])
+        assert has_spread(pair, torch.ones(2, 2, dtype=torch.bool)).tolist() == [False, True]
+    assert not has_spread(matrix([[0.1 + 0.2 - 0.3, 0.0]]), torch.ones(1, 2, dtype=torch.bool)).any()
+
+
+def test_what_has_no_score_makes_no_spread() -> None:
+    scored = torch.tensor([[True, True, False]])
+    for unscored in (-9.0, 9.0, 1e9, math.nan):
+        assert not has_spread(matrix([[1.0, 1.0, unscored]]), scored).any()
+        # Nor does it hide one: what counts as rounding is relative to the scored rewards.
+        assert has_spread(matrix([[1.0, 0.9, unscored]]), scored).all()
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
@@ -314,6 +328,8 @@ def test_rewards_to_go() -> None:
 def test_clip() -> None:
     got = group_advantages(matrix([[0.0, 0.0, 0.0, 1.0]]), eps=0.0, clip=1.0)
     torch.testing.assert_close(got, matrix([[-0.5, -0.5, -0.5, 1.0]]), **CLOSE)
+    below = group_advantages(matrix([[1.0, 1.0, 1.0, 0.0]]), eps=0.0, clip=1.0)
+    torch.testing.assert_close(below, matrix([[0.5, 0.5, 0.5, -1.0]]), **CLOSE)
 
 
 def test_arguments_are_not_written_to() -> None:

@@ -79,6 +79,21 @@ def test_weights_and_the_loss_made_of_them(kind: Any, seed: int) -> None:
     torch.testing.assert_close(*slopes, **CLOSE)
 
 
+def test_bounds_are_the_published_ones() -> None:
+    # verl's RolloutCorrectionConfig: decoupled_token_is (2), decoupled_token_icepop (0.5 to 5), decoupled_geo_rs (0.999
+    # to 1.001), decoupled_k3_rs (0.01). Weights of whole sequences: C up to 10, fengyao.notion.site/off-policy-rl.
+    published = {
+        "none": (0.0, math.inf),
+        "token_truncate": (0.0, 2.0),
+        "token_mask": (0.5, 5.0),
+        "sequence_truncate": (0.0, 10.0),
+        "sequence_mask": (0.0, 10.0),
+        "geometric_mask": (0.999, 1.001),
+        "k3_mask": (0.0, 0.01),
+    }
+    assert published == BOUNDS
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cases_lie_on_both_sides_of_the_bounds(kind: Any) -> None:
     _, proximal_M, sampler_M, sequence_M = make_columns(0)
@@ -131,6 +146,9 @@ def test_a_product_grows_with_length_and_a_geometric_mean_does_not() -> None:
     wide = {"low": 0.0, "high": math.inf}
     product_M, _ = correction_weights(proximal_M, sampler_M, sequence_M, "sequence_mask", **wide)
     assert product_M.tolist() == pytest.approx([1.1**100] * 100)  # 13,780
+    # Beyond e^20 it stops: 100 tokens at e each.
+    limited_M, _ = correction_weights(sampler_M + 1.0, sampler_M, sequence_M, "sequence_mask", **wide)
+    assert limited_M.tolist() == pytest.approx([math.exp(20)] * 100)
     token_M, _ = correction_weights(proximal_M, sampler_M, sequence_M, "token_mask", **wide)
     assert token_M.tolist() == pytest.approx([1.1] * 100)
     for high, kept in ((1.11, 1.0), (1.09, 0.0)):

@@ -211,6 +211,16 @@ def test_value_clip_by_hand() -> None:
     torch.testing.assert_close(gradient, vector(0.0, -1.5, -0.9, 1.5), **CLOSE)
 
 
+def test_inside_the_band_of_a_value_clip_rounding_is_no_clip() -> None:
+    # In float32 start + (value - start) is not always the value, and the clipped form then larger by an ulp.
+    start_M, values_M, returns_M = torch.rand(3, 1000, generator=torch.Generator().manual_seed(0))
+    start_M, values_M = 0.15 * start_M, 0.01 * values_M
+    again_M = start_M + (values_M - start_M)
+    assert ((again_M - returns_M).square() > (values_M - returns_M).square()).sum() > 20
+    _, clipped_M = value_loss(values_M, start_M, returns_M, clip=0.2)
+    assert not clipped_M.any()
+
+
 BAD = (math.inf, -math.inf, math.nan, 1e30, -1e30)
 
 

@@ -78,6 +78,22 @@ def test_groups_have_means_of_their_own() -> None:
     assert both[0] == pytest.approx([a + b for a, b in zip(parts[0][0], parts[1][0], strict=True)])
 
 
+def test_scaled_groups_count_alike_and_those_without_a_spread_not_at_all() -> None:
+    """GRPO divides by the group's deviation: ten times the rewards are no more signal, and rounding is none."""
+    small, large = planes([1, 0, 1, 0], [0, 0, 0.5, 0.5]), planes([10, 0, 10, 0], [0, 0, 5, 5])
+    dull = planes([0.1 + 0.2, 0.3, 0.3, 0.3], [0, 0, 0, 0])
+    shared, own, total = signal_sums(
+        torch.cat([small, large, dull]), [1.0, 1.0], ALL.expand(3, 4), scale_groups=True
+    )
+    assert total == pytest.approx(2.0, rel=1e-12)  # sum(d d) is 1 in each of two groups
+    # Deviations +-0.5 and +-0.25, uncorrelated: squares 1 to 1/4.
+    assert shared == pytest.approx([2 * 0.8, 2 * 0.2])
+    assert own == pytest.approx([2 * 0.8, 2 * 0.2])
+    correlated = planes([1, 0, 1, 0], [1, 0, 0.5, 0])  # d_x d, not d_x d_x, is what the group is divided by
+    shared, _, total = signal_sums(correlated, [1.0, 1.0], ALL, scale_groups=True)
+    assert (sum(shared), total) == (pytest.approx(1.0), pytest.approx(1.0))
+
+
 @pytest.mark.parametrize(
     ("ids", "share"),
     [

@@ -10,6 +10,7 @@ import pytest
 
 from whet.eval.confidence import (
     HEDGES,
+    LONGEST_VOTE,
     Confidence,
     answer_entropy,
     answer_span,
@@ -18,6 +19,7 @@ from whet.eval.confidence import (
     count_revisions,
     measure_confidence,
     token_span,
+    vote_score,
     vote_share,
 )
 from whet.model.text.tokenizer import Tokenizer
@@ -108,6 +110,8 @@ def test_answer_tokens_of_a_byte_tokenizer_and_of_what_a_tool_wrote() -> None:
     assert whole.mean_logprob == pytest.approx(sum(logprobs) / len(ids))
     written = [place for place in places if trained[place]]
     assert own.answer_logprob == pytest.approx(-sum(written) / len(written))
+    mine = [value for value, is_own in zip(logprobs, trained, strict=True) if is_own]
+    assert own.mean_logprob == pytest.approx(sum(mine) / len(mine))
     nothing = measure_confidence("", None, SCHEMA, (), trained=(), num_characters=lambda n: 0)
     assert nothing == Confidence(None, None, 0, 0)
 
@@ -121,6 +125,16 @@ def test_votes() -> None:
     assert canonical("Yes.") == canonical(" yes")
     assert canonical("1") != canonical("2")
     assert canonical("9" * 5000) == "9" * 5000
+    # "Longer answers vote as they are written": 200 characters are not longer.
+    assert canonical("A" * LONGEST_VOTE) == "a" * 200
+    assert canonical("A" * (LONGEST_VOTE + 1)) == "A" * 201
+
+
+def test_votes_of_different_verdicts_share_the_credit() -> None:
+    """Programs that differ in white space vote together; of this majority two in three are right."""
+    answers = ["a  b", "a b", "a\nb", "c", None]
+    for verdicts in ([True, False, True, True, False], [False, True, True, True, False]):
+        assert vote_score(answers, verdicts) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

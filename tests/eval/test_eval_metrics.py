@@ -11,7 +11,7 @@ import pytest
 
 from whet.eval.confidence import Confidence
 from whet.eval.grade import Grade, Judged
-from whet.eval.metrics import best_of_n, headline, summarise
+from whet.eval.metrics import best_of_n, breakdown, headline, remark, summarise
 from whet.eval.show import describe
 from whet.stats import detectable_difference, fisher_exact, minimum_detectable_effect
 from whet.types import Problem
@@ -212,3 +212,26 @@ def test_fisher_against_an_oracle() -> None:
     for wrong in ((3, 2, 0, 1), (-1, 2, 0, 1), (0, 0, 0, 1)):
         with pytest.raises(ValueError, match="expected 0 <= successes <= trials"):
             fisher_exact(*wrong)
+
+
+def test_the_share_of_cut_off_samples() -> None:
+    cut = replace(done(False), finish_reason="length")
+    found = headline(
+        [[cut, done(True), done(True), done(True)], [cut, cut, done(True), cut]], [cut, cut], seed=0
+    )
+    assert found["truncated"].mean == pytest.approx((1 / 4 + 3 / 4) / 2)
+
+
+@pytest.mark.parametrize(("pass_at_1", "warns"), [(0.0, True), (0.049, True), (0.05, False), (0.5, False)])
+def test_below_one_in_twenty_a_score_is_luck(pass_at_1: float, warns: bool) -> None:
+    text = remark(pass_at_1, 200, 16)
+    assert text.startswith("accuracy is near zero") == warns
+    assert bool(text) == warns
+
+
+def test_a_label_with_one_value_makes_no_table() -> None:
+    labels = [{"subject": "algebra", "level": "1"}, {"subject": "algebra", "level": "2"}]
+    asked = [replace(problem, meta=meta) for problem, meta in zip(problems(2), labels, strict=True)]
+    found = breakdown(asked, rows_of([1, 2], 2))
+    assert list(found) == ["level"]
+    assert {value: interval.mean for value, interval in found["level"].items()} == {"1": 0.5, "2": 1.0}

@@ -161,10 +161,20 @@ def test_source_004_claims_an_improvement_that_its_numbers_do_not_show(after: in
 def test_completions_of_one_problem_are_no_independent_observations() -> None:
     # S4-15: format 726 -> 670 of 800 (50 problems x 16) is p = 3.4e-5 if completions were independent.
     assert scipy_stats.fisher_exact([[726, 74], [670, 130]]).pvalue == pytest.approx(3.4e-5, rel=0.1)
-    before = [16.0] * 45 + [6.0, 0.0, 0.0, 0.0, 0.0]
-    after = [2.0] * 4 + [16.0] * 41 + [6.0, 0.0, 0.0, 0.0, 0.0]
-    assert (sum(before), sum(after)) == (726, 670)
-    found = compared("format", [x / 16 for x in before], [x / 16 for x in after])
+    before = [16] * 45 + [6, 0, 0, 0, 0]
+    after = [2] * 4 + [16] * 41 + [6, 0, 0, 0, 0]
+
+    def scores(counts: list[int]) -> list[float | None]:
+        """Through the rows of eval_samples.jsonl, as the program gets them."""
+        rows = [
+            [row("1", False, format="perfect" if index < count else "none") for index in range(16)]
+            for count in counts
+        ]
+        return score_problems(rows, [one[0] for one in rows], 16)["format"]
+
+    found = compare_scores("format", scores(before), scores(after))
+    assert found is not None
+    assert (found.a, found.b) == (726 / 800, 670 / 800)
     assert found.difference.mean == pytest.approx(-0.07)
     assert not found.is_shown, "four problems changed"
 
@@ -188,6 +198,11 @@ def test_several_models_are_corrected_metric_by_metric() -> None:
     assert tables[0]["greedy"].p_holm == pytest.approx(2 * p)
     assert tables[1]["greedy"].p_holm == 1.0
     assert tables[2] == {}, "only what both have is compared"
+    # Of four models that look better, none is shown: 4 x 0.0156 is above 5 %.
+    many = compare_with_first([{"greedy": base}, *[{"greedy": better}] * 4])
+    assert [table["greedy"].p for table in many] == [p] * 4
+    assert [table["greedy"].p_holm for table in many] == pytest.approx([4 * p] * 4)
+    assert [table["greedy"].is_shown for table in many] == [False] * 4
 
 
 def test_problems_without_a_score_leave_the_pair() -> None:

@@ -16,7 +16,6 @@ from whet.eval.probe.transcript import transcribe
 from whet.model.text.tokenizer import Tokenizer
 from whet.schema import SCHEMAS, ResponseSchema
 
-GPT2 = Path(__file__).parents[3] / "shared/data/tokenizers/gpt2"
 SCHEMA = ResponseSchema()
 
 # Golden: ids and layout as the source of this repository's issue published them (its row S4-24).
@@ -101,10 +100,8 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split()]
 
 
-def test_the_published_transcript_to_the_letter() -> None:
-    if not (GPT2 / "tokenizer.json").is_file():
-        pytest.skip("needs shared/data/tokenizers/gpt2")
-    tokenizer = Tokenizer.load(GPT2).with_tags(SCHEMA.tags, padded_vocab_size=50304)
+def test_the_published_transcript_to_the_letter(gpt2_folder: Path) -> None:
+    tokenizer = Tokenizer.load(gpt2_folder).with_tags(SCHEMA.tags, padded_vocab_size=50304)
     assert tokenizer.encode(PROMPT) == numbers(PROMPT_IDS)
     assert tokenizer.encode(THINKING) == numbers(THINKING_IDS)
     written = [50257, *numbers(THINKING_IDS), 50258, 50259, 1129, 50260]

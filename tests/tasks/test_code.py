@@ -20,6 +20,7 @@ from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "code"
+GOLDEN = Path(__file__).parents[1] / "golden" / "code"
 SCHEMA = ResponseSchema(answer_type="program")
 GOLD = "import math\n\ndef area(r):\n    return math.pi * r * r"
 CASE = {
@@ -244,7 +245,14 @@ def test_public_data_are_read() -> None:
         assert [int(problem.meta["id"]) for problem in task.problems(split)] == list(ids)
     few = task.problems("train")[:12]
     assert task.judge_many([(p, p.answer) for p in few]) == [True] * 12
-    human = Code("humaneval", DATA)
+
+
+def test_published_problems_of_human_eval() -> None:
+    human = Code("humaneval", GOLDEN)
+    problems = human.problems("test")
+    assert [problem.meta["id"] for problem in problems] == [f"HumanEval/{number}" for number in range(5)]
+    assert human.judge_many([(p, p.answer) for p in problems]) == [True] * 5
+    assert human.judge_many([(p, human.wrong_answer(p)) for p in problems]) == [False] * 5
     assert human.problems("train") == human.problems("dev") == []
     first, second = human.problems("test")[:2]
     assert human.is_correct(first, first.answer)

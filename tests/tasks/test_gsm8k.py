@@ -11,6 +11,7 @@ from whet.tasks.gsm8k import GSM8K
 from whet.types import UserError
 
 DATA = Path(__file__).parents[2].parent / "shared/data/gsm8k"
+GOLDEN = Path(__file__).parents[1] / "golden/gsm8k"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data/gsm8k")
 
 
@@ -26,10 +27,9 @@ def test_counts_and_splits() -> None:
     assert [problem.uid for problem in GSM8K(DATA).problems("dev")] == [problem.uid for problem in dev]
 
 
-@needs_data
 def test_first_problem() -> None:
     first = next(
-        p for split in ("train", "dev") for p in GSM8K(DATA).problems(split) if p.meta["line"] == "1"
+        p for split in ("train", "dev") for p in GSM8K(GOLDEN).problems(split) if p.meta["line"] == "1"
     )
     assert first.prompt.startswith("Natalia sold clips to 48 of her friends")
     assert first.answer == "72"
@@ -39,9 +39,18 @@ def test_first_problem() -> None:
     assert first.meta == {"file": "train.jsonl", "line": "1"}
 
 
-@needs_data
-def test_answers_are_clean_and_gold_is_correct() -> None:
-    task = GSM8K(DATA)
+def test_published_answers() -> None:
+    """The numbers behind '####' of the first ten rows."""
+    task = GSM8K(GOLDEN)
+    lines = {int(p.meta["line"]): p.answer for split in ("train", "dev") for p in task.problems(split)}
+    assert [int(lines[n]) for n in sorted(lines)] == [72, 10, 5, 42, 624, 35, 48, 16, 41, 990]
+    tested = [int(problem.answer) for problem in task.problems("test")]
+    assert tested == [18, 3, 70000, 540, 20, 64, 260, 160, 45, 460]
+
+
+@pytest.mark.parametrize("folder", [GOLDEN, pytest.param(DATA, marks=needs_data)], ids=["golden", "all"])
+def test_answers_are_clean_and_gold_is_correct(folder: Path) -> None:
+    task = GSM8K(folder)
     for split in ("train", "dev", "test"):
         for problem in task.problems(split):
             assert float(problem.answer) == int(float(problem.answer))

@@ -11,6 +11,7 @@ from whet.tasks.math import MATH
 from whet.types import UserError
 
 DATA = Path(__file__).parents[2].parent / "shared/data/math"
+GOLDEN = Path(__file__).parents[1] / "golden/math"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data/math")
 
 
@@ -32,13 +33,25 @@ def test_counts_and_meta() -> None:
     assert {problem.meta["subject"] for problem in test} == {problem.meta["subject"] for problem in train}
 
 
-@needs_data
-def test_answers_are_used_as_they_are() -> None:
-    task = MATH(DATA)
+def test_a_row_that_boxes_nothing_is_bad() -> None:
+    """It stands in the published file and needs no leave; every other row is a problem, whatever its level."""
+    task = MATH(GOLDEN)
+    problems = [*task.problems("train"), *task.problems("dev")]
+    assert [(row.where, row.reason) for row in task.bad_rows] == [
+        ("MATH_train.jsonl line 7", "'answer' is empty")
+    ]
+    assert len(problems) == 8
+    assert {problem.meta["level"] for problem in problems} == set("1345?")
+    assert len({problem.meta["subject"] for problem in problems}) == 7
+
+
+@pytest.mark.parametrize("folder", [GOLDEN, pytest.param(DATA, marks=needs_data)], ids=["golden", "all"])
+def test_answers_are_used_as_they_are(folder: Path) -> None:
+    task = MATH(folder)
     test = task.problems("test")
     assert test[0].answer == r"\left( 3, \frac{\pi}{2} \right)"
     assert test[0].meta == {"subject": "Precalculus", "level": "2", "file": "math500_test.json", "line": "1"}
-    rows = json.loads((DATA / "math500_test.json").read_text())
+    rows = json.loads((folder / "math500_test.json").read_text(encoding="utf-8"))
     assert [problem.answer for problem in test] == [row["answer"] for row in rows]
     for problem in test[:100]:
         assert task.is_correct(problem, problem.answer)

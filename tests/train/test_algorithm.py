@@ -382,3 +382,16 @@ def test_every_option_of_the_critic_is_read(change: dict[str, Any]) -> None:
     base = ValueConfig(lr=5e-3)
     first, second = (play(algo, value=value, num_steps=3) for value in (base, replace(base, **change)))
     assert not torch.equal(first.weights, second.weights)
+
+
+def test_what_follows_from_the_arguments() -> None:
+    assert AlgoConfig(num_minibatches=3, num_epochs=2).num_updates == 6
+    # DAPO 2503.14476: a ramp of 4,096 before 20,480 tokens, a fifth.
+    assert AlgoConfig(overlong="soft").ramp(20_480) == 4096
+    assert AlgoConfig(overlong="soft", overlong_cache=100).ramp(20_480) == 100
+    assert AlgoConfig().is_group_scaled
+    assert not AlgoConfig(multi_reward="normalise").is_group_scaled  # each reward is divided, not their sum
+    assert not AlgoConfig(scale="batch").is_group_scaled
+    assert not AlgoConfig().has_entropy_bonus
+    for options in ({"entropy_coef": 0.1}, {"entropy_coef_final": 0.1}, {"entropy_target": 0.5}):
+        assert AlgoConfig(**options).has_entropy_bonus, options

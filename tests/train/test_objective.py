@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from gloo import run_ranks
 from handmade import WEIGHTS, make_group, new_policy, on_policy, play, problems, random_groups, weights_of
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
+from whet.algo.packing import TrainingSequence
 from whet.generate.policy import Policy
+from whet.ranks.collectives import rank, world_size
 from whet.recipes.rl import ALGORITHMS
-from whet.train.objective.advantage import token_advantages, training_sequences, with_advantages
-from whet.train.objective.objective import Objective
+from whet.train.objective.advantage import (
+    counted_samples,
+    is_informative,
+    token_advantages,
+    training_sequences,
+    with_advantages,
+)
+from whet.train.objective.objective import Objective, keep_top_entropy
 from whet.train.objective.reference import Coefficients
+from whet.train.objective.tally import Tally, critic_metrics, gap_sums, mean_of, sampler_metrics
 from whet.train.optim.step import OptimConfig, Optimizer
 from whet.types import Group
 
@@ -262,6 +273,12 @@ def test_gdpo_by_hand() -> None:
     advantages = [sample.advantage for group in groups for sample in group.samples]
     assert advantages == pytest.approx([value / scale for value in sums])
     assert advantages[8:] == [0.0] * 4  # exactly: this group does not teach
+    bounded = with_advantages(
+        gdpo_groups(new_policy()), replace(ALGORITHMS["gdpo"](), advantage_clip=0.5), WEIGHTS
+    )
+    clipped = [sample.advantage for group in bounded for sample in group.samples]
+    assert clipped == pytest.approx([min(max(value / scale, -0.5), 0.5) for value in sums])
+    assert (min(sums) / scale < -0.5, max(sums) / scale > 0.5) == (True, True)
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens() -> None:
@@ -297,6 +314,27 @@ def test_whitening_leaves_the_kl_of_equal_outcomes_small() -> None:
     expected = torch.cat(to_go)
     assert torch.allclose(tokens, expected - expected.mean(), atol=1e-9)
     assert 0 < float(tokens.std()) < 0.2
+
+
+def test_whitening_leaves_nothing_of_equal_advantages() -> None:
+    """Their mean is often an ulp off, and what is left would count as a signal."""
+    algo = replace(ALGORITHMS["reinforce_pp"](), kl="none", kl_coef=0.0)
+    traps = 0
+    for hundredths in range(1, 100):
+        sequences = [
+            TrainingSequence(
+                prompt_ids=(1,),
+                completion_ids=(2,) * n,
+                sampler_logprobs=(-1.0,) * n,
+                advantage=hundredths / 100,
+            )
+            for n in (1, 2, 4)
+        ]
+        traps += sum([hundredths / 100] * 7) / 7 != hundredths / 100
+        filled = token_advantages(sequences, algo, ValueConfig(), 0.0)
+        tokens = torch.cat([s.advantages_T for s in filled if s.advantages_T is not None])
+        assert tokens.tolist() == [0.0] * 7
+    assert traps > 10
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
@@ -340,3 +378,140 @@ def test_gdpo_leaves_groups_that_do_not_teach_at_exactly_0() -> None:
         *others, dull = with_advantages(groups, ALGORITHMS["gdpo"](), WEIGHTS)
         assert [sample.advantage for sample in dull.samples] == [0.0] * 3
         assert all(sample.advantage for group in others for sample in group.samples)
+
+
+def test_one_reward_that_differs_is_enough_to_teach() -> None:
+    """Normalised by itself, a reward counts that the sum hides: here correct and format cancel in every sum."""
+    policy, algo = new_policy(), ALGORITHMS["gdpo"]()
+    tables = [
+        [{"correct": 1.0, "format": 0.0}, {"correct": 0.0, "format": 0.0}],
+        [{"correct": 1.0, "format": 0.0}, {"correct": 0.5, "format": 1.0}],
+        [{"correct": 1.0, "format": 0.5}, {"correct": 1.0, "format": 0.5}],
+    ]
+    groups = [make_group(policy, p, table) for p, table in zip(problems(3), tables, strict=True)]
+    assert is_informative(groups, algo, WEIGHTS) == [True, True, False]
+    assert is_informative(groups, AlgoConfig(), WEIGHTS) == [True, False, False]
+
+
+def test_what_enters_the_denominators() -> None:
+    """Scored samples with a token to train on; of those that were cut off only where nothing filters them."""
+    policy = new_policy()
+    scores = [
+        {"correct": 1.0, "format": 0.0},
+        {"correct": 0.0, "format": 0.0},
+        {"correct": None, "format": 0.0},
+    ]
+    group = make_group(policy, problems(1)[0], scores, lengths=[3, 4, 5])
+    first, second, unscored = group.samples
+    members = (
+        first,
+        replace(second, finish_reason="length"),
+        unscored,
+        replace(first, index=3, trained=(False,) * 3),  # all of it was written by a tool
+        replace(first, index=4, trained=(True, False, True)),
+    )
+    filled = with_advantages([replace(group, samples=members)], AlgoConfig(), WEIGHTS)
+    for overlong, expected in (("none", [0, 1, 4]), ("hard", [0, 1, 4]), ("filter", [0, 4])):
+        algo = AlgoConfig(overlong=overlong)  # type: ignore[arg-type]
+        (counted,) = counted_samples(filled, algo)
+        assert [sample.index for sample in counted] == expected
+        sequences = training_sequences(filled, algo)
+        # 3 and 2 tokens that are trained, and 4 of the sample that was cut off.
+        assert {s.num_group_tokens for s in sequences} == {5 if overlong == "filter" else 9}
+    masked = sequences[-1]
+    assert masked.sampler_logprobs == (first.sampler_logprobs[0], first.sampler_logprobs[2])
+
+
+def test_the_tokens_of_highest_entropy_keep_their_weight() -> None:
+    """Half of five tokens, rounded up, is three; a weight that a correction gave stays as it is."""
+    sequences = [
+        TrainingSequence(prompt_ids=(1,), completion_ids=(2, 3), policy_weights_T=torch.tensor([0.5, 0.5])),
+        TrainingSequence(prompt_ids=(1,), completion_ids=(4, 5, 6)),
+    ]
+    entropies = [torch.tensor([3.0, 1.0]), torch.tensor([2.0, 0.0, 2.5])]
+    kept = keep_top_entropy(sequences, entropies, 0.5, torch.float32)
+    weights = [s.policy_weights_T.tolist() for s in kept if s.policy_weights_T is not None]
+    assert weights == [[0.5, 0.0], [1.0, 0.0, 1.0]]
+
+
+def test_sampler_metrics_by_hand() -> None:
+    """rho of 2, 1/2 and 1, in two parts: the largest of both counts, and sums are over all tokens."""
+    tally = Tally()
+    for logprobs, sampler in (([-1.0, -2.0], [-1.0 - math.log(2), -2.0 + math.log(2)]), ([-3.0], [-3.0])):
+        tally.add(gap_sums(torch.tensor(logprobs).double(), torch.tensor(sampler).double()))
+        tally.add({"correction_active": 1.0})
+    metrics = sampler_metrics(tally, has_correction=True)
+    assert metrics == {
+        "rl/logprob_gap_mean": pytest.approx(2 * math.log(2) / 3),
+        "rl/logprob_gap_max": pytest.approx(math.log(2)),
+        "rl/ratio_drift": pytest.approx(1.0),
+        # rho - log rho - 1 of 2 and of 1/2; the logarithms cancel.
+        "rl/mismatch_k3": pytest.approx((1.0 - 0.5) / 3),
+        "rl/effective_samples": pytest.approx(3.5**2 / (3 * (4 + 0.25 + 1))),
+        "rl/correction_active": pytest.approx(2 / 3),
+    }
+
+
+def test_critic_metrics_by_hand() -> None:
+    """Returns 1, 2, 3, 6 (variance 3.5), start errors 1, -1, 0, 2 (variance 1.25), errors 0, 1, 1, 2."""
+    tally = Tally()
+    tally.add({"value_tokens": 4, "value_square": 6, "value_clipped": 1, "start_error": 2, "start_square": 6})
+    tally.add({"return": 12, "return_square": 50, "value_norm": 5, "value_updates": 2})
+    assert critic_metrics(tally) == {
+        "rl/value_loss": pytest.approx(0.5 * 6 / 4),
+        "rl/value_clipped": 0.25,
+        "rl/value_grad_norm": 2.5,
+        "rl/value_explained": pytest.approx(1 - 1.25 / 3.5),
+    }
+
+
+def test_means_of_metrics_are_over_the_updates_that_have_them() -> None:
+    found = mean_of([{"rl/loss": 1.0, "rl/kl": 4.0}, {"rl/loss": 3.0}])
+    assert found == {"rl/loss": 2.0, "rl/grad_norm": 0.0, "rl/kl": 4.0}
+
+
+def spread_over_ranks() -> dict[str, Any]:
+    """What depends on all groups of a step, on this rank's share of them."""
+    policy = new_policy()
+    groups = random_groups(policy)[rank() :: world_size()]
+
+    def advantages(algo: AlgoConfig) -> list[float | None]:
+        return [s.advantage for group in with_advantages(groups, algo, WEIGHTS) for s in group.samples]
+
+    whitening = replace(ALGORITHMS["reinforce_pp"](), kl="none", kl_coef=0.0)
+    sequences = training_sequences(with_advantages(groups, whitening, WEIGHTS), whitening)
+    filled = token_advantages(sequences, whitening, ValueConfig(), 0.0)
+    # Entropies that are larger on the second rank: it keeps more than its share.
+    entropies = [torch.arange(s.num_trained) + 4.0 * rank() for s in sequences]
+    kept = keep_top_entropy(sequences, entropies, 0.25, torch.float32)
+    step = play(AlgoConfig(aggregation="sequence_mean"), groups=groups, num_steps=1).rows[0]
+    return {
+        "rewards": [[s.reward for s in group.samples] for group in groups],
+        "batch": advantages(AlgoConfig(scale="batch")),
+        "gdpo": advantages(ALGORITHMS["gdpo"]()),
+        "tokens": [x for s in filled if s.advantages_T is not None for x in s.advantages_T.tolist()],
+        "entropies": [x for entropy_T in entropies for x in entropy_T.tolist()],
+        "kept": [x for s in kept if s.policy_weights_T is not None for x in s.policy_weights_T.tolist()],
+        "step": step,
+    }
+
+
+def test_statistics_are_those_of_all_ranks() -> None:
+    """A rank that took its own deviation, mean or quantile would train on other advantages, and say nothing."""
+    both, alone = run_ranks(2, spread_over_ranks), spread_over_ranks()
+    for own in both:
+        deviation = statistics.stdev(r for found in both for group in found["rewards"] for r in group) + 1e-4
+        batch = [(r - statistics.fmean(group)) / deviation for group in own["rewards"] for r in group]
+        assert own["batch"] == pytest.approx(batch, rel=1e-9, abs=1e-9)
+    tokens = [x for found in both for x in found["tokens"]]
+    assert statistics.fmean(tokens) == pytest.approx(0.0, abs=1e-12)
+    assert statistics.variance(tokens) == pytest.approx(1.0, abs=1e-6)  # the 1e-8 in the denominator
+    entropies = [x for found in both for x in found["entropies"]]
+    floor = sorted(entropies, reverse=True)[math.ceil(0.25 * len(entropies)) - 1]
+    assert [x for found in both for x in found["kept"]] == [float(x >= floor) for x in entropies]
+    # GDPO's whitening and the whole step, whose numbers on one rank have tests of their own.
+    whole = [alone["gdpo"][start : start + 4] for start in range(0, 24, 4)]
+    for place, own in enumerate(both):
+        assert own["gdpo"] == pytest.approx([x for group in whole[place::2] for x in group], rel=1e-9)
+        # Float32 gradients, added up in another order.
+        assert own["step"] == pytest.approx(alone["step"], rel=1e-4, abs=1e-6)

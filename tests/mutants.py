@@ -1,0 +1,1480 @@
+r"""Change one line of whet at a time and see whether its tests notice.
+
+    python tests/mutants.py [--only PATTERN] [--jobs N] [--list]
+
+A mutant is a row of the table below: a fragment of one line, what takes its place, and the tests that must fail then.
+Each runs in a temporary copy of whet/ and tests/; the checkout is never written to. The tests are run once on the
+unchanged copy first, since a test that fails anyway catches nothing.
+
+Prints caught, SURVIVED or stale (the fragment does not stand in the file exactly once) for each, and their share. Exit
+status 1 when a row is stale, when less than 95 % are caught, or when a survivor is a mask, a denominator or a sign:
+those train a model on the wrong thing without any error. Run by hand and once a week: about 20 minutes on one core.
+`tests/test_architecture.py` checks with every run of the tests that no row is stale.
+
+Mutants that cannot be told from the original are left out. Among those that were tried:
+- `train/objective/advantage.py`, GDPO's whitening without `- mean`: each reward's z-scores add up to 0 in every group,
+  so the mean of their sums is 0.
+- The same file, `_paid_early` without `[:-1]`: the last turn's reward is taken from and given to the last token.
+- `eval/compare/paired.py`, `difference = a - b`: only its absolute values, spread and number are used; the sign comes
+  from `paired_bootstrap(a, b)`, which has a row. `2**i <= num_samples`: the last k is written twice with one value.
+- `rewards/answers/structure.py`, `algo/signal.py` and `algo/advantages.py`: masks of what a later mask sets to 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "whet"
+TIMEOUT_S = 180.0
+WANTED_SHARE = 0.95
+NEVER_SURVIVES = ("mask", "denominator", "sign")
+KINDS = (*NEVER_SURVIVES, "bound", "guard", "factor", "choice", "order")
+"""mask: what counts; denominator: what is divided by; bound: limits and constants; guard: a case that is looked after;
+factor: what is multiplied or added; choice: which of several values; order: places and positions."""
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=line", "--timeout=0")
+# What is preloaded is not rewritten; of warnings that would fail a test anyway, this one is our own doing.
+OPTIONS += ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One changed line.
+
+    Attributes:
+        kind: One of `KINDS`.
+        file: Path below whet/.
+        old: Fragment of one line, which stands in the file exactly once.
+        new: What takes its place.
+        tests: Arguments of pytest.
+    """
+
+    kind: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What a person reads, and what --only looks at."""
+        return f"{self.file} {self.kind}: {self.old.strip()} -> {self.new.strip()}"
+
+
+Row = tuple[str, str, str] | tuple[str, str, str, tuple[str, ...]]
+"""Kind, old, new; tests of its own, where those of the file are not the ones."""
+DEFINITION = "tests/train/test_invariance.py::test_the_step_is_the_definition_however_it_is_cut"
+OBJECTIVE = "tests/train/test_objective.py"
+STATS = "tests/test_stats.py"
+
+
+def cases(*names: str) -> tuple[str, ...]:
+    """Rows of the invariance matrix: a step with whet against its definition on padded rows."""
+    return tuple(f"{DEFINITION}[{name}-float64]" for name in names)
+
+
+TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
+    ("algo/advantages.py", ("tests/algo/test_advantages.py",)): [
+        ("bound", "SPREAD_TOLERANCE = 1e-6", "SPREAD_TOLERANCE = 1e-3"),
+        ("bound", "SPREAD_TOLERANCE = 1e-6", "SPREAD_TOLERANCE = 1e-9"),
+        ("mask", 'masked_fill(~scored_PG, float("inf")).amin(1)', "amin(1)"),
+        ("mask", 'masked_fill(~scored_PG, float("-inf")).amax(1)', "amax(1)"),
+        ("mask", "rewards_PG.masked_fill(~scored_PG, 0.0).abs()", "rewards_PG.abs()"),
+        ("bound", ".abs().amax(1).clamp(min=1.0)", ".abs().amax(1)"),
+        ("bound", "> SPREAD_TOLERANCE * largest", "> SPREAD_TOLERANCE"),
+        ("mask", "torch.isfinite(rewards_PG[scored_PG])", "torch.isfinite(rewards_PG)"),
+        (
+            "denominator",
+            "rewards_PG.sum(1) / count_P.clamp(min=1)",
+            "rewards_PG.sum(1) / rewards_PG.shape[1]",
+        ),
+        ("sign", '"none" else rewards_PG - mean_P[:, None]', '"none" else rewards_PG + mean_P[:, None]'),
+        ("denominator", "count_P / (count_P - 1).clamp(min=1)", "count_P / count_P.clamp(min=1)"),
+        (
+            "mask",
+            "(rewards_PG - mean_P[:, None]).masked_fill(~scored_PG, 0.0)",
+            "(rewards_PG - mean_P[:, None])",
+        ),
+        ("denominator", "/ (count_P - std_ddof).clamp(min=1)", "/ (count_P - 1).clamp(min=1)"),
+        ("factor", "variance_P.sqrt() + eps, 1.0", "variance_P.sqrt(), 1.0"),
+        (
+            "guard",
+            "torch.where(has_spread(rewards_PG, scored_PG), variance_P.sqrt() + eps, 1.0)",
+            "variance_P.sqrt() + eps",
+        ),
+        (
+            "mask",
+            "standard_deviation(rewards_PG[scored_PG], std_ddof)",
+            "standard_deviation(rewards_PG.flatten(), std_ddof)",
+        ),
+        ("denominator", "if batch_std is None else batch_std", "if True else batch_std"),
+        ("factor", "/ (std + eps) if std > 0", "/ std if std > 0"),
+        ("guard", "positive_P = mean_P > 0", "positive_P = mean_P != 0"),
+        ("guard", ".masked_fill(~positive_P[:, None], 0.0)", ""),
+        ("bound", "advantages_PG.clamp(-clip, clip)", "advantages_PG.clamp(max=clip)"),
+        (
+            "guard",
+            "advantages_PG.masked_fill(~has_spread(rewards_PG, scored_PG)[:, None], 0.0)",
+            "advantages_PG",
+        ),
+        ("mask", "return advantages_PG.masked_fill(~scored_PG, 0.0)", "return advantages_PG"),
+        ("denominator", "(values.numel() - ddof)", "values.numel()"),
+        (
+            "guard",
+            "values.numel() < 2 or not bool(has_spread(values[None], everywhere))",
+            "values.numel() < 2",
+        ),
+        ("factor", "weight * group_advantages(", "group_advantages("),
+        ("sign", "gamma * next_value - values_BT[:, t]", "gamma * next_value + values_BT[:, t]"),
+        ("factor", "rewards_BT[:, t] + gamma * next_value", "rewards_BT[:, t] + next_value"),
+        ("factor", "gamma * lam * next_advantage", "lam * next_advantage"),
+        ("mask", "values_BT.double().masked_fill(~trained_BT, 0.0)", "values_BT.double()"),
+        ("sign", "(advantages_BT + values_BT)", "(advantages_BT - values_BT)"),
+        ("order", "rewards_T.flip(0).cumsum(0).flip(0)", "rewards_T.cumsum(0)"),
+        ("sign", "(expected - length) / cache_length", "(length - expected) / cache_length"),
+        ("bound", "expected = max_length - cache_length", "expected = max_length"),
+    ],
+    ("algo/corrections.py", ("tests/algo/test_corrections.py",)): [
+        ("bound", '"token_truncate": (0.0, 2.0)', '"token_truncate": (0.0, 5.0)'),
+        ("bound", '"token_mask": (0.5, 5.0)', '"token_mask": (0.5, 2.0)'),
+        ("bound", '"sequence_truncate": (0.0, 10.0)', '"sequence_truncate": (0.0, 2.0)'),
+        ("bound", '"geometric_mask": (0.999, 1.001)', '"geometric_mask": (0.99, 1.01)'),
+        ("bound", '"k3_mask": (0.0, 0.01)', '"k3_mask": (0.0, 0.1)'),
+        (
+            "sign",
+            "log_ratio(proximal_logprobs_M, sampler_logprobs_M)",
+            "log_ratio(sampler_logprobs_M, proximal_logprobs_M)",
+        ),
+        ("guard", "sampler_logprobs_M).detach()", "sampler_logprobs_M)"),
+        ("sign", "log_rho_M.expm1() - log_rho_M", "log_rho_M.expm1() + log_rho_M"),
+        ("choice", "sequence_means(log_rho_M, sequence_M).exp()", "log_rho_M.exp()"),
+        ("denominator", " * lengths_B[sequence_M]", ""),
+        ("bound", "sums_M.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()", "sums_M.exp()"),
+        ("mask", "(measure_M >= low)", "(measure_M > low)"),
+        ("mask", "(measure_M <= high)", "(measure_M < high)"),
+        ("bound", "measure_M.clamp(low, high), outside_M", "measure_M.clamp(max=high), outside_M"),
+        ("mask", "weights_M.masked_fill(outside_M, 0.0)", "weights_M"),
+        ("choice", 'if kind in ("geometric_mask", "k3_mask") else', 'if kind == "k3_mask" else'),
+    ],
+    ("algo/losses.py", ("tests/algo/test_losses.py", "tests/algo/test_named_losses.py")): [
+        ("denominator", "return 1.0 / max(num_tokens, 1)", "return 1.0"),
+        ("denominator", "1.0 / max(num_group_tokens, 1) if", "1.0 / max(num_tokens, 1) if"),
+        ("denominator", '"token_mean": num_tokens', '"token_mean": num_sequences'),
+        ("denominator", '"sequence_mean": num_sequences', '"sequence_mean": num_tokens'),
+        ("denominator", '"prompt_mean": num_prompts', '"prompt_mean": num_sequences'),
+        ("denominator", '"sequence_sum": num_sequences', '"sequence_sum": num_tokens'),
+        ("denominator", '"constant": num_sequences * max_length', '"constant": num_tokens'),
+        ("guard", "max(float(table[aggregation]), 1.0)", "float(table[aggregation])"),
+        (
+            "denominator",
+            "torch.bincount(sequence_M, minlength=num_sequences).clamp(min=1)",
+            "values_M.numel()",
+        ),
+        ("sign", "logprobs_M - base_logprobs_M.detach()", "base_logprobs_M.detach() - logprobs_M"),
+        ("guard", "base_logprobs_M.detach()", "base_logprobs_M"),
+        ("bound", "clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)", "clamp(min=-LOG_RATIO_LIMIT)"),
+        ("guard", "advantages_M = advantages_M.detach()", "pass"),
+        ("sign", "return -advantages_M * policy_logprobs_M", "return advantages_M * policy_logprobs_M"),
+        (
+            "sign",
+            "(log_ratio_M > clip_high) & (advantages_M > 0)",
+            "(log_ratio_M > clip_high) & (advantages_M < 0)",
+        ),
+        ("sign", "(log_ratio_M < -clip_low)", "(log_ratio_M < clip_low)"),
+        ("sign", "log_ratio_M.clamp(min=-clip_low)", "log_ratio_M.clamp(min=clip_low)"),
+        ("factor", "mean_M + (log_ratio_M - log_ratio_M.detach())", "mean_M"),
+        (
+            "factor",
+            "sequence_means(log_ratio_M.detach(), sequence_M)",
+            "sequence_means(log_ratio_M, sequence_M)",
+        ),
+        (
+            "sign",
+            "masked_fill(advantages_M > 0, tau_positive)",
+            "masked_fill(advantages_M < 0, tau_positive)",
+        ),
+        ("denominator", "return -4.0 / tau_M", "return -4.0"),
+        ("factor", "tau_M * (ratio_M - 1.0)", "tau_M * ratio_M"),
+        (
+            "bound",
+            "ratio_M.clamp(1.0 - clip_low, 1.0 + clip_high)",
+            "ratio_M.clamp(1.0 - clip_low, 1.0 + clip_low)",
+        ),
+        ("bound", "(ratio_M > 1.0 + clip_high).detach()", "(ratio_M > 1.0 + clip_low).detach()"),
+        ("guard", "return -clipped_M.detach()", "return -clipped_M"),
+        ("sign", "-torch.minimum(ratio_M * advantages_M", "-torch.maximum(ratio_M * advantages_M"),
+        ("mask", "over_M & (advantages_M > 0), under_M", "over_M, under_M"),
+        ("mask", "under_M & (advantages_M < 0)", "under_M"),
+        ("mask", "(ratio_M > dual_clip).detach() & (advantages_M < 0)", "(ratio_M > dual_clip).detach()"),
+        ("sign", "capped_M, -dual_clip * advantages_M", "capped_M, dual_clip * advantages_M"),
+        ("mask", "high_M = high_M | capped_M", "high_M = high_M"),
+        ("factor", "return 0.5 * delta_M.square()", "return delta_M.square()"),
+        ("sign", "torch.expm1(-delta_M) + delta_M", "torch.expm1(delta_M) - delta_M"),
+        (
+            "choice",
+            "log_ratio(policy_logprobs_M, sampler_logprobs_M).exp()",
+            "log_ratio(policy_logprobs_M, ref_logprobs_M).exp()",
+        ),
+        (
+            "guard",
+            "log_ratio(policy_logprobs_M, sampler_logprobs_M).exp()",
+            "log_ratio(policy_logprobs_M, sampler_logprobs_M).exp().detach()",
+        ),
+        ("factor", "return 0.5 * error_M", "return error_M"),
+        ("bound", "(values_M - start_M).clamp(-clip, clip)", "(values_M - start_M).clamp(max=clip)"),
+        ("mask", " & ((values_M - start_M).abs() > clip)", ""),
+        ("sign", "0.5 * torch.maximum(error_M", "0.5 * torch.minimum(error_M"),
+        (
+            "mask",
+            "torch.where(used, values_M, torch.zeros_like(values_M)) * weights_M",
+            "values_M * weights_M",
+        ),
+        ("denominator", "* weights_M).sum() / denominator", "* weights_M).mean()"),
+    ],
+    ("algo/packing.py", ("tests/algo/test_packing.py",)): [
+        (
+            "mask",
+            "return sum(self.trained) if self.trained",
+            "return sum(not t for t in self.trained) if self.trained",
+        ),
+        ("denominator", "return sum(self.trained) if self.trained else len", "return len"),
+        ("bound", "if used + length <= token_budget", "if used + length < token_budget"),
+        ("choice", "best = max(fitting", "best = min(fitting"),
+        ("choice", "best = max(fitting, key=lambda number: bins[number][0])", "best = fitting[0]"),
+        ("order", "key=lambda i: (-lengths[i], i)", "key=lambda i: (lengths[i], i)"),
+        ("mask", "enumerate(sequences) if sequence.num_trained]", "enumerate(sequences)]"),
+        (
+            "denominator",
+            "num_trained_tokens=sum(sequences[index].num_trained",
+            "num_trained_tokens=sum(sequences[index].num_tokens",
+        ),
+        ("denominator", "num_trained_sequences=len(trained)", "num_trained_sequences=len(sequences)"),
+        ("bound", "_num_rows([*family, item]) > token_budget", "_num_rows([*family, item]) >= token_budget"),
+        (
+            "bound",
+            "len(family[0][1].prompt_ids) + sum(len(sequence.completion_ids)",
+            "sum(sequence.num_tokens",
+        ),
+        ("order", "[prompt + shared - 1, *range", "[prompt + shared, *range"),
+        ("order", "*range(begin, begin + length - 1)]", "*range(begin + 1, begin + length)]"),
+        (
+            "mask",
+            "chosen = sequence.trained or (True,) * length",
+            "chosen = [not t for t in sequence.trained] or (True,) * length",
+        ),
+        ("mask", "chosen = sequence.trained or (True,) * length", "chosen = (True,) * length"),
+        ("mask", "Segment(begin, length, prompt, shared)", "Segment(begin, length, 0, 0)"),
+        (
+            "denominator",
+            "aggregation_weight(count, sequence",
+            "aggregation_weight(len(sequence.completion_ids), sequence",
+        ),
+        ("denominator", "sequence.num_group_tokens, aggregation)", "count, aggregation)"),
+        ("choice", 'sequence.advantage if name == "advantages_T" else fill', "fill"),
+        (
+            "order",
+            "indices_B=tuple(index for index, _ in sequences)",
+            "indices_B=tuple(range(len(sequences)))",
+        ),
+        ("choice", 'column("proximal_logprobs_T", 0.0) if is_recomputed else sampler_M', "sampler_M"),
+        ("mask", 'column("policy_weights_T", 1.0)', 'column("policy_weights_T", 0.0)'),
+        ("choice", 'column("ref_logprobs_T", 0.0)', 'column("proximal_logprobs_T", 0.0)'),
+    ],
+    ("algo/signal.py", ("tests/algo/test_signal.py",)): [
+        ("mask", "weighted_PGX = weighted_PGX.masked_fill(~scored_PG[..., None], 0.0)", "pass"),
+        (
+            "mask",
+            "(weighted_PGX - means_P1X).masked_fill(~scored_PG[..., None], 0.0)",
+            "weighted_PGX - means_P1X",
+        ),
+        ("denominator", "(weighted_PGX.sum(1) / counts_P1)", "weighted_PGX.mean(1)"),
+        (
+            "guard",
+            "torch.where(spread_P, squares_P.clamp(min=1e-300).rsqrt(), 0.0)",
+            "squares_P.clamp(min=1e-300).rsqrt()",
+        ),
+        ("denominator", ".clamp(min=1e-300).rsqrt()", ".clamp(min=1e-300).reciprocal()"),
+        ("denominator", "parts_PGX.sum(-1).square().sum(1)", "parts_PGX.square().sum((1, 2))"),
+        ("factor", "torch.tensor(weights, dtype=torch.float64)", "1.0"),
+        ("sign", "1.0 - total_square / own", "1.0 + total_square / own"),
+        ("bound", "max(0.0, 1.0 - total_square / own)", "1.0 - total_square / own"),
+        ("bound", "REPEATED_NGRAM = 4", "REPEATED_NGRAM = 3"),
+        ("denominator", "len(set(ngrams)) / len(ngrams)", "len(set(ngrams)) / len(ids)"),
+    ],
+    ("algo/preference.py", ("tests/algo/test_preference.py",)): [
+        ("sign", "return policy_B - ref_B.detach()", "return ref_B.detach() - policy_B"),
+        ("guard", "ref_B.detach()", "ref_B"),
+        (
+            "sign",
+            "beta * (chosen_ratios_B - rejected_ratios_B)",
+            "beta * (rejected_ratios_B - chosen_ratios_B)",
+        ),
+        ("sign", "label_smoothing * F.logsigmoid(-margin_B)", "label_smoothing * F.logsigmoid(margin_B)"),
+        ("factor", "-(1.0 - label_smoothing) * F.logsigmoid(margin_B)", "-F.logsigmoid(margin_B)"),
+        ("denominator", "1.0 / (2.0 * beta)", "1.0 / beta"),
+        ("denominator", "return -policy_B / num_tokens_B", "return -policy_B"),
+        ("factor", " + 0.5 * (margins_B == 0).double()", ""),
+    ],
+    ("algo/logprobs.py", ("tests/algo/test_logprobs.py",)): [
+        ("mask", "logits[:, num_valid:vocab] = ", "logits[:, vocab:vocab] = "),
+        (
+            "mask",
+            'F.pad(logits, (0, surplus_columns), value=float("-inf"))',
+            "F.pad(logits, (0, surplus_columns))",
+        ),
+        ("factor", "        logits = logits / temperature", "        logits = logits * temperature"),
+        ("sign", "total_M.log() + top_M1.squeeze(1)", "total_M.log() - top_M1.squeeze(1)"),
+        ("sign", ".squeeze(1) - normaliser_M, normaliser_M", ".squeeze(1) + normaliser_M, normaliser_M"),
+        ("sign", "normaliser_M - (weights_MV * logits_MV)", "normaliser_M + (weights_MV * logits_MV)"),
+        ("denominator", "(weights_MV * logits_MV).sum(-1) / total_M", "(weights_MV * logits_MV).sum(-1)"),
+        ("sign", "(-grad_logprob_M[:, None] - grad_entropy_M", "(-grad_logprob_M[:, None] + grad_entropy_M"),
+        ("factor", "(logprobs + entropy_M[:, None])", "logprobs"),
+        ("denominator", "(-grad_logprob_M / total_M)", "(-grad_logprob_M)"),
+        ("denominator", "dz if temperature == 1.0 else dz.div_(temperature)", "dz"),
+        ("factor", "grad_weight.addmm_(dz.t(), hidden)", "dz.t() @ hidden"),
+        ("guard", "if not temperature > 0:", "if temperature < 0:"),
+        ("mask", "valid = vocab if num_valid is None else num_valid", "valid = vocab"),
+        ("bound", "max(1024, min(16384,", "max(1, min(16384,"),
+    ],
+    ("algo/config.py", ("tests/train/test_algorithm.py",)): [
+        ("choice", "(low if self.low is None else self.low, high", "(low, high"),
+        ("choice", "high if self.high is None else self.high", "high"),
+        ("bound", "if low > high:", "if low > high + 1:"),
+        ("factor", "self.num_minibatches * self.num_epochs", "self.num_minibatches + self.num_epochs - 1"),
+        ("bound", "self.dual_clip <= 1 + self.clip_high", "self.dual_clip < 1 + self.clip_high"),
+        ("bound", "max(1, max_new_tokens // 5)", "max(1, max_new_tokens // 4)"),
+        (
+            "choice",
+            'self.scale == "group" and self.multi_reward',
+            'self.scale == "group" or self.multi_reward',
+        ),
+        (
+            "choice",
+            'self.whiten or self.baseline == "value" or self.kl == "k1_reward"',
+            'self.whiten or self.baseline == "value"',
+            cases("kl k1_reward"),
+        ),
+        ("choice", " or self.entropy_target is not None", ""),
+        ("bound", "not low <= value <= high", "not low < value <= high"),
+        ("bound", "and not value > 0:", "and not value >= 0:"),
+        ("bound", "if group_size < 2 and (", "if group_size < 1 and ("),
+        ("bound", "if num_prompts % algo.num_minibatches:", "if algo.num_minibatches > num_prompts:"),
+        ("bound", "len(weights) < 2", "len(weights) < 1"),
+        ("bound", "steps >= num_steps and steps", "steps > num_steps and steps"),
+        ("bound", "algo.overlong_cache > max_new_tokens", "algo.overlong_cache > 2 * max_new_tokens"),
+    ],
+    ("train/objective/advantage.py", (OBJECTIVE,)): [
+        (
+            "denominator",
+            "all_gather_values(torch.tensor(scored, dtype=torch.float64))",
+            "torch.tensor(scored, dtype=torch.float64)",
+        ),
+        ("denominator", "everywhere = all_gather_values(scored)", "everywhere = scored"),
+        ("guard", "advantage if abs(advantage) > NEGLIGIBLE else 0.0", "advantage"),
+        ("denominator", "(sums_PG - mean) / (std + algo.eps) if", "(sums_PG - mean) / std if"),
+        ("bound", "clamp(-algo.advantage_clip, algo.advantage_clip)", "clamp(max=algo.advantage_clip)"),
+        ("mask", "torch.stack(planes).any(0)", "torch.stack(planes).all(0)"),
+        ("mask", "            and sample.num_trained", "            and True"),
+        ("mask", 'sample.finish_reason == "length")', 'sample.finish_reason != "length")'),
+        (
+            "mask",
+            'and not (algo.overlong == "filter" and',
+            'and not (algo.overlong != "none" and',
+        ),
+        (
+            "denominator",
+            "sum(sample.num_trained for sample in members)",
+            "sum(len(sample.completion_ids) for sample in members)",
+        ),
+        (
+            "mask",
+            "compress(sample.sampler_logprobs, sample.trained)",
+            "compress(sample.sampler_logprobs, [not t for t in sample.trained])",
+        ),
+        ("order", "(end - 1, reward) for end", "(end, reward) for end", ("tests/train/test_episodes.py",)),
+        ("guard", 'scale=not (is_flat and algo.baseline != "value")', "scale=True"),
+        (
+            "order",
+            "rewards_T[-1] = sequence.advantage",
+            "rewards_T[0] = sequence.advantage",
+            cases("kl k1_reward"),
+        ),
+        ("sign", "rewards_T[-1] -= reward", "rewards_T[-1] += reward", ("tests/train/test_episodes.py",)),
+        ("sign", "rewards_T = rewards_T - kl_coef", "rewards_T = rewards_T + kl_coef", cases("kl k1_reward")),
+        (
+            "mask",
+            "torch.arange(max(lengths))[None] < torch",
+            "torch.arange(max(lengths))[None] >= torch",
+            cases("ppo gae, kl in reward"),
+        ),
+        (
+            "order",
+            "advantages_T=advantages_BT[row, :length], returns_T=returns_BT",
+            "advantages_T=returns_BT[row, :length], returns_T=returns_BT",
+            cases("ppo gae, kl in reward"),
+        ),
+        ("sign", "(-float(c.min()) for c in columns)", "(float(c.min()) for c in columns)"),
+        ("denominator", "mean = total / max(count, 1.0)", "mean = total / max(len(columns), 1.0)"),
+        ("denominator", "squares / max(count - 1, 1.0)", "squares / max(count, 1.0)"),
+        ("factor", "(column - mean) * factor", "column * factor"),
+        (
+            "denominator",
+            "count, total = all_reduce_sum(sum(map(len, columns)), sum(float(c.sum()) for c in columns))",
+            "count, total = sum(map(len, columns)), sum(float(c.sum()) for c in columns)",
+        ),
+        (
+            "denominator",
+            "(squares,) = all_reduce_sum(sum(float((c - mean).square().sum()) for c in columns))",
+            "squares = sum(float((c - mean).square().sum()) for c in columns)",
+        ),
+        ("guard", "factor if _spread(columns) > 0 else 0.0", "factor"),
+    ],
+    ("train/objective/objective.py", (OBJECTIVE,)): [
+        (
+            "denominator",
+            "sum_gradients(self._policy.model.parameters())",
+            "pass",
+            (f"{OBJECTIVE}::test_statistics_are_those_of_all_ranks",),
+        ),
+        ("mask", "return sequence.advantage != 0", "return sequence.advantage > 0", cases("grpo")),
+        (
+            "bound",
+            "math.ceil(share * everywhere.numel() - 1e-9)",
+            "math.floor(share * everywhere.numel() - 1e-9)",
+        ),
+        ("mask", "(entropy_T >= floor.to(entropy_T.device))", "(entropy_T < floor.to(entropy_T.device))"),
+        ("mask", "chosen_T if weights_T is None else weights_T * chosen_T", "chosen_T"),
+        ("denominator", "everywhere = all_gather_values(mine)", "everywhere = mine"),
+        (
+            "denominator",
+            "parameter.grad.mul_(1.0 / denominator)",
+            "parameter.grad.mul_(1.0)",
+            ("tests/train/test_parts.py",),
+        ),
+        (
+            "denominator",
+            'totals.get("loss", 0.0) / denominator}',
+            'totals.get("loss", 0.0)}',
+            ("tests/train/test_parts.py",),
+        ),
+        (
+            "order",
+            "len(self._groups) % self._num_groups == 0",
+            "len(self._groups) % self._num_groups == 1",
+            ("tests/train/test_parts.py",),
+        ),
+        (
+            "denominator",
+            "num_tokens=num_tokens,",
+            "num_tokens=num_scored_tokens,",
+            cases("dapo", "batch scale"),
+        ),
+        ("denominator", "num_sequences=num_sequences,", "num_sequences=num_tokens,", cases("grpo")),
+        (
+            "denominator",
+            "sum(s.num_trained / s.num_group_tokens for s in counted)",
+            "sum(1 for s in counted)",
+            cases("prompt mean"),
+        ),
+        (
+            "denominator",
+            "sum(s.num_trained for s in counted),",
+            "sum(s.num_tokens for s in counted),",
+            cases("dapo"),
+        ),
+        ("denominator", "value / num_scored_tokens", "value / num_tokens", cases("grpo")),
+        (
+            "sign",
+            "loss_M + self._coefficients.kl * kl_M",
+            "loss_M - self._coefficients.kl * kl_M",
+            cases("kl k3_unbiased"),
+        ),
+        (
+            "sign",
+            "loss_M + self._coefficients.kl * kl_estimate(",
+            "loss_M - self._coefficients.kl * kl_estimate(",
+            cases("kl k2_loss"),
+        ),
+        (
+            "sign",
+            "loss_M - self._coefficients.entropy * entropy_M",
+            "loss_M + self._coefficients.entropy * entropy_M",
+            cases("entropy bonus"),
+        ),
+        (
+            "choice",
+            '"k2" if algo.kl == "k2_loss" else "k3"',
+            '"k3" if algo.kl == "k2_loss" else "k2"',
+            cases("kl k3_loss"),
+        ),
+        (
+            "mask",
+            "torch.where(used_M, policy_M, 0.0) * micro.policy_weights_M",
+            "policy_M",
+            cases("entropy top 20 %"),
+        ),
+        (
+            "mask",
+            '"clip_high": high_M & used_M',
+            '"clip_high": high_M',
+            cases("entropy top 20 %", "everything"),
+        ),
+        (
+            "denominator",
+            "torch.ones_like(loss_M), max(num_tokens, 1.0)",
+            "torch.ones_like(loss_M), 1.0",
+            cases("ppo"),
+        ),
+        ("bound", "step < self._value.warmup_steps", "step <= self._value.warmup_steps"),
+        (
+            "choice",
+            'sequence_seed("minibatch", self._seed, step, epoch, s.group)',
+            'sequence_seed("minibatch", self._seed, step, s.group)',
+        ),
+        ("choice", "kind, low=low, high=high", "kind, low=0.0, high=high", cases("token_mask")),
+        (
+            "order",
+            "self._reference.follow(self._policy.model, step + 1)",
+            "self._reference.follow(self._policy.model, step)",
+        ),
+        (
+            "factor",
+            "entropy_M = self._policy.score(micro, temperature=self._temperature)",
+            "entropy_M = self._policy.score(micro)",
+            cases("grpo"),
+        ),
+        ("mask", "needs_all or has_advantage(s)", "has_advantage(s)", cases("kl k2_loss")),
+        (
+            "order",
+            "index * count // len(everywhere)",
+            "(len(everywhere) - 1 - index) * count // len(everywhere)",
+            cases("2 x 2 updates"),
+        ),
+    ],
+    (
+        "train/objective/tally.py",
+        tuple(f"{OBJECTIVE}::test_{name}" for name in ("sampler_metrics_by_hand", "critic_metrics_by_hand")),
+    ): [
+        ("choice", 'max(old, value) if name.endswith("_max") else old + value', "old + value"),
+        ("sign", '"gap": log_rho_M.abs()', '"gap": log_rho_M'),
+        ("sign", '"k3": log_rho_M.expm1() - log_rho_M', '"k3": log_rho_M.expm1() + log_rho_M'),
+        ("denominator", "gap / tokens", "gap"),
+        ("denominator", "k3 / tokens", "k3"),
+        ("denominator", "rho**2 / (rho_square * tokens)", "rho**2 / rho_square"),
+        ("denominator", "active / tokens", "active"),
+        ("factor", "log_rho_M.expm1().abs().max()", "log_rho_M.exp().abs().max()"),
+        ("factor", "0.5 * square / count", "square / count"),
+        (
+            "sign",
+            "total_square / count - (total / count) ** 2",
+            "total_square / count + (total / count) ** 2",
+        ),
+        (
+            "sign",
+            "start_square / count - (start_error / count) ** 2",
+            "start_square / count + (start_error / count) ** 2",
+        ),
+        ("sign", "1.0 - unexplained / variance", "unexplained / variance"),
+        ("denominator", "norm / max(updates, 1.0)", "norm / count"),
+        ("denominator", "clipped / count", "clipped"),
+        (
+            "denominator",
+            "sum(values) / len(values)",
+            "sum(values) / len(results)",
+            (f"{OBJECTIVE}::test_means_of_metrics_are_over_the_updates_that_have_them",),
+        ),
+    ],
+    ("train/objective/reference.py", (OBJECTIVE,)): [
+        ("order", "step % self._refresh_every == 0", "step % self._refresh_every == 1"),
+        ("factor", "mine.lerp_(theirs, 1.0 - self._ema)", "mine.lerp_(theirs, self._ema)"),
+        (
+            "choice",
+            "KL_RAISE, KL_LOWER, KL_BAND = 1.5, 0.8, 1.5",
+            "KL_RAISE, KL_LOWER, KL_BAND = 1.5, 0.5, 1.5",
+        ),
+        ("bound", "kl > KL_BAND * target", "kl > target"),
+        ("bound", "kl < target / KL_BAND", "kl < target"),
+        ("bound", "KL_COEF_RANGE[0]), KL_COEF_RANGE[1])", "KL_COEF_RANGE[0]), 100.0)"),
+        ("sign", "self._last_entropy <= target", "self._last_entropy >= target"),
+        (
+            "sign",
+            "(final - self._algo.entropy_coef) * progress",
+            "(self._algo.entropy_coef - final) * progress",
+        ),
+        ("sign", "ENTROPY_STEP if entropy < self._algo", "ENTROPY_STEP if entropy > self._algo"),
+        ("bound", "max(self._entropy + move, 0.0)", "self._entropy + move"),
+        ("factor", "LR_FACTOR * optim.lr if value.lr is None", "optim.lr if value.lr is None"),
+    ],
+    ("train/rollout/source.py", ("tests/train/test_account.py", "tests/train/test_source.py")): [
+        ("denominator", "self.pending -= count + sum(dropped.values())", "self.pending -= count"),
+        ("mask", "self.dropped[reason] += number", "self.dropped[reason] = number"),
+        ("sign", "        self.in_flight -= count", "        self.in_flight += count"),
+        ("choice", "        if skipped:", "        if not skipped:"),
+        ("guard", " and not self.pending and min(counts) >= 0", ""),
+        ("denominator", "missing = self._num_prompts - int(total)", "missing = self._num_prompts"),
+        ("bound", "self._num_steps - 1)", "self._num_steps)"),
+        ("bound", "ahead = min(step + self._staleness,", "ahead = min(step,"),
+        ("mask", "[is_kept or teaches for teaches", "[teaches for teaches"),
+        (
+            "mask",
+            "for place, is_used in enumerate(useful) if is_used)",
+            "for place, is_used in enumerate(useful) if not is_used)",
+        ),
+        (
+            "choice",
+            "(self._seed, self._num_collected, epoch)",
+            "(self._seed, 0, epoch)",
+            ("tests/train/test_source.py",),
+        ),
+        ("mask", "all(sample.reward is None for sample", "any(sample.reward is None for sample"),
+        (
+            "denominator",
+            "            num_refilled += missing",
+            "            num_refilled = missing",
+            ("tests/train/test_source.py", "tests/train/test_rl.py::test_refill_gives_up_after_its_rounds"),
+        ),
+    ],
+    ("train/rollout/curriculum.py", ("tests/train/test_curriculum.py",)): [
+        ("bound", "if length <= cut]", "if length < cut]"),
+        ("bound", "if low < share < high}", "if low <= share < high}"),
+        ("bound", "if low < share < high}", "if low < share <= high}"),
+        (
+            "bound",
+            "math.ceil(round(percent * len(lengths) / 100, 9))",
+            "math.floor(percent * len(lengths) / 100)",
+        ),
+        (
+            "bound",
+            "math.ceil(round(percent * len(lengths) / 100, 9))",
+            "math.ceil(percent * len(lengths) / 100)",
+        ),
+        ("denominator", "self.num_right / self.num_samples", "self.num_right / max(self.num_right, 1)"),
+        ("order", "for index in sorted(drawn)]", "for index in drawn]"),
+        ("order", "(_place(problems[index].uid), index)", "(problems[index].uid, index)"),
+        (
+            "order",
+            "grades[index * num_samples : (index + 1) * num_samples]",
+            "grades[index : index + num_samples]",
+        ),
+        ("denominator", "totals = all_reduce_sum(*counts)", "totals = counts"),
+        (
+            "bound",
+            "sum(low <= share < high for share in between)",
+            "sum(low < share < high for share in between)",
+        ),
+        ("guard", "0 <= right <= samples > 0", "0 <= right <= samples"),
+        ("choice", 'config.unmeasured == "keep"', 'config.unmeasured == "drop"'),
+        (
+            "choice",
+            'sequence_seed("difficulty", seed, problem.uid, index)',
+            'sequence_seed("difficulty", problem.uid, index)',
+        ),
+    ],
+    ("train/optim/step.py", ("tests/train/test_step.py",)): [
+        ("factor", "config.lr * (step + 1) / config.warmup_steps", "config.lr * step / config.warmup_steps"),
+        (
+            "denominator",
+            "max(1, num_steps - 1 - config.warmup_steps)",
+            "max(1, num_steps - config.warmup_steps)",
+        ),
+        ("sign", "0.5 * (1 + math.cos(math.pi * progress))", "0.5 * (1 - math.cos(math.pi * progress))"),
+        ("factor", "(1 - config.final_lr_share) * shape", "shape"),
+        (
+            "bound",
+            "min(1.0, self._config.max_grad_norm / (norm + 1e-6))",
+            "self._config.max_grad_norm / (norm + 1e-6)",
+        ),
+        ("denominator", "self._config.max_grad_norm / (norm + 1e-6)", "self._config.max_grad_norm"),
+        ("mask", "decay=config.weight_decay if parameter.dim() >= 2 else 0.0", "decay=config.weight_decay"),
+        (
+            "mask",
+            "weight_decay=self._config.weight_decay if is_matrix else 0.0",
+            "weight_decay=self._config.weight_decay",
+        ),
+        (
+            "guard",
+            "math.isfinite(norm) and math.isfinite(loss)",
+            "math.isfinite(norm)",
+            (
+                "tests/train/test_step.py",
+                "tests/train/test_rl.py::test_a_gradient_that_is_not_finite_stops_the_run",
+            ),
+        ),
+        (
+            "factor",
+            "arrivals.squares += sum_of_squares(",
+            "arrivals.squares = sum_of_squares(",
+            ("tests/train/test_optimizer.py::test_an_update_in_the_backward_pass_is_the_update_after_it",),
+        ),
+        ("factor", 'totals["loss"] += float', 'totals["loss"] = float'),
+        ("choice", "max(totals.get(name, value), value)", "value"),
+        ("factor", "totals.get(name, 0.0) + value", "value"),
+        ("order", "betas=(config.beta1, config.beta2)", "betas=(config.beta2, config.beta1)"),
+        ("factor", "math.sqrt(sum(map(sum_of_squares, gradients)))", "sum(map(sum_of_squares, gradients))"),
+    ],
+    (
+        "train/optim/optimizer.py",
+        (
+            "tests/train/test_step.py",
+            "tests/train/test_optimizer.py::test_master_weights_go_the_way_of_a_float32_model",
+            "tests/train/test_optimizer.py::test_adamw_of_a_bfloat16_model_against_float64",
+        ),
+    ): [
+        ("factor", "[wide * factor if factor < 1 else wide]", "[wide]"),
+        ("bound", "bits.add_(2**15)", "bits.add_(2**14)"),
+        ("bound", "bits.add_(self._low.view(-1)[part])", "bits"),
+        ("factor", "return float(rows.double().square().sum())", "return float(rows.double().sum())"),
+        ("order", "step=float(step), factor=factor", "step=1.0, factor=factor"),
+    ],
+    (
+        "train/optim/safety.py",
+        (
+            "tests/train/test_session.py::test_wrong_settings",
+            "tests/train/test_session.py::test_out_of_memory_halves_the_micro_batch_for_the_same_gradient",
+            "tests/train/test_session.py::test_the_rehearsal_finds_the_budget_before_any_data",
+            "tests/train/test_session.py::test_other_errors_are_no_lack_of_memory",
+            "tests/train/test_session.py::test_deterministic_modes",
+        ),
+    ): [
+        ("bound", "if self.keep < 2:", "if self.keep < 1:"),
+        ("bound", "if self.max_skipped < 0:", "if self.max_skipped < -9:"),
+        ("bound", "max(longest, self.tokens // 2)", "longest"),
+        (
+            "choice",
+            '"strict" if device.type == "cpu" else "off"',
+            '"off" if device.type == "cpu" else "strict"',
+        ),
+        ("guard", "if not is_out_of_memory(error):", "if False:"),
+        ("bound", "count = max(1, tokens // length)", "count = 1"),
+    ],
+    ("stats.py", (STATS,)): [
+        (
+            "denominator",
+            "math.comb(num_samples - num_correct, k)) / ways",
+            "math.comb(num_samples - num_correct, k)) / num_samples",
+        ),
+        ("sign", "math.comb(num_samples - num_correct, k)", "math.comb(num_correct, k)"),
+        ("bound", "k < 1 or num_samples < k", "num_samples < k"),
+        ("denominator", "for answer in winners) / len(winners)", "for answer in winners) / len(votes)"),
+        ("mask", "if answer is not None)", ")"),
+        ("mask", "votes.items() if count == most]", "votes.items()]"),
+        ("sign", "difference = b - a", "difference = a - b"),
+        (
+            "denominator",
+            "(1 + int(extreme.sum())) / (1 + num_resamples)",
+            "int(extreme.sum()) / num_resamples",
+        ),
+        ("bound", ">= abs(observed) - 1e-12", "> abs(observed)"),
+        ("sign", "np.abs(means - observed)", "np.abs(means)"),
+        ("factor", "(successes + z * z / 2)", "(successes + z * z / 4)"),
+        (
+            "denominator",
+            "centre = (successes + z * z / 2) / (n + z * z)",
+            "centre = (successes + z * z / 2) / n",
+        ),
+        ("bound", "0.0 if successes == 0 else centre - half", "centre - half"),
+        ("bound", "1.0 if successes == n else centre + half", "centre + half"),
+        ("sign", "1.0 if successes == n else centre + half", "1.0 if successes == n else centre - half"),
+        (
+            "choice",
+            "if np.isin(values, (0.0, 1.0)).all():",
+            "if False:",
+            ("tests/eval/test_eval_metrics.py",),
+        ),
+        (
+            "bound",
+            "max(lowest, value - unseen)",
+            "value - unseen",
+            ("tests/eval/test_eval_metrics.py", "tests/eval/test_paired.py"),
+        ),
+        (
+            "choice",
+            "1 - wilson_interval(n, n).low",
+            "wilson_interval(n, n).low",
+            ("tests/eval/test_eval_metrics.py",),
+        ),
+        ("choice", "for i in range(min(b, c)):", "for i in range(max(b, c)):"),
+        ("factor", "2 * tail / 2 ** (b + c)", "tail / 2 ** (b + c)"),
+        ("bound", "if number <= observed)", "if number < observed)", ("tests/eval/test_eval_metrics.py",)),
+        (
+            "bound",
+            "range(max(0, total - num_b)",
+            "range(max(0, total - num_a)",
+            ("tests/eval/test_eval_metrics.py",),
+        ),
+        (
+            "denominator",
+            "edge = 1 / (values.size + 1)",
+            "edge = 1 / values.size",
+            ("tests/eval/test_eval_metrics.py",),
+        ),
+        (
+            "guard",
+            "max(float(values.var()), edge * (1 - edge))",
+            "float(values.var())",
+            ("tests/eval/test_eval_metrics.py",),
+        ),
+        (
+            "denominator",
+            "float(values.var())",
+            "float(values.var(ddof=1))",
+            ("tests/eval/test_eval_metrics.py",),
+        ),
+        ("factor", "math.sqrt(2 * p * (1 - p) / n)", "math.sqrt(p * (1 - p) / n)"),
+        ("bound", "inv_cdf((1 + confidence) / 2)", "inv_cdf(confidence)"),
+        ("denominator", "freedom = max(1, size - 1)", "freedom = max(1, size)"),
+        ("factor", "t * math.sqrt((freedom + 1) / freedom)", "t"),
+        ("choice", "((means < mean).mean() + (means <= mean).mean()) / 2", "(means < mean).mean()"),
+        ("choice", "((means < mean).mean() + (means <= mean).mean()) / 2", "(means <= mean).mean()"),
+        ("sign", "below = ((means < mean)", "below = 1 - ((means < mean)"),
+        ("factor", "/ (6 * squares**1.5)", "/ (2 * squares**1.5)"),
+        ("sign", "stretch = 1 - acceleration * side", "stretch = 1 + acceleration * side"),
+        ("guard", "side / stretch if stretch > 0 else side", "side / stretch"),
+        (
+            "factor",
+            "bias + (side / stretch if stretch > 0 else side)",
+            "side / stretch if stretch > 0 else side",
+        ),
+    ],
+    ("eval/compare/paired.py", ("tests/eval/test_paired.py",)): [
+        ("choice", "return self.p_holm < ALPHA", "return self.p < ALPHA"),
+        ("bound", "ALPHA = 0.05", "ALPHA = 0.1"),
+        ("bound", "range(1, num_samples.bit_length())", "range(2, num_samples.bit_length())"),
+        ("mask", "a is not None and b is not None]", "a is not None]"),
+        ("sign", "paired_bootstrap(a, b, num_resamples", "paired_bootstrap(b, a, num_resamples"),
+        ("bound", "p = max(p, 2.0 **", "p = min(p, 2.0 **"),
+        ("bound", "(1 - max(1, int(np.count_nonzero(", "(0 - max(1, int(np.count_nonzero("),
+        ("bound", "right_a, right_b = a > 0.5, b > 0.5", "right_a, right_b = a >= 0.5, b >= 0.5"),
+        (
+            "sign",
+            "(int((right_a & ~right_b).sum()), int((right_b & ~right_a).sum()))",
+            "(int((right_b & ~right_a).sum()), int((right_a & ~right_b).sum()))",
+        ),
+        ("choice", "        p = mcnemar_exact(*flips)", "        pass"),
+        ("choice", "interval = unanimous(interval.mean, n, -1.0)", "interval = unanimous(interval.mean, n)"),
+        ("denominator", "difference_P.std(ddof=1)) / math.sqrt(n)", "difference_P.std(ddof=1))"),
+        ("denominator", "float(difference_P.std(ddof=1))", "float(difference_P.std())"),
+        ("bound", "FEWEST_FLIPS / n", "1 / n"),
+        ("denominator", "(len(p_values) - rank) * p_values[place]", "len(p_values) * p_values[place]"),
+        ("bound", "running = max(running, min(1.0,", "running = (min(1.0,"),
+        ("choice", "table[name] = replace(table[name], p_holm=p)", "pass"),
+        ("sign", 'word = "higher" if row.difference.mean > 0', 'word = "higher" if row.difference.mean < 0'),
+        ("sign", "100 * (value - base) / abs(base)", "100 * (base - value) / abs(base)"),
+        ("denominator", '"pass@1": [count / num_samples', '"pass@1": [count / len(rows)'),
+        ("mask", "row[:num_samples] for row in samples", "row for row in samples"),
+    ],
+    (
+        "eval/metrics.py",
+        (
+            "tests/eval/test_eval_metrics.py",
+            "tests/eval/test_evaluate.py::test_metrics_by_hand",
+            "tests/eval/test_evaluate.py::test_pass_at_1_by_label",
+        ),
+    ): [
+        (
+            "sign",
+            '[_mean([s.finish_reason == "length" for s in row])',
+            '[_mean([s.finish_reason != "length" for s in row])',
+        ),
+        ("bound", "        if len(rows) > 1:", "        if len(rows) > 0:"),
+        ("bound", "if pass_at_1 < NEAR_ZERO:", "if pass_at_1 <= NEAR_ZERO:"),
+        ("bound", "NEAR_ZERO = 0.05", "NEAR_ZERO = 0.01"),
+        (
+            "denominator",
+            '"pass@1": [c / count for c in correct_P]',
+            '"pass@1": [c / len(correct_P) for c in correct_P]',
+        ),
+        ("mask", "if done.reward is not None), default=None)", "), default=None)"),
+        ("choice", "highest = max((done.reward", "highest = min((done.reward"),
+        ("choice", "if done.reward == highest])", "])"),
+        ("choice", 's.grade.verdict == "perfect"', 's.grade.verdict != "none"'),
+        ("bound", "sum(0 < c < count for c in correct_P)", "sum(0 <= c < count for c in correct_P)"),
+        ("sign", "paired_bootstrap(pass_P[1], pass_P[count]", "paired_bootstrap(pass_P[count], pass_P[1]"),
+        ("guard", "if count > 1 and gap.low == gap.high:", "if False:"),
+        ("mask", "done.grade.is_correct == is_right]", "done.grade.is_correct != is_right]"),
+        (
+            "denominator",
+            "bootstrap_interval([_mean(row) for row in rows], seed=seed)",
+            "bootstrap_interval(values, seed=seed)",
+        ),
+        ("choice", '"num_samples": len(values)', '"num_samples": len(rows)'),
+        ("denominator", "verdicts.count(name) / len(verdicts)", "verdicts.count(name) / len(samples)"),
+        ("denominator", "return sum(values) / len(values)", "return sum(values) / max(1, len(values) - 1)"),
+        ("choice", "(bootstrap_interval if name in COUNTS else share_interval)", "share_interval"),
+        ("bound", "is_anecdote = count == 1 or len(problems) == 1", "is_anecdote = count == 1"),
+    ],
+    ("eval/confidence.py", ("tests/eval/test_confidence.py",)): [
+        (
+            "mask",
+            "enumerate(logprobs) if not trained or trained[place]]",
+            "enumerate(logprobs) if not trained or not trained[place]]",
+        ),
+        ("mask", "enumerate(logprobs) if not trained or trained[place]]", "enumerate(logprobs)]"),
+        ("mask", "range(first, end) if not trained or trained[place]]", "range(first, end)]"),
+        ("bound", "if len(answer) > LONGEST_VOTE:", "if len(answer) >= LONGEST_VOTE:"),
+        ("denominator", "sum(right[vote]) / len(right[vote])", "float(right[vote][0])"),
+        (
+            "denominator",
+            "max(votes.values(), default=0) / len(answers)",
+            "max(votes.values(), default=0) / max(votes.total(), 1)",
+        ),
+        ("sign", "math.log(total / count)", "math.log(count / total)"),
+        (
+            "mask",
+            "for answer in answers if answer is not None).values()",
+            "for answer in answers if answer).values()",
+        ),
+        ("order", "key=num_characters) - 1", "key=num_characters)"),
+        ("sign", "sum(left != right for left, right", "sum(left == right for left, right"),
+        ("order", "close = text.rfind(schema.answer_close)", "close = text.find(schema.answer_close)"),
+        ("choice", '" ".join(text.lower()', '" ".join(text'),
+        ("denominator", "round(sum(values) / len(values), 6)", "round(sum(values), 6)"),
+        ("choice", 'rstrip(".").casefold()', 'rstrip(".")'),
+    ],
+    ("eval/grade.py", ("tests/eval/test_evaluate.py", "tests/eval/test_eval_metrics.py")): [
+        ("choice", 'response.answer is None and answer_from == "anywhere"', "response.answer is None"),
+        ("choice", "is_judged=is_correct is not None", "is_judged=True"),
+        ("sign", "max(0, self.num_tokens - self.grade.thinking_tokens)", "self.grade.thinking_tokens"),
+        ("order", "end - ids.index(opening[0]) - 1 if", "end - ids.index(opening[0]) if"),
+        ("choice", "if response.thinking is None", "if response.answer is None"),
+    ],
+    (
+        "eval/measure.py",
+        (
+            "tests/eval/test_eval_program.py",
+            "tests/eval/test_evaluate.py::test_metrics_by_hand",
+            "tests/eval/test_resume.py",
+        ),
+    ): [
+        ("factor", "prompt_tokens=2 * sum(map(len, prompts))", "prompt_tokens=sum(map(len, prompts))"),
+        ("mask", "sum(sum(done.trained) if done.trained else len(done.ids)", "sum(len(done.ids)"),
+        (
+            "denominator",
+            'sum(seconds * reading["mean"] for seconds, reading in known) / total',
+            'sum(reading["mean"] for seconds, reading in known) / len(known)',
+        ),
+        (
+            "order",
+            "[row[1:] for row in rows], [row[0] for row in rows]",
+            "[row[:-1] for row in rows], [row[-1] for row in rows]",
+        ),
+        (
+            "choice",
+            "SamplingParams(temperature=0.0, max_new_tokens",
+            "SamplingParams(temperature=1.0, max_new_tokens",
+        ),
+        (
+            "choice",
+            'sequence_seed("eval", seed, problem.uid, index)',
+            'sequence_seed("eval", seed, problem.uid)',
+        ),
+        ("guard", "if windows and len(windows) == len(parts) else None", "if windows else None"),
+        ("choice", "None if None in highs else max(highs)", "None if None in highs else min(highs)"),
+        ("factor", "sum(joules) if is_whole", "max(joules) if is_whole"),
+        ("choice", "max(1, CHUNK_ROUNDS * policy.max_rows // num_samples)", "max(1, len(waiting))"),
+        ("mask", "sum(not graded.is_judged for graded in grades)", "0", ("tests/eval/test_evaluate.py",)),
+    ],
+    ("rewards/base.py", ("tests/rewards/test_base.py",)): [
+        ("factor", "sum(reward.weight * (score or 0.0) for", "sum((score or 0.0) for"),
+        ("mask", "None if None in row else total", "total"),
+        ("bound", "num_failed > FAILURE_LIMIT * len(items)", "num_failed > 0"),
+        ("bound", "len(items) >= MIN_BATCH", "len(items) >= 99 * MIN_BATCH"),
+        ("choice", "(preset.best if weights[name] >= 0 else preset.worst)", "preset.best"),
+        ("guard", "names.count(name) > 1", "names.count(name) > 2"),
+        ("factor", "sum(reward.weight * (reward.best or 0.0)", "sum((reward.best or 0.0)"),
+        ("guard", "        if not math.isfinite(weight):", "        if False:"),
+        (
+            "choice",
+            "return None if is_correct is None else float(is_correct)",
+            "return float(bool(is_correct))",
+        ),
+        ("choice", "float(number) if equals else 1.0", "1.0"),
+    ],
+    ("rewards/presets.py", ("tests/rewards/test_presets.py",)): [
+        ("bound", "BANDS = ((Fraction(1, 10), 2.0)", "BANDS = ((Fraction(1, 5), 2.0)"),
+        ("bound", "if error <= limit", "if error < limit"),
+        ("denominator", "(abs(truth.value) or truth.last_place)", "(abs(truth.value) or 1)"),
+        ("sign", "abs(guess.value - truth.value)", "abs(guess.value + truth.value)"),
+        ("choice", "TAG_ONCE if completion.count(tag) == 1", "TAG_ONCE if completion.count(tag) >= 1"),
+        ("denominator", "sum(scores) * NOTEBOOK_TAGS / len(tags)", "sum(scores)"),
+        (
+            "sign",
+            "COSINE_RIGHT if is_correct else COSINE_WRONG",
+            "COSINE_WRONG if is_correct else COSINE_RIGHT",
+        ),
+        ("sign", "(1.0 + math.cos(math.pi * length / limit))", "(1.0 - math.cos(math.pi * length / limit))"),
+        ("bound", "if length >= limit:", "if length > limit:"),
+        ("bound", "latest.get(window, -reach - 1) <= reach", "latest.get(window, -reach - 1) < reach"),
+        ("denominator", "return repeated / max(count, 1)", "return repeated / max(len(items), 1)"),
+        ("bound", "idle >= DEGENERATE_SHARE", "idle > DEGENERATE_SHARE"),
+        ("mask", 'len(verdicts) - verdicts.count("unchecked")', "len(verdicts)"),
+        ("sign", "(LENGTH_FREE - len(completion))", "(len(completion) - LENGTH_FREE)"),
+        ("denominator", "(length - least) / (low - least)", "(length - least) / low"),
+        ("denominator", "/ (LENGTH_LIMIT - LENGTH_FREE)", "/ LENGTH_LIMIT"),
+        (
+            "choice",
+            "NUMBER_EQUAL if guess is not None and guess.value == truth.value",
+            "NUMBER_EQUAL if guess is not None",
+        ),
+        ("choice", 'start -= completion[start - 1] == "-"', "pass"),
+        ("choice", "body.count(tag) == 1 for tag", "body.count(tag) >= 1 for tag"),
+        ("bound", "DISTANCE_BANDS = ((Fraction(1, 10), 0.4)", "DISTANCE_BANDS = ((Fraction(1, 10), 0.5)"),
+        ("choice", "None if is_correct is None else 1.0", "1.0"),
+    ],
+    ("rewards/answers/equal.py", ("tests/rewards/test_equal.py", "tests/rewards/test_equal_forms.py")): [
+        ("mask", "        del remaining[found]", "        pass"),
+        ("factor", "percent.value == plain.value * 100", "percent.value == plain.value * 10"),
+        ("choice", "if first_percent == second_percent:", "if True:"),
+        ("choice", "left.brackets != right.brackets and len(left.items) == 2", "False"),
+        (
+            "bound",
+            "left.brackets != right.brackets and len(left.items) == 2",
+            "left.brackets != right.brackets",
+        ),
+        ("guard", "    if len(left.items) != len(right.items):", "    if False:"),
+        (
+            "choice",
+            "return all(_values_equal(a, b, ordered) for a, b in zip(left.items",
+            "return any(_values_equal(a, b, ordered) for a, b in zip(left.items",
+        ),
+        ("guard", "        if units_conflict(first_unit, second_unit):", "        if False:"),
+        ("guard", "if any(map(_BOX_AFTER_BOX.search, (left, right))):", "if False:"),
+        ("choice", 'if equation.sign != "=":', "if False:"),
+        ("choice", "if plain_number and not is_plain_number(left):", "if False:"),
+        ("choice", '(set() if ordered else {"bare"})', '{"bare"}'),
+        ("choice", "if len(distinct) > 1 else sequence", ""),
+        ("choice", "first[1].lower() == second[1].lower()", "True"),
+        ("guard", "and gold.value.denominator > 1", ""),
+        ("bound", "if max(len(left), len(right)) > MAX_CHARACTERS:", "if False:"),
+        ("choice", "members = members[::-1]", "pass"),
+    ],
+    ("rewards/answers/extract.py", ("tests/rewards/test_extract.py",)): [
+        ("order", "end = text.rfind(ANSWER_CLOSE)", "end = text.find(ANSWER_CLOSE)"),
+        ("order", "text.rfind(ANSWER_OPEN, 0, end)", "text.find(ANSWER_OPEN, 0, end)"),
+        ("bound", "if len(outer) < 2 or", "if len(outer) < 3 or"),
+        ("bound", "len(gap) > LONGEST_GAP or", ""),
+        ("order", 'start = text.rfind("####")', 'start = text.find("####")'),
+        ("order", "result = sides[-1]", "result = sides[0]"),
+        ("guard", "if len(numbers) == 1 else answer", "if numbers else answer"),
+        ("order", "return letters[-1][1] or letters[-1][2]", "return letters[0][1] or letters[0][2]"),
+        ("order", '    "tags": from_tags,', '    "box": from_box, "tags": from_tags,'),
+        ("guard", 'if "$" not in tail:', "if True:"),
+        ("choice", "bare_at > braced_at else None", "bare_at >= 0 else None"),
+        ("guard", "if reason is not None and reason.start() > 0:", "if False:"),
+        ("choice", "is_named = len(sides) > 2 or", "is_named ="),
+        ("bound", "0 < len(rest) <= LONGEST_REMARK", "0 < len(rest)"),
+        ("guard", "if number is None:  # the last", "if False:  # the last"),
+    ],
+    (
+        "rewards/answers/numbers.py",
+        ("tests/rewards/test_equal.py", "tests/rewards/test_equal_forms.py", "tests/rewards/test_presets.py"),
+    ): [
+        ("bound", "MIN_ROUNDED_DIGITS = 4", "MIN_ROUNDED_DIGITS = 3"),
+        ("bound", "MIN_ROUNDED_DIGITS = 4", "MIN_ROUNDED_DIGITS = 5"),
+        ("bound", "MIN_TRUNCATED_DIGITS = 6", "MIN_TRUNCATED_DIGITS = 5"),
+        ("bound", "MIN_SHORTENED_DIGITS = 5", "MIN_SHORTENED_DIGITS = 4"),
+        ("sign", "shift = exponent - len(part)", "shift = exponent + len(part)"),
+        ("sign", "        digits = -digits", "        digits = digits"),
+        ("denominator", "(10 ** len(cycle) - 1) * 10 ** len(fixed)", "10 ** len(cycle) * 10 ** len(fixed)"),
+        ("denominator", "short.last_place / 2", "short.last_place"),
+        (
+            "sign",
+            "short = left if left.last_place > right.last_place",
+            "short = left if left.last_place < right.last_place",
+        ),
+        ("bound", "if bottom == 0 or top >= bottom:", "if bottom == 0:"),
+        ("guard", "top is None or bottom is None or bottom.value == 0", "top is None or bottom is None"),
+        ("bound", "units = 1 if decimal.num_digits >= MIN_TRUNCATED_DIGITS else Fraction(1, 2)", "units = 1"),
+        ("guard", " or decimal.last_place >= 1:", ":"),
+        ("factor", "hours[i] % 12 + 12 == hours[1 - i]", "hours[i] % 12 == hours[1 - i]"),
+        ("guard", "value >= room or", ""),
+        ("factor", "part, room = part * 100, 100", "part, room = part + 100, 100"),
+        ("choice", 'lstrip("0")), last_place', ")), last_place"),
+    ],
+    ("rewards/answers/structure.py", ("tests/rewards/test_equal.py", "tests/rewards/test_equal_forms.py")): [
+        (
+            "sign",
+            'lower = text.replace("±", "-").replace("∓", "+")',
+            'lower = text.replace("±", "+").replace("∓", "-")',
+        ),
+        ("sign", 'members, operators = members[::-1], [{">"', 'members, operators = members, [{">"'),
+        ("factor", "Number(number.value * scale, number.is_decimal)", "number"),
+        ("choice", 'Sequence("any" if "or" in marks else "bare"', 'Sequence("any"'),
+        (
+            "choice",
+            'Sequence("set" if opening == SET_OPEN else "bare", value.items)',
+            'Sequence("bare", value.items)',
+        ),
+        ("choice", 'is_percent = core.endswith("%")', "is_percent = False"),
+        ("guard", "return others if spaced else splits", "return others"),
+        ("guard", "return others if spaced else splits", "return splits"),
+        ("bound", "<= float(unit) * (1 + 1e-9)", "<= 10 * float(unit)"),
+        ("choice", 'return Sequence("matrix", rows) if rows else', "return"),
+        ("guard", "    if closing not in _PAIRS[opening]:", "    if False:"),
+        ("bound", "MAX_NESTING = 8", "MAX_NESTING = 2"),
+    ],
+    ("generate/sampling.py", ("tests/generate/test_sampling.py",)): [
+        ("bound", "logits_BV.topk(params.top_k, dim=-1)", "logits_BV.topk(params.top_k + 1, dim=-1)"),
+        ("sign", "+ torch.log(torch.tensor(params.min_p))", "- torch.log(torch.tensor(params.min_p))"),
+        (
+            "mask",
+            "masked_fill(logits_BV < _nucleus_floor(logits_BV, params.top_p), cut)",
+            "masked_fill(logits_BV <= _nucleus_floor(logits_BV, params.top_p), cut)",
+        ),
+        ("bound", "values.double().cumsum(-1) - values.double()", "values.double().cumsum(-1)"),
+        ("bound", "kept = before < top_p", "kept = before <= top_p"),
+        ("bound", "(values.double().sum(-1) >= top_p).all()", "(values.double().sum(-1) >= 0).all()"),
+        (
+            "order",
+            "bits = _mix_32((key + 0x9E3779B9 * (index_B + 1))",
+            "bits = _mix_32((key + 0x9E3779B9 * (index_B + 2))",
+        ),
+        ("factor", "(bits.double() + 0.5) * 2.0**-24", "bits.double() * 2.0**-24"),
+        ("mask", "(seeds_B >> 32) & MASK_32", "seeds_B & 0"),
+        ("choice", "if params.temperature == 0:", "if params.temperature < 0:"),
+        ("choice", "wanted = uniforms_B * cumulative[:, -1]", "wanted = uniforms_B"),
+        ("order", "block.squeeze(1) * CDF_BLOCK + _search", "block.squeeze(1) + _search"),
+        (
+            "sign",
+            "cumulative.gather(1, block) - sums.gather(1, block)",
+            "cumulative.gather(1, block) + sums.gather(1, block)",
+        ),
+        ("denominator", "(wanted[:, None] - before) / sums.gather(1, block)", "(wanted[:, None] - before)"),
+        ("bound", "uniforms_B.clamp(0.0, LARGEST_UNIFORM)", "uniforms_B"),
+        (
+            "choice",
+            "return self.top_k > 0 or self.top_p < 1 or self.min_p > 0",
+            "return self.top_k > 0 or self.top_p < 1",
+        ),
+        ("bound", "if not 0 < self.top_p <= 1:", "if not 0 <= self.top_p <= 1:"),
+        ("mask", "select_logprobs(kept, tokens, normaliser)[0]", "select_logprobs(logits_BV, tokens)[0]"),
+    ],
+    ("generate/scoring.py", cases("grpo")): [
+        (
+            "order",
+            "hidden_ND.index_select(0, micro.source_M)",
+            "hidden_ND.index_select(0, micro.source_M + 1)",
+        ),
+        ("factor", "            temperature=temperature,", ""),
+        (
+            "mask",
+            "num_valid=model.num_valid_tokens",
+            "num_valid=None",
+            (
+                "tests/generate/test_policy.py::test_padding_of_random_weights_is_never_sampled",
+                "tests/generate/test_policy.py::test_new_tags_grow_the_model_and_padding_is_never_sampled",
+                "tests/generate/test_policy.py::test_the_probe_finds_float32_exact",
+            ),
+        ),
+        (
+            "order",
+            "positions_N = positions_of(micro.segments, device)",
+            "positions_N = torch.arange(len(micro.tokens_N))",
+        ),
+        (
+            "mask",
+            "Packed(micro.segments, device, attention)",
+            "Packed(micro.segments[:1], device, attention)",
+        ),
+    ],
+    ("tasks/read.py", ("tests/tasks/test_read.py", "tests/tasks/test_jsonl.py")): [
+        ("bound", "place < test_percent + dev_percent", "place < dev_percent"),
+        ("factor", "/ 2**32 * 100", "/ 2**31 * 100"),
+        ("bound", "    if len(bad) > max_bad_rows:", "    if len(bad) >= max_bad_rows:"),
+        ("guard", "    if not value.strip():", "    if not value:"),
+        ("guard", 'if "\\x00" in value:', "if False:"),
+        (
+            "order",
+            "for file in reversed(files) for problem in reversed(load(file))}",
+            "for file in files for problem in load(file)}",
+        ),
+        (
+            "choice",
+            'return problems if split == "test" else select_split(problems, split)',
+            "return select_split(problems, split)",
+        ),
+        ("choice", 'part = "test" if split == "test" else "train"', 'part = "train"'),
+        ("bound", "if len(line) > MAX_LINE_BYTES:", "if False:"),
+        ("choice", 'line.removeprefix(b"\\xef\\xbb\\xbf") if number == 1 else line', "line"),
+        ("mask", "None not in row and None not in row.values()", "None not in row"),
+        ("order", "numbered = enumerate(values, 1)", "numbered = enumerate(values)"),
+        (
+            "mask",
+            "dev_percent=DEV_PERCENT, test_percent=test_percent) == split",
+            "dev_percent=DEV_PERCENT, test_percent=0) == split",
+        ),
+        ("choice", 'problem.meta.get("prompt_uid", problem.uid)', "problem.uid"),
+        ("guard", "    if not good:", "    if False:"),
+    ],
+}
+"""(File, its tests) -> rows."""
+
+
+def mutants() -> list[Mutant]:
+    """Return the rows of the table."""
+    return [
+        Mutant(row[0], file, row[1], row[2], row[3] if len(row) == 4 else tests)
+        for (file, tests), rows in TABLE.items()
+        for row in rows
+    ]
+
+
+def fault(mutant: Mutant, package: Path = ROOT / PACKAGE) -> str | None:
+    """Say what is wrong with a row; None where it applies to the source."""
+    path = package / mutant.file
+    if mutant.kind not in KINDS:
+        return f"kind {mutant.kind!r}, expected one of {', '.join(KINDS)}"
+    if mutant.old == mutant.new or "\n" in mutant.old + mutant.new:
+        return "expected one line that changes"
+    if not path.is_file():
+        return f"no file {PACKAGE}/{mutant.file}"
+    count = path.read_text(encoding="utf-8").count(mutant.old)
+    if count != 1:
+        return f"the old text stands there {count} times, expected once"
+    lost = next((test for test in mutant.tests if not (ROOT / test.partition("::")[0]).exists()), None)
+    return None if lost is None else f"no test {lost}"
+
+
+class Copy:
+    """A temporary copy of package and tests, in which one line at a time is changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._clock = int(time.time())
+        for part in (PACKAGE, "tests"):
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy2(ROOT / "pyproject.toml", folder)
+
+    def change(self, mutant: Mutant) -> None:
+        """Write a mutant."""
+        path = self.folder / PACKAGE / mutant.file
+        path.write_text(path.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
+        # Python takes bytecode for current by size and whole seconds: no two versions of a file may have one time.
+        self._clock += 10
+        os.utime(path, (self._clock, self._clock))
+
+    def restore(self, mutant: Mutant) -> None:
+        """Undo `change`."""
+        shutil.copy2(ROOT / PACKAGE / mutant.file, self.folder / PACKAGE / mutant.file)
+        shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which every process imports this copy, wherever it is started."""
+        return os.environ | {"PYTHONPATH": os.pathsep.join([str(self.folder), str(self.folder / "tests")])}
+
+    def check_import(self) -> None:
+        """Make sure that another process, in another folder, imports the copy."""
+        code = f"import {PACKAGE}; print({PACKAGE}.__file__)"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd="/",
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert Path(done.stdout.strip()).is_relative_to(self.folder), done.stdout
+
+
+class Run:
+    """The tests of one mutant in a forked process, which has the large libraries already but not whet."""
+
+    def __init__(self, copy: Copy, tests: Sequence[str]) -> None:
+        self.copy, self.start = copy, time.monotonic()
+        self.log = copy.folder / "output.txt"
+        self.pid = os.fork()
+        if self.pid == 0:
+            os._exit(_run_tests(copy, tests, self.log))
+
+    def poll(self) -> int | None:
+        """Return pytest's exit status, -1 after a time-out, or None while it runs."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() - self.start > TIMEOUT_S:
+            code = -1
+        else:
+            return None
+        self.kill(reap=not pid)
+        return code
+
+    def kill(self, *, reap: bool = True) -> None:
+        """End the process and whatever it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if reap:
+            os.waitpid(self.pid, 0)
+
+    def output(self) -> str:
+        """Return the last lines of what the tests wrote."""
+        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+
+
+def _run_tests(copy: Copy, tests: Sequence[str], log: Path) -> int:
+    """Be the forked process: turn into a pytest that was started in the copy."""
+    code: int = 99
+    try:
+        os.setsid()
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.chdir(copy.folder)
+        os.environ |= copy.environment
+        sys.path[0] = str(copy.folder)  # instead of the folder of this program
+        sys.argv[0] = "pytest"
+        import pytest
+
+        import whet
+
+        assert Path(whet.__file__).is_relative_to(copy.folder), whet.__file__
+        code = int(pytest.main([*OPTIONS, *tests]))
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code
+
+
+def run_all(
+    jobs: Sequence[tuple[Mutant | None, Sequence[str]]], copies: Sequence[Copy]
+) -> Iterator[tuple[int, Any]]:
+    """Run tests, one lot in each copy at a time.
+
+    Args:
+        jobs: What is changed (None for nothing), and the tests.
+        copies: Where.
+
+    Yields:
+        Index of the job that ended, and (exit status, seconds, last lines of its output).
+    """
+    waiting = list(enumerate(jobs))[::-1]
+    running: dict[int, Run] = {}
+    free = list(copies)
+    try:
+        while waiting or running:
+            while waiting and free:
+                index, (mutant, tests) = waiting.pop()
+                copy = free.pop()
+                if mutant is not None:
+                    copy.change(mutant)
+                running[index] = Run(copy, tests)
+            time.sleep(0.05)
+            for index, run in list(running.items()):
+                code = run.poll()
+                if code is None:
+                    continue
+                del running[index]
+                mutant = jobs[index][0]
+                if mutant is not None:
+                    run.copy.restore(mutant)
+                free.append(run.copy)
+                yield index, (code, time.monotonic() - run.start, run.output())
+    finally:
+        for run in running.values():
+            run.kill()
+
+
+def preload() -> None:
+    """Import what takes long and is not tested, so that each fork has it."""
+    import hypothesis  # noqa: F401
+    import numpy as np  # noqa: F401
+    import pytest  # noqa: F401
+    import torch  # noqa: F401
+
+    assert PACKAGE not in sys.modules
+
+
+def check(chosen: Sequence[Mutant], num_jobs: int) -> int:
+    """Run the mutants; return the exit status."""
+    preload()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="whet-mutants-") as place:
+        copies = [Copy(Path(place).resolve() / str(number)) for number in range(num_jobs)]
+        copies[0].check_import()
+        if not passes_unchanged(chosen, copies):
+            return 1
+        outcomes: Counter[str] = Counter()
+        survivors: list[Mutant] = []
+        for index, (code, seconds, output) in run_all([(m, m.tests) for m in chosen], copies):
+            mutant = chosen[index]
+            # 1: a test failed; 2: a module could not even be imported; a hang is noticed, too.
+            word = {1: "caught", 2: "caught", -1: "caught (hangs)", 0: "SURVIVED"}.get(code, "ERROR")
+            outcomes[word] += 1
+            if word == "SURVIVED":
+                survivors.append(mutant)
+            print(f"{word:9} {seconds:5.1f} s  {mutant.name}", flush=True)
+            if word == "ERROR":
+                print(f"pytest ended with {code}:\n{output}", flush=True)
+    share = 1 - (len(survivors) + outcomes["ERROR"]) / len(chosen)
+    minutes = (time.monotonic() - started) / 60
+    print(
+        f"\n{len(chosen)} mutants, {100 * share:.1f} % caught, {len(survivors)} survived, {minutes:.0f} min"
+    )
+    grave = [mutant for mutant in survivors if mutant.kind in NEVER_SURVIVES]
+    for mutant in grave:
+        print(f"must be caught: {mutant.name}")
+    return int(share < WANTED_SHARE or bool(grave) or outcomes["ERROR"] > 0)
+
+
+def passes_unchanged(chosen: Sequence[Mutant], copies: Sequence[Copy]) -> bool:
+    """Run all tests of these mutants on the unchanged copies, a file at a time; say which fail."""
+    by_file: dict[str, set[str]] = {}
+    for test in {test for mutant in chosen for test in mutant.tests}:
+        by_file.setdefault(test.partition("::")[0], set()).add(test)
+    # A whole file includes its tests.
+    lots = [[file] if file in tests else sorted(tests) for file, tests in sorted(by_file.items())]
+    fine = True
+    for index, (code, seconds, output) in run_all([(None, lot) for lot in lots], copies):
+        print(
+            f"{'passes' if code == 0 else 'FAILS':9} {seconds:5.1f} s  {' '.join(lots[index])} (unchanged)",
+            flush=True,
+        )
+        if code:
+            fine = False
+            print(f"{output}\na test that fails without a mutant catches nothing: repair it, or name others")
+    return fine
+
+
+def main() -> int:
+    """Read the arguments and run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="rows whose file, kind or text contains this"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time")
+    parser.add_argument("--list", action="store_true", help="show the rows and run nothing")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in mutants() if options.only in mutant.name]
+    stale = [(mutant, reason) for mutant in chosen if (reason := fault(mutant))]
+    for mutant, reason in stale:
+        print(f"stale: {mutant.name} ({reason})")
+    if stale or not chosen:
+        print(f"{len(stale)} of {len(chosen)} rows do not apply to the source; nothing was run")
+        return 1
+    if options.list:
+        for mutant in chosen:
+            print(mutant.name)
+        print(f"{len(chosen)} mutants: {dict(Counter(mutant.kind for mutant in chosen))}")
+        return 0
+    return check(chosen, max(1, options.jobs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
