@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
-NAMES = ("baseline_eval", "baseline_analysis")
+NAMES = ("baseline_eval", "baseline_analysis", "python_api")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -60,6 +61,24 @@ def test_both_notebooks_run_one_after_the_other(tmp_path: Path) -> None:
         )
     for level, value in summary["pass@1 by"]["level"].items():
         assert f"level {level}: {value['mean']:.1%}" in second
+
+
+def test_the_python_notebook_teaches_a_model_and_measures_it(tmp_path: Path) -> None:
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    told = run("python_api", tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert told.startswith("1 pictures\n")  # the curves
+    gain = re.search(r"pass@1 (\d+)% -> (\d+)%, at least \+(\d+)%", told)
+    assert gain is not None
+    before, after, least = map(int, gain.groups())
+    # Half of the worked solutions leave the working out, so about half is right; then nearly every sum is worked.
+    assert 35 <= before <= 75
+    assert after >= 85
+    assert 10 <= least <= after - before
+    assert "is higher by" in told
+    folder = tmp_path / "python_api"
+    assert len((folder / "rl" / "metrics.jsonl").read_text().splitlines()) == 20
+    assert (folder / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", NAMES)
