@@ -392,7 +392,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content: expected text, got 5"),
     (CHAT, {"messages": [{"role": "assistant", "content": "x"}]}, 400, "expected user for the last message"),
-    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "text contains a lone surrogate"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "text holds a lone surrogate"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": "x" * 5000}]},
