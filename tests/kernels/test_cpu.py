@@ -248,7 +248,7 @@ def test_adamw_and_its_norm() -> None:
     ],
 )
 def test_without_kernels_it_says_why(environment: dict[str, str], said: str, tmp_path: Path) -> None:
-    code = "from whet.kernels import build; print(build.library(), build.reason())"
+    code = "from whet.kernels.cpu import build; print(build.library(), build.reason())"
     result = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)} | environment,

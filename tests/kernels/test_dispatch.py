@@ -38,7 +38,7 @@ def test_every_kernel_has_its_twins_signature(nvidia: None) -> None:
     assert len(table) == 8
     for twin, kernel in table.items():
         assert twin.__name__ == kernel.__name__
-        assert kernel.__module__.startswith("whet.kernels.triton_")
+        assert kernel.__module__.startswith("whet.kernels.triton.")
         assert inspect.signature(twin) == inspect.signature(kernel)
 
 

@@ -92,7 +92,7 @@ def test_a_bad_library_never_reaches_a_run(body: str, said: str, tmp_path: Path)
     fake.write_text(FAKE.format(body=body.replace("\n", "\\n"), real=real))
     fake.chmod(0o755)
     environment = {"CXX": str(fake), "XDG_CACHE_HOME": str(tmp_path), "WHET_KERNELS": "auto"}
-    done = run(environment, "from whet.kernels import build; print(build.library(), build.reason())")
+    done = run(environment, "from whet.kernels.cpu import build; print(build.library(), build.reason())")
     assert done.stdout.startswith("None eager: the kernels could not be built"), done.stdout + done.stderr
     assert said in done.stdout
 

@@ -9,7 +9,8 @@ from typing import Any
 from whet.tasks.gsm8k import GSM8K
 from whet.tasks.jsonl import Jsonl
 from whet.tasks.mixture import Mixture
-from whet.tasks.read import QUARANTINE, read_jsonl, write_quarantine
+from whet.tasks.quarantine import QUARANTINE, write_quarantine
+from whet.tasks.read import read_jsonl
 from whet.types import Task
 
 GOOD = '{"prompt": "1+1", "answer": "2"}'

@@ -25,7 +25,7 @@ from whet.report.markdown import write_report
 from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
 from whet.storage.folder import open_run
 from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, load_task
-from whet.tasks.read import write_quarantine
+from whet.tasks.quarantine import write_quarantine
 from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.hardware import HardwareMonitor

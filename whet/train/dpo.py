@@ -18,7 +18,8 @@ from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard, sum_gradients
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
-from whet.tasks.read import BadRow, write_quarantine
+from whet.tasks.quarantine import write_quarantine
+from whet.tasks.read import BadRow
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.trackers import TrackConfig
 from whet.train.data.harvest import check_sampling, gather_rows, load_rows, sample_judged, write_rows

@@ -28,7 +28,7 @@ from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
 from whet.storage.commit import DiskFullError, commit_folder
 from whet.storage.folder import open_run
-from whet.tasks.read import write_quarantine
+from whet.tasks.quarantine import write_quarantine
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
 from whet.telemetry.provenance import write_environment, write_provenance
 from whet.telemetry.trackers import TrackConfig, Tracking
