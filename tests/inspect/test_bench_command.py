@@ -180,4 +180,4 @@ def test_the_programs_are_there() -> None:
 
 
 def test_an_empty_table_has_its_head() -> None:
-    assert table([]).split() == ["work", "beside", "whet", "target", "floor", "reached"]
+    assert table([]).split() == ["work", "peer", "whet", "target", "floor", "reached"]

@@ -85,7 +85,7 @@ def test_dead_hanging_stopped_missing(tmp_path: Path) -> None:
         "died",
         "missing",
     ]
-    assert [rank.alive[:10] for rank in found] == ["no", "yes", "yes", "yes", "yes", "last heard", ""]
+    assert [rank.alive[:10] for rank in found] == ["no", "yes", "yes", "yes", "yes", "last heart", ""]
     assert [rank.is_well for rank in found] == [False, False, True, False, False, False, False]
     assert [rank.silent_s for rank in found[:5]] == pytest.approx(
         [0.5, 61, 61, 601, 40.5], abs=15
@@ -125,7 +125,7 @@ def test_who_is_behind(tmp_path: Path) -> None:
     assert findings(read_ranks(tmp_path)) == ["all is well"]
     beat(tmp_path, 1, step=3, silent_s=99.0)
     lines = findings(read_ranks(tmp_path))
-    assert "no sign of life" in lines[0]
+    assert "no heartbeat for" in lines[0]
     assert lines[1].startswith("behind: rank 1 ")
 
 
@@ -163,7 +163,7 @@ def test_hostile_heartbeats(tmp_path: Path, content: bytes, capsys: pytest.Captu
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
-        (["hang", str(tmp_path)], f"{tmp_path}: no heartbeats; expected the folder of a run"),
+        (["hang", str(tmp_path)], f"{tmp_path}: no heartbeats; expected the folder of a training run"),
         (["hang", str(tmp_path / "no")], "no: no such folder"),
         (["hang"], "check = hang: expected the folder of a run, as in 'whet doctor hang runs/demo-rl'"),
         ([], "check = '': expected kernels, sandbox, determinism, or hang RUN"),

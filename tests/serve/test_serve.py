@@ -397,7 +397,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
         "messages[0].content: expected a valid string or a valid list, got 5",
     ),
     (CHAT, {"messages": [{"role": "assistant", "content": "x"}]}, 400, "expected user for the last message"),
-    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "text contains a lone surrogate"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "text holds a lone surrogate"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": "x" * 5000}]},

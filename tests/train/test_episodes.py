@@ -275,7 +275,7 @@ def test_tools_and_environments_that_are_not_there(tiny_policy: PolicyConfig, tm
         ("{mine}:nosuch", "nosuch"),
         ("nowhere.py:f", "no file 'nowhere.py'; check --reward"),
         ("mine:even", "expected path.py:function"),
-        ("{mine}:even=lots", "'lots' is no weight"),
+        ("{mine}:even=lots", "'lots' is not a weight"),
         ("{mine}:even=inf", "expected a finite weight"),
     ],
 )

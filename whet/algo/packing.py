@@ -78,6 +78,7 @@ def split_by_budget(lengths: Sequence[int], token_budget: int) -> list[list[int]
         Indices of each bin; every index occurs once.
     """
     bins: list[tuple[int, list[int]]] = []
+    # Ties are broken by index, so that the same sequences always give the same micro-batches (and the same bits).
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
         fitting = [number for number, (used, _) in enumerate(bins) if used + length <= token_budget]
@@ -117,6 +118,7 @@ def pack(
     Raises:
         ValueError: If a prompt is empty (its first completion token would have no predecessor).
     """
+    # Sequences without a trained token have no loss: they are not run, and not counted.
     trained = [index for index, sequence in enumerate(sequences) if sequence.num_trained]
     if any(not sequences[index].prompt_ids for index in trained):
         raise ValueError(
@@ -147,6 +149,7 @@ def _families(sequences: Family, token_budget: int) -> list[Family]:
         by_prompt.setdefault(item[1].prompt_ids, []).append(item)
     families: list[Family] = []
     for members in by_prompt.values():
+        # A family that exceeds the budget is split; every part then stores the prompt once more.
         ordered = sorted(members, key=lambda item: (-item[1].num_tokens, item[0]))
         family = [ordered[0]]
         for item in ordered[1:]:
@@ -166,20 +169,26 @@ def _lay_out(families: Sequence[Family]) -> tuple[list[int], list[int], list[int
     segments: list[Segment] = []
     for family in families:
         prompt_ids = family[0][1].prompt_ids
-        prompt, shared = len(tokens), len(prompt_ids)
+        prompt_row, prompt_length = len(tokens), len(prompt_ids)
         tokens.extend(prompt_ids)
-        if len(family) > 1:
-            segments.append(Segment(prompt, shared, 0, 0))
+
+        # A shared prompt is a segment of its own, before those that attend to it: attention relies on that order.
+        is_shared = len(family) > 1
+        if is_shared:
+            segments.append(Segment(prompt_row, prompt_length, 0, 0))
+
         for _, sequence in family:
-            begin, length = len(tokens), len(sequence.completion_ids)
+            first_row, length = len(tokens), len(sequence.completion_ids)
             # A token's hidden state predicts the next one: the last prompt row scores the first completion token.
-            before = [prompt + shared - 1, *range(begin, begin + length - 1)]
-            chosen = sequence.trained or (True,) * length
-            source.extend(compress(before, chosen))
-            targets.extend(compress(sequence.completion_ids, chosen))
+            predecessors = [prompt_row + prompt_length - 1, *range(first_row, first_row + length - 1)]
+            is_trained = sequence.trained or (True,) * length
+            source.extend(compress(predecessors, is_trained))
+            targets.extend(compress(sequence.completion_ids, is_trained))
             tokens.extend(sequence.completion_ids)
-            whole = Segment(prompt, shared + length, 0, 0)
-            segments.append(Segment(begin, length, prompt, shared) if len(family) > 1 else whole)
+            if is_shared:
+                segments.append(Segment(first_row, length, prompt_row, prompt_length))
+            else:
+                segments.append(Segment(prompt_row, prompt_length + length, 0, 0))
     return tokens, source, targets, tuple(segments)
 
 
@@ -189,23 +198,27 @@ def _micro_batch(
     device: torch.device,
     dtype: torch.dtype,
 ) -> MicroBatch:
+    """Lay out families as one micro-batch; every column (`_M`) has one number per trained token, in the same order."""
     tokens, source, targets, segments = _lay_out(families)
     sequences = [item for family in families for item in family]
     rows: list[int] = []
     weights: list[float] = []
     for row, (_, sequence) in enumerate(sequences):
         count = sequence.num_trained
+        weight = aggregation_weight(count, sequence.num_group_tokens, aggregation)
         rows.extend([row] * count)
-        weights.extend([aggregation_weight(count, sequence.num_group_tokens, aggregation)] * count)
+        weights.extend([weight] * count)
 
     def column(name: str, fill: float) -> torch.Tensor:
+        """Concatenate a column of all sequences; one that lacks it takes its default."""
         parts = []
         for _, sequence in sequences:
             part = getattr(sequence, name)
-            default = sequence.advantage if name == "advantages_T" else fill
-            count = sequence.num_trained
-            parts.append(torch.full((count,), default, dtype=dtype) if part is None else part)
-        return torch.cat([part.to(device=device, dtype=dtype) for part in parts])
+            if part is None:
+                default = sequence.advantage if name == "advantages_T" else fill
+                part = torch.full((sequence.num_trained,), default, dtype=dtype)
+            parts.append(part.to(device=device, dtype=dtype))
+        return torch.cat(parts)
 
     # Float32 first: that is what the sampler computed.
     logprobs = [p for _, s in sequences for p in s.sampler_logprobs or [0.0] * s.num_trained]

@@ -57,27 +57,36 @@ def headline(
     """
     count = len(samples[0])
     correct_P = _right(samples)
+    everything = [done for row in samples for done in row]
+
+    def mean_P(measure: Callable[[Judged], float]) -> list[float]:
+        return [_mean([measure(done) for done in row]) for row in samples]
+
+    # One value per problem: problems, not completions, are the independent observations.
     per_problem: dict[str, list[float]] = {
         "pass@1": [c / count for c in correct_P],
         "greedy": [float(done.grade.is_correct) for done in greedy],
     }
-    doubled = [1 << power for power in range(1, count.bit_length()) if 1 << power < count]
-    for k in sorted({*doubled, *ks, count} - {1}):
+    powers = [1 << power for power in range(1, count.bit_length()) if 1 << power < count]
+    for k in sorted({*powers, *ks, count} - {1}):
         per_problem[f"pass@{k}"] = [pass_at_k(count, c, k) for c in correct_P]
     if count > 1:
         per_problem[f"maj@{count}"] = [_majority(row) for row in samples]
-    if any(done.rewards for row in samples for done in row):
+    if any(done.rewards for done in everything):
         per_problem[f"best@{count}"] = [best_of_n(row) for row in samples]
-    per_problem["format"] = [_mean([s.grade.verdict == "perfect" for s in row]) for row in samples]
-    per_problem["truncated"] = [_mean([s.finish_reason == "length" for s in row]) for row in samples]
-    per_problem["thinking_tokens"] = [_mean([s.grade.thinking_tokens for s in row]) for row in samples]
-    per_problem["completion_tokens"] = [_mean([s.num_tokens for s in row]) for row in samples]
-    if any(s.num_turns > 1 for row in samples for s in row):
-        per_problem["turns"] = [_mean([s.num_turns for s in row]) for row in samples]
-    return {
-        name: (bootstrap_interval if name in COUNTS else share_interval)(values, seed=seed)
-        for name, values in per_problem.items()
-    }
+
+    per_problem["format"] = mean_P(lambda done: done.grade.verdict == "perfect")
+    per_problem["truncated"] = mean_P(lambda done: done.finish_reason == "length")
+    per_problem["thinking_tokens"] = mean_P(lambda done: done.grade.thinking_tokens)
+    per_problem["completion_tokens"] = mean_P(lambda done: done.num_tokens)
+    if any(done.num_turns > 1 for done in everything):
+        per_problem["turns"] = mean_P(lambda done: done.num_turns)
+
+    intervals: dict[str, Interval] = {}
+    for name, values in per_problem.items():
+        interval_of = bootstrap_interval if name in COUNTS else share_interval
+        intervals[name] = interval_of(values, seed=seed)
+    return intervals
 
 
 def best_of_n(row: Sequence[Judged]) -> float:

@@ -82,6 +82,7 @@ class Activations:
         """
         self.clear()
         widths, dtype = _widths(model.config), model.head_weight.dtype
+        # The worst case: every completion has maximum length. Place 0 (`NOTHING`) is the one of zeros.
         size = 1 + sum(len(r.prompt_ids) + len(r.seeds) * max_new for r in requests)
         if not can_keep(model) or size * bytes_per_token(model.config, dtype.itemsize) > self._max_bytes:
             return False
@@ -100,6 +101,7 @@ class Activations:
     def prompt(self, request: Request) -> int:
         """Return the first place of a prompt; samples that are admitted later find it again."""
         if id(request) not in self._prompts:
+            # The request is stored, too: as long as it lives, no other object gets its id.
             self._prompts[id(request)] = request, self._take(len(request.prompt_ids))
         return self._prompts[id(request)][1]
 
@@ -129,6 +131,7 @@ class Activations:
         """
         if not self._found or _versions(model) != self._versions or not torch.is_grad_enabled():
             return None
+        # Sequences are found by their tokens. Several samples may be equal; their activations are then equal, too.
         tokens = micro.tokens_N.tolist()
         places = torch.full((len(tokens),), NOTHING)
         shared_prompts = {segment.prefix for segment in micro.segments if segment.shared}
@@ -151,6 +154,7 @@ class Activations:
         def at(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.index_select(0, places_N)
 
+        # The order of the calls in the forward pass of a llama-like layer (`is_known`); `replaying` asserts the count.
         for arrays in self._layers:
             yield at(arrays["norm1"]), at(arrays["rstd1"])
             yield (None,)  # queries and keys before rotation: nothing reads them

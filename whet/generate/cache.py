@@ -139,15 +139,18 @@ class KVCache:
         """
         if not self.is_tiled:
             return [members[0] for members in rows]
+        # By identity: a slot holds a reference to its prompt, so the id of a held prompt cannot be reused.
         held = {id(slot.prompt): number for number, slot in enumerate(self._slots) if slot.num_rows}
         free = (number for number, slot in enumerate(self._slots) if not slot.num_rows)
         homes = []
         for prompt, members in zip(prompts, rows, strict=True):
             home = held.get(id(prompt))
-            homes.append(next(free) if home is None else home)
-            held[id(prompt)] = homes[-1]
-            self._slots[homes[-1]].prompt = prompt
-            self._slots[homes[-1]].num_rows += len(members)
+            if home is None:
+                home = next(free)
+            held[id(prompt)] = home
+            self._slots[home].prompt = prompt
+            self._slots[home].num_rows += len(members)
+            homes.append(home)
         return homes
 
     def give(self, homes: Sequence[int], rows: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
@@ -162,19 +165,23 @@ class KVCache:
             for home, members, length in zip(homes, rows, lengths, strict=True):
                 self._copy([home] * (len(members) - 1), members[1:], length)
             return
-        every = [row for members in rows for row in members]
-        slots, tokens = (
-            torch.tensor([x for x, members in zip(xs, rows, strict=True) for _ in members])
-            for xs in (homes, lengths)
-        )
-        shared = tokens // TILE * TILE
-        self.shared_B2[every] = torch.stack((slots, shared), dim=1)
+        # One entry per row: the row, its prompt's slot, and its prompt's length.
+        counts = torch.tensor([len(members) for members in rows])
+        row_B = torch.tensor([row for members in rows for row in members])
+        slot_B = torch.repeat_interleave(torch.tensor(homes), counts)
+        length_B = torch.repeat_interleave(torch.tensor(lengths), counts)
+
+        # Only whole tiles are shared: a row must not write its own tokens into a tile that other rows read.
+        shared_B = length_B // TILE * TILE
+        self.shared_B2[row_B] = torch.stack((slot_B, shared_B), dim=1)
+
         # The partial tile at the prompt's end is copied to every row: the row's own tokens continue in it.
-        has_rest = shared < tokens
-        target, slots, tiles = torch.tensor(every)[has_rest], slots[has_rest], shared[has_rest] // TILE
+        has_rest = shared_B < length_B
+        target, slots, tiles = row_B[has_rest], slot_B[has_rest], shared_B[has_rest] // TILE
         self.keys[:, target, :, 0] = self.prompt_keys[:, slots, :, tiles].transpose(0, 1)
-        own, prompts = (x.unflatten(3, (-1, TILE)) for x in (self.values, self.prompt_values))
-        own[:, target, :, 0] = prompts[:, slots, :, tiles].transpose(0, 1)
+        own_values = self.values.unflatten(3, (-1, TILE))
+        prompt_values = self.prompt_values.unflatten(3, (-1, TILE))
+        own_values[:, target, :, 0] = prompt_values[:, slots, :, tiles].transpose(0, 1)
 
     def leave(self, rows: Sequence[int]) -> None:
         """Free rows, and the slots of prompts without further rows."""
@@ -190,6 +197,7 @@ class KVCache:
             deepest: Largest position of any of them.
         """
         if self.is_tiled and source:
+            # A row's own positions start after its shared ones: the row that shares least has most of its own.
             self.shared_B2[list(target)] = self.shared_B2[list(source)]
             deepest -= int(self.shared_B2[list(target), 1].min())
         self._copy(source, target, min(deepest + 1, self.capacity))
@@ -200,11 +208,9 @@ class KVCache:
             return
         from_rows = torch.tensor(source, device=self.keys.device)
         to_rows = torch.tensor(target, device=self.keys.device)
-        for tensor, count in (
-            (self.keys, -(-length // TILE) if self.is_tiled else length),
-            (self.values, length),
-        ):
-            tensor[:, to_rows, :, :count] = tensor[:, from_rows, :, :count]
+        num_keys = -(-length // TILE) if self.is_tiled else length  # tiles of 16 positions, or positions
+        self.keys[:, to_rows, :, :num_keys] = self.keys[:, from_rows, :, :num_keys]
+        self.values[:, to_rows, :, :length] = self.values[:, from_rows, :, :length]
 
     def kernel_cache(self, layer: int) -> cpu_attention.Cache:
         """Return a layer's part for the C++ kernels; valid while the cache lives."""
@@ -271,8 +277,10 @@ class Decode:
         self._num_keys = num_keys
         self._kind: AttentionKind = kind
         if cache.is_tiled:
+            # A row's own part of the cache starts after the positions that it shares with its prompt's other samples.
             self._own_B = positions_B - cache.shared_B2[: positions_B.shape[0], 1]
             return
+        # Everything that depends only on positions is computed once per step, not in every layer.
         kv_heads, capacity = cache.keys.shape[2:4]
         hidden = torch.arange(num_keys, device=positions_B.device) > positions_B[:, None]
         bias = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))
@@ -312,6 +320,7 @@ class Decode:
                 q_ZQC[:, None], k_ZSC[:, None], v_ZSC[:, None], mask[:, None]
             )
         else:
+            # Fewer query rows take another BLAS path with other bits than the trainer's: pad with zeros.
             padded = F.pad(q_ZQC, (0, 0, 0, MIN_QUERY_ROWS - rep)) if rep < MIN_QUERY_ROWS else q_ZQC
             wide = eager.product_dtype(padded)
             query, key, value = (x.to(wide) for x in (padded, k_ZSC, v_ZSC))

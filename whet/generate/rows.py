@@ -167,6 +167,8 @@ class Rows:
         self, rows: slice, tokens_B: torch.Tensor, logprobs_B: torch.Tensor, stop_ids: torch.Tensor
     ) -> None:
         """Store a sampled token for each row; ended rows write into the spare column and do not advance."""
+        # Without a branch per row, and without reading a value back: on a GPU this is part of a graph.
+        # `done` and `counts` are views, so the in-place operations below update the state.
         done, counts = self.done[rows], self.counts[rows]
         live = ~done
         column = torch.where(live, counts, self.tokens.shape[1] - 1)[:, None]
@@ -204,8 +206,8 @@ class Rows:
         noise = self.noise[rows].gather(1, counts[:, None]).squeeze(1) if has_noise else None
         tokens, logprobs = torch.empty_like(self.last[rows]), torch.empty_like(self.logprobs[rows, 0])
         for params, members in by_params(jobs):
-            scale = 1.0 if params.temperature in (0.0, 1.0) else params.temperature
-            if members is None:
+            scale = 1.0 if params.temperature in (0.0, 1.0) else params.temperature  # greedy is scored at 1
+            if members is None:  # all rows have the same settings: no gather and scatter
                 logits = logits_BV if scale == 1.0 else logits_BV / scale
                 drawn, scores = sample_tokens(logits, seeds, counts, params, noise)
                 return drawn, scores.float()
@@ -286,10 +288,14 @@ def noted(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> list
         tokens_B: The sampled tokens.
         num_top: Number of most likely alternatives.
     """
-    chosen, normaliser = select_logprobs(logits_BV, tokens_B)
-    values, ids = logits_BV.topk(min(num_top, logits_BV.shape[1]), dim=-1)
-    pairs = [
-        tuple((index, logprob) for index, logprob in zip(*row, strict=True) if logprob > float("-inf"))
-        for row in zip(ids.tolist(), (values - normaliser[:, None]).tolist(), strict=True)
-    ]
-    return [Token(*row) for row in zip(tokens_B.tolist(), chosen.tolist(), pairs, strict=True)]
+    chosen_B, normaliser_B = select_logprobs(logits_BV, tokens_B)
+    top_logits, top_ids = logits_BV.topk(min(num_top, logits_BV.shape[1]), dim=-1)
+    top_logprobs = top_logits - normaliser_B[:, None]
+
+    rows = zip(tokens_B.tolist(), chosen_B.tolist(), top_ids.tolist(), top_logprobs.tolist(), strict=True)
+    tokens: list[Token] = []
+    for token, logprob, ids, logprobs in rows:
+        pairs = zip(ids, logprobs, strict=True)
+        # Columns outside the vocabulary have -inf; they are not alternatives.
+        tokens.append(Token(token, logprob, tuple(pair for pair in pairs if pair[1] > float("-inf"))))
+    return tokens

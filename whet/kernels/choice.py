@@ -40,6 +40,7 @@ class Choice:
     def of(cls, ratios: Mapping[Operation, float]) -> Choice:
         """Use the operations that are at least as fast as PyTorch."""
         used: set[Operation] = {name for name, ratio in ratios.items() if ratio >= TIE}
+        # The decoding step has its own products and attention: with PyTorch's in the trainer, the bits would differ.
         if not {"product", "attention"} <= used:
             used.discard("decode")
         return cls(frozenset(used), dict(ratios))

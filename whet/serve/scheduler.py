@@ -158,6 +158,7 @@ class Scheduler:
                 for seed in request.seeds
             ]
         with self._wake:
+            # Checked and queued under one lock: a submission is accepted as a whole or refused as a whole.
             self._admit_or_refuse(len(jobs))
             self._sinks |= {job: partial(sink, index) for index, job in enumerate(jobs)}
             self._waiting += jobs
@@ -226,10 +227,14 @@ class Scheduler:
 
     def _step(self, rows: Rows) -> None:
         """Admit waiting jobs, or else sample a token for every row; deliver new tokens; score one text."""
+        # Only this thread touches `rows`; other threads queue jobs and set `cancelled`, which is read once per step.
         cancelled = [row for row, job in enumerate(rows.jobs) if job.cancelled]
         if cancelled:
             rows.done[cancelled] = True
             self._deliver(self._engine.harvest(rows))
+
+        # Admitting has priority over decoding: it keeps rows full, and a prefill samples the first token of each new
+        # row. New rows are appended, so the fresh tokens are those from `first` on: the new rows', or all rows'.
         first = len(rows.jobs)
         if ready := self._next_jobs(self._max_rows - first):
             self._engine.admit(rows, ready)
@@ -241,6 +246,8 @@ class Scheduler:
         fresh = rows.last[first : len(rows.jobs)].tolist()
         for job, index in zip(rows.jobs[first:], fresh, strict=True):
             self._send(job, Token(index) if job.num_top is None else job.notes[-1])
+
+        # Tokens are delivered before rows end: a client sees the last token before the completion.
         self._engine.stop_on_text(rows)
         if rows.jobs and bool(rows.done[: len(rows.jobs)].any()):
             self._deliver(self._engine.harvest(rows))
@@ -267,6 +274,7 @@ class Scheduler:
     def _score(self) -> None:
         if not self._scorings:
             return
+        # One text per step, so that a long request does not stall the streams of others.
         work = self._scorings[0]
         try:
             if not work.future.cancelled():
@@ -281,6 +289,7 @@ class Scheduler:
 
     def _fail(self, rows: Rows, error: Exception) -> None:
         """Fail all running jobs, but not the waiting ones, and continue with empty rows."""
+        # After an error the rows' tensors are in an unknown state: all of them are given up.
         del rows.jobs[:]
         with self._wake:
             waiting = set(self._waiting)

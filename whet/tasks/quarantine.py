@@ -1,4 +1,4 @@
-"""The file of the rows that a run left out, so that nobody has to guess which they were."""
+"""quarantine.jsonl of a run folder: the rows of the data that were skipped, and why."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ QUARANTINE = "quarantine.jsonl"
 
 
 def write_quarantine(folder: Path, source: Task | Sequence[BadRow]) -> str:
-    """Write the rows that were left out of the data into a run's quarantine.jsonl; without any there is no file.
+    """Write skipped rows of the data to a run's quarantine.jsonl; without any there is no file.
 
     Args:
         folder: The run folder.
-        source: A task whose splits have been read, or what `read_jsonl` set aside.
+        source: A task whose splits have been read, or bad rows of `read_jsonl`.
 
     Returns:
-        One line for a person: how many rows were left out, how many of them are empty, and how many are repeated; ''
-        where there is nothing to say.
+        One readable line: how many rows were skipped, how many of them are empty, and how many are repeated; '' if
+        none.
     """
     parts: Sequence[Any] = _parts(source)
     rows = [row for part in parts for row in _bad_rows(part)]
     names = ("num_duplicates", "num_repeated")  # dropped, and kept
     num_repeated = sum(getattr(part, name, 0) for part in parts for name in names)
-    said = []
-    (folder / QUARANTINE).unlink(missing_ok=True)  # of a run that never came to its first checkpoint
+    sentences = []
+    (folder / QUARANTINE).unlink(missing_ok=True)  # of a run that never reached its first checkpoint
     if rows:
         content = [{"where": r.where, "line": r.number, "reason": r.reason, "raw": r.raw} for r in rows]
         replace_file(folder / QUARANTINE, "".join(json.dumps(row) + "\n" for row in content))
         num_empty = sum(row.reason.endswith("is empty") for row in rows)
         empty = f" ({num_empty:,} with an empty field)" if num_empty else ""
-        said.append(f"{len(rows):,} bad rows of the data left out{empty}: see {folder / QUARANTINE}")
+        sentences.append(f"{len(rows):,} bad rows of the data skipped{empty}: see {folder / QUARANTINE}")
     if num_repeated:
-        said.append(f"{num_repeated:,} rows of the data are repeated")
-    return "; ".join(said)
+        sentences.append(f"{num_repeated:,} rows of the data are repeated")
+    return "; ".join(sentences)
 
 
 def _parts(source: Any) -> list[Any]:
-    """Return the tasks that read files: those of a mixture, and what a symbolic one wraps."""
+    """Return the tasks that read files: the parts of a mixture, and the task inside a symbolic one."""
     if isinstance(source, Mixture):
         return [part for task in source.parts.values() for part in _parts(task)]
     return _parts(source.task) if isinstance(source, Symbolic) else [source]

@@ -129,12 +129,13 @@ def lengths(side: StoredEval, uids: Sequence[str]) -> dict[str, dict[str, float 
     """Return tokens of right and of wrong samples, thinking and total, averaged as in eval.json; and their number."""
     found: dict[str, dict[str, float | None]] = {}
     for name, is_right in (("right", True), ("wrong", False)):
-        kept = [[row for row in side.samples[uid] if bool(row["correct"]) == is_right] for uid in uids]
-        kept = [rows for rows in kept if rows]
-        found[name] = {"count": sum(map(len, kept))} | {
-            key: sum(sum(row[key] for row in rows) / len(rows) for rows in kept) / len(kept) if kept else None
-            for key in ("thinking_tokens", "completion_tokens")
-        }
+        of_kind = [[row for row in side.samples[uid] if bool(row["correct"]) == is_right] for uid in uids]
+        problems = [rows for rows in of_kind if rows]
+        found[name] = {"count": sum(map(len, problems))}
+        for key in ("thinking_tokens", "completion_tokens"):
+            # The mean over problems of the mean over a problem's samples, as in eval.json.
+            means = [sum(row[key] for row in rows) / len(rows) for rows in problems]
+            found[name][key] = sum(means) / len(means) if means else None
     return found
 
 

@@ -86,25 +86,34 @@ def score_problems(
         Metric -> score of each problem, None if a problem has none. A metric that no row has is skipped.
     """
     rows = [row[:num_samples] for row in samples]
-    correct = [sum(bool(done["correct"]) for done in row) for row in rows]
+    num_correct = [sum(bool(done["correct"]) for done in row) for row in rows]
     scores: dict[str, list[float | None]] = {
-        "pass@1": [count / num_samples for count in correct],
+        "pass@1": [count / num_samples for count in num_correct],
         "greedy": [float(done["correct"]) for done in greedy],
     }
-    ks = [2**i for i in range(1, num_samples.bit_length()) if 2**i < num_samples]
-    for k in [*ks, num_samples][: None if num_samples > 1 else 0]:
-        scores[f"pass@{k}"] = [pass_at_k(num_samples, count, k) for count in correct]
+
+    # Votes and pass@k above 1 need several samples.
     if num_samples > 1:
-        scores[f"maj@{num_samples}"] = [_majority(row) for row in rows]
+        powers = [2**i for i in range(1, num_samples.bit_length()) if 2**i < num_samples]
+        for k in (*powers, num_samples):
+            scores[f"pass@{k}"] = [pass_at_k(num_samples, count, k) for count in num_correct]
         answers = [[done["answer"] for done in row] for row in rows]
+        scores[f"maj@{num_samples}"] = [_majority(row) for row in rows]
         scores["vote_share"] = list(map(vote_share, answers))
         scores["answer_entropy"] = list(map(answer_entropy, answers))
+
     scores["format"] = [_mean([done["format"] == "perfect" for done in row]) for row in rows]
     scores["truncated"] = [_mean([done["finish_reason"] == "length" for done in row]) for row in rows]
     for name in ("thinking_tokens", "completion_tokens", "answer_logprob", "hedges", "revisions"):
-        found = [[done[name] for done in row if done.get(name) is not None] for row in rows]
-        scores[name] = [_mean(values) if values else None for values in found]
+        scores[name] = [_mean_of_known(row, name) for row in rows]
+
     return {name: values for name, values in scores.items() if any(value is not None for value in values)}
+
+
+def _mean_of_known(row: Sequence[Row], name: str) -> float | None:
+    """Return the mean of a field over the completions that have it; None if none has."""
+    values = [done[name] for done in row if done.get(name) is not None]
+    return _mean(values) if values else None
 
 
 def compare_scores(

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from whet.cli import Program
 from whet.config import align, dump_yaml
-from whet.eval.probe.off_domain import KINDS, PROMPTS, Kind, ModelProbe, Perplexity, probe_model
+from whet.eval.probe.off_domain import KINDS, PROMPTS, Kind, ModelProbe, Perplexity, Reply, probe_model
 from whet.eval.probe.transcript import transcribe
 from whet.generate.engine import Request
 from whet.generate.policy import Policy, PolicyConfig, TemplateName, load_policy
@@ -172,16 +172,22 @@ def _perplexity(found: Perplexity | None) -> dict[str, Any] | None:
 def _kind(probe: ModelProbe, kinds: Sequence[Kind], seed: int) -> dict[str, Any]:
     """Average over the samples of a prompt, then over the prompts of some kinds."""
     rows = {prompt: row for prompt, row in probe.replies.items() if prompt.kind in kinds}
-    sampled = [reply for row in rows.values() for reply in row[1:]]
     checked = [row for prompt, row in rows.items() if prompt.accepted]
     worded = [row for prompt, row in rows.items() if not prompt.asks_number]
+
+    # The first reply of each prompt is the greedy one, the others are samples.
+    sampled_lengths = [reply.num_tokens for row in rows.values() for reply in row[1:]]
+    right = [[bool(reply.is_right) for reply in row[1:]] for row in checked]
+    greedy_right = [[bool(row[0].is_right)] for row in checked]
+    numeric = [[reply.is_numeric for reply in row[1:]] for row in worded]
+
     return {
         "num_prompts": len(rows),
         "num_checked": len(checked),
-        "right": _share([[bool(reply.is_right) for reply in row[1:]] for row in checked], seed),
-        "greedy": _share([[bool(row[0].is_right)] for row in checked], seed),
-        "numeric": _share([[reply.is_numeric for reply in row[1:]] for row in worded], seed),
-        "tokens": sum(reply.num_tokens for reply in sampled) / len(sampled) if sampled else None,
+        "right": _share(right, seed),
+        "greedy": _share(greedy_right, seed),
+        "numeric": _share(numeric, seed),
+        "tokens": sum(sampled_lengths) / len(sampled_lengths) if sampled_lengths else None,
     }
 
 
@@ -195,9 +201,10 @@ def _against(first: ModelProbe, other: ModelProbe, seed: int) -> dict[str, Any]:
     both = [prompt for prompt in first.replies if prompt in other.replies and prompt.accepted]
     found: dict[str, Any] = {"right": None, "p": None, "nats_per_byte": None, "perplexity_ratio": None}
     if both:
-        rows = [[probe.replies[prompt][1:] for prompt in both] for probe in (first, other)]
-        means = [[sum(bool(reply.is_right) for reply in row) / len(row) for row in side] for side in rows]
-        gain, found["p"] = paired_bootstrap(means[0], means[1], seed=seed)
+        first_P, other_P = (
+            [_share_right(probe.replies[prompt][1:]) for prompt in both] for probe in (first, other)
+        )
+        gain, found["p"] = paired_bootstrap(first_P, other_P, seed=seed)
         found["right"] = asdict(gain)
     old, new = first.perplexity, other.perplexity
     if old is not None and new is not None:
@@ -205,6 +212,11 @@ def _against(first: ModelProbe, other: ModelProbe, seed: int) -> dict[str, Any]:
         if old.num_tokens == new.num_tokens:  # tokenised identically
             found["perplexity_ratio"] = math.exp(min(new.nats_per_token - old.nats_per_token, 700.0))
     return found
+
+
+def _share_right(replies: Sequence[Reply]) -> float:
+    """Return the share of right replies."""
+    return sum(bool(reply.is_right) for reply in replies) / len(replies)
 
 
 def _load(config: ProbeConfig, name: str) -> Policy:

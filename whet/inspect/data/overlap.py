@@ -133,17 +133,24 @@ def compare(
     Returns:
         The overlap.
     """
-    first = {key: index for index, key in reversed(list(enumerate(train.keys[view])))}
-    is_equal = np.array([key in first for key in held_out.keys[view]], dtype=bool)
+    # Reversed, so that of equal training texts the first one stays.
+    first_index = {key: index for index, key in reversed(list(enumerate(train.keys[view])))}
+    is_equal = np.array([key in first_index for key in held_out.keys[view]], dtype=bool)
+
     is_long = held_out.num_words >= 2 * ngram
-    long, short = (shared_ngrams(held_out, train, view, n) for n in (ngram, short_ngram))
-    score = np.where(is_equal, 1.0, np.where(is_long, long, short))
+    share_long = shared_ngrams(held_out, train, view, ngram)
+    share_short = shared_ngrams(held_out, train, view, short_ngram)
+    score = np.where(is_equal, 1.0, np.where(is_long, share_long, share_short))
+
+    # The worst texts, each with its equal training text, or else the nearest one.
     ranked = np.argsort(-np.nan_to_num(score, nan=-1.0), kind="stable")[:num_pairs]
     worst = [int(index) for index in ranked if score[index] > 0]
-    twins = {index: first.get(held_out.keys[view][index]) for index in worst}
-    for n, wanted in ((ngram, True), (short_ngram, False)):
-        todo = [index for index in worst if twins[index] is None and bool(is_long[index]) == wanted]
-        twins |= _nearest(held_out, train, view, n, todo)
+    twins = {index: first_index.get(held_out.keys[view][index]) for index in worst}
+    unmatched = [index for index in worst if twins[index] is None]
+    twins |= _nearest(held_out, train, view, ngram, [index for index in unmatched if is_long[index]])
+    twins |= _nearest(
+        held_out, train, view, short_ngram, [index for index in unmatched if not is_long[index]]
+    )
     pairs = [(index, twin) for index in worst if (twin := twins[index]) is not None]
     return Overlap(score, is_equal, pairs)
 

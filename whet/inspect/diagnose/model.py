@@ -264,25 +264,28 @@ def _company(subject: Subject, few: Sequence[TrainingSequence]) -> dict[str, lis
 
 
 def _future(subject: Subject, sequence: TrainingSequence) -> tuple[float, float]:
-    """Change the tokens from a position on, at three positions; return the largest change in rows before it, and after
-    it.
+    """Return the largest effect of later tokens on a row (0 if the model is causal), and of earlier tokens.
 
-    Rows are compared by their entropies: the log-probability of the row before the change is useless, because its
-    target changed.
+    All tokens from a position on are changed, at three positions, and then the first token alone. Rows are compared by
+    their entropies: the log-probability of the row before the change is useless, because its target changed.
     """
-    ids, valid = sequence.prompt_ids + sequence.completion_ids, subject.policy.model.num_valid_tokens
+    ids = sequence.prompt_ids + sequence.completion_ids
+    valid = subject.policy.model.num_valid_tokens
 
     def entropies(changed: Sequence[int]) -> list[float]:
         whole = TrainingSequence(prompt_ids=tuple(changed[:1]), completion_ids=tuple(changed[1:]))
         (micro,) = pack([whole], token_budget=1, device=subject.policy.device).micro_batches
         return subject.policy.score(micro, attention=subject.attention)[1].tolist()
 
-    base, leak = entropies(ids), 0.0
+    base = entropies(ids)
+
+    leak = 0.0
     for place in {max(1, len(ids) * quarter // 4) for quarter in (1, 2, 3)}:
-        other = entropies([*ids[:place], *((index + 1) % valid for index in ids[place:])])
-        leak = max(leak, _gap([base[:place]], [other[:place]]))
-    moved = entropies([(ids[0] + 1) % valid, *ids[1:]])
-    return leak, _gap([base[1:]], [moved[1:]])
+        changed_later = [*ids[:place], *((index + 1) % valid for index in ids[place:])]
+        leak = max(leak, _gap([base[:place]], [entropies(changed_later)[:place]]))
+
+    changed_first = [(ids[0] + 1) % valid, *ids[1:]]
+    return leak, _gap([base[1:]], [entropies(changed_first)[1:]])
 
 
 def _gap(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:

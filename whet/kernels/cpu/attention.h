@@ -1,6 +1,7 @@
-// Causal attention of grouped queries in float32 arithmetic, one query row at a time as far as numbers go: scores add
-// up channel after channel, outputs key after key, so that decoding, prefill and training give the same bits.
-// Keys lie in tiles of 16, transposed: [tile][channel][16].
+// Causal attention of grouped queries in float32 arithmetic. Invariant: the bits of a query's result do not depend on
+// the other queries: scores add up channel by channel, outputs key by key, in order. So decoding, prefill and training
+// agree. (Unlike flash attention: no running maximum over blocks, whose order of sums would depend on the blocks.) Keys
+// lie in tiles of 16, transposed: [tile][channel][16].
 #pragma once
 #include "vec.h"
 #include <algorithm>
@@ -8,7 +9,7 @@
 enum { TILE = 16 };
 static inline long tiles_of(long keys) { return (keys + TILE - 1) / TILE; }
 
-// Registers that hold sums for R rows: what is left takes a key's and a query's numbers.
+// Registers across for the sums of R rows; the remaining ones hold a key's and a query's numbers.
 constexpr int across(int rows) {
   int vecs = 1;
   while (2 * vecs * rows <= (REGISTERS == 32 ? 16 : 12) && 2 * vecs <= 8) vecs *= 2;
@@ -89,7 +90,7 @@ static void add(int R, float* out, const float* w, long rs, long cs, const T* b,
   else add_rows<1, C>(out, w, rs, cs, b, bs, count);
 }
 
-// Turns scores of the first `limit` keys into weights that are not yet divided by their sum; the rest become 0.
+// Turns the scores of the first `limit` keys into weights not yet divided by their sum; later ones become exactly 0.
 static inline void weigh(float* s, long tiles, long limit, float* total, float* top) {
   for (long j = limit; j < tiles * TILE; ++j) s[j] = -INFINITY;
   v16 best = load(s);
@@ -104,8 +105,9 @@ static inline void weigh(float* s, long tiles, long limit, float* total, float* 
   *total = sum(all);
 }
 
-// Sequences in a flat batch. Queries q_start .. q_start + q_count; their keys are `shared` rows from `prefix` on, and
-// then their own rows. Segments of one group stand together; only they share keys.
+// A sequence in a flat batch: queries q_start .. q_start + q_count; its keys are `shared` rows from `prefix` on, then
+// its own rows. Segments of one group are adjacent, and only they share keys: the backward pass runs a group on one
+// thread, so that no two threads add to the same dk and dv.
 struct Segment { int64_t q_start, q_count, prefix, shared, group; };
 
 template <int C, typename T>
@@ -152,9 +154,9 @@ static void attend_segment(const T* q, const T* k, const T* v, T* out, float* ls
     }
 }
 
-// What a row of a cache sees: keys in tiles and values [position][channel]. Its first `shared` positions, a multiple of
-// TILE, lie in its prompt's slot, which the samples of a prompt have together; the others are its own. A tile is
-// computed as it would be in one piece, so where a position lies changes no bit.
+// The past of a cache row: keys in tiles and values [position][channel]. Its first `shared` positions, a multiple of
+// TILE, are in its prompt's slot, which all samples of the prompt read; the others are its own. Tiles are computed as
+// in one piece, so the location of a position changes no bit.
 template <typename T> struct Past { const T *prompt_keys, *prompt_values; long shared; const T *keys, *values; };
 
 // One query per row; `lse`, if any, is each head's log of the sum of its scores' exponentials.
@@ -183,7 +185,8 @@ static void attend_row(const T* q, const Past<T>& past, T* out, long rep, long l
   }
 }
 
-// Gradients of all segments of one group for one key/value head; dk and dv are float32 [N, K, C] and start at 0.
+// Adds the gradients of one segment for one key/value head; dk and dv are float32 [N, K, C] and start at 0. Weights are
+// recomputed from the forward pass's log-sum-exp; with delta = grad . out, the gradient of a score is p (dp - delta).
 template <int C, typename T>
 static void back_segment(const T* q, const T* k, const T* v, const T* out, const float* lse, const T* grad, T* dq, float* dk,
                          float* dv, long H, long K, long head, const Segment& g) {
@@ -234,7 +237,7 @@ static void back_segment(const T* q, const T* k, const T* v, const T* out, const
         for (int c = 0; c < C; c += 16) store(dq + ((g.q_start + t + r) * H + h) * C + c, load(ob + r * C + c) * scale);
       for (long j = 0; j < last; j += 4) {
         int some = (int)std::min(4L, last - j);
-        long r = std::max(0L, j - g.shared - t) / 4 * 4;  // rows before see none of these keys
+        long r = std::max(0L, j - g.shared - t) / 4 * 4;  // earlier rows do not attend to these keys
         add<C>(some, dkb + j * C, d + r * whole + j, 1, whole, qb + r * C, C, R - r);
         add<C>(some, dvb + j * C, p + r * whole + j, 1, whole, gb + r * C, C, R - r);
       }

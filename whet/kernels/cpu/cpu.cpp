@@ -1,5 +1,6 @@
-// The entry points that whet/kernels/cpu/ops.py calls: plain C, pointers and sizes, no dependency on PyTorch.
-// `wide` says whether the tensors are float32 (1) or bfloat16 (0).
+// The entry points for whet/kernels/cpu/*.py: plain C, pointers and sizes, no dependency on PyTorch. A signature here
+// must match SIGNATURES in ops.py, and a struct its ctypes.Structure: nothing checks them. `wide` says whether the
+// tensors are float32 (1) or bfloat16 (0).
 #include "attention.h"
 #include "gemm.h"
 #include "rows.h"
@@ -148,7 +149,7 @@ PARALLEL
   }
 }
 
-// Logits are float32 [rows][whole], whole a multiple of 16 and at least the columns that the product wrote.
+// Logits are float32 [rows][whole]; `whole` is a multiple of 16 and at least the columns that the product wrote.
 EXPORT void whet_score(float* z, const int64_t* targets, float* logprobs, float* normalisers, float* entropies, long rows, long valid,
                        long whole, float temperature, int threads) {
 PARALLEL
@@ -182,7 +183,7 @@ static inline double uniform(int64_t seed, int64_t index) {
   return ((mix(key + 0x9E3779B9u * (uint32_t)(index + 1)) >> 8) + 0.5) / 16777216.0;
 }
 
-// Live rows of an engine; the last column of tokens and logprobs is where ended rows write.
+// Live rows of an engine; ended rows write into the last column of tokens and logprobs.
 struct Rows {
   int64_t *seeds, *positions, *counts, *limits, *last, *tokens;
   float* logprobs;
@@ -192,7 +193,8 @@ struct Rows {
   int64_t num_stops;
 };
 
-// Draws a token for row n (temperature 0: the likeliest), notes it, and ends the row where it is done.
+// Samples a token for row n (temperature 0: the most likely), stores it, and ends the row if it is done. Must match
+// `whet.generate.rows.Rows.take` and `whet.generate.sampling`.
 static void draw_token(float* row, const Rows& s, long n, long valid, long whole, float temperature) {
   static thread_local std::vector<double> blocks;
   finish_row(row, valid, whole, temperature == 0 ? 1.0f : temperature);
@@ -211,7 +213,8 @@ PARALLEL
   for (long n = 0; n < rows; ++n) draw_token(z + n * whole, *state, n, valid, whole, temperature);
 }
 
-// Sum of squares: lanes in float32 over blocks of 4096, blocks in float64, in order.
+// Sum of squares: float32 lanes within blocks of 4096, float64 over blocks, in order: the same for any number of
+// threads.
 template <typename T> static double squares(const T* x, long count, int threads) {
   long blocks = (count + 4095) / 4096;
   std::vector<double> parts(blocks);
@@ -232,7 +235,7 @@ EXPORT double whet_squares(int wide, const void* x, long count, int threads) {
   return wide ? squares((const float*)x, count, threads) : squares((const bf16*)x, count, threads);
 }
 
-// AdamW on float32 weights: clips by `factor`, and reads gradients in their own type.
+// AdamW on float32 weights: scales gradients by `factor` (clipping), and reads them in their own type.
 struct Adam { float factor, lr, beta1, beta2, eps, decay, correction1, correction2; };
 template <typename T>
 static inline void adam16(float* master, const T* grad, float* first, float* second, const Adam& a, float root2, float rate, float keep) {
@@ -255,7 +258,7 @@ PARALLEL
         adam16(master + c, grad + c, first + c, second + c, a, root2, rate, keep);
         continue;
       }
-      float x[16] = {}, g[16] = {}, m[16] = {}, v[16] = {};  // the last few, beside zeros
+      float x[16] = {}, g[16] = {}, m[16] = {}, v[16] = {};  // the remainder, padded with zeros
       for (long i = 0; i < n; ++i) x[i] = master[c + i], g[i] = get(grad[c + i]), m[i] = first[c + i], v[i] = second[c + i];
       adam16(x, g, m, v, a, root2, rate, keep);
       for (long i = 0; i < n; ++i) master[c + i] = x[i], first[c + i] = m[i], second[c + i] = v[i];
@@ -268,24 +271,26 @@ EXPORT void whet_adamw(int wide, float* master, const void* grad, float* first, 
   else adamw(master, (const bf16*)grad, first, second, count, *a, threads);
 }
 
-// One token of every row through all layers of a Llama-like decoder.
+// One token of every row through all layers of a Llama-like decoder. Every operation calls the same functions as the
+// trainer's forward pass, so the bits are the same.
 struct Layer {
   const void *norm1, *norm2, *q, *k, *v, *o, *gate, *up, *down, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
   Cache cache;
-  // What a layer computes of a token, kept for the training step's backward pass: rows by the token's place.
+  // A layer's results per token, kept for the training step's backward pass; indexed by the token's place.
   struct { void *norm1, *q, *k, *v, *attended, *o, *norm2, *gate, *up, *gated, *down; float *rstd1, *rstd2, *lse; } kept;
 };
 struct Shape { int64_t M, D, H, K, C, F; float eps; int32_t threads; };
-// The residual stream's memory [M, D], tables of embeddings and of rotary positions, and the last norm.
+// Memory of the residual stream [M, D], tables of embeddings and rotary positions, and the last norm.
 struct Outside { void* x; const void *embeddings, *norm; const float *cos, *sin; void *memory, *kept; float* kept_rstd; };
 
-enum { OWN_BYTES = 8 << 20 };  // weights that each thread may read for itself: they stay in a shared cache
+enum { OWN_BYTES = 8 << 20 };  // weights up to this size may be read by every thread: they stay in a shared cache
 
-// Asks for memory that is read next.
+// Prefetches memory that is read next.
 static inline void fetch(const void* from, long bytes) {
   for (long n = 0; n < bytes; n += 64) __builtin_prefetch((const char*)from + n, 0, 2);
 }
-// Token m of cache row m, which sees the positions up to its own. A prompt's part was just read by the row before.
+// Attention of token m against cache row `row`, up to its own position. Only the row's own part is prefetched: the
+// shared prompt was just read by the row before.
 template <int W, typename T>
 static void attend_heads(const Layer& l, const Shape& s, const T* qs, T* out, float* lse, long m, long row, long position) {
   const Cache& c = l.cache;
@@ -294,21 +299,21 @@ static void attend_heads(const Layer& l, const Shape& s, const T* qs, T* out, fl
     long own = m * q + head * rep * W;
     Past<T> past = past_of<W, T>(c, row, head, s.K);
     fetch(past.values, size);
-    if (head + 1 < s.K || row + 1 < s.M) fetch(past.keys + c.S * W, size);  // the next row's lie behind
+    if (head + 1 < s.K || row + 1 < s.M) fetch(past.keys + c.S * W, size);  // the next row's keys follow
     attend_row<W>(qs + own, past, out + own, rep, position + 1, lse ? lse + head * rep : nullptr);
   }
 }
-// Tokens first .. first + M through all layers, each part of them by up to `all` threads. Token m is the next one of cache
-// row m; or, with `slots`, one of a prompt that is read into slots[m]. With `places`, what is computed of it is kept at
-// places[m], if that is not below 0.
+// Tokens first .. first + M through all layers, with up to `all` threads. Token m is the next one of cache row m; or,
+// with `slots`, one of a prompt that is read into slots[m]. With `places`, its results are kept at places[m], unless
+// that is below 0.
 template <typename R, typename T, int W>
 static void layers_part(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
                         const int64_t* slots, const int64_t* places, R* out, long first, long M, int all) {
   long D = s.D, q = s.H * s.C, kv = s.K * s.C;
-  auto worth = [&](double work) { return (int)std::max(1.0, std::min<double>(all, work / 8192)); };  // as _threads in cpu.py
+  auto worth = [&](double work) { return (int)std::max(1.0, std::min<double>(all, work / 8192)); };  // as _threads in ops.py
   int threads = worth(M * D), some = worth(M * s.F), most = worth(M * q * (64.0 + positions[first]) / 8);
   R* x = (R*)o.x + first * D;
-  T* memory = (T*)o.memory;  // [s.M, ...] arrays one behind the other, of which this part has its own rows
+  T* memory = (T*)o.memory;  // consecutive arrays [s.M, ...]; this part uses its own rows of each
   auto own = [&](long width) { T* mine = memory + first * width; memory += s.M * width; return mine; };
   T *h = own(std::max(D, q)), *qs = own(q), *ks = own(kv), *vs = own(kv), *g = own(s.F), *u = own(s.F), *delta = own(D);
   tokens += first, positions += first, out += first * D;
@@ -349,7 +354,7 @@ PARALLEL
       remember(ks + m * kv, vs + m * kv, (T*)c.keys, (T*)c.values, row, own, s.K, W, c.S);
       attend_heads<W>(*l, s, (const T*)qs, h, kept_at(l->kept.lse, m, s.H), m, row, positions[m]);
     }
-    if (slots) {  // tokens of one prompt read each other's keys
+    if (slots) {  // only after all keys are written: tokens of a prompt attend to each other
 #pragma omp parallel for schedule(dynamic, 1) num_threads(most) if (most > 1)
       for (long m = 0; m < M; ++m)
         for (long head = 0; head < s.K; ++head) {
@@ -378,9 +383,10 @@ PARALLEL
     gemm<T, T>(g, s.F, M, s.F, &fourth, 1, all);
   }
 }
-// Rows do not meet in a decoding step. Where there are enough, or the weights are small enough to be read by every
-// thread, each thread takes its rows through all layers: one barrier a step instead of eight a layer, which a busy
-// neighbour makes long. Otherwise the threads share each weight's columns, so that it is read from memory once.
+// Rows are independent in a decoding step. If there are enough of them, or the weights are small enough for every
+// thread to read, each thread takes its rows through all layers: one barrier per step instead of eight per layer, which
+// get long when other processes use the cores. Otherwise the threads share each weight's columns, so that it is read
+// from memory once.
 template <typename R, typename T, int W>
 static void layers_of(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
                       const int64_t* slots, const int64_t* places, R* out) {

@@ -1,12 +1,13 @@
-// out[M, N] = a[M, K] w[N, K]^T + bias, with weights packed once into panels of columns.
-// Each output is one chain of multiply-adds over k: the same number whatever M is, and whichever rows stand beside it.
+// out[M, N] = a[M, K] w[N, K]^T + bias, with weights packed once into panels of columns. Invariant: each output is one
+// chain of multiply-adds over k, in order. So it has the same bits for any M, any neighbouring rows and any tile shape:
+// a decoding step (few rows) equals the trainer's batch (many rows). K must never be split over threads or registers.
 #pragma once
 #include "vec.h"
 #include <algorithm>
 #include <type_traits>
 
-// What fits into the registers: ROWS rows times one panel, or fewer rows times several panels. All of it is chosen here;
-// a tile that is too large by one register is several times slower (measured by bench/isa.py).
+// Tile shapes that fit into the registers: ROWS rows times one panel, or fewer rows times several panels. Trap: a tile
+// that needs one register too many is several times slower, because sums spill (measured by bench/isa.py).
 enum {
   PANEL_VECS = REGISTERS == 32 && LANES == 4 ? 4 : 2,
   PANEL = PANEL_VECS * LANES,              // columns of a packed panel
@@ -15,14 +16,14 @@ enum {
   GROUP = 128 / PANEL,                     // panels that a task takes
   BLOCK = 192 / ROWS,                      // tiles of rows that a task takes
 };
-constexpr int vecs_of(int rows) {  // registers across, for so many rows: as many panels as fit, in powers of two
+constexpr int vecs_of(int rows) {  // registers across for this many rows: as many panels as fit, in powers of two
   int vecs = PANEL_VECS;
   while (2 * vecs * rows <= SUMS && 2 * vecs <= 8) vecs *= 2;
   return vecs;
 }
 
-// How a weight's numbers are kept and multiplied. `Row` is the type that rows are read in, STEP the numbers of a row
-// that one multiplication takes.
+// Storage and multiplication of a weight's type. `Row` is the type in which rows are read, STEP the numbers of a row
+// per multiplication.
 template <typename W> struct Product;
 template <> struct Product<float> {
   typedef float Row;
@@ -33,7 +34,7 @@ template <> struct Product<float> {
   static inline vec spread(const float* a) { return all(*a); }
 };
 #ifdef __AVX512BF16__
-template <> struct Product<bf16> {  // pairs: one instruction multiplies and adds two numbers a lane
+template <> struct Product<bf16> {  // pairs: one instruction multiplies and adds two numbers per lane
   typedef bf16 Row;
   typedef __m512i Taken;
   enum { STEP = 2 };
@@ -66,7 +67,7 @@ template <typename O> INLINE void write(O* out, vec x, const O* bias, long colum
   for (long i = column; i < N; ++i) put(out + i - column, bias ? one[i - column] + get(bias[i]) : one[i - column]);
 }
 
-// A tile of R rows and V registers across, that is V / PANEL_VECS panels.
+// A tile of R rows and V registers across (V / PANEL_VECS panels). All sums stay in registers until the last k.
 template <typename W, typename O, int R, int V>
 static void tile(const typename Product<W>::Row* a, long lda, const W* w, long size, long K, O* out, long ldc, const O* bias, long column, long N) {
   typedef Product<W> P;
@@ -74,11 +75,11 @@ static void tile(const typename Product<W>::Row* a, long lda, const W* w, long s
   long steps = steps_of<W>(K);
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; v += 64 / (4 * LANES)) __builtin_prefetch(out + r * ldc + column + v * LANES, 1);  // written at the end
-UNROLL_SOME  // the loop ends in fewer surprises for the branch predictor: 2 % at K = 128
+UNROLL_SOME  // fewer mispredicted loop ends: 2 % faster at K = 128
   for (long k = 0; k < steps; ++k) {
     const W* at = w + k * PANEL * P::STEP;
-    // Hold the weights and take the rows' numbers one by one, or the other way round where that takes fewer registers;
-    // float32 weights may stay in memory, as operands.
+    // Keep the weights in registers and broadcast the rows' numbers one by one, or the reverse if that needs fewer
+    // registers; float32 weights may stay in memory as instruction operands.
     if (R >= V || sizeof(W) == 4) {
       typename P::Taken ws[V];
 UNROLL
@@ -101,7 +102,8 @@ UNROLL
       }
     }
   }
-  // Unrolled as well: an index that is not a constant anywhere would keep all sums in memory, stored at every step.
+  // Must be unrolled, too: a single non-constant index into `sums` would keep all of it in memory, stored at every
+  // step.
 UNROLL
   for (int r = 0; r < R; ++r)
 UNROLL
@@ -131,7 +133,7 @@ static void rows_any(int R, const typename Product<W>::Row* a, long lda, const W
   }
 }
 
-// Rows in the type that products read them in: as they are, or widened once for a task.
+// Rows in the type that products read: unchanged, or widened once per task.
 template <typename R, typename T> static const R* as_rows(const T* a, long lda, long rows, long K, long* stride) {
   if constexpr (std::is_same<R, T>::value) {
     *stride = lda;
@@ -149,18 +151,20 @@ template <typename R, typename T> static const R* as_rows(const T* a, long lda, 
   }
 }
 
-// Several weights on the same rows, in one parallel region.
+// Several weights on the same rows, in one parallel region. Tasks split rows into blocks and columns into groups of
+// panels: a block of rows stays in cache while its task walks through the group. Few rows instead share all columns
+// among the threads, so that each weight is read from memory once.
 template <typename T, typename O>
 static void gemm(const T* a, long lda, long M, long K, const Weight* weights, int count, int threads) {
   double work = 0;
   for (int n = 0; n < count; ++n) work += (double)M * K * weights[n].N;
-  threads = (int)std::max(1L, std::min<long>(threads, work / 5e5));  // waking others costs more than a little work
+  threads = (int)std::max(1L, std::min<long>(threads, work / 5e5));  // waking threads costs more than a little work
   struct Task { int weight; long row, rows, panel, last; };
   std::vector<Task> tasks;
   long parts = (M + ROWS - 1) / ROWS, blocks = (parts + BLOCK - 1) / BLOCK;
   for (int n = 0; n < count; ++n) {
     long panels = (weights[n].N + PANEL - 1) / PANEL;
-    long least = parts > 1 ? 1 : vecs_of((int)M) / PANEL_VECS;  // panels that one pass over the rows takes
+    long least = parts > 1 ? 1 : vecs_of((int)M) / PANEL_VECS;  // panels per pass over the rows
     long group = blocks > 1 ? (long)GROUP : std::max(least, panels / (4 * threads) / least * least);
     for (long b = 0; b < blocks; ++b)
       for (long p = 0; p < panels; p += group)
@@ -182,7 +186,7 @@ static void gemm(const T* a, long lda, long M, long K, const Weight* weights, in
   }
 }
 
-// Panels: [panel][k / STEP][column][k % STEP]; what lies outside is 0.
+// Packs a weight as [panel][k / STEP][column][k % STEP], the order in which a tile reads it; padding is 0.
 template <typename S, typename T> static void pack(const S* w, T* out, long N, long K, int threads) {
   constexpr long width = Product<T>::STEP, some = 16 * width;
   long panels = (N + PANEL - 1) / PANEL, size = panel_size<T>(K);

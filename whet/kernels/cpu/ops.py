@@ -132,14 +132,18 @@ def panels(weight_FD: torch.Tensor, dtype: torch.dtype, *, transposed: bool = Fa
         dtype: Dtype of the product.
         transposed: Whether the weight is stored as GPT-2 stores it.
     """
+    # The cache is an attribute of the weight, so that it dies with it. Address and version counter show a change;
+    # whoever writes past PyTorch (the AdamW kernel) must increment the version.
     kept: dict[torch.dtype, tuple[Any, torch.Tensor]] = getattr(weight_FD, PANELS, None) or {}
     setattr(weight_FD, PANELS, kept)
     key = weight_FD.data_ptr(), weight_FD._version
-    found = kept.get(dtype)
-    if found is not None and found[0] == key:
-        return found[1]
+    stale_key, stale = kept.get(dtype, (None, None))
+    if stale is not None and stale_key == key:
+        return stale
+
+    # The stale panels' memory is reused: a training step repacks every weight.
     source = weight_FD.detach()
-    packed = _pack(source.t() if transposed else source, dtype, found[1] if found is not None else None)
+    packed = _pack(source.t() if transposed else source, dtype, stale)
     kept[dtype] = key, packed
     return packed
 
@@ -247,9 +251,10 @@ class _Linear(torch.autograd.Function):
         ctx.facts = x_ND.dtype, bias is not None, transposed
         columns = weight.shape[1] if transposed else weight.shape[0]
         if (found := recorded()) is not None:
-            return (
-                torch.empty(1, 1, dtype=dtype).expand(x.shape[0], columns) if found[0] is None else found[0]
-            )
+            if found[0] is not None:
+                return found[0]
+            # Nothing reads this result: one element, expanded, has the right shape without memory.
+            return torch.empty(1, 1, dtype=dtype).expand(x.shape[0], columns)
         packed = panels(weight, dtype, transposed=transposed)
         return product(x, packed, columns, bias=None if bias is None else bias.to(dtype))
 
@@ -260,6 +265,7 @@ class _Linear(torch.autograd.Function):
         grad = upstream[0]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
+        # Gradients need not be row-invariant, so PyTorch computes them, except where packing once more is faster.
         is_small = max(weight.shape) <= SMALL and x.shape[0] >= MANY_ROWS
         is_small = is_small and grad.dtype == x.dtype == weight.dtype == torch.float32
         if needs_x:

@@ -1,11 +1,12 @@
-// What a decoder does token by token besides products: norms, rotary positions, the gate, and the head's distribution.
+// The per-token operations of a decoder besides products: norms, rotary positions, the gated unit, and the head.
 #pragma once
 #include "vec.h"
 #include <algorithm>
 
 enum { ROW_BLOCK = 64 };
 
-// x (+ delta, both rounded to R), normalised; out in T, as a product would read it. `rstd` may be null.
+// RMS norm of x + delta (the residual, stored back in x); out in T, the type that the next product reads. R is the
+// residual stream's type: as<R> rounds wherever the eager code would have stored a tensor. `rstd` may be null.
 template <typename R, typename T, typename D>
 static void norm_row(R* x, const D* delta, const R* weight, T* out, float* rstd, long width, float eps) {
   v16 squares = {};
@@ -19,7 +20,7 @@ static void norm_row(R* x, const D* delta, const R* weight, T* out, float* rstd,
   for (long c = 0; c < width; c += 16) store(out + c, as<R>(load(weight + c) * as<R>(load(x + c) * scale)));
 }
 
-// A head's own norm, in place: arithmetic in float32, weight of type R, numbers of type T.
+// A head's own norm (Qwen3), in place: arithmetic in float32, weight of type R, numbers of type T.
 template <typename R, typename T, int C> static void norm_head(T* x, const R* weight, float eps) {
   v16 squares = {};
   for (int c = 0; c < C; c += 16) { v16 y = load(x + c); squares = madd(y, y, squares); }
@@ -55,7 +56,7 @@ static void norm_back(const R* x, const R* weight, const float* rstd, const R* g
   }
 }
 
-// Rotates a head in halves; `sign` -1 undoes it (its transpose).
+// Rotates a head in halves; `sign` -1 undoes it (its transpose), which is the gradient.
 template <typename T> static void rotate(const T* x, T* out, const float* cos, const float* sin, long channels, float sign) {
   long half = channels / 2;
   if (half % 16 == 0)
@@ -89,14 +90,15 @@ template <typename T> static void gate_back(const T* g, const T* u, const T* gra
   }
 }
 
-// Columns from `valid` on get -inf; the rest are divided by the temperature.
+// Divides the valid columns by the temperature; columns from `valid` on (padding) get -inf.
 static inline void finish_row(float* z, long valid, long whole, float temperature) {
   if (temperature != 1.0f)
     for (long c = 0; c < valid; ++c) z[c] = z[c] / temperature;
   for (long c = valid; c < whole; ++c) z[c] = -INFINITY;
 }
 
-// Log-normaliser of a row of logits, and its entropy where that is asked for.
+// Log-normaliser of a row of logits, and its entropy if requested. Columns of weight 0 are skipped in the entropy:
+// there e * y would be 0 * -inf.
 static inline float normaliser_of(const float* z, long whole, float* entropy) {
   v16 best = load(z);
   for (long c = 16; c < whole; c += 16) best = highest(best, load(z + c));
@@ -127,7 +129,9 @@ static void back_row(const float* z, float normaliser, float g, float e, float e
   put(out + target, (g - chosen * g - e * chosen * (at + entropy)) * factor);
 }
 
-// The first index whose cumulative weight exceeds uniform * total, over blocks of 128 and then inside one.
+// The first index whose cumulative weight exceeds uniform * total, over blocks of 128 and then inside one. Sums over
+// blocks are float64. The target may be a last bit beyond the last block's sum, so the search steps back over empty
+// blocks and ends at the last index with a weight above 0: a token outside the support is never drawn.
 static inline long draw_row(const float* z, long whole, double uniform, std::vector<double>& blocks) {
   enum { WIDTH = 128 };
   v16 best = load(z);

@@ -1,6 +1,6 @@
-// Sixteen floats at a time (`v16`), as one, two or four registers of the instruction set that this is compiled for.
-// Every reduction has one fixed order and every multiply-add is written as one, so that a row's result never depends on
-// its neighbours, on the threads, or on what a compiler likes to fuse (build with -ffp-contract=off).
+// Sixteen floats at a time (`v16`), as one, two or four registers of the target's instruction set.
+// Invariant: a row's result never depends on its neighbours, on the threads, or on what a compiler fuses. So every
+// reduction has one fixed order, and every multiply-add is written as one (build with -ffp-contract=off).
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -13,8 +13,8 @@
 #include <arm_neon.h>
 #endif
 
-// The one place where width and registers of an instruction set are chosen. A vector type wider than the machine's
-// registers is legal C++ and 30 times slower: the compiler keeps every part of it in memory.
+// The only place that chooses width and registers of an instruction set. Trap: a vector type wider than the machine's
+// registers is legal C++ and was 30 times slower, because the compiler keeps all of its parts in memory.
 #if defined(__AVX512F__)
 enum { LANES = 16, REGISTERS = 32 };
 #if defined(__AVX512BF16__)
@@ -98,7 +98,9 @@ INLINE vec root(vec x) {
 INLINE vec highest(vec a, vec b) { return a > b ? a : b; }
 INLINE vec where_positive(vec x, vec y) { return x > 0.0f ? y : vec{}; }  // y where x > 0, else 0
 
-// exp, within 2 units in the last place; below -87 it is 0.
+// exp, within 2 units in the last place; exactly 0 below -87, so that masked positions (-inf) have weight 0. n is the
+// nearest integer to x / ln 2 (adding and subtracting 1.5 * 2^23 rounds), f the remainder with ln 2 in two parts, and
+// the polynomial is Cephes' expf.
 INLINE vec exponential(vec x) {
   ints gone = x < -87.0f;
   x = x > 88.0f ? all(88.0f) : x;
@@ -118,7 +120,8 @@ INLINE vec exponential(vec x) {
   return gone ? vec{} : y;
 }
 
-// Sixteen numbers: registers side by side, in halves of halves, so that no loop and no array keeps them from registers.
+// Sixteen numbers: a binary tree of registers, without loops and arrays, which would keep compilers from using
+// registers.
 template <int N> struct Wide { Wide<N / 2> low, high; };
 template <> struct Wide<1> { vec one; };
 typedef Wide<16 / LANES> v16;
@@ -154,11 +157,11 @@ INLINE v16 root(v16 a) { return each([](vec x) { return root(x); }, a); }
 INLINE v16 exponential(v16 a) { return each([](vec x) { return exponential(x); }, a); }
 INLINE v16 highest(v16 a, v16 b) { return each([](vec x, vec y) { return highest(x, y); }, a, b); }
 INLINE v16 where_positive(v16 a, v16 b) { return each([](vec x, vec y) { return where_positive(x, y); }, a, b); }
-template <typename T> inline v16 as(v16 x);  // what storing and loading would leave of it
+template <typename T> inline v16 as(v16 x);  // the value after storing and loading it in this type
 template <> inline v16 as<float>(v16 x) { return x; }
 template <> inline v16 as<bf16>(v16 x) { return each([](vec y) { return (vec)(rounded(y) << 16); }, x); }
 
-// Reductions: 16 numbers to 8, 4, 2, 1, in this order on every instruction set.
+// Reductions: 16 numbers to 8, 4, 2, 1, in this order on every instruction set (LANES must not change a result).
 INLINE float sum(v16 x) {
   float a[16]; store(a, x);
   for (int width = 8; width; width /= 2)
@@ -181,7 +184,7 @@ static inline void put(bf16* p, float x) {
   p->bits = x != x ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// Memory that a thread keeps from call to call.
+// Memory that a thread keeps between calls; its contents are undefined.
 struct Scratch {
   float* data = nullptr;
   size_t size = 0;

@@ -162,7 +162,8 @@ class Parts:
             self._budget.run(self._run, longest([s for part, _ in self._parts for s in part]))
 
     def _run(self, tokens: int) -> None:
-        if tokens != self._tokens:  # out of memory: the budget was halved and all gradients were dropped
+        # Called again with fewer tokens after an out-of-memory error, which dropped all gradients: start over.
+        if tokens != self._tokens:
             self._num_done, self._tokens, self._totals, self._sums = 0, tokens, {}, Tally()
         while self._num_done < len(self._parts):
             totals, sums = self._backpropagate(self._parts[self._num_done][0], tokens)
@@ -313,6 +314,7 @@ class Objective:
         for epoch in range(algo.num_epochs):
             for part in self._minibatches(sequences, step, epoch):
                 if not is_warmup:
+                    # Sampler and trainer are compared at the first update only: later ones have moved the policy.
                     gap = tally if not results and not self._is_recomputed else None
                     result = self._update_policy(part, optimizer, lr, gap)
                     results += [result] if result else []
@@ -415,16 +417,22 @@ class Objective:
     def _minibatches(
         self, sequences: Sequence[TrainingSequence], step: int, epoch: int
     ) -> list[list[TrainingSequence]]:
-        """Distribute whole groups over minibatches by a hash of their names, independently of which rank has a
-        group."""
+        """Distribute whole groups over minibatches by a hash of their names.
+
+        The distribution depends neither on the number of ranks nor on which of them has a group.
+        """
         count = self._algo.num_minibatches
         if count == 1:
             return [list(sequences)]
         keys = {s.group: sequence_seed("minibatch", self._seed, step, epoch, s.group) for s in sequences}
         mine = torch.tensor(list(keys.values()), dtype=torch.int64)
         everywhere = sorted(set(all_gather_values(mine).tolist()))
-        place = {key: index * count // len(everywhere) for index, key in enumerate(everywhere)}
-        return [[s for s in sequences if place[keys[s.group]] == number] for number in range(count)]
+        # Equal stretches of the sorted hashes of all ranks: minibatches differ by at most one group.
+        number_of = {key: index * count // len(everywhere) for index, key in enumerate(everywhere)}
+        minibatches: list[list[TrainingSequence]] = [[] for _ in range(count)]
+        for sequence in sequences:
+            minibatches[number_of[keys[sequence.group]]].append(sequence)
+        return minibatches
 
     def _update_policy(
         self, counted: Sequence[TrainingSequence], optimizer: Optimizer, lr: float, tally: Tally | None
@@ -432,6 +440,8 @@ class Objective:
         """Run one update of the policy; return its metrics, or none if no token carries signal and nothing is
         updated."""
         optimizer.begin(lr)
+        # Denominators count all scored samples; only those that carry signal are run. So dropping the others saves
+        # time without changing the gradient.
         trained = self._teaching(counted)
         num_tokens, num_sequences, num_prompts, num_scored_tokens, num_read = all_reduce_sum(
             sum(s.num_trained for s in counted),
@@ -449,7 +459,7 @@ class Objective:
             max_length=self._max_length,
         )
 
-        if self._parts is not None:
+        if self._parts is not None:  # streamed: the gradient is complete already, but for the denominator
             totals, sums = self._parts.divide(denominator, self._policy.model.parameters())
         else:
             totals, sums = self._budget.run(
@@ -458,6 +468,8 @@ class Objective:
             )
         if tally is not None:
             tally.join(sums)
+        # Every rank must take part in the collectives, even one without a trained token; so the decision to skip the
+        # update depends on the sum over ranks.
         sum_gradients(self._policy.model.parameters())
         if num_scored_tokens == 0:
             return {}
@@ -508,6 +520,7 @@ class Objective:
             tau_positive=algo.tau_positive,
             tau_negative=algo.tau_negative,
         )
+        # `where` before the product: a rejected token's loss may be inf or nan, and 0 x inf is nan.
         used_M = micro.policy_weights_M != 0
         loss_M = torch.where(used_M, policy_M, 0.0) * micro.policy_weights_M
         if algo.kl == "k3_unbiased":

@@ -64,13 +64,16 @@ class Code:
 def code_of(*, is_signed: bool, device: torch.device) -> Code:
     """Return `dynamic_code` with its tables; cached."""
     values = dynamic_code(is_signed=is_signed, device=device)
+    above = torch.cat((values[1:], values.new_tensor([math.inf])))
+    density = 1 / (above - values)
+
+    # For each pattern of the upper 16 bits, the code below the smallest number with that pattern.
     upper = torch.arange(2**16, dtype=torch.int32, device=device)
     # The smallest of the numbers that start with these bits: below 0 it has the largest magnitude.
     least = (torch.where(upper < 2**15, upper, upper + 1) << 16).view(torch.float32)
     least[-1] = -math.inf  # the last pattern is no number's (NaN); one more would wrap to +0
     start = (torch.bucketize(least, values, right=True) - 1).clamp_(0, 255).to(torch.uint8)
-    above = torch.cat((values[1:], values.new_tensor([math.inf])))
-    return Code(values, above, 1 / (above - values), start)
+    return Code(values, above, density, start)
 
 
 def encode(x_N: torch.Tensor, code: Code, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,14 +87,22 @@ def encode(x_N: torch.Tensor, code: Code, generator: torch.Generator) -> tuple[t
     Returns:
         Codes uint8 [N], and the largest magnitude of each block of `BLOCK`.
     """
+    # Scale every block to [-1, 1]; a block of zeros stays zero.
     blocks = F.pad(x_N, (0, -x_N.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1)
-    y = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)
+    smallest = torch.finfo(torch.float32).tiny
+    y = (blocks / scales.clamp(min=smallest)[:, None]).view(-1)
+
+    # The code below each number, without a search: a table lookup by its upper 16 bits, then at most one step up.
     upper = y.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
     low = code.start.index_select(0, upper).int()
     low += y >= code.above.index_select(0, low)
+
+    # Round up with a probability equal to the share of the way to the next code.
     share = (y - code.values.index_select(0, low)).mul_(code.density.index_select(0, low))
     low += _chances(y.numel(), generator) < share
+
+    # Positive numbers get at least code 1: a second moment of 0 would make the next update huge.
     codes = torch.maximum(low, (y > 0).int())
     return codes.to(torch.uint8)[: x_N.numel()], scales
 
