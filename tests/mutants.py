@@ -471,12 +471,6 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             ("tests/train/test_parts.py",),
         ),
         (
-            "order",
-            "len(self._groups) % self._num_groups == 0",
-            "len(self._groups) % self._num_groups == 1",
-            ("tests/train/test_parts.py",),
-        ),
-        (
             "denominator",
             "num_tokens=num_tokens,",
             "num_tokens=num_scored_tokens,",
@@ -624,7 +618,12 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("sign", "        self.in_flight -= count", "        self.in_flight += count"),
         ("choice", "        if skipped:", "        if not skipped:"),
         ("guard", " and not self.pending and min(counts) >= 0", ""),
-        ("denominator", "missing = self._num_prompts - int(total)", "missing = self._num_prompts"),
+        (
+            "denominator",
+            "missing = self._num_prompts - int(total)",
+            "missing = self._num_prompts",
+            ("tests/train/test_rl.py::test_refill_samples_until_the_batch_is_full",),
+        ),
         ("bound", "self._num_steps - 1)", "self._num_steps)"),
         ("bound", "ahead = min(step + self._staleness,", "ahead = min(step,"),
         ("mask", "[is_kept or teaches for teaches", "[teaches for teaches"),
@@ -632,12 +631,6 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "mask",
             "for place, is_used in enumerate(useful) if is_used)",
             "for place, is_used in enumerate(useful) if not is_used)",
-        ),
-        (
-            "choice",
-            "(self._seed, self._num_collected, epoch)",
-            "(self._seed, 0, epoch)",
-            ("tests/train/test_source.py",),
         ),
         ("mask", "all(sample.reward is None for sample", "any(sample.reward is None for sample"),
         (
