@@ -9,11 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-# Before torch is imported. Idle OpenMP threads spin for ever by default and stall when another process wants
-# the core (a step then takes 4 times as long); asleep at once (PASSIVE) tiny operations are 1.5 times slower.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-
-from whet import __version__, cli
+from whet import __version__, calm_threads, cli
 from whet.cli import Program
 from whet.types import UserError
 
@@ -227,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after `whet`; None takes them from the process.
     """
     if argv is None:
+        calm_threads()
         keep_freed_memory()
     words = sys.argv[1:] if argv is None else argv
     if _is_rank():

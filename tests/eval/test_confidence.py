@@ -71,6 +71,7 @@ def test_answer_span() -> None:
     text = "7 or 8</think><answer> 8 </answer>"
     start = text.index("> 8 ") + 2
     assert answer_span(text, "8", SCHEMA) == (start, start + 1)
+    assert answer_span("<answer>8</answer><answer>8</answer>", "8", SCHEMA) == (26, 27), "the last block"
     assert answer_span("it is 42, so 42.", "42", SCHEMA) == (13, 15)
     assert answer_span(r"\boxed{1}, \boxed{2}", "1, 2", SCHEMA) is None
     assert answer_span("<answer></answer>", "", SCHEMA) is None
@@ -90,7 +91,7 @@ def test_answer_tokens_of_a_byte_tokenizer_and_of_what_a_tool_wrote() -> None:
     tokenizer = Tokenizer.bytes(SCHEMA.tags)
     text = "π is é</think><answer>né3</answer>"  # é is two tokens of one byte
     ids = tokenizer.encode(text)
-    logprobs = [-float(place) for place in range(len(ids))]
+    logprobs = [-float(place**2) for place in range(len(ids))]  # every other one has another mean
     trained = [place % 2 == 0 for place in range(len(ids))]
     end = ids.index(tokenizer.encode("</answer>")[0])
     places = range(end - 4, end)  # n, two bytes, 3
@@ -106,10 +107,10 @@ def test_answer_tokens_of_a_byte_tokenizer_and_of_what_a_tool_wrote() -> None:
         )
 
     whole, own = measure([]), measure(trained)
-    assert whole.answer_logprob == pytest.approx(-sum(places) / 4)
+    assert whole.answer_logprob == pytest.approx(-sum(place**2 for place in places) / 4)
     assert whole.mean_logprob == pytest.approx(sum(logprobs) / len(ids))
     written = [place for place in places if trained[place]]
-    assert own.answer_logprob == pytest.approx(-sum(written) / len(written))
+    assert own.answer_logprob == pytest.approx(-sum(place**2 for place in written) / len(written))
     mine = [value for value, is_own in zip(logprobs, trained, strict=True) if is_own]
     assert own.mean_logprob == pytest.approx(sum(mine) / len(mine))
     nothing = measure_confidence("", None, SCHEMA, (), trained=(), num_characters=lambda n: 0)
@@ -119,6 +120,9 @@ def test_answer_tokens_of_a_byte_tokenizer_and_of_what_a_tool_wrote() -> None:
 def test_votes() -> None:
     assert vote_share(["1", "1.0", " 1 ", "2", None]) == pytest.approx(3 / 5)
     assert vote_share([None, None]) == 0.0
+    # A block without anything in it is an answer that others may have given, too; no block is none.
+    assert vote_share(["", "", "1", None]) == 0.5
+    assert answer_entropy(["", "1", None]) == pytest.approx(math.log(2))
     assert answer_entropy(["1", "1.0", None, "2", "2"]) == pytest.approx(math.log(2))
     assert (answer_entropy(["5", " 5"]), answer_entropy([None])) == (0.0, None)
     assert canonical("1/2") == canonical("0.5") == canonical("$0.50$")

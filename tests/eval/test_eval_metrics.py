@@ -208,6 +208,9 @@ def test_fisher_against_an_oracle() -> None:
     assert fisher_exact(3, 200, 6, 200) == pytest.approx(0.5028218860560039, rel=1e-12)
     assert fisher_exact(726, 800, 670, 800) == pytest.approx(3.417886735716473e-05, rel=1e-10)
     assert fisher_exact(8, 10, 1, 6) == pytest.approx(0.034965034965034975, rel=1e-12)
+    assert fisher_exact(1, 6, 8, 10) == fisher_exact(
+        8, 10, 1, 6
+    )  # whoever comes first, with fewer trials or more
     assert fisher_exact(0, 5, 5, 5) == pytest.approx(0.007936507936507938, rel=1e-12)
     for wrong in ((3, 2, 0, 1), (-1, 2, 0, 1), (0, 0, 0, 1)):
         with pytest.raises(ValueError, match="expected 0 <= successes <= trials"):

@@ -178,6 +178,40 @@ def test_grade_takes_the_answer_block_unless_told_otherwise(policy: Policy) -> N
     assert (block.answer, block.is_correct) == ("7", False)
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("12</think><answer>132</answer>", 2),
+        ("<think>12</think><answer>132</answer>", 2),  # between the tags, where a model opens them itself
+        ("12</think>132", 2),  # closed, whether an answer follows or not
+        ("12</think>", 2),
+        ("12<answer>132</answer>", 7),  # never closed: all of it
+    ],
+)
+def test_thinking_ends_where_it_is_closed(policy: Policy, text: str, tokens: int) -> None:
+    (graded,) = grade(policy, TASK, [(FIRST, text, policy.tokenizer.encode(text))])
+    assert graded.thinking_tokens == tokens
+
+
+def test_work_is_what_the_model_read_and_wrote(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is read once for its samples and once for the greedy completion; what a tool wrote is not written."""
+
+    class Helped(Scripted):
+        def complete(self, text: str) -> Completion:
+            done = super().complete(text)
+            return replace(done, trained=(False, *[True] * (len(done.ids) - 1)))
+
+    engine = Helped(policy)
+    monkeypatch.setattr(policy, "engine", lambda: engine)
+    sampling = SamplingParams(temperature=0.7, max_new_tokens=40)
+    found = evaluate(policy, TASK, [FIRST, SECOND], num_samples=4, sampling=sampling, seed=0)
+    read = sum(len(policy.prompt_ids(problem)) for problem in (FIRST, SECOND))
+    texts = [text for samples, greedy in SCRIPT.values() for text in (*samples, greedy)]
+    written = sum(len(policy.tokenizer.encode(text)) - 1 for text in texts)
+    assert (found.work.requests, found.work.prompt_tokens) == (10, 2 * read)
+    assert found.work.completion_tokens == written
+
+
 def test_problems_are_a_fixed_sample(policy: Policy) -> None:
     every = take_problems(TASK, "test", 0)
     assert [p.uid for p in every] == sorted(p.uid for p in TASK.problems("test"))

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+from pathlib import Path
 
 import pytest
 
-from whet.rewards.base import REWARDS, WeightedReward, best_total, build_rewards, score_completion
+from whet.rewards.base import (
+    REWARDS,
+    WeightedReward,
+    best_total,
+    build_rewards,
+    own_reward,
+    score_completion,
+)
 from whet.schema import ResponseSchema
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
@@ -56,6 +64,12 @@ def test_unscorable_makes_the_total_unscorable_but_keeps_the_others() -> None:
     assert score_completion(rewards, PROBLEM, "") == ({"a": 0.5, "b": None, "c": 3.0}, None)
 
 
+def test_an_answer_that_nobody_could_judge_is_no_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arithmetic, "is_correct", lambda self, problem, answer: None)
+    rewards = build_rewards({"correct": 1.0}, SCHEMA, TASK)
+    assert score_completion(rewards, PROBLEM, SCHEMA.render("x", "132")) == ({"correct": None}, None)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1", [1.0]])
 def test_anything_but_a_finite_number_or_none_stops_the_run(bad: object) -> None:
     with pytest.raises(UserError, match=r"reward 'a' returned .* problem ab.*completion was 'text'"):
@@ -87,7 +101,32 @@ def test_a_function_is_a_reward_as_its_file_and_name_are() -> None:
         assert scores == {"format": 0.0, "longer": pytest.approx(score)}
         assert total == pytest.approx(weight * score)
     with pytest.raises(UserError, match="reward 'longer' is given twice"):
-        build_rewards({}, SCHEMA, TASK, own)
+        build_rewards({}, SCHEMA, TASK, own[:2])
     for nameless in (lambda problem, completion: 1.0, 3.0):
         with pytest.raises(UserError, match="expected a named function"):
             build_rewards({}, SCHEMA, TASK, [nameless])  # type: ignore[list-item]
+
+
+BROKEN = """
+def breaks(problem, completion):
+    if completion == "bad":
+        raise ValueError("no thanks")
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(("num_bad", "size", "stops"), [(4, 8, False), (5, 8, True), (7, 7, False)])
+def test_a_reward_that_mostly_fails_is_wrong_itself(
+    num_bad: int, size: int, stops: bool, tmp_path: Path
+) -> None:
+    """More than half of at least eight: fewer are completions that it could not score."""
+    (tmp_path / "mine.py").write_text(BROKEN)
+    reward = own_reward(f"{tmp_path / 'mine.py'}:breaks")
+    items = [(PROBLEM, "bad" if index < num_bad else "good") for index in range(size)]
+    assert reward.many is not None
+    if stops:
+        with pytest.raises(UserError, match=f"fails for {num_bad} of {size} completions"):
+            reward.many(items)
+        return
+    assert reward.many(items) == [None] * num_bad + [1.0] * (size - num_bad)
+    assert reward.failures.count == num_bad

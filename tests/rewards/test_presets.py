@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.rewards.presets import PRESETS, cosine_score, repeated_share
+from whet.rewards.answers.numbers import parse_number
+from whet.rewards.presets import PRESETS, cosine_score, relative_error, repeated_share
 from whet.schema import SCHEMAS, ResponseSchema
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem
@@ -250,6 +252,25 @@ DEGENERATE = [
 @pytest.mark.parametrize(("text", "expected"), DEGENERATE)
 def test_degenerate(text: str, expected: float) -> None:
     assert score("degenerate", text) == expected
+    # One idle character of two is half; of three it is not.
+    assert (score("degenerate", "a "), score("degenerate", "ab ")) == (-2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("guess", "gold", "expected"),
+    [
+        ("90", "100", Fraction(1, 10)),
+        ("-90", "-100", Fraction(1, 10)),
+        ("5", "-5", Fraction(2)),
+        ("3", "0", Fraction(3)),
+        ("0.015", "0.0", Fraction(15, 100)),  # a zero to one place counts as 0.1
+    ],
+)
+def test_relative_error(guess: str, gold: str, expected: Fraction) -> None:
+    numbers = parse_number(guess), parse_number(gold)
+    assert numbers[0] is not None
+    assert numbers[1] is not None
+    assert relative_error(*numbers) == expected
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,12 @@ POLICY = new_policy()
 
 
 def sampled(problem: Problem, seed: tuple[int, ...]) -> Group:
-    """One of four kinds of group, by the draw alone: differing, equal, without a score, cut off."""
-    kind = (seed[1] + sum(map(ord, problem.uid))) % 4
-    scores: list[dict[str, float | None]] = [{"correct": 1.0}, {"correct": 0.0}]
-    scores = [{"correct": 1.0}] * 2 if kind == 1 else [{"correct": None}] * 2 if kind == 2 else scores
+    """One of five kinds of group, by the draw alone: differing (once beside a sample without a score), equal, without
+    any score, cut off."""
+    kind = (seed[1] + sum(map(ord, problem.uid))) % 5
+    differing: list[dict[str, float | None]] = [{"correct": 1.0}, {"correct": 0.0}, {"correct": 0.0}]
+    others = {1: [{"correct": 1.0}] * 3, 2: [{"correct": None}] * 3, 4: [*differing[:2], {"correct": None}]}
+    scores = others.get(kind, differing)
     return make_group(POLICY, problem, scores, finish="length" if kind == 3 else "stop")
 
 
@@ -57,7 +59,7 @@ def new_source(algo: AlgoConfig | None = None, staleness: int = 0) -> RolloutSou
         algo=algo or AlgoConfig(),
         weights={"correct": 1.0},
         num_prompts=NUM_PROMPTS,
-        params=RolloutParams(group_size=2, sampling=SamplingParams(max_new_tokens=10)),
+        params=RolloutParams(group_size=3, sampling=SamplingParams(max_new_tokens=10)),
         staleness=staleness,
         num_steps=NUM_STEPS,
         seed=0,

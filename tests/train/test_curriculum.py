@@ -291,7 +291,8 @@ def test_only_some_are_measured(tmp_path: Path) -> None:
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 90, 9),
         ([10, 9, 8, 7, 6, 5, 4, 3, 2, 1], 91, 10),
         ([1, 2, 3, 4], 50, 2),
-        (list(range(1, 101)), 7, 7),  # 0.07 * 100 is more than 7 in floating point
+        (list(range(1, 101)), 7, 7),  # 0.07 * 100 is more than 7 in floating point,
+        (list(range(1, 376)), 8.8, 33),  # and so is 8.8 * 375 / 100
         ([3, 3, 3, 9], 75, 3),
     ],
 )

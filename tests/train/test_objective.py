@@ -26,7 +26,7 @@ from whet.train.objective.advantage import (
     with_advantages,
 )
 from whet.train.objective.objective import Objective, keep_top_entropy
-from whet.train.objective.reference import Coefficients
+from whet.train.objective.reference import Coefficients, Critic
 from whet.train.objective.tally import Tally, critic_metrics, gap_sums, mean_of, sampler_metrics
 from whet.train.optim.step import OptimConfig, Optimizer
 from whet.types import Group
@@ -139,6 +139,12 @@ def test_the_critic_learns_what_the_prompt_decides() -> None:
     assert explained[0] == pytest.approx(0.0, abs=1e-9)  # its head begins at 0
     assert explained[-1] > 0.9
     assert done.rows[-1]["rl/value_loss"] < 0.2 * done.rows[0]["rl/value_loss"]
+
+
+def test_the_critics_learning_rate_is_five_times_the_policys_unless_given() -> None:
+    policy = new_policy()
+    assert Critic(policy, ValueConfig(), OPTIM).lr_ratio == pytest.approx(5.0)
+    assert Critic(policy, ValueConfig(lr=3e-2), OPTIM).lr_ratio == pytest.approx(3.0)
 
 
 def test_warm_up_steps_train_the_critic_alone() -> None:
@@ -435,19 +441,20 @@ def test_the_tokens_of_highest_entropy_keep_their_weight() -> None:
 
 
 def test_sampler_metrics_by_hand() -> None:
-    """rho of 2, 1/2 and 1, in two parts: the largest of both counts, and sums are over all tokens."""
+    """rho of 2 and 1/2, then of 3: the largest of both parts counts, and sums are over all tokens."""
     tally = Tally()
-    for logprobs, sampler in (([-1.0, -2.0], [-1.0 - math.log(2), -2.0 + math.log(2)]), ([-3.0], [-3.0])):
-        tally.add(gap_sums(torch.tensor(logprobs).double(), torch.tensor(sampler).double()))
+    for rhos in ([2.0, 0.5], [3.0]):
+        sampler_M = torch.full((len(rhos),), -4.0, dtype=torch.float64)
+        tally.add(gap_sums(sampler_M + torch.tensor(rhos).double().log(), sampler_M))
         tally.add({"correction_active": 1.0})
     metrics = sampler_metrics(tally, has_correction=True)
     assert metrics == {
-        "rl/logprob_gap_mean": pytest.approx(2 * math.log(2) / 3),
-        "rl/logprob_gap_max": pytest.approx(math.log(2)),
-        "rl/ratio_drift": pytest.approx(1.0),
-        # rho - log rho - 1 of 2 and of 1/2; the logarithms cancel.
-        "rl/mismatch_k3": pytest.approx((1.0 - 0.5) / 3),
-        "rl/effective_samples": pytest.approx(3.5**2 / (3 * (4 + 0.25 + 1))),
+        "rl/logprob_gap_mean": pytest.approx((2 * math.log(2) + math.log(3)) / 3),
+        "rl/logprob_gap_max": pytest.approx(math.log(3)),
+        "rl/ratio_drift": pytest.approx(2.0),
+        # rho - 1 - log rho, added up: 1 - 0.5 + 2, and the logarithms of 2 and 1/2 cancel.
+        "rl/mismatch_k3": pytest.approx((2.5 - math.log(3)) / 3),
+        "rl/effective_samples": pytest.approx(5.5**2 / (3 * (4 + 0.25 + 9))),
         "rl/correction_active": pytest.approx(2 / 3),
     }
 

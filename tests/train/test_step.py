@@ -100,6 +100,7 @@ def set_gradients(model: nn.Module, step: int, scale: float = 1.0) -> None:
 CONFIG = OptimConfig(lr=0.1, beta1=0.8, beta2=0.97, eps=1e-6, weight_decay=0.2, max_grad_norm=1.5)
 
 
+@pytest.mark.usefixtures("either")
 def test_adamw_is_pytorchs_and_decays_matrices_only() -> None:
     model, twin = Small(), Small()
     optimizer = Optimizer(model, CONFIG)
@@ -120,6 +121,7 @@ def test_adamw_is_pytorchs_and_decays_matrices_only() -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("either")
 def test_adamw_by_hand() -> None:
     model = Small()
     optimizer = Optimizer(model, CONFIG)
@@ -137,6 +139,7 @@ def test_adamw_by_hand() -> None:
     torch.testing.assert_close(model.matrix.detach().double(), weight, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("either")
 def test_clipping_scales_the_whole_gradient() -> None:
     # Adam forgets a common factor, so clipping shows in the moments: exp_avg = (1 - beta1) * clipped gradient.
     model = Small()
@@ -168,6 +171,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float, dtype: torch.
     assert not math.isfinite(optimizer.step(0.1))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     assert all(torch.equal(tensor, state[name]) for name, tensor in optimizer.tensors().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_changes_nothing(loss: float) -> None:
+    """Its gradients may be finite: those of a term that was masked, say."""
+    model = Small()
+    optimizer = Optimizer(model, CONFIG)
+    before = copy.deepcopy(model.state_dict())
+    set_gradients(model, 0)
+    assert math.isfinite(optimizer.step(0.1, loss=loss))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -148,10 +148,16 @@ class Run:
             yield
 
     def steps(self, end: int | None = None) -> Iterator[int]:
-        """Yield the number of steps done, until `end` (default: the end of the run); `end_update` counts on."""
+        """Yield the number of steps done, until `end` (default: the end of the run); `end_update` counts on.
+
+        Raises:
+            Stopped: After a signal, when the step is saved and over.
+        """
         self._end = self._config.num_steps if end is None else end
         while self.step < self._end:
             yield self.step
+            # Not in `end_step`: whoever follows the steps also gets the one that was saved before the stop.
+            self.session.stop_if_asked(self.step)
 
     def beat(self, phase: str) -> None:
         """Tell the heartbeat what is done next."""
@@ -225,18 +231,16 @@ class Run:
             self.display.note(self._skipped.tell(self.step, self._remedy), warning=True)
 
     def end_step(self, held: Callable[[], Held], groups: Sequence[Group] = ()) -> TrainStep:
-        """Save the step where that is due, and stop the run where a signal asked for it.
+        """Save the step where that is due.
 
         Args:
             held: Returns what the program holds besides model and optimizer.
             groups: What the step was trained on, for the caller of the run.
 
         Raises:
-            Stopped: After a signal.
             UserError: If the weights are not finite, or cannot be saved.
         """
         self._save(held)
-        self.session.stop_if_asked(self.step)
         return TrainStep(self.step, self._config.num_steps, self._values, groups)
 
     @spanned("save")
