@@ -17,7 +17,9 @@ Mutants that cannot be told from the original are left out. Among those that wer
 - The same file, `_paid_early` without `[:-1]`: the last turn's reward is taken from and given to the last token.
 - `eval/compare/paired.py`, `difference = a - b`: only its absolute values, spread and number are used; the sign comes
   from `paired_bootstrap(a, b)`, which has a row. `2**i <= num_samples`: the last k is written twice with one value.
-- `rewards/answers/structure.py`, `algo/signal.py` and `algo/advantages.py`: masks of what a later mask sets to 0.
+- `rewards/answers/structure.py`, brackets that do not fit: `_top_level` has found that none of them embraces the text.
+- `stats.py`, Wilson's lower end without its case for 0: centre and half width are the same number there.
+- `algo/signal.py` and `algo/advantages.py`: masks of what a later mask sets to 0.
 """
 
 from __future__ import annotations
@@ -1076,7 +1078,6 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("choice", 'is_percent = core.endswith("%")', "is_percent = False"),
         ("bound", "<= float(unit) * (1 + 1e-9)", "<= 10 * float(unit)"),
         ("choice", 'return Sequence("matrix", rows) if rows else', "return"),
-        ("guard", "    if closing not in _PAIRS[opening]:", "    if False:"),
     ],
     ("generate/sampling.py", ("tests/generate/test_sampling.py",)): [
         ("bound", "logits_BV.topk(params.top_k, dim=-1)", "logits_BV.topk(params.top_k + 1, dim=-1)"),
