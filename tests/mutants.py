@@ -25,6 +25,7 @@ Mutants that cannot be told from the original are left out. Among those that wer
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import shutil
 import signal
@@ -1189,11 +1190,21 @@ def fault(mutant: Mutant, package: Path = ROOT / PACKAGE) -> str | None:
         return "expected one line that changes"
     if not path.is_file():
         return f"no file {PACKAGE}/{mutant.file}"
-    count = path.read_text(encoding="utf-8").count(mutant.old)
-    if count != 1:
-        return f"the old text stands there {count} times, expected once"
-    lost = next((test for test in mutant.tests if not (ROOT / test.partition("::")[0]).exists()), None)
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        return f"the old text stands there {text.count(mutant.old)} times, expected once"
+    try:
+        ast.parse(text.replace(mutant.old, mutant.new))
+    except SyntaxError as error:  # any test would notice that
+        return f"the new text is no Python ({error.msg})"
+    lost = next((test for test in mutant.tests if not _exists(test)), None)
     return None if lost is None else f"no test {lost}"
+
+
+def _exists(test: str) -> bool:
+    file, _, name = test.partition("::")
+    path = ROOT / file
+    return path.is_file() and f"def {name.partition('[')[0]}" in path.read_text(encoding="utf-8")
 
 
 class Copy:
