@@ -17,12 +17,15 @@ Mutants that cannot be told from the original are left out. Among those that wer
 - The same file, `_paid_early` without `[:-1]`: the last turn's reward is taken from and given to the last token.
 - `eval/compare/paired.py`, `difference = a - b`: only its absolute values, spread and number are used; the sign comes
   from `paired_bootstrap(a, b)`, which has a row. `2**i <= num_samples`: the last k is written twice with one value.
-- `rewards/answers/structure.py`, `algo/signal.py` and `algo/advantages.py`: masks of what a later mask sets to 0.
+- `rewards/answers/structure.py`, brackets that do not fit: `_top_level` has found that none of them embraces the text.
+- `stats.py`, Wilson's lower end without its case for 0: centre and half width are the same number there.
+- `algo/signal.py` and `algo/advantages.py`: masks of what a later mask sets to 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import shutil
 import signal
@@ -1076,7 +1079,6 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("choice", 'is_percent = core.endswith("%")', "is_percent = False"),
         ("bound", "<= float(unit) * (1 + 1e-9)", "<= 10 * float(unit)"),
         ("choice", 'return Sequence("matrix", rows) if rows else', "return"),
-        ("guard", "    if closing not in _PAIRS[opening]:", "    if False:"),
     ],
     ("generate/sampling.py", ("tests/generate/test_sampling.py",)): [
         ("bound", "logits_BV.topk(params.top_k, dim=-1)", "logits_BV.topk(params.top_k + 1, dim=-1)"),
@@ -1188,11 +1190,21 @@ def fault(mutant: Mutant, package: Path = ROOT / PACKAGE) -> str | None:
         return "expected one line that changes"
     if not path.is_file():
         return f"no file {PACKAGE}/{mutant.file}"
-    count = path.read_text(encoding="utf-8").count(mutant.old)
-    if count != 1:
-        return f"the old text stands there {count} times, expected once"
-    lost = next((test for test in mutant.tests if not (ROOT / test.partition("::")[0]).exists()), None)
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        return f"the old text stands there {text.count(mutant.old)} times, expected once"
+    try:
+        ast.parse(text.replace(mutant.old, mutant.new))
+    except SyntaxError as error:  # any test would notice that
+        return f"the new text is no Python ({error.msg})"
+    lost = next((test for test in mutant.tests if not _exists(test)), None)
     return None if lost is None else f"no test {lost}"
+
+
+def _exists(test: str) -> bool:
+    file, _, name = test.partition("::")
+    path = ROOT / file
+    return path.is_file() and f"def {name.partition('[')[0]}" in path.read_text(encoding="utf-8")
 
 
 class Copy:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from whet.algo.packing import TrainingSequence, pack
 from whet.generate.engine import Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device
 from whet.generate.probe import ProbeResult, probe_policy
@@ -278,6 +279,10 @@ def test_new_tags_grow_the_model_and_padding_is_never_sampled(tmp_path: Path) ->
     requests = [Request(prompt_ids=policy.prompt_ids(PROBLEM), seeds=tuple(range(40)))]
     (row,) = policy.engine().generate(requests, SamplingParams(max_new_tokens=8))
     assert max(max(done.ids) for done in row) < 262
+    # Nor does the trainer give those rows any probability.
+    drawn = TrainingSequence(prompt_ids=requests[0].prompt_ids, completion_ids=row[0].ids)
+    logprobs_M, _ = policy.score(pack([drawn], token_budget=999).micro_batches[0])
+    assert logprobs_M.tolist() == pytest.approx(row[0].logprobs, abs=1e-5)  # float32
     policy.model.num_valid_tokens = 320  # control
     (row,) = policy.engine().generate(requests, SamplingParams(max_new_tokens=8))
     assert max(max(done.ids) for done in row) >= 262

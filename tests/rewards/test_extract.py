@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from whet.rewards.answers.extract import (
     DEFAULT_STEPS,
+    LONGEST_GAP,
     STEPS,
+    boxed_list,
     extract_answer,
     extract_answer_with_step,
     from_box,
@@ -209,6 +211,15 @@ def test_formula(text: str, expected: str | None) -> None:
 @pytest.mark.parametrize(("text", "expected"), CHOICES)
 def test_choice(text: str, expected: str | None) -> None:
     assert from_choice(text) == expected
+
+
+def test_several_boxes_are_one_list() -> None:
+    assert boxed_list(r"\boxed{1} and \boxed{2}") == "1, 2"
+    assert boxed_list(r"\boxed{\boxed{1}} or \boxed{2}") == r"\boxed{1}, 2"
+    assert boxed_list(r"\boxed{1}") is None
+    assert boxed_list(r"\boxed{1}, then \boxed{2}") is None
+    for gap, expected in ((LONGEST_GAP, "1, 2"), (LONGEST_GAP + 1, None)):
+        assert boxed_list(r"\boxed{1}" + "." * gap + r"\boxed{2}") == expected
 
 
 def test_steps_are_tried_in_their_order_and_named() -> None:

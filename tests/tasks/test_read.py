@@ -159,10 +159,22 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"'owner/name': no such folder; .* pip install 'whet\[hf\]'"):
         read_hub("owner/name", "train", required=["q"])
 
-    def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
-        if name == "owner/far":
+    there = {"openai/gsm8k": ({"main", "socratic"}, {"train", "test"}), "owner/name": ({None}, {"train"})}
+
+    def load_dataset(path: str, name: str | None = None, *, split: str) -> list[dict[str, str]]:
+        """Refuses what the real one refuses: an unknown data set, one of several configurations unnamed, a split."""
+        if path == "owner/far":
             raise ConnectionError("no network\nat all")
-        return [{"q": f"{name} {config} {split}"}]
+        if path not in there:
+            raise FileNotFoundError(f"Dataset '{path}' doesn't exist on the Hub or cannot be accessed.")
+        configs, splits = there[path]
+        if name not in configs:
+            raise ValueError(
+                "Config name is missing." if name is None else f"BuilderConfig '{name}' not found."
+            )
+        if split not in splits:
+            raise ValueError(f'Unknown split "{split}". Should be one of {sorted(splits)}.')
+        return [{"q": f"{path} {name} {split}"}]
 
     fake = types.ModuleType("datasets")
     fake.load_dataset = load_dataset  # pyright: ignore[reportAttributeAccessIssue]
@@ -172,6 +184,14 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         read_hub("owner/far", "train", required=["q"])
     with pytest.raises(UserError, match="owner/name train row 1: no 'a'; fix"):
         read_hub("owner/name", "train", required=["a"])
+    with pytest.raises(
+        UserError, match=r"split 'test': cannot be had from the hub \(Unknown split \"test\"\."
+    ):
+        read_hub("owner/name", "test", required=["q"])
+    with pytest.raises(
+        UserError, match=r"'owner/none', split 'train': cannot be had .* doesn't exist on the Hub"
+    ):
+        read_hub("owner/none", "train", required=["q"])
 
 
 def test_split_shares_and_stability() -> None:
