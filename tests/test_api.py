@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 import os
 import signal
@@ -24,7 +25,7 @@ from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
 from whet.train.rl_config import RLConfig
 from whet.train.session import TrainStep
-from whet.types import Group
+from whet.types import Group, UserError
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(2, 14) for b in range(3, 12)]
 SHAPE = ModelConfig(
@@ -154,6 +155,37 @@ def test_a_loop_of_ones_own_may_be_left(folder: Path, tmp_path: Path) -> None:
     assert [step.step for step in rest] == [3, 4, 5]  # from the checkpoint of step 2
 
 
+def test_rows_may_be_numbers_a_csv_or_a_data_frame(tmp_path: Path) -> None:
+    expected = [("1+1?", "2"), ("half?", "0.5"), ("2+2?", "4")]
+    rows = [{"question": q, "answer": float(a) if "." in a else int(a), "n": None} for q, a in expected]
+    lines = "question,answer\n" + "".join(f"{q},{a}\n" for q, a in expected)
+    (tmp_path / "mine.csv").write_text(lines)
+    (tmp_path / "mine.json").write_text(json.dumps([{"question": q, "answer": a} for q, a in expected]))
+    given = [rows, str(tmp_path / "mine.csv"), tmp_path / "mine.json"]
+    pandas = pytest.importorskip("pandas")
+    for source in [*given, pandas.DataFrame(rows), pandas.read_csv(tmp_path / "mine.csv")]:
+        task = whet.Task.from_rows(source)
+        found = [(p.prompt, p.answer) for split in ("train", "dev", "test") for p in task.problems(split)]
+        asked = {prompt: float(answer) for prompt, answer in found}
+        assert asked == {prompt: float(answer) for prompt, answer in expected}
+    with pytest.raises(UserError, match=r"row 2|line 2"):
+        whet.Task.from_rows(pandas.DataFrame({"question": ["a", "b"], "answer": [1.0, float("nan")]}))
+
+
+def test_errors_name_arguments_of_python(folder: Path, tmp_path: Path) -> None:
+    bad = [*ROWS, {"question": "a", "answer": ""}]
+    with pytest.raises(UserError, match=r"allow it with max_bad_rows=1$"):
+        whet.Task.from_rows(bad)
+    whet.Task.from_rows(bad, max_bad_rows=1)
+    with pytest.raises(UserError, match=r"or preflight='warn'\)"):
+        whet.rl(
+            folder, ROWS, rewards=[shorter], out=tmp_path / "a", num_steps=1, **{**SHORT, "preflight": "stop"}
+        )
+    whet.sft(folder, ROWS, out=tmp_path / "full", num_steps=1)
+    with pytest.raises(UserError, match=r"choose another out=\.\.\., or resume=True"):
+        whet.sft(folder, ROWS, out=tmp_path / "full", num_steps=1)
+
+
 def test_sft_and_dpo(folder: Path, tmp_path: Path) -> None:
     rows = [row | {"solution": row["question"] + row["answer"]} for row in ROWS]
     steps: list[int] = []
@@ -260,7 +292,7 @@ def test_a_signal_ends_a_loop_of_ones_own(folder: Path, tmp_path: Path) -> None:
         seen.append(step.step)
         if step.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
-    assert seen == [1, 2]  # the third is done and saved, and the loop over
+    assert seen == [1, 2, 3]  # the third is done, saved and handed over, and the loop is over
     assert len(whet.Run(tmp_path / "run").metrics) == 3
 
 

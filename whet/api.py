@@ -17,7 +17,9 @@ import html
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,6 +64,29 @@ from whet.types import Group, Problem, UserError
 C = TypeVar("C")
 Messages = Sequence[Mapping[str, str]]
 Rows = Iterable[Mapping[str, Any]]
+
+
+ARGUMENTS = {"prompt_field": "prompt", "answer_field": "answer", "solution_field": "solution"}
+"""Arguments that are called otherwise here than on the command line."""
+
+
+@contextmanager
+def _python_words() -> Iterator[None]:
+    """Let errors name arguments as Python has them: `max_bad_rows=1` in place of `--task.max-bad-rows 1`."""
+
+    def argument(match: re.Match[str]) -> str:
+        name = match[1].replace("-", "_")
+        value = {"resume": "True", "preflight": "'warn'"}.get(name, match[2] or "...")
+        return f"{ARGUMENTS.get(name, name)}={value}"
+
+    try:
+        yield
+    except UserError as error:
+        text = str(error).replace("--preflight warn", "--preflight")
+        told = re.sub(r"(?<![\w-])--(?:[a-z][\w-]*\.)*([a-z][\w-]*)(?: (\d+)\b)?", argument, text)
+        if told == str(error):
+            raise
+        raise type(error)(told) from None
 
 
 class Policy:
@@ -237,8 +262,9 @@ class Task:
         """Make a task of questions and answers of your own.
 
         Args:
-            rows: Dicts (a list, a `datasets.Dataset`, `DataFrame.to_dict("records")`), or the path of a .jsonl,
-                .jsonl.gz or .parquet file or of a folder with train and test files, or the name of a task.
+            rows: Dicts (a list, a `datasets.Dataset`), a `pandas.DataFrame`, or the path of a .jsonl, .jsonl.gz,
+                .parquet, .csv or .json file or of a folder with train and test files, or the name of a task. Numbers
+                are taken as text.
             prompt: Column of the question; recognised where it is called prompt, question, problem or messages.
             answer: Column of the gold answer; taken from the solution where there is none.
             solution: Column of the worked solution.
@@ -262,7 +288,8 @@ class Task:
             path = str(Path(rows).resolve())
         else:
             path = str(_written(rows))
-        present = first_row(Path(path)) if Path(path).is_file() else {}
+        with _python_words():
+            present = first_row(Path(path)) if Path(path).is_file() else {}
         there = f"there are: {', '.join(present)[:200]}"
         for name in (prompt, answer, solution):
             if name is not None and present and name not in present:
@@ -276,7 +303,8 @@ class Task:
             )
             raise UserError(f"from_rows: {what}; name it: prompt='...' ({there})")
         task = cls(_made(TaskConfig, {"name": "jsonl", "path": path, **columns}))
-        task.problems("train")  # malformed rows are found now
+        with _python_words():
+            task.problems("train")  # malformed rows are found now
         return task
 
     def problems(self, split: str = "train") -> list[Problem]:
@@ -468,7 +496,8 @@ def rl_steps(
     """Do what `rl` does, for a loop of your own: yield each step when it is over; leaving the loop ends the run."""
     config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
     try:
-        yield from rl_program.steps(config, resume=resume)
+        with _python_words():
+            yield from rl_program.steps(config, resume=resume)
     except Stopped:  # asked to by a signal: the last step is saved
         return
     finish(config)
@@ -656,20 +685,36 @@ def _checked(messages: Messages) -> list[dict[str, str]]:
     return [dict(message) for message in messages]
 
 
-def _written(rows: Rows) -> Path:
-    """Write rows to a file that is named by their hash, so that a run on them can be resumed."""
+def _written(rows: Any) -> Path:
+    """Write rows to a file that is named by their hash, so that a run on them can be resumed.
+
+    Args:
+        rows: Dicts, or a `pandas.DataFrame`. Numbers become text, a missing number (NaN) is written as null.
+    """
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
+        rows = rows.to_dict("records")
     lines = []
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise UserError(f"row {place}: got {row!r:.80}, expected a dict of columns")
+        values = {str(name): _plain(value) for name, value in row.items()}
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False))
+            lines.append(json.dumps(values, ensure_ascii=False, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise UserError(f"row {place}: cannot be written as JSON ({error}); convert its values") from None
     if not lines:
         raise UserError("got no rows, expected at least one")
     text = "\n".join(lines) + "\n"
     return _cached("rows", f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.jsonl", text)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as the text that an answer column holds, and anything else as it is."""
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # of NumPy
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return None if math.isnan(value) else str(value)
 
 
 def _policy(policy: Policy | str | Path) -> PolicyConfig:
@@ -798,7 +843,8 @@ def _each(
 def _trained(config: RLConfig | SFTConfig | DPOConfig | RFTConfig, work: Callable[[], object]) -> Run:
     """Do a training, write its report, and return it; one that was asked to stop is kept as far as it is."""
     try:
-        work()
+        with _python_words():
+            work()
     except Stopped:
         return Run(Path(config.out), is_complete=False)
     finish(config)

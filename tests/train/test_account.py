@@ -145,14 +145,14 @@ def test_a_run_that_is_killed_at_any_step_accounts_the_same(uninformative: str, 
         assert again.state() == states[-1]
 
 
-def test_a_step_that_nobody_settles_counts_as_trained() -> None:
+def test_a_step_that_nobody_closes_counts_as_trained() -> None:
     told, silent = new_source(staleness=2), new_source(staleness=2)
     for step in range(3):
         told.next(step)
         told.close_step()
         silent.next(step)
     assert silent.state() == told.state()
-    assert silent.close_step() == told.settle()  # and nothing is counted twice
+    assert silent.close_step() == told.close_step()  # and nothing is counted twice
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

@@ -23,7 +23,7 @@ from whet.schema import SCHEMAS, ResponseSchema
 from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
-from whet.train import rl, setup
+from whet.train import setup
 from whet.train.objective.objective import Objective
 from whet.train.optim.safety import SafetyConfig
 from whet.train.optim.step import OptimConfig, Optimizer
@@ -605,7 +605,7 @@ def test_a_step_with_a_single_trained_token_is_taken(tiny_policy: PolicyConfig) 
         policy, AlgoConfig(), temperature=1.0, max_length=8, optim=OptimConfig(token_budget=100)
     )
     before = policy.model.head_weight.detach().clone()
-    optimizer = rl.Optimizer(policy.model, OptimConfig(lr=0.1))
+    optimizer = Optimizer(policy.model, OptimConfig(lr=0.1))
     result = objective.update([Group(problem=problem, samples=(sample,))], optimizer, 0.1)
     assert result["rl/grad_norm"] > 0
     assert not torch.equal(policy.model.head_weight, before)

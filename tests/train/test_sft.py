@@ -316,7 +316,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 ) -> None:
     monkeypatch.setattr(Optimizer, "step", lambda self, lr, loss: float("nan"))
     with pytest.raises(
-        UserError, match=r"step 4: gradient norm nan, .* left out, 4 in a row: lower optim.lr"
+        UserError, match=r"step 4: sft/grad_norm nan, .* left out, 4 in a row: lower optim.lr"
     ):
         train(make_config(tiny_policy, tmp_path / "run"))
     assert saved_steps(tmp_path / "run") == []
@@ -344,7 +344,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_counted(
     assert counts == [2, 0]
     # A run that is gone on with knows how many were left out in a row before it.
     monkeypatch.setattr(Optimizer, "step", lambda self, lr, loss: float("inf"))
-    with pytest.raises(UserError, match=r"step 4: gradient norm inf.*3 in a row"):
+    with pytest.raises(UserError, match=r"step 4: sft/grad_norm inf.*3 in a row"):
         train(replace(config, safety=SafetyConfig(max_skipped=2)), resume=3)
 
 

@@ -14,7 +14,7 @@ from whet.types import Problem, UserError, problem_uid
 
 PROMPT_FIELDS = ("prompt", "question", "problem")
 MESSAGES = "messages"
-ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+ENDINGS = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")
 READER = ResponseSchema(opening_in_prompt=False)
 
 

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,10 +146,7 @@ def read_file(
 ) -> tuple[list[tuple[int, Row]], list[BadRow]]:
     """Read a file by its ending: .parquet, .csv, .json (one array, or lines), else JSON lines."""
     read = {".parquet": read_parquet, ".csv": read_csv}.get(path.suffix, read_jsonl)
-    if (
-        path.suffix == ".json"
-        and next((text for _, line in _lines(path) if (text := line.lstrip())), b"")[:1] == b"["
-    ):
+    if _is_array(path):
         read = read_json_array
     return read(path, required=required, max_bad_rows=max_bad_rows, check=check)
 
@@ -181,9 +179,24 @@ def read_hub(
 
 
 def first_row(path: Path) -> Row:
-    """Return the first object of a JSON-lines or parquet file; {} if there is none."""
+    """Return the first object of a file that `read_file` reads; {} if there is none."""
+    if path.suffix == ".csv":
+        lines = (line.decode("utf-8", errors="replace") for _, line in _lines(path))
+        return next(iter(csv.DictReader(lines)), {})
+    if _is_array(path):
+        return next((row for _, row in read_json_array(path, required=[], max_bad_rows=sys.maxsize)[0]), {})
     rows = _parquet_rows(path) if path.suffix == ".parquet" else (_parse(line) for _, line in _lines(path))
     return next((row for row in rows if isinstance(row, dict)), {})
+
+
+def _is_array(path: Path) -> bool:
+    """Say whether a .json file is one array, and not JSON lines."""
+    first = (
+        next((text for _, line in _lines(path) if (text := line.lstrip())), b"")
+        if path.suffix == ".json"
+        else b""
+    )
+    return first[:1] == b"["
 
 
 def split_of(uid: str, *, dev_percent: float, test_percent: float) -> Split:
