@@ -50,7 +50,8 @@ from whet.rewards.answers.extract import extract_answer
 from whet.rewards.steps.audit import audit_steps
 from whet.schema import ResponseSchema
 from whet.tasks.base import TaskConfig, load_task
-from whet.tasks.read import QUARANTINE, BadRow, write_quarantine
+from whet.tasks.quarantine import QUARANTINE, write_quarantine
+from whet.tasks.read import BadRow
 from whet.telemetry.trackers import Link
 from whet.train.data.pairs import read_pairs
 from whet.types import Problem

@@ -200,7 +200,7 @@ def test_wrongly_typed_values_stop_no_report(tmp_path):
         '{"a": 1' + "0" * 400 + ', "b": ' + '{"c":' * 400 + "1" + "}" * 401
     )
     text = write_report(tmp_path).read_text()
-    assert re.search(r"\d+ damaged lines of metrics.jsonl left out", text)
+    assert re.search(r"\d+ damaged lines of metrics.jsonl skipped", text)
     assert "Finished after 9 steps." in text
     assert "| rl/kl | 0.5000 | 2.0000 |" in text
     assert "first" in text

@@ -185,7 +185,7 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="owner/name train row 1: no 'a'; fix"):
         read_hub("owner/name", "train", required=["a"])
     with pytest.raises(
-        UserError, match=r"split 'test': cannot be had from the hub \(Unknown split \"test\"\."
+        UserError, match=r"split 'test': could not be loaded from the hub \(Unknown split \"test\"\."
     ):
         read_hub("owner/name", "test", required=["q"])
     with pytest.raises(
