@@ -189,7 +189,7 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         read_hub("owner/name", "test", required=["q"])
     with pytest.raises(
-        UserError, match=r"'owner/none', split 'train': cannot be had .* doesn't exist on the Hub"
+        UserError, match=r"'owner/none', split 'train': could not be loaded .* doesn't exist on the Hub"
     ):
         read_hub("owner/none", "train", required=["q"])
 
