@@ -173,3 +173,12 @@ def inner_loops(text: str) -> list[list[str]]:
             if not any(other.endswith(":") for other in body):
                 found.append([row for row in body if row and not row.startswith(".")])
     return found
+
+
+def test_a_comment_makes_no_other_library_and_code_does() -> None:
+    """A run is bound to its library: a word in a comment must not keep it from resuming."""
+    source = b"int f(int x) {  // twice\n  return 2 * x; /* a\n note */\n}\n"
+    assert build._code(source) == build._code(b"int f(int x) {\n  return 2 * x;\n}")
+    assert build._code(source) != build._code(source.replace(b"2 * x", b"3 * x"))
+    for name in build.SOURCES:
+        assert build._code((HOME / name).read_bytes())

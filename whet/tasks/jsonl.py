@@ -49,7 +49,7 @@ class Jsonl:
         """Set the location of the data; rows are read when a split is requested.
 
         Args:
-            path: A .jsonl, .jsonl.gz or .parquet file, or a folder.
+            path: A .jsonl, .jsonl.gz, .parquet, .csv or .json file, or a folder.
             prompt_field: Column of the question; default: the only one among `PROMPT_FIELDS` and messages.
             answer_field: Column of the gold answer; default: the answer is taken from the solution.
             solution_field: Column of the worked solution; default: 'solution', if present.

@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -176,6 +177,11 @@ def flags(target: str) -> tuple[str, ...]:
     return (*FLAGS, "-march=native")
 
 
+def _code(source: bytes) -> bytes:
+    """Return C++ without comments and layout: a run is not refused on resume for a comment that changed."""
+    return b" ".join(re.sub(rb"//[^\n]*|/\*.*?\*/", b" ", source, flags=re.DOTALL).split())
+
+
 def _build(cxx: str, target: str) -> Path:
     """Return the library's path; its name is a hash of everything that goes into it."""
     home = Path(__file__).parent
@@ -189,7 +195,7 @@ def _build(cxx: str, target: str) -> Path:
     processor = _processor() if target == NATIVE else platform.machine()
     digest = hashlib.sha256("\x00".join([version, *flags(target), *openmp, processor]).encode())
     for name in SOURCES:
-        digest.update((home / name).read_bytes())
+        digest.update(_code((home / name).read_bytes()))
     folder = cache_folder() / "kernels" / digest.hexdigest()[:16]
     final = folder / "cpu.so"
     if final.is_file() and final.stat().st_uid == os.getuid():
