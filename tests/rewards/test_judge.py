@@ -116,8 +116,11 @@ def server() -> Iterator[Server]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    httpd.daemon_threads = True
+    class Patient(ThreadingHTTPServer):
+        request_queue_size = 128  # with the usual 5 a busy machine resets connections that come together
+        daemon_threads = True
+
+    httpd = Patient(("127.0.0.1", 0), Handler)
     httpd.block_on_close = False
     thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

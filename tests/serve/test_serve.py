@@ -614,7 +614,9 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_program_serves_a_folder_until_interrupted(tmp_path: Path) -> None:
     make_policy(endless=True).save(tmp_path / "mine")
     code = (
-        "import sys; from whet.serve.serve import *; "
+        # A shell's background job ignores SIGINT, and so would this one if the tests run in such a job.
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from whet.serve.serve import *; "
         "main(ServeConfig(policy=PolicyConfig(init=sys.argv[1], max_rows=4), port=0, context=4096))"
     )
     with subprocess.Popen(

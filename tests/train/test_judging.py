@@ -26,6 +26,12 @@ from whet.types import UserError
 pytestmark = pytest.mark.usefixtures("few_problems")
 
 
+class Patient(ThreadingHTTPServer):
+    """Takes connections that come together; with the usual queue of 5 a busy machine resets some."""
+
+    request_queue_size = 128
+
+
 class Server:
     """Gives 10 to a text that closes an answer, else the number of its characters modulo 7."""
 
@@ -57,7 +63,7 @@ class Server:
             def log_message(self, *arguments: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = Patient(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
         self.thread = threading.Thread(target=self.server.serve_forever)
         self.thread.start()
