@@ -406,7 +406,6 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
         tracking,
         best="dpo/validation_loss",
         headline=("dpo/loss", "dpo/accuracy", "dpo/margin", "dpo/validation_accuracy"),
-        remedy="lower optim.lr, or check the data",
         records=not config.optim.update_in_backward,  # weights that moved before the record began
     )
     fit = Fit(

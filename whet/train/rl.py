@@ -302,8 +302,9 @@ class Trust:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's state, and from the log up to it."""
         self.dead_steps = int(state["dead_steps"])
-        rows = past_rows(Path(self._config.out), "rl", int(state["step"]))
-        self._judged = [thin(row) for row in rows]
+        if self._judge is not None:
+            rows = past_rows(Path(self._config.out), "rl", int(state["step"]))
+            self._judged = [thin(row) for row in rows]
 
     def check(self, step: int, values: Mapping[str, float]) -> None:
         """Check a step before it is saved.

@@ -29,6 +29,7 @@ Held = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
 """What a program holds besides model and optimizer: tensors, and JSON values."""
 FINITE = ("loss", "grad_norm", "value_grad_norm")
 """Results of an update that have to be finite, where it has them."""
+REMEDY = "lower optim.lr, or check the data"
 
 
 class Run:
@@ -46,7 +47,6 @@ class Run:
         best: Metric by which checkpoints/best is kept.
         higher_is_better: Whether the best is the highest.
         headline: Metrics that the display shows.
-        remedy: What helps when a loss or gradient is not finite.
         records: Whether steps are recorded for `whet replay`.
 
     Attributes:
@@ -77,7 +77,6 @@ class Run:
         best: str,
         higher_is_better: bool = False,
         headline: tuple[str, ...],
-        remedy: str = "lower optim.lr",
         records: bool = True,
     ) -> None:
         self.step = 0
@@ -88,7 +87,7 @@ class Run:
         self.policy = policy
         self._config, self._tracking = config, tracking
         self._best_name, self._sign = best, -1.0 if higher_is_better else 1.0
-        self._headline, self._remedy = headline, remedy
+        self._headline = headline
         self._folder = Path(config.out)
         self._recorder = Recorder(self._folder, stage, policy, enabled=records)
         self._skipped = Skipped(config.safety.max_skipped)
@@ -228,7 +227,7 @@ class Run:
         self._history = [*self._history, {"step": self.step, **values}][-HISTORY_ROWS:]
         self.display.update(self.step, values)
         if self.is_skipped:
-            self.display.note(self._skipped.tell(self.step, self._remedy), warning=True)
+            self.display.note(self._skipped.tell(self.step, REMEDY), warning=True)
 
     def end_step(self, held: Callable[[], Held], groups: Sequence[Group] = ()) -> TrainStep:
         """Save the step where that is due.
