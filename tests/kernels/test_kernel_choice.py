@@ -68,6 +68,7 @@ def test_it_is_said_in_words() -> None:
         == f"{name}, 3.0x PyTorch"
     )
     assert choice.describe(Choice.of({"product": 0.8, "attention": 0.8})) == f"PyTorch ({name} was 0.8x)"
+    assert choice.describe(Choice.of({})) == f"PyTorch ({name} has no kernels for this shape)"
     partly = choice.describe(Choice.of({"product": 2.0, "attention": 0.5, "decode": 3.0}))
     assert partly == (
         f"{name}, 2.0x PyTorch; attention: PyTorch (C++ was 0.5x); "

@@ -87,7 +87,11 @@ def describe(choice: Choice | None = None) -> str:
     choice = choice or _current or Choice()
     name, ratios = f"C++ {build.instruction_set()}", choice.ratios
     if not choice.used:
-        return f"PyTorch ({name} was {_mean(ratios.values()):.1f}x)" if ratios else f"PyTorch, not {name}"
+        return (
+            f"PyTorch ({name} was {_mean(ratios.values()):.1f}x)"
+            if ratios
+            else f"PyTorch ({name} has no kernels for this shape)"
+        )
     speeds = [ratios[operation] for operation in choice.used if operation in ratios]
     text = f"{name}, {_mean(speeds):.1f}x PyTorch" if speeds else name
     for operation in OPERATIONS:
