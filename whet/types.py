@@ -17,6 +17,7 @@ Shape letters (one letter is exactly one axis; suffixes on tensor and list names
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -41,8 +42,38 @@ def problem_uid(task: str, prompt: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One message of a chat.
+
+    Attributes:
+        role: 'system', 'user', 'assistant' or 'tool'.
+        content: What was said.
+        thinking: What an assistant thought before it, where the data keeps the two apart.
+        tool_calls: JSON list of an assistant's calls, as chat templates take them; '' for none.
+        name: The tool that answers; '' for none.
+    """
+
+    role: str
+    content: str
+    thinking: str = ""
+    tool_calls: str = ""
+    name: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as chat templates take it: what is empty is left out, calls are parsed."""
+        value: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.thinking:
+            value["reasoning_content"] = self.thinking
+        if self.tool_calls:
+            value["tool_calls"] = json.loads(self.tool_calls)
+        if self.name:
+            value["name"] = self.name
+        return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One question with its gold answer.
+    """One question with its gold answer, or one conversation with its reply.
 
     Example:
         >>> Problem(uid="ab12", task="arithmetic", prompt="47+85=", answer="132", solution="7+5=12 ...")
@@ -53,6 +84,11 @@ class Problem:
         prompt: The question as text, without any template or tags.
         answer: The gold answer as text.
         solution: Worked thinking for fine-tuning; '' means "answer directly" (an empty scratch-pad).
+        messages: The whole conversation that asks, where it is more than one message of the user's: system messages,
+            earlier turns, answers of tools; its last is the user's (then `prompt` is that text) or a tool's. Empty:
+            `prompt` alone.
+        reply: The demonstrated response, verbatim, where nothing is to be parsed (chats); '' renders `solution` and
+            `answer` by the schema.
         meta: Free labels such as subject, level, file and line.
     """
 
@@ -61,7 +97,13 @@ class Problem:
     prompt: str
     answer: str
     solution: str = ""
+    messages: tuple[Message, ...] = ()
+    reply: str = ""
     meta: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        read = tuple(item if isinstance(item, Message) else Message(**item) for item in self.messages)
+        object.__setattr__(self, "messages", read)  # a record on disk has them as objects
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -162,8 +162,10 @@ class Policy:
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
         """Return a problem's prompt tokens, including the schema's opening tag if it is in the prompt."""
-        messages = [{"role": "system", "content": self.schema.system_prompt}] if self.system_prompt else []
-        messages.append({"role": "user", "content": problem.prompt})
+        messages = [message.as_dict() for message in problem.messages]
+        messages = messages or [{"role": "user", "content": problem.prompt}]
+        if self.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.schema.system_prompt}, *messages]
         return tuple(self.tokenizer.encode_prompt(messages, prefix=self.schema.generation_prefix))
 
     def solution(
