@@ -120,7 +120,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
             for step in run.steps():
                 with span("step"):
                     began = time.monotonic()
-                    run.beat("sample")
+                    run.beat("sample", source.how_far)
                     collected = source.next(step, partial(objective.add, progress=run.progress))
                     groups = trained_groups(collected, config)
                     metrics = sampled_metrics(collected, config, step, judge, failures)

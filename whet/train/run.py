@@ -158,9 +158,10 @@ class Run:
             # Not in `end_step`: whoever follows the steps also gets the one that was saved before the stop.
             self.session.stop_if_asked(self.step)
 
-    def beat(self, phase: str) -> None:
-        """Tell the heartbeat what is done next."""
+    def beat(self, phase: str, detail: Callable[[], str] | None = None) -> None:
+        """Tell heartbeat and display what is done next; `detail` says how far it is."""
         self.session.beat(phase, self.step)
+        self.display.begin(phase, detail)
 
     def is_due(self, every: int) -> bool:
         """Return whether something that is done every so many steps follows the step that was just counted."""

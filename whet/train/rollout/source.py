@@ -272,6 +272,11 @@ class RolloutSource:
             kept_gib=config.kept_gib,
         )
 
+    def how_far(self) -> str:
+        """Say how far the sampling is, for the display of a long step."""
+        stats = self._engine.stats
+        return f"{stats.decode_steps:,} decoding steps, {stats.new_tokens:,} tokens so far in this run"
+
     def next(self, step: int, train: Callable[[Group], None] | None = None) -> Collected:
         """Return what a step trains on; the step before it is then over.
 
