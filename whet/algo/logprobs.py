@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import eager
+from whet.kernels import dispatch, eager
 from whet.kernels.cpu import head as cpu_head
-from whet.kernels.dispatch import kernel_for
 
 ROW_QUANTUM = 16
 COLUMN_QUANTUM = 16
@@ -39,7 +38,7 @@ def head_logits(
         Logits [M, V'], V' = V rounded up to `COLUMN_QUANTUM`, float32.
     """
     rows, vocab = hidden_MD.shape[0], weight_VD.shape[0]
-    if cpu_head.can_score(hidden_MD, weight_VD):
+    if dispatch.runs_cpp(hidden_MD, weight_VD):
         logits = cpu_head.logits(hidden_MD, weight_VD)
         logits[:, num_valid:] = float("-inf")
         return logits / temperature if temperature != 1.0 else logits
@@ -90,9 +89,9 @@ def select_logprobs(
         targets_M: int64 ids.
         normaliser_M: The normaliser of `exp_logits`, if it was called; kernels compute their own.
     """
-    if cpu_head.can_select(logits_MV):
+    if logits_MV.dtype == torch.float32 and not logits_MV.requires_grad and dispatch.runs_cpp(logits_MV):
         return cpu_head.select(logits_MV, targets_M)
-    if (kernel := kernel_for(eager.logprob_entropy, logits_MV)) is not None:
+    if (kernel := dispatch.kernel_for(eager.logprob_entropy, logits_MV)) is not None:
         return kernel(logits_MV, targets_M)[:2]
     if normaliser_M is None:
         normaliser_M = exp_logits(logits_MV)[2]
@@ -129,7 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
-            if (kernel := kernel_for(eager.logprob_entropy, logits)) is not None:
+            if (kernel := dispatch.kernel_for(eager.logprob_entropy, logits)) is not None:
                 logprob, normaliser, entropy = kernel(logits, targets_M[rows])
                 total = normaliser  # the gradient kernel accepts no other
             else:
@@ -165,7 +164,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 dz = gradient(kept[0], total_M[rows], targets, entropy, *grads)
             else:
                 logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
-                if (kernel := kernel_for(eager.logprob_entropy_backward_, logits)) is not None:
+                if (kernel := dispatch.kernel_for(eager.logprob_entropy_backward_, logits)) is not None:
                     dz = kernel(logits, targets, normaliser_M[rows], entropy, *grads, temperature)
                 else:
                     weights, total, _ = exp_logits(logits)
@@ -252,7 +251,7 @@ def token_logprobs(
     valid = vocab if num_valid is None else num_valid
     is_small = targets_M.numel() * vocab * 4 <= cpu_head.KEEP_BYTES
     keeps = chunk is None and is_small and torch.is_grad_enabled() and not hidden_MD.is_cuda
-    if cpu_head.can_score(hidden_MD, weight_VD):
+    if dispatch.runs_cpp(hidden_MD, weight_VD):
         options = {"temperature": temperature, "num_valid": valid, "chunk": rows}
         return cpu_head.score(hidden_MD, weight_VD, targets_M, **options)
     result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(  # pyright: ignore[reportAssignmentType]

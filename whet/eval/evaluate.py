@@ -20,7 +20,7 @@ from whet.eval.record import PROGRESS, SUMMARY, describe_weights, write_json, wr
 from whet.eval.show import describe, draw_evaluation, intervals, print_result
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.kernels import choice
+from whet.kernels import dispatch
 from whet.report.markdown import write_report
 from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
 from whet.storage.folder import open_run
@@ -206,7 +206,7 @@ def main(config: EvalConfig, *, resume: bool = False) -> None:
     model = describe_weights(config.policy, policy)
     open_run(folder, dump_yaml(config), resume=resume)
     _write_origin(config, [problem for job in jobs for problem in job.problems])
-    print(f"whet: kernels: {choice.describe()}", flush=True)
+    print(f"whet: kernels: {dispatch.describe()}", flush=True)
     summaries = {job.name: _run(policy, job, model) for job in jobs}
     shown = {
         f"{name} x {summary['num_problems']}"

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import eager
+from whet.kernels import dispatch, eager
 from whet.kernels.cpu import attention as cpu_attention
 from whet.kernels.cpu.attention import TILE
-from whet.kernels.dispatch import kernel_for
 from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
@@ -307,7 +306,7 @@ class Decode:
             rows_ZC = new[:rows].reshape(-1, channels).to(tensor.dtype)
             tensor.view(-1, channels).index_copy_(0, self._slots_Z, rows_ZC)
         surplus = q_NHC.shape[0] - rows
-        if (kernel := kernel_for(eager.decode_attention, q_NHC)) is not None:
+        if (kernel := dispatch.kernel_for(eager.decode_attention, q_NHC)) is not None:
             out = kernel(q_NHC[:rows], keys, values, self._positions + 1)
             return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
         count_z = rows * keys.shape[1]

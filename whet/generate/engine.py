@@ -34,8 +34,8 @@ from whet.generate.rows import (
     share_params,
 )
 from whet.generate.sampling import SamplingParams
+from whet.kernels import dispatch
 from whet.kernels.cpu import head as cpu_head
-from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.layers import Layers
 from whet.kernels.cpu.ops import CHANNELS
 from whet.model.attention import KEY_QUANTUM, AttentionKind, Packed, round_up
@@ -228,7 +228,7 @@ class Engine:
 
     def _head_for_sampling(self) -> torch.Tensor:
         weight = self.model.head_weight
-        if cpu_head.can_score(weight, weight):
+        if dispatch.runs_cpp(weight):
             return weight
         return weight if weight.is_cuda or weight.dtype == torch.float64 else weight.float()
 
@@ -237,9 +237,8 @@ class Engine:
         cache = self._cache
         if cache is None or not cache.fits(size) or cache.keys.dtype != dtype:
             self._cache = None
-            is_tiled = self.model.config.head_dim in CHANNELS and cpu.usable(
-                self.model.head_weight, operation="attention"
-            )
+            has_channels = self.model.config.head_dim in CHANNELS
+            is_tiled = has_channels and dispatch.runs_cpp(self.model.head_weight, operation="attention")
             self._cache = KVCache(self.model.config, size, dtype, self.device, is_tiled=is_tiled)
         else:
             cache.clear()
@@ -308,7 +307,7 @@ class Engine:
         state.limits[new] = torch.tensor([self._limit(job) for job in state.jobs[new]], device=self.device)
         for flags in (state.counts, state.checked, state.done, state.stopped):
             flags[new] = 0
-        if not cpu_head.can_select(logits):
+        if not dispatch.runs_cpp(logits):
             state.draw_noise(new, max(self._limit(job) for job in state.jobs[new]))
         self.stats.prompt_tokens += tokens
         self._append(logits, state, new)
@@ -338,11 +337,11 @@ class Engine:
         """Draw one token for each row and note it; ended rows write into the spare column and do not move on."""
         jobs = state.jobs[rows]
         params = jobs[0].params
-        if are_plain(jobs) and cpu_head.can_select(logits_BV):
+        if are_plain(jobs) and dispatch.runs_cpp(logits_BV):
             where, valid = row_state(state, rows.start, self._stop_ids), self.model.num_valid_tokens
             cpu_head.draw(logits_BV, where, num_valid=valid, temperature=params.temperature)
             return
-        tokens, logprobs = state.draw(rows, logits_BV, has_noise=not cpu_head.can_select(logits_BV))
+        tokens, logprobs = state.draw(rows, logits_BV, has_noise=not dispatch.runs_cpp(logits_BV))
         if any(job.num_top is not None for job in jobs):
             note(logits_BV, tokens, jobs)
         state.take(rows, tokens, logprobs, self._stop_ids)

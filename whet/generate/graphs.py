@@ -13,6 +13,7 @@ from whet.generate.cache import KVCache
 from whet.generate.rows import Rows
 from whet.generate.sampling import SamplingParams, sample_tokens
 from whet.kernels import dispatch, eager
+from whet.kernels.mode import mode
 from whet.model.transformer import LanguageModel
 
 BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
@@ -40,8 +41,7 @@ class StaticDecode:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._rows, :, self._positions] = k_NKC[:count].to(keys.dtype)
         values[self._rows, :, self._positions] = v_NKC[:count].to(values.dtype)
-        attention = dispatch.pick(eager.decode_attention, keys.device, keys.dtype)
-        out = attention(q_NHC[:count], keys, values, self._lengths)
+        out = dispatch.run(eager.decode_attention, q_NHC[:count], keys, values, self._lengths)
         surplus = q_NHC.shape[0] - count
         return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
 
@@ -85,7 +85,7 @@ class DecodeGraphs:
             num_live: Rows 0..num_live-1 are live.
             key: Everything else that determines the launched operations: sampling parameters, adapters on or off.
         """
-        if self._stream is None or num_live > BUCKETS[-1] or dispatch.mode() == "eager":
+        if self._stream is None or num_live > BUCKETS[-1] or mode() == "eager":
             self._step(num_live)
             return
         places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in self._tensors()]
@@ -132,8 +132,9 @@ def can_graph(model: LanguageModel, cache: KVCache) -> bool:
         model: The model.
         cache: Its cache.
     """
-    is_plain = all(not module._forward_hooks for module in model.modules())
-    return is_plain and cache.keys.device.type in dispatch.KERNELS and dispatch.mode() == "triton"
+    # Only the kernel reads the rows' lengths on the device; other attention would be recorded with today's.
+    has_kernel = dispatch.kernel_for(eager.decode_attention, cache.keys) is not None
+    return has_kernel and all(not module._forward_hooks for module in model.modules())
 
 
 class StaticSteps:

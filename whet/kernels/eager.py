@@ -257,20 +257,24 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if is_slow else x.dtype
 
 
-def linear(x: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, transposed: bool = False
+) -> torch.Tensor:
     """Return x @ weight.T + bias; differentiable.
 
     Args:
         x: Input [..., D].
-        weight_VD: Weight of the input's dtype.
-        bias_V: Added to the product before it is rounded.
+        weight: Weight [F, D] of the input's dtype; [D, F] if `transposed`.
+        bias: Added to the product before it is rounded.
+        transposed: Whether the weight is stored as GPT-2 stores it.
     """
+    weight = weight.t() if transposed else weight
     rounded = x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x
     wide = product_dtype(rounded)
     if wide == rounded.dtype:
-        return F.linear(x, weight_VD, bias_V)
+        return F.linear(x, weight, bias)
     with torch.autocast("cpu", enabled=False):
-        return _Widened.apply(rounded, weight_VD, bias_V)  # pyright: ignore[reportReturnType]
+        return _Widened.apply(rounded, weight, bias)  # pyright: ignore[reportReturnType]
 
 
 class _Widened(torch.autograd.Function):
@@ -316,6 +320,11 @@ class NF4:
     scale: torch.Tensor | None
     offset: torch.Tensor | None
     shape: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.codes.device
 
     @property
     def nbytes(self) -> int:

@@ -23,8 +23,9 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import eager
+from whet.kernels import dispatch, eager
 from whet.kernels.cpu import attention as cpu_attention
+from whet.kernels.cpu.ops import CHANNELS
 from whet.types import Segment
 
 AttentionKind = Literal["exact", "fast"]
@@ -392,7 +393,8 @@ class Packed:
         self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
     ) -> torch.Tensor:
         """Return causal attention outputs [N, H, C]; rows past the last sequence (row padding) are zero."""
-        if cpu_attention.can_attend(q_NHC, k_NKC, v_NKC):
+        has_channels = q_NHC.shape[2] in CHANNELS and q_NHC.dtype == k_NKC.dtype == v_NKC.dtype
+        if has_channels and dispatch.runs_cpp(q_NHC, operation="attention"):
             return cpu_attention.attend(q_NHC, k_NKC, v_NKC, self._kernel_table())
         sizes = q_NHC.shape[0], q_NHC.shape[1], k_NKC.shape[1]
         if sizes not in self._plans:  # all layers have one

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.kernels import eager
-from whet.kernels.cpu import ops as cpu
+from whet.kernels import dispatch, eager
 from whet.model.attention import AttentionContext
 from whet.model.config import ModelConfig
 from whet.model.transformer import LanguageModel, Linear, embedding
@@ -23,8 +22,7 @@ class Conv1D(nn.Module):
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Return x W + b."""
-        out = cpu.linear(x_ND, self.weight, self.bias, transposed=True)
-        return eager.linear(x_ND, self.weight.t(), self.bias) if out is None else out
+        return dispatch.run(eager.linear, x_ND, self.weight, self.bias, transposed=True)
 
 
 class GPT2Attention(nn.Module):

@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.kernels import eager
-from whet.kernels.cpu import ops as cpu
-from whet.kernels.dispatch import kernel_for
+from whet.kernels import dispatch, eager
 from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, round_up
 from whet.model.checkpointing import Recompute
 from whet.model.config import ModelConfig, RopeScaling
@@ -28,8 +26,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b."""
-        out = cpu.linear(input, self.weight, self.bias)
-        return eager.linear(input, self.weight, self.bias) if out is None else out
+        return dispatch.run(eager.linear, input, self.weight, self.bias)
 
 
 def embedding(num_rows: int, width: int) -> nn.Embedding:
@@ -47,12 +44,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last axis."""
-        out = cpu.norm(x, self.weight, self.eps)
-        if out is not None:
-            return out
-        if (kernel := kernel_for(eager.rms_norm, x)) is not None:
-            return kernel(x, self.weight, self.eps)[0]
-        return eager.rms_norm(x, self.weight, self.eps)[0]
+        return dispatch.run(eager.rms_norm, x, self.weight, self.eps)[0]
 
 
 def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,12 +69,6 @@ def _stretch(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     smooth = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     smooth = smooth.clamp(0, 1)
     return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-
-
-def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
-    """Apply rotary positions in float32 and return the input's dtype."""
-    out = cpu.rotate(x_NHC, cos_N1C, sin_N1C)
-    return eager.rotate(x_NHC, cos_N1C, sin_N1C) if out is None else out
 
 
 class Attention(nn.Module):
@@ -116,7 +102,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         # A head's norm under autocast gives float32; products are of one dtype.
-        q, k = rotate(q, cos_N1C, sin_N1C).to(v.dtype), rotate(k, cos_N1C, sin_N1C).to(v.dtype)
+        q, k = (dispatch.run(eager.rotate, x, cos_N1C, sin_N1C).to(v.dtype) for x in (q, k))
         out = context.attend(layer, q, k, v)
         return self.o_proj(out.reshape(rows, -1))
 
@@ -133,10 +119,7 @@ class MLP(nn.Module):
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Return down(silu(gate(x)) * up(x))."""
         gate_NF, up_NF = self.gate_proj(x_ND), self.up_proj(x_ND)
-        gated_NF = cpu.swiglu(gate_NF, up_NF)
-        if gated_NF is None:
-            gated_NF = (kernel_for(eager.swiglu, gate_NF) or eager.swiglu)(gate_NF, up_NF)
-        return self.down_proj(gated_NF)
+        return self.down_proj(dispatch.run(eager.swiglu, gate_NF, up_NF))
 
 
 class DecoderLayer(nn.Module):
@@ -205,7 +188,7 @@ class LanguageModel(nn.Module):
         """
         count = tokens_N.shape[0]
         # The kernels' products do not care how many rows there are.
-        quantum = 1 if cpu.usable(self.head_weight) else ROW_QUANTUM
+        quantum = 1 if dispatch.runs_cpp(self.head_weight) else ROW_QUANTUM
         surplus = round_up(count, quantum) - count
         if surplus:
             tokens_N, positions_N = F.pad(tokens_N, (0, surplus)), F.pad(positions_N, (0, surplus))

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from whet.config import dump_yaml
-from whet.generate.kernel_speed import keep_kernels
 from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device
+from whet.kernels import dispatch
 from whet.model.weights import load_model
 from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
 from whet.report.markdown import write_report
@@ -141,7 +141,7 @@ def load_trained(config: RunConfig) -> Policy:
 def begin(config: RunConfig) -> Tracking:
     """Fix kernels and the order of sums, and load the trackers: a missing package ends the run before it starts."""
     refuse_reentry("a training")  # in a worker that imports the script which trains, it would start itself
-    keep_kernels(Path(config.out))
+    dispatch.restore(Path(config.out))
     sameness = config.safety.sameness(resolve_device(config.policy.device))
     set_deterministic(sameness, compiles=config.optim.compile)
     return Tracking(config.track, Path(config.out), enabled=rank() == 0)

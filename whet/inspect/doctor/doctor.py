@@ -19,7 +19,7 @@ from whet.config import show
 from whet.generate.kernel_speed import measure, small
 from whet.inspect.doctor.determinism import check_determinism
 from whet.inspect.doctor.hang import check_hang
-from whet.kernels import choice
+from whet.kernels import dispatch
 from whet.kernels.cpu import build
 from whet.model.config import ModelConfig
 from whet.sandbox.attacks.attacks import all_attacks
@@ -108,9 +108,9 @@ def check_kernels() -> bool:
     console = Console()
     console.print(f"CPU targets: {', '.join(build.runnable())} (choose one with {build.VARIABLE})")
     if build.library() is None:
-        console.print(f"kernels: {choice.describe()}", soft_wrap=True)
+        console.print(f"kernels: {dispatch.describe()}", soft_wrap=True)
         return False
-    table = Table("width", "numbers", *choice.OPERATIONS, "kernels", box=SIMPLE_HEAD)
+    table = Table("width", "numbers", *dispatch.OPERATIONS, "kernels", box=SIMPLE_HEAD)
     for width in WIDTHS:
         shape = small(
             ModelConfig(
@@ -123,9 +123,9 @@ def check_kernels() -> bool:
         )
         for dtype in (torch.float32, torch.bfloat16):
             ratios = measure(shape, dtype)
-            cells = [f"{ratios[name]:.1f}x" for name in choice.OPERATIONS]
+            cells = [f"{ratios[name]:.1f}x" for name in dispatch.OPERATIONS]
             name = str(dtype).removeprefix("torch.")
-            table.add_row(str(width), name, *cells, choice.describe(choice.Choice.of(ratios)))
+            table.add_row(str(width), name, *cells, dispatch.describe(dispatch.Choice.of(ratios)))
     console.print(table)
     console.print("speed of the C++ kernels over PyTorch's own; slower ones are not used", soft_wrap=True)
     return True

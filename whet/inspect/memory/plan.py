@@ -24,7 +24,7 @@ from whet.inspect.memory.phases import (
     sharded_budget,
 )
 from whet.kernels import eager
-from whet.kernels.cpu import ops as cpu
+from whet.kernels.cpu import build
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig, from_hf
 from whet.model.files import find_files, is_hub_name, read_json
@@ -240,7 +240,7 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         precision=run.optim.precision,
         device=device,
         attention=FIT_ATTENTION,
-        has_kernels=device == "cpu" and cpu.library() is not None,
+        has_kernels=device == "cpu" and build.library() is not None,
         checkpoint=run.optim.checkpoint_kind if run.optim.checkpoint_layers else None,
         offload_inputs=run.optim.offload_inputs,
         adam_bits=run.optim.adam_bits,

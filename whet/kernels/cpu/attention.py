@@ -8,15 +8,9 @@ from typing import Any
 
 import torch
 
-from whet.kernels.cpu.ops import CHANNELS, _threads, _wide, call, recorded, usable
+from whet.kernels.cpu.ops import _threads, _wide, call, recorded
 
 TILE = 16
-
-
-def can_attend(q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> bool:
-    """Say whether the kernels can attend with these tensors."""
-    same = q_NHC.dtype == k_NKC.dtype == v_NKC.dtype
-    return same and q_NHC.shape[-1] in CHANNELS and usable(q_NHC, operation="attention")
 
 
 class _Attend(torch.autograd.Function):

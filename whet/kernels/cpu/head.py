@@ -8,16 +8,11 @@ from typing import Any
 
 import torch
 
-from whet.kernels.cpu.ops import QUANTUM, _threads, _wide, call, matmul, panels, product, usable
+from whet.kernels.cpu.ops import QUANTUM, _threads, _wide, call, matmul, panels, product
 from whet.kernels.eager import product_dtype
 
 KEEP_BYTES = 256 * 2**20
 """Most logits kept for the backward pass; beyond that they are recomputed."""
-
-
-def can_score(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> bool:
-    """Say whether the kernels can score with this head: float32 rows and weight, or a bfloat16 weight."""
-    return usable(hidden_MD, weight_VD)
 
 
 def logits(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
@@ -29,11 +24,6 @@ def logits(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     out = torch.empty(hidden_MD.shape[0], -(-vocab // QUANTUM) * QUANTUM)
     rows = hidden_MD.detach().to(weight_VD.dtype).contiguous()
     return product(rows, panels(weight_VD, weight_VD.dtype), vocab, out=out)
-
-
-def can_select(logits_MV: torch.Tensor) -> bool:
-    """Say whether `select` can score these logits."""
-    return logits_MV.dtype == torch.float32 and not logits_MV.requires_grad and usable(logits_MV)
 
 
 def select(logits_MV: torch.Tensor, targets_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

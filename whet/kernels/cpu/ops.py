@@ -1,8 +1,8 @@
 """The C++ kernels as functions of tensors, and their gradients.
 
 Every function gives a row the same bits whatever other rows are in the call and however many threads run, so that a
-sampler and a trainer that both call them agree exactly. `usable` says which tensors they accept; for all others the
-caller runs its eager code. Weights are packed into panels once (`panels`), and again when they change.
+sampler and a trainer that both call them agree exactly. `whet.kernels.dispatch` says which tensors they accept, and
+runs the eager twins on all others. Weights are packed into panels once (`panels`), and again when they change.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from whet.kernels.choice import Operation, uses
-from whet.kernels.cpu.build import library
+from whet.kernels.cpu import build
 from whet.kernels.eager import product_dtype
 
 QUANTUM = 16
@@ -67,7 +66,7 @@ RESULTS = {"packed_size": c_long, "layers_memory": c_long, "squares": c_double}
 
 
 def _functions() -> dict[str, Any]:
-    loaded = library()
+    loaded = build.library()
     found: dict[str, Any] = {}
     for name, arguments in SIGNATURES.items() if loaded is not None else ():
         function = getattr(loaded, f"whet_{name}")
@@ -91,16 +90,6 @@ def call(name: str, *arguments: Any) -> Any:
         with torch.profiler.record_function(f"whet::{name}"):
             return _table[name](*plain)
     return _table[name](*plain)
-
-
-def usable(*tensors: torch.Tensor, operation: Operation = "product") -> bool:
-    """Say whether the kernels should run on tensors: on the CPU, float32 or bfloat16, last axis a multiple of 16."""
-    if torch.compiler.is_compiling() or not uses(operation):
-        return False
-    for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.dtype not in DTYPES or tensor.shape[-1] % QUANTUM:
-            return False
-    return library() is not None
 
 
 def _wide(tensor: torch.Tensor) -> int:
@@ -282,22 +271,18 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(
-    x_ND: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool = False
-) -> torch.Tensor | None:
-    """Return x W^T + b by the kernels, in autocast's dtype if that is on; None if they cannot be used."""
-    if x_ND.dim() != 2 or not usable(x_ND, weight):
-        return None
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x_ND.dtype
-    if dtype not in DTYPES or (dtype != weight.dtype and not torch.is_autocast_enabled("cpu")):
-        return None
-    needs_grad = x_ND.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, transposed: bool = False
+) -> torch.Tensor:
+    """Return x @ weight.T + bias, in autocast's dtype if that is on; see `whet.kernels.eager.linear`."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    needs_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if needs_grad and torch.is_grad_enabled():
-        return _Linear.apply(x_ND, weight, bias, dtype, transposed)  # pyright: ignore[reportReturnType]
+        return _Linear.apply(x, weight, bias, dtype, transposed)  # pyright: ignore[reportReturnType]
     # Skip autograd: its bookkeeping takes as long as a small product.
-    x = x_ND.to(dtype).contiguous()
     packed = panels(weight, dtype, transposed=transposed)
     columns = weight.shape[1] if transposed else weight.shape[0]
-    return product(x, packed, columns, bias=None if bias is None else bias.to(dtype))
+    rounded = None if bias is None else bias.to(dtype)
+    return product(x.to(dtype).contiguous(), packed, columns, bias=rounded)
 
 
 class _Norm(torch.autograd.Function):
@@ -338,11 +323,12 @@ class _Norm(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype), None
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """Return the root-mean-square norm of the last axis times `weight`; None if the kernels cannot be used."""
-    if x.dtype != weight.dtype or not usable(x, weight):
-        return None
-    return _Norm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the residual, normalise by the root mean square and scale; see `whet.kernels.eager.rms_norm`."""
+    total = x if residual is None else x + residual
+    return _Norm.apply(total, weight, eps), total  # pyright: ignore[reportReturnType]
 
 
 class _Rotate(torch.autograd.Function):
@@ -366,10 +352,8 @@ def _rotated(x_NHC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: fl
     return out
 
 
-def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor | None:
-    """Apply rotary positions to heads, cos and sin in float32; None if the kernels cannot be used."""
-    if not usable(x_NHC) or cos_N1C.dtype != torch.float32:
-        return None
+def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions to heads; see `whet.kernels.eager.rotate`."""
     cos, sin = cos_N1C.contiguous(), sin_N1C.contiguous()
     return _Rotate.apply(x_NHC, cos, sin)  # pyright: ignore[reportReturnType]
 
@@ -396,10 +380,8 @@ class _Gate(torch.autograd.Function):
         return grad_gate, grad_up
 
 
-def swiglu(gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor | None:
-    """Return silu(gate) * up; None if the kernels cannot be used."""
-    if gate_NF.dim() != 2 or gate_NF.dtype != up_NF.dtype or not usable(gate_NF, up_NF):
-        return None
+def swiglu(gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up; see `whet.kernels.eager.swiglu`."""
     return _Gate.apply(gate_NF, up_NF)  # pyright: ignore[reportReturnType]
 
 

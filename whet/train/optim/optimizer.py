@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from whet.kernels.cpu import build
 from whet.kernels.cpu import ops as cpu
 
 EVERYTHING = slice(None)
@@ -14,7 +15,7 @@ CHUNK = {"cpu": 2**18, "cuda": 2**24}
 def suits_kernel(gradient: torch.Tensor) -> bool:
     """Say whether the C++ kernels can read a gradient."""
     is_plain = gradient.dtype in cpu.DTYPES and gradient.is_contiguous()
-    return is_plain and gradient.device.type == "cpu" and cpu.library() is not None
+    return is_plain and gradient.device.type == "cpu" and build.library() is not None
 
 
 def sum_of_squares(gradient: torch.Tensor) -> float:

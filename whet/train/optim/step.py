@@ -14,7 +14,7 @@ from weakref import WeakMethod
 
 import torch
 
-from whet.kernels.cpu.build import library
+from whet.kernels.cpu import build
 from whet.kernels.cpu.ops import forget
 from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.transformer import LanguageModel
@@ -221,7 +221,7 @@ class Optimizer:
         norm = math.sqrt(sum(map(sum_of_squares, gradients)))
         if math.isfinite(norm) and math.isfinite(loss):
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
-            is_native = library() is not None and all(map(suits_kernel, gradients))
+            is_native = build.library() is not None and all(map(suits_kernel, gradients))
             has_masters = any(master.held() for master in self._masters)
             if self._packed or has_masters or is_native:
                 del gradients
