@@ -236,9 +236,12 @@ def test_a_chat_is_the_last_reply_to_all_before_it(tmp_path: Path) -> None:
     rows = [
         chat("system:Be brief.", "user:Hi", "assistant:Hello!", "user:Who are you?", "assistant:A model. "),
         chat("user:Hi", "assistant:Hello!"),
-        chat("user:Hi", "assistant:Hello!", "user:Bye"),  # its last question was never answered: as the row above
+        chat(
+            "user:Hi", "assistant:Hello!", "user:Bye"
+        ),  # its last question was never answered: as the row above
     ]
-    first, second, third = all_of(tmp_path, *rows, {"messages": json.dumps(chat("user:Hi", "assistant:Yes?")["messages"])})
+    text = json.dumps(chat("user:Hi", "assistant:Yes?")["messages"])
+    first, second, third = all_of(tmp_path, *rows, {"messages": text})
     assert (first.prompt, first.reply, first.answer, first.solution) == ("Who are you?", "A model. ", "", "")
     assert [(m.role, m.content) for m in first.messages] == [
         ("system", "Be brief."),
@@ -298,9 +301,7 @@ def test_answers_are_taken_from_all_replies_or_from_none(tmp_path: Path) -> None
     task = Jsonl(write(tmp_path, right, other), max_bad_rows=1)
     assert [(p.answer, p.reply) for p in task.problems("test")] == [("4", "")]
     assert [row.reason for row in task.bad_rows] == ["no final answer found in the last assistant message"]
-    assert [(p.answer, p.reply) for p in all_of(tmp_path, right, answer="none")] == [
-        ("", "so \\boxed{4}")
-    ]
+    assert [(p.answer, p.reply) for p in all_of(tmp_path, right, answer="none")] == [("", "so \\boxed{4}")]
 
 
 def test_instructions_and_plain_text(tmp_path: Path) -> None:
@@ -349,7 +350,13 @@ def test_a_small_file_keeps_enough_to_test_on(tmp_path: Path, count: int) -> Non
 
 
 def test_old_names_of_columns_are_read() -> None:
-    old = {"name": "jsonl", "path": "x", "prompt_field": "q", "answer_field": "answer", "solution_field": None}
+    old = {
+        "name": "jsonl",
+        "path": "x",
+        "prompt_field": "q",
+        "answer_field": "answer",
+        "solution_field": None,
+    }
     assert from_dict(TaskConfig, old, where="run") == TaskConfig(name="jsonl", path="x", prompt="q")
     assert from_dict(TaskConfig, {"prompt_field": "prompt"}, where="run") == TaskConfig()
     with pytest.raises(UserError, match="run: prompt_field is now called prompt, and both are given"):

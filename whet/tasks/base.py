@@ -13,6 +13,7 @@ from whet.tasks.choice import choice, yes_no
 from whet.tasks.code import Code
 from whet.tasks.gsm8k import GSM8K
 from whet.tasks.gym import Gym
+from whet.tasks.ifeval import IFEval
 from whet.tasks.jsonl import Jsonl
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.made.countdown import countdown
@@ -36,6 +37,7 @@ ROW_SETS = (
     *("numina_math", "big_math", "ultrachat", "tulu3"),
 )
 """Data sets of `whet.tasks.sets` that are read as rows of any other: by their columns, judged by `answers_equal`."""
+PROGRAMS = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "livecodebench", "code")
 OPTIONS: dict[str, frozenset[str]] = {
     "arithmetic": frozenset(),
     "products": frozenset(),
@@ -44,9 +46,8 @@ OPTIONS: dict[str, frozenset[str]] = {
     "sanity": frozenset(),
     "gsm8k": frozenset({"path", "max_bad_rows", "keep_calculator", "symbolic"}),
     "math": frozenset({"path", "max_bad_rows", "symbolic"}),
-    "humaneval": frozenset({"path", "max_bad_rows"}),
-    "mbpp": frozenset({"path", "max_bad_rows"}),
-    "code": frozenset({"path", "max_bad_rows"}),
+    **dict.fromkeys(PROGRAMS, frozenset({"path", "config", "max_rows", "max_bad_rows"})),
+    "ifeval": frozenset({"path", "max_rows", "max_bad_rows"}),
     "choice": frozenset({"path", "max_bad_rows"}),
     "yes_no": frozenset({"path", "max_bad_rows"}),
     "gym": _DRAWN | {"path"},
@@ -210,6 +211,16 @@ def _rows(config: TaskConfig) -> Jsonl:
     )
 
 
+def _code(config: TaskConfig) -> Code:
+    return Code(
+        config.name,
+        config.path,
+        config=config.config,
+        max_rows=config.max_rows,
+        max_bad_rows=config.max_bad_rows,
+    )
+
+
 TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "arithmetic": lambda config: Arithmetic(),
     "products": lambda config: Products(),
@@ -220,9 +231,8 @@ TASKS: dict[str, Callable[[TaskConfig], Task]] = {
         config.path, keep_calculator=config.keep_calculator, max_bad_rows=config.max_bad_rows
     ),
     "math": lambda config: MATH(config.path, max_bad_rows=config.max_bad_rows),
-    "humaneval": lambda config: Code("humaneval", config.path, max_bad_rows=config.max_bad_rows),
-    "mbpp": lambda config: Code("mbpp", config.path, max_bad_rows=config.max_bad_rows),
-    "code": lambda config: Code("code", config.path, max_bad_rows=config.max_bad_rows),
+    **dict.fromkeys(PROGRAMS, _code),
+    "ifeval": lambda config: IFEval(config.path, max_rows=config.max_rows, max_bad_rows=config.max_bad_rows),
     "choice": lambda config: choice(config.path, max_bad_rows=config.max_bad_rows),
     "yes_no": lambda config: yes_no(config.path, max_bad_rows=config.max_bad_rows),
     "gym": lambda config: Gym(config.path, num_problems=config.num_problems, seed=config.seed),

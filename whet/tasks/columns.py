@@ -308,7 +308,9 @@ def _asked_in(row: Mapping[str, Any], column: str) -> Any:
             value = json.loads(value)
         except (ValueError, RecursionError):
             value = [value]  # not messages: the error says so
-    return value if isinstance(value, str | list) or is_number(value) else [value] if value is not None else None
+    return (
+        value if isinstance(value, str | list) or is_number(value) else [value] if value is not None else None
+    )
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:

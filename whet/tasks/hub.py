@@ -75,7 +75,7 @@ def hub_rows(part: Part, *, max_rows: int = 0) -> Iterator[tuple[str, int, Row |
     datasets = _datasets(part.path)
     count = 0
     for config in part.configs or ("",):
-        left = max_rows - count
+        left = max_rows - count if max_rows else None
 
         def load(config: str = config) -> Iterable[Any]:
             return datasets.load_dataset(
@@ -84,7 +84,7 @@ def hub_rows(part: Part, *, max_rows: int = 0) -> Iterator[tuple[str, int, Row |
 
         values = iter(_called(part.path, config, part.split, load))
         name = f"{part.path} {config} {part.split}" if config else f"{part.path} {part.split}"
-        for number, value in enumerate(islice(_guarded(values, part, config), left or None), 1):
+        for number, value in enumerate(islice(_guarded(values, part, config), left), 1):
             count += 1
             yield f"{name} row {number}", number, as_row(value), value
         if max_rows and count >= max_rows:
