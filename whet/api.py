@@ -561,7 +561,8 @@ def dpo(
 
     Args:
         policy: The policy, or what `load` takes.
-        pairs: Rows with prompt, chosen and rejected (texts or chat messages), or the path of such a file.
+        pairs: Rows with prompt, chosen and rejected (texts or chat messages), the path of such a file, a hub name, or
+            'ultrafeedback'.
         out: Run folder to make.
         task: Where there are no pairs: the problems whose completions are paired.
         num_steps: Optimizer steps.
@@ -573,7 +574,10 @@ def dpo(
         raise UserError("dpo: expected either pairs or a task")
     given: dict[str, Any] = {"out": str(out), "policy": _policy(policy), "num_steps": num_steps}
     if pairs is not None:
-        path = Path(pairs).resolve() if isinstance(pairs, (str, Path)) else _written(pairs)
+        is_name = isinstance(pairs, str) and not Path(pairs).exists()  # of the hub
+        path = (
+            pairs if is_name else Path(pairs).resolve() if isinstance(pairs, (str, Path)) else _written(pairs)
+        )
         given["pairs"] = str(path)
     if task is not None:
         given["task"] = _task(task)

@@ -11,7 +11,7 @@ from typing import Any
 
 from whet.schema import AnswerType
 from whet.tasks.hub import Part, read_hub
-from whet.tasks.read import BadRow, Row, check_split, first_row, is_hub_name, read_file, select_split
+from whet.tasks.read import BadRow, Row, check_split, is_hub_name, read_file, select_split
 from whet.tasks.sets import HUB_SETS
 from whet.types import Problem, UserError, problem_uid
 
