@@ -235,15 +235,15 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "a column": (
         lambda f, t: whet.Task.from_rows(ROWS, prompt="ask"),
-        "no column 'ask'; there are: question, answer",
+        r"^rows: no column 'ask'; name another with prompt=... \(there are: question, answer\)$",
     ),
     "no question": (
         lambda f, t: whet.rl(f, [{"q": "x", "a": "1"}], out=t),
-        r"name it: prompt='...' \(there are: q, a\)",
+        r"rows: no column is a question; name it with prompt=... \(there are: q, a\)",
     ),
     "two questions": (
         lambda f, t: whet.rl(f, [{"question": "x", "problem": "y"}], out=t),
-        "could each be the question",
+        "could each be the prompt",
     ),
     "a name": (lambda f, t: whet.Task.from_rows("gsm9k"), "no such file or folder, nor a task"),
     "a model": (lambda f, t: whet.load(f / "nothing" / "here"), "nothing/here"),

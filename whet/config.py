@@ -15,7 +15,17 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 
@@ -29,6 +39,18 @@ Config = TypeVar("Config", bound="DataclassInstance")
 MAX_YAML_BYTES = 1 << 20
 # YAML 1.1 reads `1e-4` (no dot) as text; a person means a number.
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+class Renamed(NamedTuple):
+    """What became of a field of an earlier version, in the table `RENAMED` of its config class.
+
+    Attributes:
+        name: Its name now.
+        default: The value that is now the default.
+    """
+
+    name: str
+    default: Any
 
 
 def to_dict(config: DataclassInstance) -> dict[str, Any]:
@@ -304,6 +326,7 @@ def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: A
     if not isinstance(data, Mapping):
         raise UserError(f"{where}: field {path!r}: got {show(data)}, expected a group of fields")
     hints = _hints(cls)
+    data = _with_new_names(cls, data, path=path, where=where)
     for key in data:
         if key not in hints:
             dotted = _join(path, str(key))
@@ -332,6 +355,22 @@ def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: A
         return cls(**values)
     except ValueError as error:
         raise UserError(f"{where}: {path + ': ' if path else ''}{error}") from error
+
+
+def _with_new_names(cls: type[Any], data: Mapping[str, Any], *, path: str, where: str) -> Mapping[str, Any]:
+    """Return a group's data with the names of earlier versions replaced, so that old runs load."""
+    renamed: Mapping[str, Renamed] = getattr(cls, "RENAMED", {})
+    if not renamed.keys() & data.keys():
+        return data
+    found = {key: value for key, value in data.items() if key not in renamed}
+    for key in renamed.keys() & data.keys():
+        name, default = renamed[key]
+        if data[key] != default and name in found:
+            old, new = _join(path, key), _join(path, name)
+            raise UserError(f"{where}: {old} is now called {new}, and both are given; leave out {old}")
+        if data[key] != default:
+            found[name] = data[key]
+    return found
 
 
 def _build(hint: Any, value: Any, *, path: str, where: str, base: Any = None) -> Any:

@@ -24,7 +24,7 @@ from whet.kernels import dispatch
 from whet.report.markdown import write_report
 from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
 from whet.storage.folder import open_run
-from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, load_task
+from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.quarantine import write_quarantine
 from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
@@ -255,6 +255,7 @@ def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, tas
         raise UserError(
             f"task {task.name}: two problems have the uid {twice!r}; give every problem a unique one"
         )
+    check_gold(task, wanted, "an evaluation compares answers")
     problems = fitting_problems(policy, wanted, min_new_tokens=1)
     if not problems:
         raise UserError(f"nothing to evaluate: task {task.name} has no problems in split {config.split!r}")

@@ -32,7 +32,7 @@ def qwen25_05b_math() -> DPOConfig:
     return DPOConfig(
         out="runs/qwen2.5-0.5b-math-dpo",
         policy=PolicyConfig(init="runs/qwen2.5-0.5b-math-sft", max_rows=256),
-        task=TaskConfig(name="math", path="EleutherAI/hendrycks_math"),
+        task=TaskConfig(name="math"),
         sampling=SamplingParams(max_new_tokens=1024),
         sft_coef=1.0,
         optim=OptimConfig(

@@ -9,8 +9,8 @@ from whet.model.config import ModelConfig
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.made.products import Products
 
-STORIES = "../shared/data/models/stories260k"
-GSM8K = "../shared/data/gsm8k"
+STORIES = "models/stories260k"
+"""A folder that transformers can read, made from stories260K of karpathy/tinyllamas; the hub has none in that form."""
 
 
 def demo_policy(init: str = "") -> PolicyConfig:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.recipes.models import GSM8K, calculator_policy, demo_policy
+from whet.recipes.models import calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.objective.objective import AlgoConfig
 from whet.train.optim.step import PRESETS, OptimConfig
@@ -162,7 +162,7 @@ def stories260k_gsm8k() -> RLConfig:
     return RLConfig(
         out="runs/stories260k-gsm8k-rl",
         policy=PolicyConfig(init="runs/stories260k-gsm8k-sft"),
-        task=TaskConfig(name="gsm8k", path=GSM8K),
+        task=TaskConfig(name="gsm8k"),
         rewards={"correct": 1.0, "format": 0.5},
         sampling=SamplingParams(max_new_tokens=256),
         algo=AlgoConfig(clip_high=0.28),
@@ -179,7 +179,7 @@ def gpt2_gsm8k() -> RLConfig:
     return RLConfig(
         out="runs/gpt2-gsm8k-rl",
         policy=PolicyConfig(init="runs/gpt2-gsm8k-sft", max_rows=128),
-        task=TaskConfig(name="gsm8k", path="openai/gsm8k"),
+        task=TaskConfig(name="gsm8k"),
         rewards={"correct": 1.0, "format": 0.5},
         sampling=SamplingParams(max_new_tokens=512),
         algo=replace(dapo(), entropy_coef=0.001),
@@ -195,7 +195,7 @@ def _hub(slug: str, algo: AlgoConfig, *, lr: float = 1e-6, base: str = "") -> RL
     return RLConfig(
         out=f"runs/{slug}-math-rl",
         policy=PolicyConfig(init=base or f"runs/{slug}-math-sft", max_rows=256),
-        task=TaskConfig(name="math", path="EleutherAI/hendrycks_math"),
+        task=TaskConfig(name="math"),
         rewards={"correct": 1.0, "format": 0.1},
         sampling=SamplingParams(max_new_tokens=1024),
         algo=algo,

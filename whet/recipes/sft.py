@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig
-from whet.recipes.models import GSM8K, STORIES, calculator_policy, demo_policy, gpt2_policy
+from whet.recipes.models import STORIES, calculator_policy, demo_policy, gpt2_policy
 from whet.tasks.base import TaskConfig
 from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.sft import SFTConfig, main, plan
@@ -42,7 +42,7 @@ def stories260k_gsm8k() -> SFTConfig:
     return SFTConfig(
         out="runs/stories260k-gsm8k-sft",
         policy=PolicyConfig(init=STORIES, schema="think_answer", template="base", system_prompt=False),
-        task=TaskConfig(name="gsm8k", path=GSM8K),
+        task=TaskConfig(name="gsm8k"),
         optim=OptimConfig(lr=2e-3, warmup_steps=50, beta2=0.98, weight_decay=0.01),
         num_steps=600,
         batch_size=32,
@@ -57,7 +57,7 @@ def gpt2_gsm8k() -> SFTConfig:
     return SFTConfig(
         out="runs/gpt2-gsm8k-sft",
         policy=gpt2_policy(),
-        task=TaskConfig(name="gsm8k", path="openai/gsm8k"),
+        task=TaskConfig(name="gsm8k"),
         optim=OptimConfig(lr=3e-4, warmup_steps=100, weight_decay=0.1, precision="bfloat16_autocast"),
         num_steps=2000,
         batch_size=32,
@@ -70,7 +70,7 @@ def _hub(name: str, slug: str, *, lr: float, checkpoint_layers: bool) -> SFTConf
     return SFTConfig(
         out=f"runs/{slug}-math-sft",
         policy=PolicyConfig(init=name, schema="think_answer", template="base", max_rows=128),
-        task=TaskConfig(name="math", path="EleutherAI/hendrycks_math"),
+        task=TaskConfig(name="math"),
         optim=OptimConfig(
             lr=lr,
             warmup_steps=30,

@@ -81,7 +81,7 @@ def format_score(schema: ResponseSchema, task: Task) -> Reward:
 
 
 REWARDS: dict[str, Preset] = {
-    "correct": Preset(correctness, best=1.0, worst=0.0),
+    "correct": Preset(correctness, best=1.0, worst=0.0, needs_gold=True),
     "format": Preset(format_score, best=1.0, worst=0.0),
     **PRESETS,
     "program_loads": Preset(program_loads, best=1.0, worst=0.0),

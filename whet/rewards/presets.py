@@ -99,12 +99,14 @@ class Preset:
         best: Largest score.
         worst: Smallest score.
         is_reached: True when the ideal completion scores exactly `best`; False if length decides.
+        needs_gold: Whether it compares with a gold answer.
     """
 
     make: Callable[[ResponseSchema, Task], Reward]
     best: float
     worst: float
     is_reached: bool = True
+    needs_gold: bool = False
 
 
 def _raw_answer(schema: ResponseSchema, completion: str) -> str | None:
@@ -391,16 +393,18 @@ def steps(schema: ResponseSchema, task: Task) -> Reward:
 PRESETS: dict[str, Preset] = {
     "format_exact": Preset(format_exact, FORMAT_EXACT, FORMAT_EXACT_MISS),
     "format_approximate": Preset(format_approximate, NOTEBOOK_TAGS * TAG_ONCE, NOTEBOOK_TAGS * TAG_NOT_ONCE),
-    "answer_bands": Preset(answer_bands, BANDS_EQUAL, BANDS_NO_NUMBER),
-    "number_match": Preset(number_match, NUMBER_EQUAL, NUMBER_NONE),
+    "answer_bands": Preset(answer_bands, BANDS_EQUAL, BANDS_NO_NUMBER, needs_gold=True),
+    "number_match": Preset(number_match, NUMBER_EQUAL, NUMBER_NONE, needs_gold=True),
     "tag_count": Preset(tag_count, LAYOUT, 0.0),
     "format_soft": Preset(format_soft, LAYOUT, 0.0),
     "format_strict": Preset(format_strict, LAYOUT, 0.0),
-    "exact_match": Preset(exact_match, 1.0, 0.0),
-    "distance": Preset(distance, 1.0, DISTANCE_NO_NUMBER),
+    "exact_match": Preset(exact_match, 1.0, 0.0, needs_gold=True),
+    "distance": Preset(distance, 1.0, DISTANCE_NO_NUMBER, needs_gold=True),
     "length_band": Preset(length_band, 1.0, 0.0, is_reached=False),
     "length_penalty": Preset(length_penalty, 0.0, -1.0, is_reached=False),
-    "cosine_length": Preset(cosine_length, COSINE_RIGHT[0], COSINE_EXCEEDED, is_reached=False),
+    "cosine_length": Preset(
+        cosine_length, COSINE_RIGHT[0], COSINE_EXCEEDED, is_reached=False, needs_gold=True
+    ),
     "repetition": Preset(repetition, 0.0, -1.0, is_reached=False),
     "degenerate": Preset(degenerate, 0.0, DEGENERATE),
     "steps": Preset(steps, 1.0, 0.0, is_reached=False),

@@ -17,7 +17,7 @@ from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard, sum_gradients
 from whet.storage.checkpoint import Resume
-from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.quarantine import write_quarantine
 from whet.tasks.read import BadRow
 from whet.telemetry.display import advancing, open_display
@@ -325,6 +325,7 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
             task = load_task(config.task)
             policy.expect(answer_type_of(task))
             problems = take_problems(task, "train", config.num_problems)
+            check_gold(task, problems, "pairs are made of right and wrong answers")
             judged = sample_judged(
                 policy,
                 task,

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,6 +28,7 @@ from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
 from whet.storage.commit import DiskFullError, commit_folder
 from whet.storage.folder import open_run
+from whet.tasks.base import told_of
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
 from whet.telemetry.provenance import write_environment, write_provenance
@@ -160,7 +161,7 @@ def open_folder(config: RunConfig, *, resume: Resume) -> Path:
     return folder
 
 
-def write_origin(config: RunConfig, problems: Iterable[Problem], source: Task | None) -> None:
+def write_origin(config: RunConfig, problems: Sequence[Problem], source: Task | None) -> None:
     """Write provenance.json (the run's id, hashes of everything that it depends on) and quarantine.jsonl.
 
     Args:
@@ -170,8 +171,9 @@ def write_origin(config: RunConfig, problems: Iterable[Problem], source: Task | 
     """
 
     def write() -> None:
-        if source is not None and (said := write_quarantine(Path(config.out), source)):
-            print(f"whet: {said}", flush=True)
+        if source is not None:
+            said = [*told_of(source, len(problems)), write_quarantine(Path(config.out), source)]
+            print("".join(f"whet: {text}\n" for text in said if text), end="", flush=True)
         write_provenance(
             Path(config.out),
             base=config.policy.init,

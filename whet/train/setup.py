@@ -19,10 +19,10 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Sampler
 from whet.generate.sampling import SamplingParams
 from whet.ranks.collectives import world_size
-from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
+from whet.rewards.base import EPISODE, JUDGE, REWARDS, WeightedReward, build_rewards
 from whet.rewards.judge.judge import LOCAL, AskBatch, Judge, JudgeConfig
 from whet.schema import ResponseSchema
-from whet.tasks.base import answer_type_of, load_task
+from whet.tasks.base import answer_type_of, check_gold, load_task
 from whet.tasks.mixture import PART
 from whet.tasks.tools import environment_for
 from whet.train.rl_config import RLConfig
@@ -168,6 +168,8 @@ def load_rl(config: RLConfig) -> RLSetup:
     kept = fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
     if not kept:
         raise UserError(f"task {task.name}: no problem of the train split fits the context")
+    if comparing := [name for name in config.rewards if name in REWARDS and REWARDS[name].needs_gold]:
+        check_gold(task, kept, f"the reward {comparing[0]!r} compares answers")
     rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
     left_out = len(problems) - len(kept)
     return RLSetup(

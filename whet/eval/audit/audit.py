@@ -274,12 +274,15 @@ def audit_task(
 def preflight(
     task: Task, rewards: Sequence[WeightedReward], schema: ResponseSchema, problems: Sequence[Problem]
 ) -> None:
-    """Stop a run whose rewards cannot tell right from wrong, by an audit on a few problems.
+    """Stop a run whose rewards cannot tell right from wrong, by an audit on a few problems that have a gold answer.
 
     Raises:
         UserError: With the first failure of a required claim.
     """
-    audit = audit_task(task, rewards, schema, problems[:NUM_PREFLIGHT], num_measured=0)
+    shown = [problem for problem in problems if problem.answer][:NUM_PREFLIGHT]
+    if not shown:  # no completion is known to be right
+        return
+    audit = audit_task(task, rewards, schema, shown, num_measured=0)
     for check in audit.checks:
         if check.is_refuted:
             raise UserError(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from whet.generate.policy import Policy
 from whet.generate.sampling import sequence_seed
 from whet.ranks.collectives import all_reduce_sum, shard
-from whet.tasks.read import BadRow, Row, read_jsonl, text_fault
+from whet.tasks.hub import find_parts, read_hub
+from whet.tasks.read import BadRow, Check, Row, is_hub_name, read_file, text_fault
+from whet.tasks.sets import PAIR_SETS
 from whet.train.data.harvest import Judged, choose, distinct, is_right
 from whet.types import Problem, UserError, problem_uid
 
@@ -125,16 +128,39 @@ class Pairing:
         )
 
 
+def read_pair_rows(
+    source: str, *, max_bad_rows: int = 0, check: Check | None = None
+) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    """Read rows of preference pairs from a file or from the hub.
+
+    Args:
+        source: A .jsonl, .jsonl.gz, .json, .csv or .parquet file, a name of `PAIR_SETS`, or a hub name, of which the
+            split train is read, or the only one.
+        max_bad_rows: Bad rows that are tolerated.
+        check: Says what is wrong with a row.
+
+    Returns:
+        Number and row of the good rows, and the bad rows.
+
+    Raises:
+        UserError: If there is no such file or data set, or too many rows are bad.
+    """
+    if not Path(source).exists() and (source in PAIR_SETS or is_hub_name(source)):
+        parts = PAIR_SETS[source].parts if source in PAIR_SETS else find_parts(source)
+        return read_hub(next(iter(parts.values())), required=(), max_bad_rows=max_bad_rows, check=check)
+    return read_file(Path(source), required=(), max_bad_rows=max_bad_rows, check=check)
+
+
 def read_pairs(
     path: str, policy: Policy, max_bad_rows: int, bad_rows: list[BadRow] | None = None
 ) -> tuple[list[Pair], int]:
-    """Read this rank's rows of a JSON-lines file with prompt, chosen and rejected.
+    """Read this rank's rows with prompt, chosen and rejected.
 
     Each is text, or a list of chat messages in TRL's format. If chosen and rejected start with the prompt's messages,
     these are removed; without a prompt their common initial messages are the prompt.
 
     Args:
-        path: The file (.gz too).
+        path: What `read_pair_rows` takes.
         policy: Renders and encodes prompts by its protocol.
         max_bad_rows: Bad rows that are tolerated.
         bad_rows: Collects the skipped rows.
@@ -146,9 +172,8 @@ def read_pairs(
         UserError: If the file cannot be read, or a row is bad, with its line.
     """
     try:
-        rows, left_out = read_jsonl(
+        rows, left_out = read_pair_rows(
             path,
-            required=(),
             max_bad_rows=max_bad_rows,
             check=lambda row: found if isinstance(found := _contents(row), str) else None,
         )
