@@ -168,6 +168,16 @@ class Tokenizer:
             return [self.bos_id, *ids]
         return ids
 
+    def encode_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Render whole messages without a generation cue, and encode them; BOS as in `encode_prompt`."""
+        self.render(messages[:-1])  # checks the template once
+        ids = self.encode(self._render(messages, cue=False))
+        return (
+            [self.bos_id, *ids]
+            if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]
+            else ids
+        )
+
     def encode_next(self, text: str, prefix: str = "") -> list[int]:
         """Encode a further user message after a reply: the template's text, then `prefix`."""
         mark = "\u2402reply\u2403"
