@@ -175,7 +175,7 @@ def test_training_on_a_file_learns_it(tiny_policy: PolicyConfig, tmp_path: Path)
 
 
 LABELLED = [
-    {"prompt": f"{n}+1=", "completion": str(n + m), "label": m == 1} for n in range(8) for m in (1, 2, 3)
+    {"prompt": f"{n}+1=", "completion": str(n + m), "label": m == 1} for n in range(8) for m in (1, 2)
 ]
 
 
@@ -196,13 +196,13 @@ def test_every_loss_learns_a_file(loss: str, tiny_policy: PolicyConfig, tmp_path
     train(config)
     found = metrics(tmp_path / "run")
     assert found[0]["dpo/accuracy"] < 1
-    assert loss == "kto" or found[-1]["dpo/accuracy"] == 1
+    assert found[-1]["dpo/accuracy"] == 1
     margins = [row["dpo/margin"] for row in found if "dpo/margin" in row]
     assert margins[-1] > margins[0] + 0.3
     assert ("dpo/kl" in found[-1]) == (loss == "kto")
     if loss == "kto":
         assert max(row["dpo/chosen_reward"] for row in found if "dpo/chosen_reward" in row) > 0.2
-        assert sum(row["dpo/desirable"] for row in found) / 30 == pytest.approx(1 / 3, abs=0.02)
+        assert sum(row["dpo/desirable"] for row in found) / 30 == pytest.approx(1 / 2, abs=0.02)
     stored = [json.loads(line) for line in (tmp_path / "run" / "pairs.jsonl").read_text().splitlines()]
     assert all((row["ref_chosen_logprob"] != 0) == (loss != "orpo") for row in stored if row["chosen_ids"])
     assert all((row["ref_kl_logprob"] != 0) == (loss == "kto") for row in stored)

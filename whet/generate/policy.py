@@ -18,7 +18,7 @@ import torch
 from whet.generate.activations import Activations
 from whet.generate.engine import Engine
 from whet.generate.kernel_speed import choose_kernels
-from whet.generate.scoring import score_micro_batch
+from whet.generate.scoring import hidden_rows, score_micro_batch
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig
 from whet.model.files import read_json
@@ -267,8 +267,23 @@ class Policy:
             activations=self.activations if keeps else None,
         )
 
+    def hidden(self, micro: MicroBatch) -> torch.Tensor:
+        """Return the hidden states [M, D] that score a micro-batch's trained tokens; differentiable."""
+        return hidden_rows(
+            self.model,
+            micro,
+            autocast=self.autocast,
+            attention=self.attention,
+            activations=self.activations,
+        )
+
     def score(
-        self, micro: MicroBatch, *, temperature: float = 1.0, attention: AttentionKind | None = None
+        self,
+        micro: MicroBatch,
+        *,
+        temperature: float = 1.0,
+        attention: AttentionKind | None = None,
+        hidden_MD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score a micro-batch's trained tokens, under the distribution that `engine` sampled.
 
@@ -276,6 +291,7 @@ class Policy:
             micro: Packed sequences.
             temperature: Temperature at which the tokens were sampled.
             attention: Another attention kernel than the policy's.
+            hidden_MD: Result of `hidden`, where it is there already.
 
         Returns:
             Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
@@ -287,6 +303,7 @@ class Policy:
             autocast=self.autocast,
             attention=attention or self.attention,
             activations=self.activations if attention is None else None,
+            hidden_MD=hidden_MD,
         )
 
     def protocol(self) -> dict[str, object]:

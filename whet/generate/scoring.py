@@ -78,6 +78,7 @@ def score_micro_batch(
     autocast: torch.dtype | None = None,
     attention: AttentionKind = "exact",
     activations: Activations | None = None,
+    hidden_MD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score a micro-batch's trained tokens.
 
@@ -88,12 +89,14 @@ def score_micro_batch(
         autocast: Compute dtype if it is not the parameters' own.
         attention: Attention kernel; 'exact' equals the sampler's.
         activations: The sampler's activations of these tokens, if kept.
+        hidden_MD: Result of `hidden_rows`, where it is there already.
 
     Returns:
         Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
     """
-    options = {"autocast": autocast, "attention": attention}
-    hidden_MD = hidden_rows(model, micro, activations=activations, **options)
+    if hidden_MD is None:
+        options = {"autocast": autocast, "attention": attention}
+        hidden_MD = hidden_rows(model, micro, activations=activations, **options)
     with span("head"):
         return token_logprobs(
             hidden_MD,

@@ -114,6 +114,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
     "rl_health": (
         Panel("entropy", ("rl/entropy",)),
         Panel("KL to the reference", ("rl/kl",)),
+        Panel("KL to the teacher", ("rl/teacher_kl",)),
         Panel("clipped tokens", ("rl/clip_high", "rl/clip_low")),
         Panel("spread of the ratio", ("rl/ratio_spread",)),
         Panel("gradient norm", ("rl/grad_norm",)),

@@ -118,6 +118,7 @@ METRICS: dict[str, Metric] = {
     "rl/unscorable": Metric("samples", "unscorable samples; they are dropped from every denominator", ".0f"),
     "rl/entropy": Metric("nats/token", "entropy of the policy on the tokens that reach the backward pass"),
     "rl/kl": Metric("nats/token", "divergence from the reference model", ".4f"),
+    "rl/teacher_kl": Metric("nats/token", "divergence from the teacher, on the policy's own samples", ".4f"),
     "rl/kl_coef": Metric("1", "current weight of the KL term", ".2e"),
     "rl/entropy_coef": Metric("1", "current weight of the entropy bonus", ".2e"),
     "rl/ratio_spread": Metric(

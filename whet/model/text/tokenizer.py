@@ -95,6 +95,13 @@ class Tokenizer:
         """SHA-256 of the tokenizer.json that `save` writes: same fingerprint, same ids."""
         return hashlib.sha256(self._backend.to_str(pretty=True).encode()).hexdigest()
 
+    def difference(self, other: Tokenizer) -> str:
+        """Return how another tokenizer's ids differ in their texts; '' if they are the same."""
+        if self._texts == other._texts:
+            return ""
+        index = min(n for n in self._texts | other._texts if self._texts.get(n) != other._texts.get(n))
+        return f"id {index} is {self._texts.get(index)!r:.40} here and {other._texts.get(index)!r:.40} there"
+
     def encode(self, text: str) -> list[int]:
         """Turn text into ids; control tokens spelt out in the text become their single id; BOS is never added.
 
