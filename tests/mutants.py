@@ -546,8 +546,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ),
         (
             "factor",
-            "entropy_M = self._policy.score(micro, temperature=self._temperature)",
-            "entropy_M = self._policy.score(micro)",
+            '"hidden_MD": hidden_MD, "temperature": self._temperature}',
+            '"hidden_MD": hidden_MD}',
             cases("grpo"),
         ),
         ("mask", "needs_all or has_advantage(s)", "has_advantage(s)", cases("kl k2_loss")),

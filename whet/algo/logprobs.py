@@ -264,3 +264,102 @@ def token_logprobs(
         keeps,
     )
     return result
+
+
+def _distributions(
+    hidden_MD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    teacher_MD: torch.Tensor,
+    teacher_weight_VD: torch.Tensor,
+    *,
+    temperature: float,
+    num_valid: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the probabilities p and log p - log q over the valid ids [M, V]."""
+    options = {"temperature": temperature, "num_valid": num_valid}
+    # Columns outside the support are sliced off: 0 x (-inf - -inf) is nan.
+    logp = head_logits(hidden_MD, weight_VD, **options)[:, :num_valid].log_softmax(-1)
+    logq = head_logits(teacher_MD, teacher_weight_VD, **options)[:, :num_valid].log_softmax(-1)
+    return logp.exp(), logp - logq
+
+
+class _ReverseKL(torch.autograd.Function):
+    """Chunked KL(p || q): the backward computes the logits again.
+
+    Gradient of a row's policy logits, for upstream g: dz = g p (log p - log q - KL).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        teacher_MD: torch.Tensor,
+        teacher_weight_VD: torch.Tensor,
+        temperature: float,
+        num_valid: int,
+        chunk: int,
+    ) -> torch.Tensor:
+        options = {"temperature": temperature, "num_valid": num_valid}
+        parts = []
+        for start in range(0, hidden_MD.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            probs, gaps = _distributions(
+                hidden_MD[rows], weight_VD, teacher_MD[rows], teacher_weight_VD, **options
+            )
+            parts.append((probs * gaps).sum(-1))
+        divergence_M = torch.cat(parts)
+        ctx.save_for_backward(hidden_MD, weight_VD, teacher_MD, teacher_weight_VD, divergence_M)
+        ctx.options = (options, chunk)
+        return divergence_M
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_MD, weight_VD, teacher_MD, teacher_weight_VD, divergence_M = ctx.saved_tensors
+        options, chunk = ctx.options
+        (grad_M,) = upstream
+        exact = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
+        weight = weight_VD[: options["num_valid"]].to(exact)
+        grad_hidden, grad_weight = torch.empty_like(hidden_MD), torch.zeros_like(weight_VD, dtype=exact)
+        for start in range(0, hidden_MD.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            probs, gaps = _distributions(
+                hidden_MD[rows], weight_VD, teacher_MD[rows], teacher_weight_VD, **options
+            )
+            dz = grad_M[rows, None] * probs * (gaps - divergence_M[rows, None]) / options["temperature"]
+            grad_hidden[rows] = (dz @ weight).to(grad_hidden.dtype)
+            grad_weight[: weight.shape[0]].addmm_(dz.t(), hidden_MD[rows].to(exact))
+        return grad_hidden, grad_weight.to(weight_VD.dtype), None, None, None, None, None
+
+
+def reverse_kl(
+    hidden_MD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    teacher_MD: torch.Tensor,
+    teacher_weight_VD: torch.Tensor,
+    *,
+    temperature: float,
+    num_valid: int,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """Compute KL(policy || teacher) over the whole vocabulary, differentiably in the policy's hidden states and head.
+
+    Args:
+        hidden_MD: The policy's hidden states of the rows that predict the trained tokens.
+        weight_VD: Its output projection.
+        teacher_MD: The teacher's hidden states of the same rows, of its own width (constants).
+        teacher_weight_VD: Its output projection, of at least `num_valid` rows.
+        temperature: Temperature of both distributions, above 0.
+        num_valid: Ids at and above this are outside the support of both.
+        chunk: Rows of logits held at once; default: by a memory budget.
+
+    Returns:
+        Divergences [M] in nats, float32 (float64 for float64 heads).
+    """
+    if hidden_MD.shape[0] == 0:
+        return hidden_MD.sum() * 0.0 + torch.zeros(0, device=hidden_MD.device)
+    rows = chunk or chunk_rows(2 * weight_VD.shape[0], hidden_MD.device)
+    result: torch.Tensor = _ReverseKL.apply(  # pyright: ignore[reportAssignmentType]
+        hidden_MD, weight_VD, teacher_MD, teacher_weight_VD, temperature, num_valid, rows
+    )
+    return result

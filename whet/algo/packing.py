@@ -30,6 +30,7 @@ class TrainingSequence:
         advantages_T: Advantage of each token [advantage].
         proximal_logprobs_T: Recomputed log-probabilities before the update [sampler_logprobs].
         ref_logprobs_T: Log-probabilities under the reference [0].
+        teacher_logprobs_T: Log-probabilities under a teacher; they become part of the advantages.
         policy_weights_T: Factor of the policy loss [1].
         start_values_T: Value estimates before the update [0].
         returns_T: Their targets [0].
@@ -46,6 +47,7 @@ class TrainingSequence:
     advantages_T: torch.Tensor | None = None
     proximal_logprobs_T: torch.Tensor | None = None
     ref_logprobs_T: torch.Tensor | None = None
+    teacher_logprobs_T: torch.Tensor | None = None
     policy_weights_T: torch.Tensor | None = None
     start_values_T: torch.Tensor | None = None
     returns_T: torch.Tensor | None = None

@@ -22,7 +22,7 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.kernels import dispatch
 from whet.report.markdown import write_report
-from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
+from whet.rewards.base import EPISODE, JUDGE, MODEL, WeightedReward, build_rewards
 from whet.storage.folder import open_run
 from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.quarantine import write_quarantine
@@ -88,8 +88,8 @@ class EvalConfig:
                 f"k = {wrong}: pass@{wrong} needs 1 <= k <= num_samples = {self.num_samples}; draw more samples, or "
                 "use a smaller k"
             )
-        if JUDGE in self.rewards:
-            raise ValueError("rewards.judge: evaluations do not use a judge; leave it out")
+        for name in {JUDGE, MODEL} & self.rewards.keys():
+            raise ValueError(f"rewards.{name}: evaluations do not use a {name}; leave it out")
         task_configs(self)
 
 

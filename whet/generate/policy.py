@@ -18,7 +18,7 @@ import torch
 from whet.generate.activations import Activations
 from whet.generate.engine import Engine
 from whet.generate.kernel_speed import choose_kernels
-from whet.generate.scoring import score_micro_batch
+from whet.generate.scoring import hidden_rows, score_micro_batch
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig
 from whet.model.files import read_json
@@ -27,7 +27,7 @@ from whet.model.lora.files import find_model
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
-from whet.model.weights import build_model, load_model, resize_vocabulary, save_model
+from whet.model.weights import as_reward_model, build_model, load_model, resize_vocabulary, save_model
 from whet.schema import CALLS, SCHEMAS, AnswerType, ResponseSchema
 from whet.types import MicroBatch, Problem, UserError
 
@@ -89,6 +89,8 @@ class PolicyConfig:
             )
         if self.tokenizer == "characters" and not self.alphabet:
             raise ValueError("policy.tokenizer = characters needs policy.alphabet")
+        if self.model.is_reward:
+            raise ValueError("policy.model.is_reward comes from --loss reward; leave it out")
         if self.model.vocab_size != ModelConfig.vocab_size:
             raise ValueError("policy.model.vocab_size comes from the tokenizer; leave it out")
         unread = {
@@ -159,6 +161,11 @@ class Policy:
     def expect(self, answer_type: AnswerType) -> None:
         """Adapt the instruction to a task's type of answer."""
         self.schema = replace(self.schema, answer_type=answer_type)
+
+    def forget_schema(self) -> None:
+        """Prompt without the schema's instruction and opening tag from now on: for texts that know no schema."""
+        self.schema = replace(self.schema, opening_in_prompt=False)
+        self.system_prompt = False
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
         """Return a problem's prompt tokens, including the schema's opening tag if it is in the prompt."""
@@ -260,8 +267,23 @@ class Policy:
             activations=self.activations if keeps else None,
         )
 
+    def hidden(self, micro: MicroBatch) -> torch.Tensor:
+        """Return the hidden states [M, D] that score a micro-batch's trained tokens; differentiable."""
+        return hidden_rows(
+            self.model,
+            micro,
+            autocast=self.autocast,
+            attention=self.attention,
+            activations=self.activations,
+        )
+
     def score(
-        self, micro: MicroBatch, *, temperature: float = 1.0, attention: AttentionKind | None = None
+        self,
+        micro: MicroBatch,
+        *,
+        temperature: float = 1.0,
+        attention: AttentionKind | None = None,
+        hidden_MD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score a micro-batch's trained tokens, under the distribution that `engine` sampled.
 
@@ -269,6 +291,7 @@ class Policy:
             micro: Packed sequences.
             temperature: Temperature at which the tokens were sampled.
             attention: Another attention kernel than the policy's.
+            hidden_MD: Result of `hidden`, where it is there already.
 
         Returns:
             Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
@@ -280,6 +303,7 @@ class Policy:
             autocast=self.autocast,
             attention=attention or self.attention,
             activations=self.activations if attention is None else None,
+            hidden_MD=hidden_MD,
         )
 
     def protocol(self) -> dict[str, object]:
@@ -295,12 +319,23 @@ class Policy:
         """Write weights (given ones or the current ones), tokenizer and protocol to a loadable folder."""
         assert self.adapter is None or not self.adapter.is_applied, "an applied adapter would be left out"
         self.save_protocol(folder)
-        save_model(self.model, folder, bos_id=self.tokenizer.bos_id, eos_ids=self.stop_ids, weights=weights)
+        # transformers scores a text before its padding: an id that also ends texts would move that place.
+        pad_id = None if self.tokenizer.pad_id in self.stop_ids else self.tokenizer.pad_id
+        ends = {"bos_id": self.tokenizer.bos_id, "eos_ids": self.stop_ids, "pad_id": pad_id}
+        save_model(self.model, folder, weights=weights, **ends)
 
     def save_protocol(self, folder: Path) -> None:
         """Write only tokenizer and protocol: enough to display completions without the weights."""
         self.tokenizer.save(folder)
         (folder / "protocol.json").write_text(json.dumps(self.protocol(), indent=1) + "\n")
+
+
+def has_protocol(config: PolicyConfig) -> bool:
+    """Say whether somebody chose the schema of a policy's prompts: its config, or the model that it starts from."""
+    if config.schema != "inherit" or not config.init:
+        return config.schema != "inherit"
+    home = _home(*find_model(config.init, config.adapter), "protocol.json")
+    return home is not None and (home / "protocol.json").is_file()
 
 
 def resolve_device(name: str) -> torch.device:
@@ -327,6 +362,7 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = None,
     merge: bool = True,
+    is_reward: bool = False,
 ) -> Policy:
     """Load or create model, tokenizer and protocol. An adapter's tokenizer and protocol take precedence over its
     base's.
@@ -337,6 +373,7 @@ def load_policy(
         dtype: Parameter dtype.
         autocast: Compute dtype of products if it differs.
         merge: Merge an adapter; False applies it, so that it can be switched off (`policy.adapter.off`).
+        is_reward: Make it a reward model, where it is none.
 
     Returns:
         The policy, on its device.
@@ -369,7 +406,7 @@ def load_policy(
         init_weights(model, seed)
         model = model.to(device=device, dtype=dtype)
     else:
-        model, _ = load_model(folder, dtype=dtype, device=device)
+        model, _ = load_model(folder, dtype=dtype, device=device, is_reward=None if is_reward else False)
         if adapter is not None:
             model = adapter.fit(model)
             if merge:
@@ -381,6 +418,8 @@ def load_policy(
         if adapter is not None and not merge:
             adapter.fit(model)  # the vocabulary may have grown
             adapter.apply(model)
+    if is_reward:
+        model = as_reward_model(model)
     choose_kernels(model.config, model.head_weight.dtype, device)
     has_system = system_prompt and tokenizer.chat_template != PLAIN_TEMPLATE
     return Policy(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from whet.types import UserError
@@ -19,6 +19,11 @@ ARCHITECTURES: dict[Family, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
+CLASSIFIERS: dict[Family, str] = {
+    family: f"{name.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}ForSequenceClassification"
+    for family, name in ARCHITECTURES.items()
+}
+"""What transformers calls a reward model of each family."""
 FAMILY_FLAGS: dict[Family, frozenset[str]] = {
     "qwen2": frozenset({"qkv_bias"}),
     "qwen3": frozenset({"qk_norm"}),
@@ -93,6 +98,9 @@ class ModelConfig:
     """Llama's biases in the feed-forward part."""
     init_std: float = 0.02
     """Standard deviation of random weights (0.02 suits wide models; narrow ones learn faster from more)."""
+    is_reward: bool = False
+    """Whether its head scores texts, one number each, in place of the vocabulary; `whet dpo --loss reward` makes
+    such a model."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -178,11 +186,22 @@ def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConf
             f"use a plain {family} folder"
         )
     try:
-        return _from_gpt2(data) if family == "gpt2" else _from_llama_like(family, data)
+        shape = _from_gpt2(data) if family == "gpt2" else _from_llama_like(family, data)
+        return replace(shape, is_reward=_is_reward(family, data))
     except KeyError as missing:
         raise UserError(f"{where}: field {missing} is missing") from None
     except (TypeError, ValueError, OverflowError) as error:  # OverflowError: int(Infinity)
         raise UserError(f"{where}: {error}") from None
+
+
+def _is_reward(family: Family, data: Mapping[str, Any]) -> bool:
+    """Say whether it is a sequence classifier; refuse one of several labels."""
+    if CLASSIFIERS[family] not in (data.get("architectures") or ()):
+        return False
+    num_labels = data.get("num_labels", len(data.get("id2label") or (0, 1)))
+    if num_labels != 1:
+        raise ValueError(f"a classifier of {num_labels} labels is not supported; a reward model has 1")
+    return True
 
 
 def _from_gpt2(data: Mapping[str, Any]) -> ModelConfig:
@@ -251,7 +270,14 @@ def _from_llama_like(family: Family, data: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig, *, bos_id: int | None, eos_ids: tuple[int, ...], dtype: str) -> dict[str, Any]:
+def to_hf(
+    config: ModelConfig,
+    *,
+    bos_id: int | None,
+    eos_ids: tuple[int, ...],
+    dtype: str,
+    pad_id: int | None = None,
+) -> dict[str, Any]:
     """Write the configuration so that `transformers` (4 and 5) loads the folder.
 
     Args:
@@ -259,13 +285,14 @@ def to_hf(config: ModelConfig, *, bos_id: int | None, eos_ids: tuple[int, ...], 
         bos_id: Beginning-of-sequence id, if any.
         eos_ids: Ids that end a generation.
         dtype: Name of the stored floating-point type, such as 'float32'.
+        pad_id: Padding id of a reward model, if any: transformers scores a text at the last token that is another.
 
     Returns:
         The content of config.json.
     """
     eos: int | list[int] | None = eos_ids[0] if len(eos_ids) == 1 else (list(eos_ids) or None)
     shared = {
-        "architectures": [ARCHITECTURES[config.family]],
+        "architectures": [(CLASSIFIERS if config.is_reward else ARCHITECTURES)[config.family]],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "bos_token_id": bos_id,
@@ -274,6 +301,13 @@ def to_hf(config: ModelConfig, *, bos_id: int | None, eos_ids: tuple[int, ...], 
         "torch_dtype": dtype,
         "use_cache": True,
     }
+    if config.is_reward:
+        shared |= {
+            "num_labels": 1,
+            "id2label": {"0": "score"},
+            "label2id": {"score": 0},
+            "pad_token_id": pad_id,
+        }
     if config.family == "gpt2":
         return shared | {
             "activation_function": "gelu_new",

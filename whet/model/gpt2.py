@@ -9,7 +9,7 @@ from torch import nn
 from whet.kernels import dispatch, eager
 from whet.model.attention import AttentionContext
 from whet.model.config import ModelConfig
-from whet.model.transformer import LanguageModel, Linear, embedding
+from whet.model.transformer import LanguageModel, embedding, heads
 
 
 class Conv1D(nn.Module):
@@ -82,14 +82,12 @@ class GPT2Decoder(nn.Module):
 
 
 class GPT2(LanguageModel):
-    """GPT-2 with its tied language-model head."""
+    """GPT-2 with its tied language-model head, or a reward model's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.transformer = GPT2Decoder(config)
-        self.lm_head = (
-            None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.lm_head, self.score = heads(config)
 
     @property
     def head_weight(self) -> torch.Tensor:

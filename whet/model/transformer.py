@@ -162,6 +162,7 @@ class LanguageModel(nn.Module):
         config: Shape of the model.
         num_valid_tokens: Ids at and above this are never scored nor sampled (unused rows of a padded
             vocabulary).
+        score: A reward model's head; None in a language model.
         checkpoint_layers: Whether training recomputes layers' activations in the backward pass.
         recompute: What of them, where `checkpoint_layers` is on.
     """
@@ -170,6 +171,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.num_valid_tokens = config.vocab_size
+        self.score: nn.Module | None = None
         self.checkpoint_layers = False
         self.recompute = Recompute()
 
@@ -227,15 +229,22 @@ class LanguageModel(nn.Module):
         return layer(x_ND, *rest)
 
 
+def heads(config: ModelConfig) -> tuple[Linear | None, Linear | None]:
+    """Make what follows the decoder: an untied output head (None: tied), or a reward model's head of one number."""
+    if config.is_reward:
+        return None, Linear(config.hidden_size, 1, bias=False)
+    if config.tie_embeddings:
+        return None, None
+    return Linear(config.hidden_size, config.vocab_size, bias=False), None
+
+
 class LlamaLike(LanguageModel):
-    """Llama, Qwen2/2.5 or Qwen3 with a language-model head."""
+    """Llama, Qwen2/2.5 or Qwen3 with a language-model head, or a reward model's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.model = Decoder(config)
-        self.lm_head = (
-            None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.lm_head, self.score = heads(config)
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property

@@ -111,13 +111,17 @@ def _canonical_name(name: str, config: ModelConfig) -> str | None:
     """Map a stored tensor name to the module's; None for buffers that old checkpoints carry."""
     if name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
         return None
-    if config.family == "gpt2" and not name.startswith(("transformer.", "lm_head.")):
+    if config.family == "gpt2" and not name.startswith(("transformer.", "lm_head.", "score.")):
         name = f"transformer.{name}"
     return None if name == "lm_head.weight" and config.tie_embeddings else name
 
 
 def load_model(
-    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    is_reward: bool | None = False,
 ) -> tuple[LanguageModel, ModelConfig]:
     """Load a model folder, strictly: every parameter once, every shape as configured.
 
@@ -125,17 +129,23 @@ def load_model(
         path: Hugging Face folder, run folder or hub name.
         dtype: Parameter dtype.
         device: Where the parameters live.
+        is_reward: Whether a reward model is expected, or a language model; None for either.
 
     Returns:
         The model in evaluation mode and its configuration.
 
     Raises:
         UserError: If a file is missing or malformed, or not as its manifest says, or tensors are missing, unexpected,
-            repeated or of another shape.
+            repeated or of another shape, or it is a model of the other kind.
     """
     folder = model_folder(path)
     check_manifest(folder)
     config = from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
+    if is_reward is not None and config.is_reward != is_reward:
+        got, want = ("a reward model, which scores texts and writes none", "a language model")
+        if is_reward:
+            got, want = "a language model", "a reward model (whet dpo --loss reward trains one)"
+        raise UserError(f"{folder}: {got}; expected {want}")
     if config.max_positions > MAX_POSITIONS:
         what = f"max_positions = {config.max_positions:,}: expected at most {MAX_POSITIONS:,}"
         raise UserError(f"{folder / 'config.json'}: {what}, as a table with a row for each is made; lower it")
@@ -182,6 +192,7 @@ def save_model(
     *,
     bos_id: int | None = None,
     eos_ids: tuple[int, ...] = (),
+    pad_id: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
@@ -192,6 +203,7 @@ def save_model(
         folder: Existing or new folder.
         bos_id: Beginning-of-sequence id for the configuration.
         eos_ids: Ids that end a generation.
+        pad_id: Padding id of a reward model that no text ends with.
         shard_bytes: Largest size of one weight file in bytes.
         weights: What is written in place of the model's own parameters: a copy of them that was taken earlier.
     """
@@ -199,7 +211,7 @@ def save_model(
     weights = dict(model.named_parameters()) if weights is None else weights
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in weights.items()}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=dtype)
+    hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=dtype, pad_id=pad_id)
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
     generation = {
         "bos_token_id": bos_id,
@@ -228,6 +240,21 @@ def save_model(
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
     )
+
+
+def as_reward_model(model: LanguageModel) -> LanguageModel:
+    """Return the model with a reward model's head, at first 0, in place of its output head; the rest is shared."""
+    if model.config.is_reward:
+        return model
+    with torch.device("meta"):
+        scoring = build_model(replace(model.config, is_reward=True))
+    like = model.head_weight
+    head = torch.zeros(1, like.shape[1], dtype=like.dtype, device=like.device)
+    kept = {name: weight for name, weight in model.named_parameters() if not name.startswith("lm_head.")}
+    scoring.load_state_dict({**kept, "score.weight": head}, strict=True, assign=True)
+    for parameter in scoring.parameters():
+        parameter.requires_grad_(True)
+    return scoring.eval()
 
 
 def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> LanguageModel:

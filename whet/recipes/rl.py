@@ -39,6 +39,16 @@ def grpo() -> AlgoConfig:
     return AlgoConfig(aggregation="sequence_mean", uninformative="keep")
 
 
+def grpo_kl() -> AlgoConfig:
+    """GRPO as published with its KL term: k3 in the loss at weight 0.04 (2402.03300)."""
+    return replace(grpo(), kl="k3_loss", kl_coef=0.04)
+
+
+def grpo_seed001() -> AlgoConfig:
+    """GRPO with the constants of the seed's "reasoning engine": a KL of weight 0.1, clip 0.2."""
+    return replace(grpo(), kl="k3_loss", kl_coef=0.1)
+
+
 def dr_grpo() -> AlgoConfig:
     """Dr. GRPO: no standard deviation, constant length denominator, no KL (2503.20783)."""
     return AlgoConfig(scale="none", aggregation="constant", uninformative="keep")
@@ -52,6 +62,11 @@ def dapo() -> AlgoConfig:
         uninformative="refill",
         overlong="soft",
     )
+
+
+def dapo_seed001() -> AlgoConfig:
+    """DAPO with the seed's overlong penalty: -0.5 for a completion cut off without an answer, not the paper's ramp."""
+    return replace(dapo(), overlong="hard")
 
 
 def gspo() -> AlgoConfig:
@@ -111,12 +126,20 @@ def gdpo() -> AlgoConfig:
     return AlgoConfig(multi_reward="normalise", uninformative="keep")
 
 
+def distill() -> AlgoConfig:
+    """On-policy distillation without group statistics: give a teacher, and rewards of weight 0 for it alone."""
+    return AlgoConfig(baseline="none", scale="none", uninformative="keep")
+
+
 ALGORITHMS: dict[str, Callable[[], AlgoConfig]] = {
     "reinforce": reinforce,
     "rloo": rloo,
     "grpo": grpo,
+    "grpo_kl": grpo_kl,
+    "grpo_seed001": grpo_seed001,
     "dr_grpo": dr_grpo,
     "dapo": dapo,
+    "dapo_seed001": dapo_seed001,
     "gspo": gspo,
     "gmpo": gmpo,
     "cispo": cispo,
@@ -125,6 +148,7 @@ ALGORITHMS: dict[str, Callable[[], AlgoConfig]] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "ppo": ppo,
     "gdpo": gdpo,
+    "distill": distill,
 }
 """Named algorithms as arguments of the one objective: `whet rl RECIPE --algo NAME`."""
 

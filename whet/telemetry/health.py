@@ -86,11 +86,12 @@ def _rl_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the problems of the last row of reinforcement learning, by key."""
     row = rows[-1]
     problems = _non_finite_problems("rl", row)
-    if max(_last(rows, "rl/reward_std", 10), default=1) < 1e-9:
+    taught = "rl/teacher_kl" in row  # then equal rewards are no lack of signal
+    if not taught and max(_last(rows, "rl/reward_std", 10), default=1) < 1e-9:
         problems["std"] = (
             "rl/reward_std is 0 for 10 steps: no learning signal; check rewards, tags and difficulty"
         )
-    if _mean(rows, "rl/zero_variance_groups") > 0.9:
+    if not taught and _mean(rows, "rl/zero_variance_groups") > 0.9:
         problems["groups"] = (
             "over 90% of groups have equal rewards: use problems of medium difficulty, or more samples"
         )

@@ -40,9 +40,11 @@ METRICS: dict[str, Metric] = {
     "sft/peak_memory_gib": Metric(
         "GiB", "most memory held so far: PyTorch's on a GPU, resident on a CPU", ".2f"
     ),
-    "dpo/loss": Metric("1", "mean loss of a pair, including the fine-tuning term", ".4f"),
+    "dpo/loss": Metric(
+        "1", "mean loss of a pair (kto: of a completion), including the fine-tuning term", ".4f"
+    ),
     "dpo/validation_loss": Metric("1", "the same on held-out pairs", ".4f"),
-    "dpo/accuracy": _share("pairs whose chosen completion has the higher implicit reward"),
+    "dpo/accuracy": _share("pairs whose chosen completion has the higher implicit (or the model's) reward"),
     "dpo/validation_accuracy": _share("the same on held-out pairs"),
     "dpo/margin": Metric("score", "mean implicit reward of the chosen minus that of the rejected completion"),
     "dpo/chosen_reward": Metric("score", "mean implicit reward of the chosen completions: beta x log-ratio"),
@@ -50,6 +52,8 @@ METRICS: dict[str, Metric] = {
     "dpo/chosen_logprob": Metric("nats", "mean log-probability of a whole chosen completion", ".1f"),
     "dpo/rejected_logprob": Metric("nats", "mean log-probability of a whole rejected completion", ".1f"),
     "dpo/nll": Metric("nats/token", "mean over pairs of the chosen completion's nats per token"),
+    "dpo/desirable": _share("kto: completions of the step that are desirable"),
+    "dpo/kl": Metric("nats", "kto: mean log-ratio of completions of other prompts, at least 0", ".4f"),
     "dpo/lr": Metric("1", "learning rate of this step", ".2e"),
     "dpo/skipped": Metric(
         "steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"
@@ -114,6 +118,7 @@ METRICS: dict[str, Metric] = {
     "rl/unscorable": Metric("samples", "unscorable samples; they are dropped from every denominator", ".0f"),
     "rl/entropy": Metric("nats/token", "entropy of the policy on the tokens that reach the backward pass"),
     "rl/kl": Metric("nats/token", "divergence from the reference model", ".4f"),
+    "rl/teacher_kl": Metric("nats/token", "divergence from the teacher, on the policy's own samples", ".4f"),
     "rl/kl_coef": Metric("1", "current weight of the KL term", ".2e"),
     "rl/entropy_coef": Metric("1", "current weight of the entropy bonus", ".2e"),
     "rl/ratio_spread": Metric(

@@ -325,6 +325,13 @@ class Trust:
                 f"step {step}: sampler and trainer differ by {gap:.2f} nats per token on average, expected at most "
                 f"{APPROX_GAP_LIMIT}; use policy.attention = exact or a higher precision"
             )
+        limit, kl = self._config.algo.kl_stop, values.get("rl/kl", 0.0)
+        if limit is not None and kl > limit:
+            raise UserError(
+                f"step {step}: the KL to the reference is {kl:.3f} nats per token, above algo.kl_stop = {limit:g}; "
+                "lower optim.lr, give the KL a weight (algo.kl_coef), or go on from the last checkpoint with a higher "
+                "limit"
+            )
         self.dead_steps = self.dead_steps + 1 if values["rl/groups_with_signal"] == 0 else 0
         if self.dead_steps >= self._config.max_dead_steps and values["rl/correct"] < SOLVED:
             raise UserError(

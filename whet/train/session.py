@@ -128,13 +128,18 @@ DOUBLE_S = {False: 0.5, True: 3.0}
 """Seconds in which a second signal is the same one: torchrun sends on what its process group has got already."""
 
 
-def load_trained(config: RunConfig) -> Policy:
+def load_trained(config: RunConfig, *, is_reward: bool = False) -> Policy:
     """Load the policy that a run trains, in its precision; recomputation and compilation are applied.
+
+    Args:
+        config: The run's settings.
+        is_reward: Make it a reward model.
 
     Raises:
         UserError: If something is missing, malformed or does not fit together.
     """
-    policy = load_policy(config.policy, seed=config.seed, **dtypes(config.optim.precision))
+    kinds = dtypes(config.optim.precision)
+    policy = load_policy(config.policy, seed=config.seed, is_reward=is_reward, **kinds)
     prepare_model(policy.model, config.optim)
     return policy
 
@@ -199,7 +204,8 @@ def restore_model(config: RunConfig, policy: Policy, resume: Resume) -> Loaded |
     if rank() and step:
         found = load_step(folder, step, sameness=sameness)
     if found is not None:
-        model, _ = load_model(found.folder, dtype=parameter_dtype(config.optim.precision))
+        dtype = parameter_dtype(config.optim.precision)
+        model, _ = load_model(found.folder, dtype=dtype, is_reward=policy.model.config.is_reward)
         policy.model.load_state_dict(model.state_dict())
     return found
 

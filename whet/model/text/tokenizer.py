@@ -95,6 +95,13 @@ class Tokenizer:
         """SHA-256 of the tokenizer.json that `save` writes: same fingerprint, same ids."""
         return hashlib.sha256(self._backend.to_str(pretty=True).encode()).hexdigest()
 
+    def difference(self, other: Tokenizer) -> str:
+        """Return how another tokenizer's ids differ in their texts; '' if they are the same."""
+        if self._texts == other._texts:
+            return ""
+        index = min(n for n in self._texts | other._texts if self._texts.get(n) != other._texts.get(n))
+        return f"id {index} is {self._texts.get(index)!r:.40} here and {other._texts.get(index)!r:.40} there"
+
     def encode(self, text: str) -> list[int]:
         """Turn text into ids; control tokens spelt out in the text become their single id; BOS is never added.
 
@@ -167,6 +174,16 @@ class Tokenizer:
         if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
+
+    def encode_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Render whole messages without a generation cue, and encode them; BOS as in `encode_prompt`."""
+        self.render(messages[:-1])  # checks the template once
+        ids = self.encode(self._render(messages, cue=False))
+        return (
+            [self.bos_id, *ids]
+            if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]
+            else ids
+        )
 
     def encode_next(self, text: str, prefix: str = "") -> list[int]:
         """Encode a further user message after a reply: the template's text, then `prefix`."""
