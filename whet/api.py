@@ -53,6 +53,7 @@ from whet.train import dpo as dpo_program
 from whet.train import rft as rft_program
 from whet.train import rl as rl_program
 from whet.train import sft as sft_program
+from whet.train.data.pairs import is_hub
 from whet.train.dpo import DPOConfig
 from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.rft import RFTConfig
@@ -534,7 +535,8 @@ def dpo(
 
     Args:
         policy: The policy, or what `load` takes.
-        pairs: Rows with prompt, chosen and rejected (texts or chat messages), or the path of such a file.
+        pairs: Rows with prompt, chosen and rejected (texts or chat messages), or the path of such a file, or a hub
+            data set; for loss = kto also rows with prompt, completion and label.
         out: Run folder to make.
         task: Where there are no pairs: the problems whose completions are paired.
         num_steps: Optimizer steps.
@@ -546,7 +548,14 @@ def dpo(
         raise UserError("dpo: expected either pairs or a task")
     given: dict[str, Any] = {"out": str(out), "policy": _policy(policy), "num_steps": num_steps}
     if pairs is not None:
-        path = Path(pairs).resolve() if isinstance(pairs, (str, Path)) else _written(pairs)
+        is_name = isinstance(pairs, str) and is_hub(pairs)
+        path = (
+            pairs
+            if is_name
+            else _written(pairs)
+            if not isinstance(pairs, (str, Path))
+            else Path(pairs).resolve()
+        )
         given["pairs"] = str(path)
     if task is not None:
         given["task"] = _task(task)
