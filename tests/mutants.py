@@ -80,6 +80,7 @@ class Mutant:
 Row = tuple[str, str, str] | tuple[str, str, str, tuple[str, ...]]
 """Kind, old, new; tests of its own, where those of the file are not the ones."""
 DEFINITION = "tests/train/test_invariance.py::test_the_step_is_the_definition_however_it_is_cut"
+TEACHER = ("tests/train/test_teacher.py",)
 OBJECTIVE = "tests/train/test_objective.py"
 STATS = "tests/test_stats.py"
 
@@ -330,6 +331,55 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("denominator", "1.0 / (2.0 * beta)", "1.0 / beta"),
         ("denominator", "return -policy_B / num_tokens_B", "return -policy_B"),
         ("factor", " + 0.5 * (margins_B == 0).double()", ""),
+        ("sign", "(1.0 - label_smoothing) * right_B - label", "(1.0 - label_smoothing) * right_B + label"),
+        ("sign", "torch.relu(1.0 - beta * gap_B)", "torch.relu(1.0 + beta * gap_B)"),
+        (
+            "sign",
+            "1.0 - torch.sigmoid(beta * chosen_ratios_B) +",
+            "1.0 + torch.sigmoid(beta * chosen_ratios_B) +",
+        ),
+        ("factor", "1.0 - torch.sigmoid(beta * gap_B)", "1.0 - torch.sigmoid(gap_B)"),
+        ("bound", "logp_B > -math.log(2.0)", "logp_B > 0"),
+        ("guard", "mean_logprobs_B.clamp(max=NEARLY_CERTAIN)", "mean_logprobs_B"),
+        ("sign", "-chosen_means_B - beta * F.logsigmoid", "-chosen_means_B + beta * F.logsigmoid"),
+        ("sign", "ratios_B - kl, kl - ratios_B", "ratios_B - kl, ratios_B - kl"),
+        (
+            "choice",
+            "is_desirable_B, desirable_weight, undesirable",
+            "is_desirable_B, undesirable_weight, undesirable",
+        ),
+        ("sign", "rejected_scores_B - margins_B", "rejected_scores_B + margins_B"),
+        (
+            "sign",
+            "(chosen_scores_B + rejected_scores_B).square",
+            "(chosen_scores_B - rejected_scores_B).square",
+        ),
+    ],
+    (
+        "train/dpo.py",
+        ("tests/parity/test_trl_preferences.py", "tests/train/test_dpo.py", "tests/train/test_dpo_loss.py"),
+    ): [
+        ("denominator", "mismatch / max(num_pairs, 1.0), 0.0)", "mismatch, 0.0)"),
+        ("sign", "(ratios_B - kl) * (up_B - down_B)", "(ratios_B - kl) * (down_B - up_B)"),
+        ("denominator", "value / share[side] if side in share", "value if side in share"),
+        ("choice", "ref_kl_logprob=float(value)", "ref_kl_logprob=0.0"),
+    ],
+    ("train/data/pairs.py", ("tests/train/test_pairs.py",)): [
+        ("choice", "if pair.uid != one.uid", "if pair is not one"),
+        ("mask", "other.chosen_ids or other.rejected_ids", "other.chosen_ids"),
+        ("guard", "return not any(tag in text", "return any(tag in text"),
+    ],
+    ("train/objective/teacher.py", ("tests/train/test_teacher.py",)): [
+        ("order", "logprobs[len(sequence.prompt_ids) - 1 :]", "logprobs[len(sequence.prompt_ids) :]"),
+        ("mask", "if is_trained])", "])"),
+        ("guard", "if read.strip() != ", 'if "" != '),
+    ],
+    (
+        "generate/reward_model.py",
+        ("tests/parity/test_trl_preferences.py", "tests/train/test_reward_model.py"),
+    ): [
+        ("guard", "ids[-1] == self._pad_id", "False"),
+        ("bound", "2 <= len(ids) <= self._config.max_positions", "2 <= len(ids)"),
     ],
     ("algo/logprobs.py", ("tests/algo/test_logprobs.py",)): [
         ("mask", "logits[:, num_valid:vocab] = ", "logits[:, vocab:vocab] = "),
@@ -351,6 +401,13 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("guard", "if not temperature > 0:", "if temperature < 0:"),
         ("mask", "valid = vocab if num_valid is None else num_valid", "valid = vocab"),
         ("bound", "max(1024, min(16384,", "max(1, min(16384,"),
+        ("sign", "return logp.exp(), logp - logq", "return logp.exp(), logp + logq", TEACHER),
+        (
+            "sign",
+            "probs * (gaps - divergence_M[rows, None])",
+            "probs * (gaps + divergence_M[rows, None])",
+            TEACHER,
+        ),
     ],
     ("algo/config.py", ("tests/train/test_algorithm.py",)): [
         ("choice", "(low if self.low is None else self.low, high", "(low, high"),
@@ -549,6 +606,18 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             '"hidden_MD": hidden_MD, "temperature": self._temperature}',
             '"hidden_MD": hidden_MD}',
             cases("grpo"),
+        ),
+        (
+            "sign",
+            "replace(sequence, advantages_T=own + gains_T)",
+            "replace(sequence, advantages_T=own - gains_T)",
+            TEACHER,
+        ),
+        (
+            "sign",
+            "loss_M + self._teaches.coef * divergence_M",
+            "loss_M - self._teaches.coef * divergence_M",
+            TEACHER,
         ),
         ("mask", "needs_all or has_advantage(s)", "has_advantage(s)", cases("kl k2_loss")),
         (

@@ -115,7 +115,17 @@ PLAIN: Data = {"algo.scale": "none", "algo.uninformative": "keep"}
 PAIRS: Data = {"pairs": "{work}/pairs.jsonl", "num_problems": 0, "num_samples": 8, "max_pairs_per_problem": 4}
 PAIRS |= {"sampling": {}} | TEXT
 
+TAUGHT: Data = {"teacher.init": "{work}/a", "algo.uninformative": "keep"}
+
 MODES: dict[str, tuple[Data, list[Any]]] = {
+    "desirable_weight": ({"loss": "kto"}, [2.0]),
+    "undesirable_weight": ({"loss": "kto"}, [2.0]),
+    "center_coef": ({"loss": "reward"}, [0.5]),
+    "teacher.init": (TAUGHT, ["{work}/b"]),
+    "teacher.kind": (TAUGHT, ["full"]),
+    "teacher.coef": (TAUGHT, [0.5]),
+    "reward_model": ({"preflight": "warn", "reward_model": "{work}/scorer"}, ["{work}/other_scorer"]),
+    "algo.kl_stop": (KL | TWICE, [1e-9]),
     "policy.init": ({"policy": {"init": "{work}/a"}}, ["{work}/b"]),
     "policy.adapter": ({"policy": {"init": "{work}/a"}}, ["{work}/adapter"]),
     **{f"policy.model.rope_scaling.{name}": (SCALED, [2 * value]) for name, value in ROPE.items()},
@@ -208,6 +218,7 @@ VALUES: dict[str, list[Any]] = {
     "safety.rehearse": ["on"],  # auto is off on a CPU
     "safety.save_minutes": [1e-9],
     "validation_share": [0.8],
+    "loss": ["ipo", "hinge", "apo_zero", "apo_down", "orpo", "kto", "reward"],  # robust needs a share
     "label_smoothing": [0.2],
     "curriculum.num_samples": [4],
     "curriculum.difficulty_file": ["{work}/all_rates.jsonl"],
@@ -229,6 +240,13 @@ UNSEEN: dict[str, str] = {
     "task.symbolic": "math-verify is asked about formulas that ours cannot decide: tests/tasks/test_symbolic_task.py",
     "ratio_tolerance": "sampler and trainer agree bitwise here: tests/train/test_rl.py breaks them",
     "hardware": "readings of sensors are no outcome: tests/eval/test_eval_program.py",
+    "policy.model.is_reward": "set by --loss reward, as its text says",
+    "pairs_split": "a data set on the hub: tests/train/test_pairs.py",
+    "teacher.url": "another model over the network: tests/train/test_teacher.py",
+    "teacher.model": "another model over the network: tests/train/test_teacher.py",
+    "teacher.concurrency": "another model over the network: tests/train/test_teacher.py",
+    "teacher.timeout_s": "another model over the network: tests/train/test_teacher.py",
+    "teacher.api_key_env": "another model over the network: tests/train/test_teacher.py",
     "judge.": "another model over the network: tests/rewards/test_judge.py, tests/train/test_judging.py",
     "kept_gib": "the same numbers, with less work: tests/generate/test_activations.py",
     "optim.checkpoint_kind": "asks for checkpoint_layers: tests/train/test_optimizer.py, tests/inspect/test_memory.py",
@@ -632,6 +650,11 @@ def write_files(folder: Path, problems: Any) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         config = from_dict(type(demo_policy()), POLICY, where="policy")
         load_policy(config, seed=seed).save(folder / name)
+    for name, fill in (("scorer", 1.0), ("other_scorer", -3.0)):
+        scorer = load_policy(config, seed=1, is_reward=True)
+        with torch.no_grad():
+            scorer.model.get_parameter("score.weight").copy_(torch.arange(8.0) * fill)
+        scorer.save(folder / name)
     (folder / "adapter").mkdir()
     lora = {
         "peft_type": "LORA",

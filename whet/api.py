@@ -52,6 +52,7 @@ from whet.train import dpo as dpo_program
 from whet.train import rft as rft_program
 from whet.train import rl as rl_program
 from whet.train import sft as sft_program
+from whet.train.data.pairs import is_on_hub
 from whet.train.dpo import DPOConfig
 from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.rft import RFTConfig
@@ -562,7 +563,7 @@ def dpo(
     Args:
         policy: The policy, or what `load` takes.
         pairs: Rows with prompt, chosen and rejected (texts or chat messages), the path of such a file, a hub name, or
-            'ultrafeedback'.
+            'ultrafeedback'; for loss = kto also rows with prompt, completion and label.
         out: Run folder to make.
         task: Where there are no pairs: the problems whose completions are paired.
         num_steps: Optimizer steps.
@@ -574,7 +575,7 @@ def dpo(
         raise UserError("dpo: expected either pairs or a task")
     given: dict[str, Any] = {"out": str(out), "policy": _policy(policy), "num_steps": num_steps}
     if pairs is not None:
-        is_name = isinstance(pairs, str) and not Path(pairs).exists()  # of the hub
+        is_name = isinstance(pairs, str) and is_on_hub(pairs)
         path = (
             pairs if is_name else Path(pairs).resolve() if isinstance(pairs, (str, Path)) else _written(pairs)
         )

@@ -383,6 +383,7 @@ def test_resume_after_a_crash_while_sampling(
         ({"label_smoothing": 0.5}, "label_smoothing = 0.5: expected 0 to below 0.5"),
         ({"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing is read by loss = dpo, robust only"),
         ({"sft_coef": -1.0}, "sft_coef = -1.0: expected 0 or more"),
+        ({"loss": "robust"}, "loss = robust with label_smoothing = 0 is dpo"),
         ({"desirable_weight": 2.0}, "desirable_weight is read by loss = kto only"),
         ({"center_coef": 0.01, "loss": "orpo"}, "center_coef is read by loss = reward only"),
         ({"beta": 0.2, "loss": "reward"}, "beta is read by loss = dpo, ipo, .*, orpo, kto only"),

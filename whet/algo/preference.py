@@ -82,7 +82,8 @@ def hinge_loss(
 
     Source: SLiC-HF 2305.10425, of log-ratios as in RSO 2309.06657 and TRL's 'hinge'.
     """
-    return torch.relu(1.0 - beta * (chosen_ratios_B - rejected_ratios_B))
+    gap_B = chosen_ratios_B - rejected_ratios_B
+    return torch.relu(1.0 - beta * gap_B)
 
 
 def robust_loss(
@@ -94,9 +95,9 @@ def robust_loss(
 
     Source: robust DPO 2403.00409.
     """
-    margin_B = beta * (chosen_ratios_B - rejected_ratios_B)
-    kept_B = -(1.0 - label_smoothing) * F.logsigmoid(margin_B)
-    return (kept_B + label_smoothing * F.logsigmoid(-margin_B)) / (1.0 - 2.0 * label_smoothing)
+    right_B = dpo_loss(chosen_ratios_B, rejected_ratios_B, beta=beta)
+    wrong_B = dpo_loss(rejected_ratios_B, chosen_ratios_B, beta=beta)
+    return ((1.0 - label_smoothing) * right_B - label_smoothing * wrong_B) / (1.0 - 2.0 * label_smoothing)
 
 
 def apo_zero_loss(

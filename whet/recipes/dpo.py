@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig
@@ -24,6 +25,17 @@ def demo() -> DPOConfig:
         optim=OptimConfig(lr=2e-4, warmup_steps=10, beta2=0.99),
         num_steps=100,
         batch_size=32,
+    )
+
+
+def demo_reward() -> DPOConfig:
+    """A reward model that tells the demo's right sums from wrong ones, for `whet rl --reward-model`."""
+    return replace(
+        demo(),
+        out="runs/demo-reward",
+        loss="reward",
+        sft_coef=0.0,
+        optim=OptimConfig(lr=1e-3, warmup_steps=10, beta2=0.99),
     )
 
 
@@ -59,6 +71,7 @@ def qwen25_05b_pairs() -> DPOConfig:
 
 RECIPES: dict[str, Callable[[], DPOConfig]] = {
     "demo": demo,
+    "demo-reward": demo_reward,
     "qwen2.5-0.5b-math": qwen25_05b_math,
     "qwen2.5-0.5b-pairs": qwen25_05b_pairs,
 }

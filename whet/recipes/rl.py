@@ -11,6 +11,7 @@ from whet.generate.sampling import SamplingParams
 from whet.recipes.models import calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.objective.objective import AlgoConfig
+from whet.train.objective.teacher import TeacherConfig
 from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.rl import main
 from whet.train.rl_config import RLConfig, plan
@@ -171,6 +172,19 @@ def demo() -> RLConfig:
     )
 
 
+def demo_distill() -> RLConfig:
+    """The demo's fine-tuned model learns from its reinforced one alone: one sample a problem, rewards only measured."""
+    return replace(
+        demo(),
+        out="runs/demo-distill",
+        rewards={"correct": 0.0},
+        algo=distill(),
+        teacher=TeacherConfig(init="runs/demo-rl"),
+        num_prompts=64,
+        group_size=1,
+    )
+
+
 def calculator() -> RLConfig:
     """GRPO on products of four-digit numbers, with a calculator: right answers teach the model to call it."""
     return replace(
@@ -288,6 +302,7 @@ def llama32_3b_math() -> RLConfig:
 
 RECIPES: dict[str, Callable[[], RLConfig]] = {
     "demo": demo,
+    "demo-distill": demo_distill,
     "calculator": calculator,
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,

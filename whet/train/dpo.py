@@ -205,6 +205,10 @@ class DPOConfig:
             raise ValueError(
                 f"beta = {self.beta}: expected above 0 (at 0 nothing ties the policy to its reference)"
             )
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ValueError(
+                "loss = robust with label_smoothing = 0 is dpo: give the share of mislabelled pairs"
+            )
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing = {self.label_smoothing}: expected 0 to below 0.5")
         for name in ("sft_coef", "desirable_weight", "undesirable_weight", "center_coef"):
