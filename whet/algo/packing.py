@@ -126,6 +126,7 @@ def pack(
         raise ValueError(
             "a training sequence has an empty prompt: expected at least one token before the completion"
         )
+    # Families, not sequences, are packed: those of one prompt share its rows only within a micro-batch.
     families = _families([(index, sequences[index]) for index in trained], token_budget)
     bins = split_by_budget([_num_rows(family) for family in families], token_budget)
     micro_batches = tuple(
@@ -183,6 +184,7 @@ def _lay_out(families: Sequence[Family]) -> tuple[list[int], list[int], list[int
             first_row, length = len(tokens), len(sequence.completion_ids)
             # A token's hidden state predicts the next one: the last prompt row scores the first completion token.
             predecessors = [prompt_row + prompt_length - 1, *range(first_row, first_row + length - 1)]
+            # Context such as a tool's output is read, but is no target: rows and targets drop the same tokens.
             is_trained = sequence.trained or (True,) * length
             source.extend(compress(predecessors, is_trained))
             targets.extend(compress(sequence.completion_ids, is_trained))
@@ -207,6 +209,7 @@ def _micro_batch(
     weights: list[float] = []
     for row, (_, sequence) in enumerate(sequences):
         count = sequence.num_trained
+        # The counts are the sequence's and its group's own, never the micro-batch's: the split must not show.
         weight = aggregation_weight(count, sequence.num_group_tokens, aggregation)
         rows.extend([row] * count)
         weights.extend([weight] * count)
@@ -225,7 +228,7 @@ def _micro_batch(
     # Float32 first: that is what the sampler computed.
     logprobs = [p for _, s in sequences for p in s.sampler_logprobs or [0.0] * s.num_trained]
     sampler_M = torch.tensor(logprobs, dtype=torch.float32).to(device=device, dtype=dtype)
-    is_recomputed = sequences[0][1].proximal_logprobs_T is not None
+    is_recomputed = sequences[0][1].proximal_logprobs_T is not None  # all sequences of a step, or none
     long = {"dtype": torch.int64, "device": device}
     return MicroBatch(
         tokens_N=torch.tensor(tokens, **long),

@@ -44,9 +44,13 @@ from whet.telemetry.spans import spanned
 from whet.types import UserError
 
 PREFILL_TOKENS = 8192
+"""Most prompt tokens of one prefill, which bounds its activations; a longer single prompt is read alone."""
 CHECK_EVERY_GPU = 8
+"""Steps between looks at which rows have ended, on a GPU: each look waits for everything launched before it."""
 CHECK_EVERY_TEXT = 4
+"""Steps between searches for stop strings: they decode text on the host, and a late find only costs drawn tokens."""
 SCORE_ROWS = 1024
+"""Rows of logits that `score` holds at once."""
 
 
 @dataclass(slots=True)
@@ -136,6 +140,7 @@ class Engine:
             [Job(request=r, seed=seed, params=params, stop_strings=self.stop_strings) for seed in r.seeds]
             for r in requests
         ]
+        # The samples of a prompt stay together: adjacent jobs of one request share a prefill.
         waiting = [job for row in jobs for job in row]
         if not waiting:
             return [[] for _ in requests]
@@ -187,6 +192,8 @@ class Engine:
         self.model.eval()
         try:
             with torch.inference_mode(), context:
+                # The fast paths hold addresses of weights and cache. Between sessions the trainer may replace the
+                # weights, so they are collected anew for each one and dropped at its end.
                 self._head = self._head_for_sampling()
                 self._reserve(size)
                 assert self._cache is not None
@@ -245,9 +252,10 @@ class Engine:
 
     def _run(self, state: Rows, waiting: list[Job], *, is_streamed: bool) -> Iterator[Job]:
         """Schedule, run, take: admit waiting jobs, decode live rows, and yield the jobs that ended."""
-        waiting.reverse()
+        waiting.reverse()  # the next job is the one that `pop` takes
         steps = 0
         while waiting or state.jobs:
+            # Free rows are filled before the next step, which reads all weights whatever the number of rows.
             if waiting and len(state.jobs) < state.num_rows:
                 self.admit(state, waiting)
             else:
@@ -258,7 +266,7 @@ class Engine:
             if self.device.type == "cuda" and steps % CHECK_EVERY_GPU:
                 continue
             live = len(state.jobs)
-            num_done = int(state.done[:live].sum())
+            num_done = int(state.done[:live].sum())  # on a GPU the host waits here
             # To close a hole costs a copy of a row's cache; a row that ended costs a row of every product.
             is_worth_it = num_done * 4 >= live or (waiting and num_done * 8 >= live)
             if num_done and (is_worth_it or (is_streamed and steps % CHECK_EVERY_TEXT == 0)):
@@ -277,6 +285,7 @@ class Engine:
         prompts: list[tuple[Request, list[int]]] = []
         tokens = 0
         while waiting and len(state.jobs) < state.num_rows:
+            # Where the rows run out within a request, its prompt is read again with the samples left over.
             request = waiting[-1].request
             if not prompts or prompts[-1][0] is not request:
                 if prompts and tokens + len(request.prompt_ids) > PREFILL_TOKENS:
@@ -303,11 +312,12 @@ class Engine:
         logits = self._logits(hidden.index_select(0, ends)).repeat_interleave(repeats, dim=0)
         new = slice(first, len(state.jobs))
         state.seeds[new] = torch.tensor([job.seed for job in state.jobs[new]], device=self.device)
+        # The position of the prompt's last token: drawing a token moves the row on to where that token will be read.
         state.positions[new] = torch.tensor(lengths, device=self.device).repeat_interleave(repeats) - 1
         state.limits[new] = torch.tensor([self._limit(job) for job in state.jobs[new]], device=self.device)
         for flags in (state.counts, state.checked, state.done, state.stopped):
             flags[new] = 0
-        if not dispatch.runs_cpp(logits):
+        if not dispatch.runs_cpp(logits):  # the kernel that draws makes its own noise, the same numbers
             state.draw_noise(new, max(self._limit(job) for job in state.jobs[new]))
         self.stats.prompt_tokens += tokens
         self._append(logits, state, new)
@@ -383,11 +393,13 @@ class Engine:
         for row, job in enumerate(state.jobs):
             if checked[row] == counts[row] or not job.stop_strings:
                 continue
+            # A stop string may have begun in tokens that were looked at before.
             first = max(0, checked[row] - job.tail)
             window = state.tokens[row, first : counts[row]].tolist()
             state.checked[row] = counts[row]
             if not has_stop(window, job.stop_strings, self._decode):
                 continue
+            # The shortest text that has it: what came after it is cut, however late the search is.
             fresh = range(checked[row] - first + 1, len(window) + 1)
             length = next((n for n in fresh if has_stop(window[:n], job.stop_strings, self._decode)), None)
             if length is not None:
@@ -417,6 +429,8 @@ class Engine:
                 own = int(state.bases[row]) + len(job.request.prompt_ids)
                 self._activations.note(job.request, own, job.completion.ids)
         self._cache.leave(ended)
+        # Live rows stay 0..B-1 without gaps, so that a step reads contiguous memory: the last ones move into the holes.
+        # A row's bits depend on nothing but the row, so moving changes no result.
         kept = live - len(ended)
         holes = [row for row in ended if row < kept]
         movers = [row for row in range(kept, live) if not done[row]]

@@ -120,7 +120,25 @@ class Job:
 
 @dataclass(slots=True)
 class Rows:
-    """State of the live rows, as tensors of fixed capacity; row r of every field belongs to one job."""
+    """State of the live rows, as tensors of fixed capacity; row r of every field belongs to one job.
+
+    Kernels and CUDA graphs hold the tensors' addresses, so every change is in place.
+
+    Attributes:
+        seeds: Seed of each row's noise.
+        positions: Position at which `last` will be read.
+        counts: Tokens drawn so far; also the index of the next one's noise.
+        checked: Tokens that were searched for stop strings.
+        limits: Most tokens to draw.
+        last: The newest token, which no step has read yet.
+        done: Whether the row has ended; it is computed along until `Engine.harvest`, without effect.
+        stopped: Whether a stop id or a stop string ended it, not its limit.
+        noise: Uniforms of all tokens, where `draw_noise` was called.
+        bases: Where activations are kept: the place of position p is base + p.
+        tokens: Drawn tokens, with a spare column for ended rows.
+        logprobs: Their log-probabilities.
+        jobs: The job of each live row.
+    """
 
     seeds: torch.Tensor
     positions: torch.Tensor

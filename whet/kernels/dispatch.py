@@ -89,6 +89,7 @@ def taken(choice: Choice) -> Iterator[None]:
 
 def runs_cpp(*tensors: torch.Tensor, operation: Operation = "product") -> bool:
     """Say whether an operation runs in C++: on the CPU, in float32 or bfloat16, last axis a multiple of 16."""
+    # A choice counts for the whole process: with two, sampler and trainer would differ in the last bits.
     if torch.compiler.is_compiling() or not _uses(operation):
         return False
     for tensor in tensors:
@@ -115,6 +116,9 @@ class Kernel(NamedTuple):
 
 Kernels = Mapping[Callable[..., Any], Kernel]
 """Kernels by eager twin."""
+
+
+# Beyond device, width and dtype, each kernel refuses what its C++ was not written for; the twin then runs.
 
 
 def _multiplies(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> bool:

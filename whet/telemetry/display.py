@@ -12,7 +12,6 @@ import time
 import unicodedata
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Protocol, TextIO
 
 from rich import box
@@ -70,9 +69,7 @@ class Display(Protocol):
 
     def __enter__(self) -> Display: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 def open_display(
@@ -154,9 +151,7 @@ class LiveDisplay:
     def __enter__(self) -> LiveDisplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _render(self) -> RenderableType:
@@ -310,9 +305,7 @@ class PlainDisplay:
     def __enter__(self) -> PlainDisplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _print(self, text: str) -> None:
@@ -424,6 +417,11 @@ def escape_controls(text: str) -> str:
         else _escape(character)
         for character in text
     )
+
+
+def one_line(text: str) -> str:
+    """Write text in one line: white space becomes single spaces, and what a terminal would interpret is escaped."""
+    return escape_controls(" ".join(text.split()))
 
 
 def _escape(character: str) -> str:

@@ -21,7 +21,7 @@ from whet.report.plots import COLOURS, MUTED, STYLE
 from whet.storage.folder import open_run
 from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.mixture import Mixture
-from whet.telemetry.display import escape_controls
+from whet.telemetry.display import one_line
 from whet.train.rollout.curriculum import percentile
 from whet.types import Problem, Task, UserError
 
@@ -305,7 +305,7 @@ def _view(view: View) -> str:
 
 
 def _short(text: str, width: int) -> str:
-    line = escape_controls(" ".join(text.split()))
+    line = one_line(text)
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 

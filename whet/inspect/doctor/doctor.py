@@ -25,7 +25,7 @@ from whet.model.config import ModelConfig
 from whet.sandbox.attacks.attacks import all_attacks
 from whet.sandbox.attacks.battery import Finding, run_battery
 from whet.sandbox.programs import Sandbox
-from whet.telemetry.display import escape_controls
+from whet.telemetry.display import one_line
 from whet.types import UserError
 
 SHOWN_HOW = 60
@@ -162,16 +162,12 @@ def check_sandbox(backend: Literal["auto", "bwrap", "landlock"], only: str, num_
         console.print(_table(findings))
         breaches = [finding for finding in findings if finding.breach]
         for finding in breaches:
-            print(f"not contained: {finding.name} ({finding.group}): {_line(finding.breach)}")
+            print(f"not contained: {finding.name} ({finding.group}): {one_line(finding.breach)}")
         print(
             f"{sandbox.backend}: {len(findings)} checks, {len(breaches)} breaches, "
             f"{time.monotonic() - start:.1f} s"
         )
     return not breaches
-
-
-def _line(text: str) -> str:
-    return escape_controls(" ".join(text.split()))
 
 
 def _table(findings: Sequence[Finding]) -> Table:
@@ -180,7 +176,7 @@ def _table(findings: Sequence[Finding]) -> Table:
     for name, width in (("attack", 28), ("group", 12), ("contained", 9), ("ms", 5), ("how", None)):
         table.add_column(name, no_wrap=True, min_width=width, justify="right" if name == "ms" else "left")
     for finding in findings:
-        how = _line(finding.breach or finding.how)
+        how = one_line(finding.breach or finding.how)
         table.add_row(
             finding.name,
             finding.group,

@@ -48,6 +48,7 @@ class _Score(torch.autograd.Function):
         rows = hidden.shape[0]
         logprobs, normalisers, entropies = torch.empty(3, rows).unbind(0)
         needs_grad = any(ctx.needs_input_grad[:2])
+        # Keeping the logits saves the backward pass a product as large as the forward one; chunks bound memory instead.
         keeps = needs_grad and rows * weight.shape[0] * 4 <= KEEP_BYTES
         step = rows if keeps else chunk
         z = hidden
@@ -66,6 +67,7 @@ class _Score(torch.autograd.Function):
         hidden, weight, targets, normalisers, entropies, *kept = ctx.saved_tensors
         temperature, valid, step = ctx.facts
         g, e = (grad.contiguous() for grad in upstream)
+        # Without an entropy term its pass over the logits is left out.
         e = e if bool((e != 0).any()) else None
         vocab, dtype = weight.shape[0], weight.dtype
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -73,6 +75,8 @@ class _Score(torch.autograd.Function):
         for start in range(0, hidden.shape[0], step):
             part = slice(start, min(start + step, hidden.shape[0]))
             z = kept[0] if kept else logits(hidden[part], weight)
+            # In place where the products take float32. So the kernel must read a row's target before it writes any of
+            # the row: the other way round gradients were wrong by up to 34 %.
             dz = z if product_dtype(weight) == torch.float32 else torch.empty(z.shape, dtype=dtype)
             columns = (
                 targets[part],
@@ -91,6 +95,7 @@ class _Score(torch.autograd.Function):
                 if step >= hidden.shape[0]:
                     grad_weight = share
                 else:
+                    # Chunks add up in float32: bfloat16 sums would lose what is small beside the rest.
                     grad_weight = share.float() if grad_weight is None else grad_weight.add_(share)
         if grad_weight is not None:
             grad_weight = grad_weight.to(dtype)

@@ -21,7 +21,7 @@ from whet.kernels.eager import product_dtype
 
 QUANTUM = 16
 ENOUGH = 8192
-"""Minimum of numbers per thread."""
+"""Minimum of numbers per thread: waking a thread costs more than a little work."""
 SMALL, MANY_ROWS = 1024, 256
 """Up to this width, and from this many rows on, packing a weight for its input's gradient pays off (float32)."""
 CHANNELS = (16, 32, 64, 128)
@@ -109,7 +109,7 @@ def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _threads(work: int = sys.maxsize) -> int:
-    """Return the number of threads for this many numbers: waking threads costs more than a little work."""
+    """Return the number of threads for this many numbers."""
     return max(1, min(torch.get_num_threads(), work // ENOUGH))
 
 
@@ -138,7 +138,7 @@ def panels(weight_FD: torch.Tensor, dtype: torch.dtype, *, transposed: bool = Fa
 
 
 def _pack(weight_FD: torch.Tensor, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
-    source = weight_FD.contiguous()
+    source = weight_FD.contiguous()  # a transposed weight is copied once here, not at each product
     rows, width = source.shape
     if packed is None:
         packed = torch.empty(call("packed_size", _wide_dtype(dtype), rows, width), dtype=dtype)
@@ -291,6 +291,7 @@ class _Norm(torch.autograd.Function):
         x = x.contiguous()
         width = x.shape[-1]
         rows = x.numel() // width
+        # A tape has the sampler's own results, with the bits that would be computed here.
         if (found := recorded()) is not None:
             out, rstd = found
             assert out is not None

@@ -84,8 +84,10 @@ def keep_top_entropy(
         share: Share of tokens to keep.
         dtype: Dtype of the weights.
     """
+    # The empty tensor: a rank without sequences has nothing to concatenate, and must take part all the same.
     mine = torch.cat([*(part.cpu() for part in entropies), torch.zeros(0, dtype=dtype)])
     everywhere = all_gather_values(mine)
+    # 0.07 x 100 is a little above 7 in floating point; without the subtraction that would be 8 tokens.
     count = max(1, math.ceil(share * everywhere.numel() - 1e-9))
     if not everywhere.numel():
         return list(sequences)
@@ -164,6 +166,7 @@ class Parts:
         if fresh:
             self._num_cut = len(self._groups)
             self._parts.append(self._prepare(fresh))
+            # The longest sequence of all parts, not of this one: after an out-of-memory error all run again.
             self._budget.run(self._run, longest([s for part, _ in self._parts for s in part]))
 
     def _run(self, tokens: int) -> None:
@@ -223,6 +226,7 @@ class Objective:
         self._critic = Critic(policy, self._value, optim) if algo.baseline == "value" else None
         self._teaches = teacher or TeacherConfig()
         self._teacher = load_teacher(self._teaches, policy)
+        # Their gradients are dropped when a pass runs out of memory and starts over with smaller micro-batches.
         trained = [policy.model, *([self._critic] if self._critic is not None else [])]
         self._budget = TokenBudget(optim.token_budget, [p for part in trained for p in part.parameters()])
         kept = self._prepare_groups, self._backpropagate, self._budget
@@ -344,6 +348,7 @@ class Objective:
         if algo.has_entropy_bonus:
             metrics["rl/entropy_coef"] = self._coefficients.entropy
         kl, entropy = metrics.get("rl/kl", 0.0), metrics.get("rl/entropy", math.nan)
+        # One nan would stay in an adaptive coefficient for the rest of the run.
         if results and math.isfinite(kl) and math.isfinite(entropy):
             self._coefficients.end_step(kl=kl, entropy=entropy)
         return metrics
@@ -419,6 +424,8 @@ class Objective:
         tally = Tally()
         for micro in self._pack(sequences, token_budget):
             columns = self._measure(micro, needs_policy, tally)
+            # A micro-batch orders its sequences by length; `indices_B` leads back to the step's order. None of them is
+            # without a trained token, so each has a stretch of the columns.
             ends = torch.bincount(micro.sequence_M).cumsum(0).tolist()
             for index, start, end in zip(micro.indices_B, [0, *ends], ends, strict=False):
                 measured[index] = {name: column_M[start:end] for name, column_M in columns.items()}
@@ -432,6 +439,7 @@ class Objective:
             if self._is_recomputed:
                 low, high = self._off_policy.bounds
                 kind = self._off_policy.correction
+                # The loss's ratio then starts at 1, and the gap between sampler and trainer is a weight of its own.
                 columns["proximal_logprobs_T"] = logprobs_M
                 columns["policy_weights_T"], active_M = correction_weights(
                     logprobs_M, micro.sampler_logprobs_M, micro.sequence_M, kind, low=low, high=high
@@ -572,6 +580,7 @@ class Objective:
         # `where` before the product: a rejected token's loss may be inf or nan, and 0 x inf is nan.
         used_M = micro.policy_weights_M != 0
         loss_M = torch.where(used_M, policy_M, 0.0) * micro.policy_weights_M
+        # Penalties come after the policy's weights: they hold for every scored token, whatever its correction.
         if algo.kl == "k3_unbiased":
             kl_M = unbiased_kl(logprobs_M, micro.ref_logprobs_M, micro.sampler_logprobs_M)
             loss_M = loss_M + self._coefficients.kl * kl_M
@@ -598,6 +607,8 @@ class Objective:
             if divergence_M is not None:
                 sums["teacher_kl"] = divergence_M
             totals = add_up(sums)
+        # A plain sum: weights and denominator count over the whole step and all ranks, so no split of the step into
+        # micro-batches changes the gradient.
         return weighted_sum(loss_M, micro.weights_M, denominator), totals
 
     def _divergence(self, micro: MicroBatch, hidden_MD: torch.Tensor) -> torch.Tensor:
@@ -628,10 +639,11 @@ class Objective:
                 values_M, micro.start_values_M, micro.returns_M, clip=self._value.clip
             )
             sums.add(value_sums(values_M, micro.start_values_M, micro.returns_M, clipped_M))
+            # Without a token on any rank the loss is 0, not nan.
             return weighted_sum(loss_M, torch.ones_like(loss_M), max(num_tokens, 1.0)), {}
 
         def backpropagate(tokens: int) -> None:
-            sums.clear()
+            sums.clear()  # of an attempt that ran out of memory
             forward_backward(self._pack(counted, tokens), score, critic.trunk)
 
         with span("value_loss_backward"):

@@ -37,8 +37,6 @@ from whet.types import Group, Problem, Task
 
 Mode = Literal["off", "stream", "async"]
 NUM_PARTS = 4
-CHECK_EVERY = 4
-"""Decode steps between checks for ended rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
