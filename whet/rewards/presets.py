@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Protocol, runtime_checkable
 
 from whet.rewards.answers.numbers import Number, parse_literal, parse_number
+from whet.rewards.answers.scripts import fold
 from whet.rewards.steps.audit import audit_steps
 from whet.schema import ResponseSchema
 from whet.types import Problem, Reward, Task, UserError
@@ -68,9 +69,8 @@ BANDS = ((Fraction(1, 10), 2.0), (Fraction(1, 5), 1.5))
 NUMBER_EQUAL, NUMBER_WRONG, NUMBER_NONE, NUMBER_NO_GOLD = 3.5, -1.5, -2.5, 0.0
 # poornachandra24/grpo-vision-reasoning, src/fine_tuning/rewards.py
 LAYOUT = 0.5
-# The workshop's bands divided by five, so that a right answer is worth 1; no number is worst, as in the talk.
-DISTANCE_BANDS = ((Fraction(1, 10), 0.4), (Fraction(1, 5), 0.3))
-DISTANCE_FAR, DISTANCE_NO_NUMBER = -0.5, -1.0
+# The talk's example: for 2 + 2, "4" is worth 1, "5" about .8 for its distance |5 - 4| / 4, a letter -1.
+DISTANCE_NO_NUMBER = -1.0
 # a5c-ai/nanoGPT, reward.py: 1 between the inner two, falling to 0 at the outer two; characters
 LENGTH_BAND = (10, 50, 512, 1024)
 # DAPO's soft overlong penalty (2503.14476, eq. 13) in characters; algo.overlong has it in tokens
@@ -251,11 +251,13 @@ def exact_match(schema: ResponseSchema, task: Task) -> Reward:
 
 
 def distance(schema: ResponseSchema, task: Task) -> Reward:
-    """Return 1 for the right answer, .4 and .3 within 10 and 20 %, else -.5 for a number and -1 for none.
+    """Return 1 for the right answer, 1 / (1 + relative error) for another number (.8 for 5 in place of 4), -1 for none.
 
-    The task decides by value what is right.
+    The task decides by value what is right. What has the gold value and is wrong (a countdown's target in place of an
+    expression) is not near: -1.
 
-    Source: the workshop's bands divided by 5; -1 for no number as in the talk.
+    Source: the workshop's talk, which gives .8 for the distance |5 - 4| / 4 and names no formula; this one gives
+        exactly that, and falls to 0 without a bound.
     """
 
     def score(problem: Problem, completion: str) -> float | None:
@@ -263,10 +265,10 @@ def distance(schema: ResponseSchema, task: Task) -> Reward:
         is_correct = task.is_correct(problem, answer)
         if is_correct is None or is_correct:
             return None if is_correct is None else 1.0
-        guess, truth = parse_number(answer or ""), parse_number(problem.answer.strip())
-        if guess is None or truth is None:
+        guess, truth = parse_number(fold(answer or "")), parse_number(fold(problem.answer).strip())
+        if guess is None or truth is None or guess.value == truth.value:
             return DISTANCE_NO_NUMBER
-        return _band(guess, truth, DISTANCE_BANDS, DISTANCE_FAR)
+        return float(1 / (1 + relative_error(guess, truth)))
 
     return score
 
