@@ -1172,7 +1172,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ],
     ("tasks/columns.py", ("tests/tasks/test_jsonl.py", "tests/tasks/test_hub.py")): [
         (
-            "pairing",
+            "choice",
             "found, last = found[: places[-1]], found[places[-1]]",
             "found, last = found[:1], found[places[-1]]",
         ),
@@ -1191,8 +1191,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "if True or (len(without) <= num_tolerated",
         ),
         ("choice", "content.verbatim()) for number", "content) for number"),
-        ("split", "percent = 0 if TEST in self._parts else TEST_PERCENT", "percent = TEST_PERCENT"),
-        ("identity", "problem_uid(self.name, content.key)", "problem_uid(self.name, content.prompt)"),
+        ("choice", "percent = 0 if TEST in self._parts else TEST_PERCENT", "percent = TEST_PERCENT"),
+        ("choice", "problem_uid(self.name, content.key)", "problem_uid(self.name, content.prompt)"),
     ],
     ("tasks/hub.py", ("tests/tasks/test_hub.py",)): [
         ("choice", "part.path, config or None, split=part.split", "part.path, None, split=part.split"),
