@@ -20,7 +20,7 @@ from whet.config import to_dict
 from whet.recipes import rl as rl_recipes
 from whet.recipes.models import demo_policy
 from whet.tasks.base import FEW_PROBLEMS, TaskConfig, check_gold, load_task, told_of
-from whet.tasks.sets import HUB_SETS
+from whet.tasks.sets import HUB_SETS, PAIR_SETS
 from whet.train.data.pairs import read_pair_rows
 from whet.train.setup import load_rl
 from whet.types import UserError
@@ -125,8 +125,8 @@ def test_without_gold_answers_only_what_compares_them_is_refused(tmp_path: Path)
         check_gold(loaded, loaded.problems("train"), "an evaluation compares answers")
     assert str(caught.value) == (
         "task jsonl: 18 of 18 problems have no gold answer, but an evaluation compares answers (chats.jsonl: 30 of "
-        "30 rows have no final answer in the last assistant message (first: 1)); name its column with --task.answer, or "
-        "leave out what compares answers"
+        "30 rows have no final answer in the last assistant message (first: 1)); name its column with --task.answer, "
+        "or leave out what compares answers"
     )
     small = replace(
         rl_recipes.demo(),
@@ -157,3 +157,11 @@ def test_what_training_says_of_its_data(tmp_path: Path) -> None:
     )
     assert second.startswith("warning: only 8 problems to train on")
     assert told_of(task, FEW_PROBLEMS) == [first]
+
+
+def test_the_page_lists_every_set() -> None:
+    """docs/tasks.md has a row for each, with what the table says."""
+    page = (Path(__file__).parents[2] / "docs/tasks.md").read_text(encoding="utf-8")
+    for name, one in (HUB_SETS | PAIR_SETS).items():
+        paths = " and ".join(dict.fromkeys(f"`{part.path}`" for part in one.parts.values()))
+        assert f"| `{name}` | {one.about} | {paths} | {one.licence} | {one.card} |" in page
