@@ -1231,11 +1231,76 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("order", "numbered = enumerate(values, 1)", "numbered = enumerate(values)"),
         (
             "mask",
-            "dev_percent=DEV_PERCENT, test_percent=test_percent) == split",
-            "dev_percent=DEV_PERCENT, test_percent=0) == split",
+            "uid: split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent)",
+            "uid: split_of(uid, dev_percent=DEV_PERCENT, test_percent=0)",
         ),
         ("choice", 'problem.meta.get("prompt_uid", problem.uid)', "problem.uid"),
         ("guard", "    if not good:", "    if False:"),
+        ("bound", "if len(splits) < SMALL:", "if False:"),
+        ("order", 'if split == "train"), key=_place))', 'if split == "train")))'),
+    ],
+    ("tasks/columns.py", ("tests/tasks/test_jsonl.py", "tests/tasks/test_hub.py")): [
+        (
+            "choice",
+            "found, last = found[: places[-1]], found[places[-1]]",
+            "found, last = found[:1], found[places[-1]]",
+        ),
+        ("choice", "prompt=users[-1]", "prompt=users[0]"),
+        ("guard", "messages=messages if len(messages) > 1 else ()", "messages=()"),
+        ("guard", 'if found[-1].role not in ("user", "tool"):', "if False:"),
+        ("choice", "extract_answer_with_step(rest, SAID)[0]", "extract_answer(rest)"),
+        ("choice", "solution=(thinking or rest).strip()", "solution=str(solution).strip()"),
+        ("guard", "if len(found) > 1 and found[0].lower() != option:", "if False:"),
+        ("choice", "return None if is_number(value) else text_fault", "return text_fault"),
+    ],
+    ("tasks/jsonl.py", ("tests/tasks/test_jsonl.py", "tests/tasks/test_hub.py")): [
+        (
+            "guard",
+            "if not without or (len(without) <= num_tolerated",
+            "if True or (len(without) <= num_tolerated",
+        ),
+        ("choice", "content.verbatim()) for number", "content) for number"),
+        ("choice", "percent = 0 if TEST in self._parts else TEST_PERCENT", "percent = TEST_PERCENT"),
+        ("choice", "problem_uid(self.name, content.key)", "problem_uid(self.name, content.prompt)"),
+    ],
+    ("tasks/hub.py", ("tests/tasks/test_hub.py",)): [
+        ("choice", "part.path, config or None, split=part.split", "part.path, None, split=part.split"),
+        ("bound", "left = max_rows - count if max_rows else None", "left = None"),
+        ("choice", "streaming=bool(max_rows)", "streaming=False"),
+        ("guard", "if TRAIN not in found and len(names) > 1:", "if False:"),
+    ],
+    ("tasks/sets.py", ("tests/tasks/test_hub.py",)): [
+        ("choice", 'configs=MATH_SUBJECTS) | _test("Hug', 'configs=MATH_SUBJECTS[:6]) | _test("Hug'),
+        (
+            "choice",
+            "place < len(flags) and flags[place] for flags in (right, whole)",
+            "place < len(flags) and flags[place] for flags in (whole,)",
+        ),
+        ("guard", "not in NO_ANSWER", "not in ()"),
+        ("choice", ".removeprefix(DAPO_HEAD)", ""),
+    ],
+    ("tasks/ifeval.py", ("tests/tasks/test_ifeval.py",)): [
+        (
+            "bound",
+            "return count < limit if relation == LESS else count >= limit",
+            "return count < limit if relation == LESS else count > limit",
+        ),
+        ("guard", "if LANGUAGE not in row", "if True or LANGUAGE not in row"),
+        (
+            "choice",
+            "return all(self.followed(problem, answer))",
+            "return any(self.followed(problem, answer))",
+        ),
+    ],
+    ("tasks/code.py", ("tests/tasks/test_code.py", "tests/tasks/test_hub.py")): [
+        ("choice", "and same_output(verdict.stdout, expected)", ""),
+        ("guard", "if len(texts) != 1 or not isinstance(texts[0], str):", "if False:"),
+        ("guard", 'if results and results[-1].status == "tle":', "if False:"),
+        (
+            "bound",
+            "unpacker.decompress(base64.b64decode(text, validate=True), MAX_UNPACKED)",
+            "unpacker.decompress(base64.b64decode(text, validate=True))",
+        ),
     ],
 }
 """(File, its tests) -> rows."""

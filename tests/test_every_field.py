@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import hub
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -91,6 +92,7 @@ as it is there: the longest beginning counts."""
 
 TEXT: Data = {"policy.tokenizer": "bytes", "policy.alphabet": "", "policy.model.max_positions": 128}
 JSONL: Data = TEXT | {"task": {"name": "jsonl", "path": "{work}/data.jsonl"}}
+HUB: Data = TEXT | {"task": {"name": "hub", "path": "owner/few"}}
 MIXTURE: Data = TEXT | {
     "task": {
         "name": "mixture",
@@ -138,9 +140,12 @@ MODES: dict[str, tuple[Data, list[Any]]] = {
     "task.name": (TEXT, ["sanity"]),
     "task.path": (JSONL, ["{work}/more.jsonl"]),
     "task.max_bad_rows": (JSONL | {"task.path": "{work}/bad.jsonl", "task.max_bad_rows": 1}, [0]),
-    "task.prompt_field": (JSONL, ["question"]),
-    "task.answer_field": (JSONL, ["gold"]),
-    "task.solution_field": (JSONL, ["worked"]),
+    "task.prompt": (JSONL, ["question"]),
+    "task.answer": (JSONL, ["gold"]),
+    "task.solution": (JSONL, ["worked"]),
+    "task.max_rows": (JSONL, [40]),
+    "task.config": (HUB, ["other"]),
+    "task.split": (HUB, ["test"]),
     "task.keep_calculator": (TEXT | {"task": {"name": "gsm8k", "path": "{work}/gsm8k"}}, [True]),
     "task.num_problems": (TEXT | {"task": {"name": "letters", "num_problems": 40}}, [30]),
     "task.level": (TEXT | {"task": {"name": "letters", "num_problems": 40}}, [1]),
@@ -612,6 +617,9 @@ def work() -> Iterator[Path]:
             patch.setattr(importlib.import_module(module), "grade", lenient)
         patch.setitem(base.REWARDS, "format", base.Preset(make, best=1.0, worst=0.0))
         write_files(folder, few["train"])
+        rows = [{"question": f"say {n}?", "answer": str(n)} for n in range(60)]
+        configs = {"default": {"train": rows, "test": rows[::-1]}, "other": {"train": rows[:30]}}
+        hub.install(patch, owner__few=configs)
         yield folder
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import hub
@@ -15,9 +17,12 @@ import pytest
 
 import whet.recipes
 from whet.config import to_dict
-from whet.tasks.base import TaskConfig, check_gold, load_task
-from whet.tasks.sets import HUB_SETS
+from whet.recipes import rl as rl_recipes
+from whet.recipes.models import demo_policy
+from whet.tasks.base import FEW_PROBLEMS, TaskConfig, check_gold, load_task, told_of
+from whet.tasks.sets import HUB_SETS, PAIR_SETS
 from whet.train.data.pairs import read_pair_rows
+from whet.train.setup import load_rl
 from whet.types import UserError
 
 MODULES = [
@@ -104,3 +109,59 @@ assert all(sys.modules[name] is None for name in ("trl", "transformers", "accele
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_without_gold_answers_only_what_compares_them_is_refused(tmp_path: Path) -> None:
+    """Chats can be learned; a reward of right answers, an evaluation and rejection sampling need a gold answer."""
+    path = tmp_path / "chats.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": "Hm."}]}
+        for n in range(30)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = TaskConfig(name="jsonl", path=str(path))
+    loaded = load_task(task)
+    with pytest.raises(UserError) as caught:
+        check_gold(loaded, loaded.problems("train"), "an evaluation compares answers")
+    assert str(caught.value) == (
+        "task jsonl: 18 of 18 problems have no gold answer, but an evaluation compares answers (chats.jsonl: 30 of "
+        "30 rows have no final answer in the last assistant message (first: 1)); name its column with --task.answer, "
+        "or leave out what compares answers"
+    )
+    small = replace(
+        rl_recipes.demo(),
+        out=str(tmp_path / "rl"),
+        policy=demo_policy(),
+        task=task,
+        num_steps=1,
+        preflight="warn",
+    )
+    with pytest.raises(UserError, match="but the reward 'correct' compares answers"):
+        load_rl(small)
+    assert len(load_rl(replace(small, rewards={"format": 1.0})).problems) == 18
+    assert not (tmp_path / "rl").exists()
+    mixed = TaskConfig(name="mixture", weights={"arithmetic": 1.0, "jsonl": 1.0}, paths={"jsonl": str(path)})
+    both = load_task(mixed)
+    with pytest.raises(UserError, match="^task jsonl: 18 of 18 problems"):
+        check_gold(both, both.problems("train"), "it is compared")
+
+
+def test_what_training_says_of_its_data(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}+1?", "answer": n + 1}) + "\n" for n in range(12)))
+    task = load_task(TaskConfig(name="jsonl", path=str(path), symbolic=True))
+    count = len(task.problems("train"))
+    first, second = told_of(task, count)
+    assert first.startswith(
+        "rows.jsonl: prompt = 'question', answer = 'answer'\n  question: '0+1?'\n  answer: '1'"
+    )
+    assert second.startswith("warning: only 8 problems to train on")
+    assert told_of(task, FEW_PROBLEMS) == [first]
+
+
+def test_the_page_lists_every_set() -> None:
+    """docs/tasks.md has a row for each, with what the table says."""
+    page = (Path(__file__).parents[2] / "docs/tasks.md").read_text(encoding="utf-8")
+    for name, one in (HUB_SETS | PAIR_SETS).items():
+        paths = " and ".join(dict.fromkeys(f"`{part.path}`" for part in one.parts.values()))
+        assert f"| `{name}` | {one.about} | {paths} | {one.licence} | {one.card} |" in page

@@ -212,8 +212,11 @@ def conversation(value: Any, column: str) -> tuple[Message, ...] | str:
             return f"{column!r}, {role}: 'tool_calls' is not a list of calls"
         if content is None and (found or thinking):
             content = ""
-        if not (found and content == "") and (fault := text_fault({"content": content}, "content")):
-            return f"{column!r}, {role}: {fault}"
+        is_call = bool(found) and content == ""
+        if not isinstance(content, str) or not is_call:
+            fault = text_fault({"content": content}, "content")
+            if fault or not isinstance(content, str):
+                return f"{column!r}, {role}: {fault}"
         messages.append(
             Message(
                 role=role,

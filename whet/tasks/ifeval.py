@@ -221,7 +221,7 @@ def _first_word(text: str, a: Arguments) -> bool:
 
 
 def _postscript(text: str, a: Arguments) -> bool:
-    marker = a["postscript_marker"]
+    marker = str(a["postscript_marker"])
     patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     return re.search(patterns.get(marker, re.escape(marker.lower())), text.lower()) is not None
 

@@ -233,7 +233,7 @@ def select_split(problems: Iterable[Problem], split: str, *, test_percent: float
     """
     check_split(split)
     uids = [(problem, problem.meta.get("prompt_uid", problem.uid)) for problem in problems]
-    splits = {
+    splits: dict[str, Split] = {
         uid: split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent)
         for uid in dict.fromkeys(uid for _, uid in uids)
     }
