@@ -50,6 +50,7 @@ def _cases() -> dict[str, Case]:
     grpo, ppo = ALGORITHMS["grpo"](), ALGORITHMS["ppo"]()
     variants = {
         "kl k1_reward": replace(grpo, kl="k1_reward", kl_coef=0.3),
+        "kl log": replace(grpo, kl="log"),
         "kl k2_loss": replace(grpo, kl="k2_loss", kl_coef=0.3),
         "kl k3_loss": replace(grpo, kl="k3_loss", kl_coef=0.3),
         "kl k3_unbiased": replace(grpo, kl="k3_unbiased", kl_coef=0.3),

@@ -129,7 +129,7 @@ def gdpo() -> AlgoConfig:
 
 def distill() -> AlgoConfig:
     """On-policy distillation without group statistics: give a teacher, and rewards of weight 0 for it alone."""
-    return AlgoConfig(baseline="none", scale="none", uninformative="keep")
+    return AlgoConfig(baseline="none", scale="none", surrogate="logprob", uninformative="keep")
 
 
 ALGORITHMS: dict[str, Callable[[], AlgoConfig]] = {
