@@ -993,7 +993,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("denominator", "round(sum(values) / len(values), 6)", "round(sum(values), 6)"),
     ],
     ("eval/grade.py", ("tests/eval/test_evaluate.py", "tests/eval/test_eval_metrics.py")): [
-        ("choice", 'response.answer is None and answer_from == "anywhere"', "response.answer is None"),
+        ("choice", 'answer is None and answer_from == "anywhere"', "answer is None"),
         ("choice", "is_judged=is_correct is not None", "is_judged=True"),
         ("sign", "max(0, self.num_tokens - self.grade.thinking_tokens)", "self.grade.thinking_tokens"),
         ("order", "end - ids.index(opening[0]) - 1 if", "end - ids.index(opening[0]) if"),

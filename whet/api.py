@@ -11,7 +11,6 @@ print(whet.compare(before, after))
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import html
 import json
@@ -107,7 +106,7 @@ class Policy:
     @cached_property
     def loaded(self) -> LoadedPolicy:
         """The model in memory, float32, in evaluation mode."""
-        policy = load_policy(self.config, seed=self._seed)
+        policy = load_policy(self.config, seed=self._seed, plain=True)
         policy.model.eval()
         return policy
 
@@ -115,23 +114,20 @@ class Policy:
         """Give the model's memory back; the next use loads it again."""
         self.__dict__.pop("loaded", None)
 
-    def prompt_ids(self, messages: str | Messages) -> list[int]:
-        """Return the tokens that ask something, as training and evaluation ask it.
+    def prompt_ids(self, messages: str | Messages, **template_values: bool | str) -> list[int]:
+        """Return the tokens that ask something: as the model was trained where it has a protocol or a schema was
+        given, else as its chat template alone has it (transformers' `apply_chat_template`).
 
         Args:
             messages: The user's words, or chat messages with 'role' and 'content' (a system message replaces the
                 schema's own).
+            template_values: Further values that the chat template reads, such as `enable_thinking=False`.
         """
-        policy = self.loaded
-        if isinstance(messages, str):
-            return list(policy.prompt_ids(_asked(messages)))
-        return list(
-            policy.tokenizer.encode_prompt(_checked(messages), prefix=policy.schema.generation_prefix)
-        )
+        return list(self.loaded.chat_ids(_checked(messages), **template_values))
 
-    def prompt_text(self, messages: str | Messages) -> str:
-        """Return the rendered text of `prompt_ids`, special tokens included."""
-        return self.loaded.tokenizer.decode(self.prompt_ids(messages))
+    def prompt_text(self, messages: str | Messages, **template_values: bool | str) -> str:
+        """Return the text of `prompt_ids`, special tokens that the template writes included."""
+        return self.loaded.chat_text(_checked(messages), **template_values)
 
     def sample(
         self,
@@ -629,10 +625,8 @@ def evaluate(
         UserError: If there is no problem, or none fits the context.
     """
     asked = policy if isinstance(policy, Policy) else load(policy)
-    config, loaded = (
-        _task(task),
-        copy.copy(asked.loaded),
-    )  # what the task expects is not what is asked for ever
+    config = _task(task)
+    loaded = asked.loaded.for_tasks()  # what the task expects is not what is asked for ever
     judge = load_task(config)
     loaded.expect(answer_type_of(judge))
     wanted = take_problems(judge, split, num_problems)
@@ -705,11 +699,9 @@ def _by_problem(side: Evaluation) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _asked(prompt: str) -> Problem:
-    return Problem(uid="asked", task="asked", prompt=prompt, answer="")
-
-
-def _checked(messages: Messages) -> list[dict[str, str]]:
+def _checked(messages: str | Messages) -> list[dict[str, Any]]:
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
     for place, message in enumerate(messages):
         if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
             raise UserError(

@@ -1,7 +1,7 @@
 """Typed configs and their plain form: config <-> dict <-> YAML, strict in every direction; knows no program.
 
 A config is a frozen, keyword-only dataclass, nested in groups. Permitted field types: `str int float bool`,
-`X | None`, `Literal`, `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]` and other such dataclasses.
+`X | None`, `bool | str`, `Literal`, `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]` and other such dataclasses.
 """
 
 from __future__ import annotations
@@ -167,9 +167,14 @@ def put(cls: type[DataclassInstance], data: dict[str, Any], path: Sequence[str],
     data[path[-1]] = value
 
 
+def is_switch(hint: Any) -> bool:
+    """Say whether a field is true or false, or that or a text (`bool | str`)."""
+    return unwrap(hint)[0] in (bool, bool | str)
+
+
 def unwrap(hint: Any) -> tuple[Any, bool]:
     """Split the type `X | None` into (X, True); any other type is (type, False)."""
-    if get_origin(hint) not in (Union, UnionType):
+    if get_origin(hint) not in (Union, UnionType) or hint == bool | str:
         return hint, False
     arms = [arm for arm in get_args(hint) if arm is not NoneType]
     assert len(arms) == 1, f"a config field may be X | None, not {hint}"
@@ -198,11 +203,13 @@ def from_texts(hint: Any, texts: Sequence[str]) -> Any:
         if len(dict(pairs)) != len(pairs):
             raise ValueError
         return {key: from_texts(arms[1], [text]) for key, text in pairs}
-    if inner is bool and not texts:
+    if is_switch(inner) and not texts:
         return True
     (text,) = texts
     if origin is Literal:
         return {str(choice): choice for choice in arms}[text]
+    if inner == bool | str:
+        return {"true": True, "false": False}.get(text.lower(), text)
     if inner is bool:
         return {"true": True, "false": False}[text.lower()]
     if is_dataclass(inner):
@@ -226,6 +233,8 @@ def expected(hint: Any) -> str:
         text = f"names with {expected(arms[1])}"
     elif is_dataclass(inner):
         text = "a group of fields"
+    elif inner == bool | str:
+        text = "true, false or a text"
     else:
         text = "true or false" if inner is bool else inner.__name__
     return f"{text} or None" if optional else text
@@ -398,6 +407,9 @@ def _build(hint: Any, value: Any, *, path: str, where: str, base: Any = None) ->
             return float(value)
         if isinstance(value, str) and _EXPONENT.fullmatch(value):
             return float(value)
+    elif inner == bool | str:
+        if isinstance(value, bool | str):
+            return value
     else:
         assert inner in (str, int, bool), f"{path}: a config field cannot be of type {hint}"
         if type(value) is inner and not (isinstance(value, int) and abs(value) > sys.float_info.max):

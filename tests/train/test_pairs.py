@@ -113,29 +113,27 @@ def test_text_that_no_tag_ends_gets_the_end_token(tiny_policy: PolicyConfig, tmp
 
 
 def test_ordinary_pairs_are_prompted_without_the_schema(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
-    """No instruction and no opening tag where no completion has a tag, also in what is saved afterwards."""
+    """No instruction and no opening tag where neither the config nor the model's folder has a schema."""
     roomy = replace(tiny_policy.model, max_positions=512)
-    chat = replace(tiny_policy, tokenizer="bytes", alphabet="", template="base", model=roomy)
-    rows = [{"prompt": [user("a"), assistant("b"), user("c")], "chosen": "d", "rejected": "e"}, {**GOOD}]
-    tagged = load_policy(chat, seed=0)
-    read_pairs(write(tmp_path / "t.jsonl", *rows), tagged, 0, keeps_protocol=False)
-    assert tagged.schema.generation_prefix == "<think>"
-    assert tagged.system_prompt
-    plain = load_policy(chat, seed=0)
-    ((pair,), left_out) = read_pairs(write(tmp_path / "p.jsonl", rows[0]), plain, 0, keeps_protocol=False)
+    chat = replace(
+        tiny_policy, tokenizer="bytes", alphabet="", template="base", schema="inherit", model=roomy
+    )
+    chat = replace(chat, tags_as_tokens=False)
+    row = {"prompt": [user("a"), assistant("b"), user("c")], "chosen": "d", "rejected": "e"}
+    path = write(tmp_path / "p.jsonl", row)
+    plain = load_policy(chat, seed=0, plain=True)
+    ((pair,), left_out) = read_pairs(path, plain, 0)
     assert left_out == 0
     assert plain.tokenizer.decode(pair.prompt_ids) == "Question: a\nAnswer:\nb\n\nQuestion: c\nAnswer:\n"
-    assert plain.protocol()["system_prompt"] is False
-    assert plain.schema.generation_prefix == ""
-    kept = load_policy(chat, seed=0)
-    ((pair,), _) = read_pairs(write(tmp_path / "p.jsonl", rows[0]), kept, 0)
-    assert kept.tokenizer.decode(pair.prompt_ids).endswith("Answer:\n<think>")
+    asked = load_policy(chat, seed=0)
+    ((pair,), _) = read_pairs(path, asked, 0)
+    assert asked.tokenizer.decode(pair.prompt_ids).endswith("Answer:\n<think>")
 
 
 def test_system_messages_are_kept(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     policy = load_policy(replace(tiny_policy, tokenizer="bytes", alphabet="", template="base"), seed=0)
     row = {"prompt": [{"role": "system", "content": "Be brief."}, user("a")], "chosen": "b", "rejected": "c"}
-    ((pair,), _) = read_pairs(write(tmp_path / "p.jsonl", row), policy, 0, keeps_protocol=False)
+    ((pair,), _) = read_pairs(write(tmp_path / "p.jsonl", row), policy, 0)
     assert policy.tokenizer.decode(pair.prompt_ids) == "Be brief.\n\nQuestion: a\nAnswer:\n"
 
 

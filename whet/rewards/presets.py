@@ -110,7 +110,13 @@ class Preset:
 
 
 def _raw_answer(schema: ResponseSchema, completion: str) -> str | None:
-    """Return the text of the answer block that ends the completion and follows the thinking; white space kept."""
+    """Return the text of the answer block that ends the completion and follows the thinking; white space kept.
+
+    In another place than tags: the answer of a completion in perfect format.
+    """
+    if schema.answer_place != "tag":
+        parsed = schema.parse(completion)
+        return parsed.answer if parsed.verdict == "perfect" else None
     text = completion.rstrip()
     closed = text.find(schema.think_close)
     if closed < 0 or not text.endswith(schema.answer_close):
@@ -118,6 +124,15 @@ def _raw_answer(schema: ResponseSchema, completion: str) -> str | None:
     start = text.find(schema.answer_open, closed + len(schema.think_close))
     answer = text[start + len(schema.answer_open) : -len(schema.answer_close)]
     return answer or None if start >= 0 else None
+
+
+def _marks(schema: ResponseSchema, name: str) -> tuple[str, ...]:
+    if not schema.marks:
+        raise UserError(
+            f"rewards.{name}: the schema has neither tags nor a mark of the answer; leave it out, or use another "
+            "policy.schema"
+        )
+    return schema.marks
 
 
 def format_exact(schema: ResponseSchema, task: Task) -> Reward:
@@ -136,9 +151,10 @@ def format_approximate(schema: ResponseSchema, task: Task) -> Reward:
     """Return +.5 for every tag that occurs exactly once and -1 for every other, over the three scored tags.
 
     Source: workshop notebook, `match_format_approximately`. Deviation: a schema whose opening tag is not in the
-    prompt has four scored tags; each then counts 3/4, so that best and worst stay 1.5 and -3.
+    prompt has four scored tags; each then counts 3/4, so that best and worst stay 1.5 and -3. The mark of an answer
+    without tags (`\\boxed{`, `####`) counts as one.
     """
-    tags = schema.tags[1:] if schema.opening_in_prompt else schema.tags
+    tags = _marks(schema, "format_approximate")
 
     def score(problem: Problem, completion: str) -> float:
         scores = [TAG_ONCE if completion.count(tag) == 1 else TAG_NOT_ONCE for tag in tags]
@@ -192,16 +208,21 @@ def number_match(schema: ResponseSchema, task: Task) -> Reward:
     """
 
     def score(problem: Problem, completion: str) -> float:
-        opened = completion.find(schema.answer_open, max(completion.find(schema.think_close), 0))
-        digits = _DIGITS.search(completion, opened + len(schema.answer_open)) if opened >= 0 else None
+        text = completion
+        if schema.answer_place == "tag":
+            opened = text.find(schema.answer_open, max(text.find(schema.think_close), 0))
+            start = opened + len(schema.answer_open) if opened >= 0 else len(text)
+        else:
+            text, start = f" {schema.parse(completion).answer or ''}", 1
+        digits = _DIGITS.search(text, start)
         if digits is None:
             return NUMBER_NONE
         truth = parse_literal(problem.answer.strip())
         if truth is None:
             return NUMBER_NO_GOLD
-        start = digits.start() - (completion[digits.start() - 1] == ".")
-        start -= completion[start - 1] == "-"
-        guess = parse_literal(completion[start : digits.end()].rstrip(".,"))
+        start = digits.start() - (text[digits.start() - 1] == ".")
+        start -= text[start - 1] == "-"
+        guess = parse_literal(text[start : digits.end()].rstrip(".,"))
         return NUMBER_EQUAL if guess is not None and guess.value == truth.value else NUMBER_WRONG
 
     return score
@@ -210,12 +231,13 @@ def number_match(schema: ResponseSchema, task: Task) -> Reward:
 def tag_count(schema: ResponseSchema, task: Task) -> Reward:
     """Return .5 when each of the four tags occurs exactly once (an opening tag in the prompt counts), else 0.
 
-    Source: grpo-vision-reasoning, `xmlcount`.
+    Source: grpo-vision-reasoning, `xmlcount`. The mark of an answer without tags counts as one.
     """
+    marks = {*_marks(schema, "tag_count"), *schema.tags}
 
     def score(problem: Problem, completion: str) -> float:
         body = schema.generation_prefix + completion
-        return LAYOUT * all(body.count(tag) == 1 for tag in schema.tags)
+        return LAYOUT * all(body.count(tag) == 1 for tag in marks)
 
     return score
 
@@ -223,8 +245,10 @@ def tag_count(schema: ResponseSchema, task: Task) -> Reward:
 def format_soft(schema: ResponseSchema, task: Task) -> Reward:
     """Return .5 when somewhere a closed thinking block is followed by a closed answer block, else 0.
 
-    Source: grpo-vision-reasoning, `soft_format`.
+    Source: grpo-vision-reasoning, `soft_format`. Where the schema lacks one of the blocks: a perfect format.
     """
+    if schema.answer_place != "tag" or not schema.has_thinking:
+        return format_strict(schema, task)
     seam = re.compile(re.escape(schema.think_close) + r"\s*" + re.escape(schema.answer_open))
 
     def score(problem: Problem, completion: str) -> float:

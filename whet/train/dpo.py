@@ -29,7 +29,7 @@ from whet.algo.preference import (
 )
 from whet.config import align
 from whet.eval.evaluate import fitting_problems, take_problems
-from whet.generate.policy import Policy, PolicyConfig, has_protocol
+from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.reward_model import messages_of
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_texts
@@ -47,7 +47,6 @@ from whet.train.data.pairs import (
     encode_conversations,
     is_held_out,
     is_on_hub,
-    is_ordinary,
     read_pairs,
     singles,
     with_partners,
@@ -509,7 +508,6 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
                 split=config.pairs_split,
                 singly=config.loss == "kto",
                 whole=config.loss == "reward",
-                keeps_protocol=has_protocol(config.policy),
             )
             if rank() == 0 and (said := write_quarantine(folder, bad_rows)):
                 print(f"whet: {said}", flush=True)
@@ -555,12 +553,7 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
         if rank() == 0:
             write_rows(path, rows)
         barrier()
-    pairs = [Pair.from_row(row) for row in load_rows(path)]
-    if config.pairs and not has_protocol(config.policy):
-        texts = (text for pair in pairs for text in (pair.chosen, pair.rejected))
-        if is_ordinary(texts, policy):  # also after a resume, which reads no file
-            policy.forget_schema()
-    return pairs
+    return [Pair.from_row(row) for row in load_rows(path)]
 
 
 def _matched(pairs: Sequence[Pair], policy: Policy) -> list[Pair]:
@@ -605,7 +598,7 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
     """
     tracking = begin(config)
     config = resolve_precision(config)
-    policy = load_trained(config, is_reward=config.loss == "reward")
+    policy = load_trained(config, plain=bool(config.pairs), is_reward=config.loss == "reward")
     if policy.schema.tools:
         raise UserError(
             "this model calls tools, and pairs do not say which tokens a tool wrote; --policy.tools none"

@@ -21,6 +21,7 @@ import torch
 from whet.config import dump_yaml
 from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device
 from whet.kernels import dispatch
+from whet.model.files import read_json
 from whet.model.weights import load_model
 from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
 from whet.report.markdown import write_report
@@ -128,20 +129,33 @@ DOUBLE_S = {False: 0.5, True: 3.0}
 """Seconds in which a second signal is the same one: torchrun sends on what its process group has got already."""
 
 
-def load_trained(config: RunConfig, *, is_reward: bool = False) -> Policy:
+def load_trained(config: RunConfig, *, plain: bool = False, is_reward: bool = False) -> Policy:
     """Load the policy that a run trains, in its precision; recomputation and compilation are applied.
 
     Args:
         config: The run's settings.
+        plain: Whether it trains on plain chats or pairs, which a model without a protocol is asked as its template has
+            it.
         is_reward: Make it a reward model.
 
     Raises:
         UserError: If something is missing, malformed or does not fit together.
     """
-    kinds = dtypes(config.optim.precision)
-    policy = load_policy(config.policy, seed=config.seed, is_reward=is_reward, **kinds)
+    kinds, date = dtypes(config.optim.precision), written_date(Path(config.out))
+    policy = load_policy(
+        config.policy, seed=config.seed, plain=plain, date=date, is_reward=is_reward, **kinds
+    )
     prepare_model(policy.model, config.optim)
     return policy
+
+
+def written_date(folder: Path) -> str:
+    """Return the date that a run's prompts were written with, for a resume on another day; '' before its first
+    checkpoint, or if its template has none."""
+    paths = (folder / "protocol.json", *sorted(folder.glob("checkpoints/*/protocol.json")))
+    path = next((path for path in paths if path.is_file()), None)
+    date = read_json(path).get("date", "") if path is not None else ""
+    return date if isinstance(date, str) else ""
 
 
 def begin(config: RunConfig) -> Tracking:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from whet.cli import Program
 from whet.config import load_yaml, show
-from whet.generate.policy import PolicyConfig, load_policy, resolve_device
+from whet.generate.policy import INHERIT, PolicyConfig, load_policy, resolve_device
 from whet.inspect.memory.meter import compare, measure
 from whet.inspect.memory.phases import (
     GIB,
@@ -30,7 +30,7 @@ from whet.model.config import ModelConfig, from_hf
 from whet.model.files import find_files, is_hub_name, read_json
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import model_folder
-from whet.schema import SCHEMAS
+from whet.schema import find_schema
 from whet.telemetry.display import escape_controls
 from whet.train.fit import FIT_ATTENTION
 from whet.train.optim.precision import resolve_precision
@@ -210,7 +210,7 @@ def policy_shape(policy: PolicyConfig) -> ModelConfig:
     if policy.init:
         shape = find_shape(policy.init)
         return replace(shape, vocab_size=max(shape.vocab_size, policy.padded_vocab_size))
-    schema = SCHEMAS["think_answer" if policy.schema == "inherit" else policy.schema]
+    schema = find_schema("think_answer" if policy.schema == INHERIT else policy.schema)
     schema = replace(schema, tools=() if policy.tools == ("none",) else policy.tools)
     tags = (*schema.tags, *schema.tool_tags) if policy.tags_as_tokens else ()
     if policy.tokenizer == "characters":

@@ -40,6 +40,8 @@ MAX_TEMPLATE_CHARS = 64 * 2**10
 MAX_RENDERED_CHARS = 2**22
 MAX_RANGE = 100_000
 MAX_RENDER_S = 10.0
+TODAY = "_today"
+"""Key of the date in a template's values: a fixed one, so that prompts do not change overnight."""
 TRIAL_S, TRIAL_MIB = 2.0, 512
 """Limits of the first rendering of an untrusted template, in a separate process."""
 
@@ -161,7 +163,6 @@ def _compile(source: str) -> jinja2.Template:
     del sandbox.globals["lipsum"]
     sandbox.filters["tojson"] = _to_json
     sandbox.globals["raise_exception"] = _raise_exception
-    sandbox.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     return sandbox.from_string(source)
 
 
@@ -172,7 +173,8 @@ def render_template(source: str, values: Mapping[str, Any]) -> str:
 
     Args:
         source: Jinja source.
-        values: Names that the template sees: messages, add_generation_prompt, bos_token, eos_token, ...
+        values: Names that the template sees: messages, add_generation_prompt, bos_token, eos_token, ...; and under
+            `TODAY` the date of its function strftime_now, as YYYY-MM-DD.
 
     Returns:
         The text.
@@ -193,7 +195,10 @@ def render_template(source: str, values: Mapping[str, Any]) -> str:
     deadline = time.monotonic() + MAX_RENDER_S
     pieces, num_chars = [], 0
     try:
-        for piece in _compile(source).generate(tools=None, documents=None, range=bounded_range, **values):
+        today = datetime.datetime.fromisoformat(values.get(TODAY) or datetime.date.today().isoformat())
+        functions = {"range": bounded_range, "strftime_now": today.strftime}
+        given = {"tools": None, "documents": None, **values, **functions}
+        for piece in _compile(source).generate(given):
             pieces.append(piece)
             num_chars += len(piece)
             if num_chars > MAX_RENDERED_CHARS or time.monotonic() > deadline:

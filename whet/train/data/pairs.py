@@ -210,11 +210,6 @@ def with_partners(completions: Sequence[Pair], room: int) -> list[Pair]:
     return found
 
 
-def is_ordinary(texts: Iterable[str], policy: Policy) -> bool:
-    """Say whether completions have none of the tags of the policy's schema: they are no responses in that schema."""
-    return not any(tag in text for text in texts for tag in policy.schema.tags)
-
-
 def read_pairs(
     path: str,
     policy: Policy,
@@ -224,7 +219,6 @@ def read_pairs(
     split: str = "",
     singly: bool = False,
     whole: bool = False,
-    keeps_protocol: bool = True,
 ) -> tuple[list[Pair], int]:
     """Read this rank's rows of a file or hub data set with prompt, chosen and rejected.
 
@@ -239,8 +233,6 @@ def read_pairs(
         split: Split of a hub data set.
         singly: Read single completions: also rows with prompt, completion and label (true: desirable).
         whole: Encode whole conversations, for a reward model, in place of prompts and what follows.
-        keeps_protocol: False to prompt without the schema's instruction and opening tag, for good, where no completion
-            has one of its tags.
 
     Returns:
         The pairs that fit in the context, and the number of those that do not.
@@ -261,8 +253,6 @@ def read_pairs(
     if bad_rows is not None:
         bad_rows += left_out
     contents = [found for _, row in rows if not isinstance(found := _contents(row, singly=singly), str)]
-    if not keeps_protocol and is_ordinary((text for _, *both, _ in contents for text in both), policy):
-        policy.forget_schema()
     encode = encode_conversations if whole else _encode
     pairs = [encode(policy, *contents[index]) for index in shard(len(contents))]
     if singly:
@@ -285,9 +275,6 @@ def _uid(messages: Messages) -> str:
 def _encode(policy: Policy, messages: Messages, chosen: str, rejected: str, margin: float = 0.0) -> Pair:
     """Encode a row: prompt in the policy's protocol, completions as its continuation."""
     prefix = policy.schema.generation_prefix
-    asked = messages
-    if policy.system_prompt and messages[0]["role"] != "system":
-        asked = [{"role": "system", "content": policy.schema.system_prompt}, *messages]
 
     def completion_ids(text: str) -> tuple[int, ...]:
         if not text:
@@ -301,7 +288,7 @@ def _encode(policy: Policy, messages: Messages, chosen: str, rejected: str, marg
         prompt=messages[-1]["content"],
         chosen=chosen,
         rejected=rejected,
-        prompt_ids=tuple(policy.tokenizer.encode_prompt(asked, prefix=prefix)),
+        prompt_ids=policy.chat_ids(messages),
         chosen_ids=completion_ids(chosen),
         rejected_ids=completion_ids(rejected),
         margin=margin,
