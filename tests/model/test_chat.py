@@ -427,7 +427,9 @@ def test_every_byte_of_a_split_character_is_learnt(name: str) -> None:
     text = "🙂🙃🙂"
     ids, trained = tokenizer.encode_marked(text, [(1, 2)])
     assert tokenizer.decode(ids) == text
-    assert sum(trained) == {"qwen2.5": 3, "zephyr": 4}[name]  # two bytes of such signs are one token of GPT-2's
+    assert (
+        sum(trained) == {"qwen2.5": 3, "zephyr": 4}[name]
+    )  # two bytes of such signs are one token of GPT-2's
     place = trained.index(True)
     assert tokenizer.decode_completion(ids[:place], ids[place : place + sum(trained)]) == "🙃"
 

@@ -97,7 +97,9 @@ def _turn(
     content, rest = str(message.get("content") or ""), text[start:]
     end = _end(rest, content, tokenizer.ends, stops)
     body = rest[: end[0]] if end else _without_break(rest, content)
-    written = body if begins and not _is_dropped(message, rest, template) else _own_words(prompt, message, body)
+    written = (
+        body if begins and not _is_dropped(message, rest, template) else _own_words(prompt, message, body)
+    )
     eos = "" if tokenizer.eos_id is None else tokenizer.token_text(tokenizer.eos_id)
     written += rest[slice(*end)] if end else eos
     said = _answer(content).strip()

@@ -204,7 +204,8 @@ def render_template(source: str, values: Mapping[str, Any]) -> str:
     deadline = time.monotonic() + MAX_RENDER_S
     pieces, num_chars = [], 0
     try:
-        for piece in _compile(source).generate(tools=None, documents=None, range=bounded_range, **values):
+        names = {"tools": None, "documents": None, **values, "range": bounded_range}
+        for piece in _compile(source).generate(names):
             pieces.append(piece)
             num_chars += len(piece)
             if num_chars > MAX_RENDERED_CHARS or time.monotonic() > deadline:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from whet.algo.packing import TrainingSequence
 from whet.generate.policy import MAX_UNKNOWN_SHARE, NUM_CHECKED, Policy
 from whet.model.text.chat import Passage, render_passages
+from whet.model.text.tokenizer import Tokenizer
 from whet.types import Message, Problem, UserError
 
 Kind = Literal["solution", "chat", "text"]
@@ -105,10 +106,17 @@ def conversation(problem: Problem) -> list[Message]:
     return [*(problem.messages or (Message(role="user", content=problem.prompt),)), reply]
 
 
-def render_conversation(policy: Policy, problem: Problem) -> list[Passage]:
+def render_conversation(
+    tokenizer: Tokenizer, problem: Problem, *, stop_ids: Sequence[int] = ()
+) -> list[Passage]:
     """Render a problem's conversation, each turn in the context in which it would have been written.
 
-    The schema's instruction and tags stay out: a reply is learnt verbatim.
+    A schema's instruction and tags stay out: a reply is learnt verbatim.
+
+    Args:
+        tokenizer: The tokenizer, with its chat template.
+        problem: The conversation, and its tools in `meta`.
+        stop_ids: Further ids that end a turn.
     """
     messages = []
     for message in conversation(problem):
@@ -119,7 +127,7 @@ def render_conversation(policy: Policy, problem: Problem) -> list[Passage]:
     values: dict[str, Any] = {}
     if problem.meta.get(TOOLS):
         values["tools"] = json.loads(problem.meta[TOOLS])
-    return render_passages(policy.tokenizer, messages, values=values, stop_ids=policy.stop_ids)
+    return render_passages(tokenizer, messages, values=values, stop_ids=stop_ids)
 
 
 def demonstration(policy: Policy, problem: Problem, *, empty: bool = False) -> TrainingSequence:
@@ -132,7 +140,7 @@ def demonstration(policy: Policy, problem: Problem, *, empty: bool = False) -> T
     """
     kind = kind_of(problem)
     if kind == "chat":
-        passage = render_conversation(policy, problem)[-1]
+        passage = render_conversation(policy.tokenizer, problem, stop_ids=policy.stop_ids)[-1]
         return _encode(policy, passage, _learnt(problem, passage))
     if kind == "text":
         ids = policy.tokenizer.encode_document(problem.reply)
@@ -226,7 +234,7 @@ def _unfold(policy: Policy, problem: Problem, turns: Turns) -> list[_Part]:
     if kind_of(problem) != "chat":
         return [_Part(problem, demonstration(policy, problem))]
     messages = conversation(problem)
-    passages = render_conversation(policy, problem)
+    passages = render_conversation(policy.tokenizer, problem, stop_ids=policy.stop_ids)
     parts = []
     for passage in passages if turns == "all" else passages[-1:]:
         written = [turn for turn, spans in passage.turns.items() if spans]
