@@ -295,7 +295,7 @@ def test_demonstrations_that_do_not_fit_are_left_out_with_a_note(
     config = make_config(tiny_policy, tmp_path / "run", task=task, num_steps=1)
     problems = sft.load_task(task).problems("train")
     long = [problem for problem in problems if len(problem.solution) == 90]
-    kept = sft.fitting(policy, problems)
+    kept = sft.demonstrate(policy, problems).problems
     assert kept == [problem for problem in problems if problem not in long]
     train(config)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

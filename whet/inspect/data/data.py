@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,8 @@ from whet.report.plots import COLOURS, MUTED, STYLE
 from whet.storage.folder import open_run
 from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.mixture import Mixture
-from whet.telemetry.display import one_line
+from whet.telemetry.display import escape_controls, one_line
+from whet.train.data.demonstrations import TOOL_CALLS, kind_of, render_conversation
 from whet.train.rollout.curriculum import percentile
 from whet.types import Problem, Task, UserError
 
@@ -52,6 +54,9 @@ class DataReportConfig:
     """A held-out prompt counts as overlapping if at least this share of its n-grams occurs in training prompts."""
     num_shown: int = 5
     """Number of worst pairs and repeated prompts to show."""
+    num_rendered: int = 2
+    """Conversations and texts to show as they are learnt: rendered by the tokenizer's chat template, with token ids;
+    needs a tokenizer."""
     fail_on_overlap: bool = False
     """End with exit status 2 if a dev or test prompt, as written, overlaps with train."""
 
@@ -62,8 +67,9 @@ class DataReportConfig:
             )
         if not 0 < self.overlap_share <= 1:
             raise ValueError(f"overlap_share = {self.overlap_share}: expected above 0, at most 1")
-        if self.num_shown < 0:
-            raise ValueError(f"num_shown = {self.num_shown}: expected 0 or more")
+        for name in ("num_shown", "num_rendered"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +124,9 @@ def main(config: DataReportConfig) -> None:
     (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
     _draw_lengths({split: prompts for split, (prompts, _) in lengths.items()}, _unit(config), folder)
     sheets = list(_sheets(config, content))
-    _write_markdown(folder, config, sheets)
+    _write_markdown(folder, config, sheets, content["rendered"])
     _print(sheets)
+    _print_rendered(content["rendered"])
     print(f"report: {folder / 'report.md'}")
     flagged = {split: content["overlap"][split]["text"]["overlapping"] for split in HELD_OUT}
     if config.fail_on_overlap and any(flagged.values()):
@@ -222,7 +229,43 @@ def _content(
             for split, problems in splits.items()
         },
         "overlap": {split: {view: overlap_of(split, view) for view in VIEWS} for split in HELD_OUT},
+        "rendered": render_rows(config, splits["train"]),
     }
+
+
+def render_rows(config: DataReportConfig, problems: Sequence[Problem]) -> list[list[dict[str, Any]]]:
+    """Render the first conversations and texts of a split as `whet sft` learns them.
+
+    Returns:
+        For each sequence its pieces: text, token ids, and whether they are learnt.
+    """
+    rows = [row for row in problems if row.reply or TOOL_CALLS in row.meta]
+    if config.tokenizer == "bytes" or not rows:
+        return []
+    tokenizer = Tokenizer.load(config.tokenizer)
+    found: list[list[dict[str, Any]]] = []
+    for row in rows[: config.num_rendered]:
+        if kind_of(row) == "text":
+            ids = tokenizer.encode_document(row.reply)
+            found.append(_pieces(tokenizer, ids, (False, *(True,) * (len(ids) - 1))))
+            continue
+        for passage in render_conversation(tokenizer, row):
+            found.append(
+                _pieces(tokenizer, *tokenizer.encode_marked(passage.text, passage.spans(list(passage.turns))))
+            )
+    return found
+
+
+def _pieces(tokenizer: Tokenizer, ids: Sequence[int], learnt: Sequence[bool]) -> list[dict[str, Any]]:
+    """Cut a sequence where learning begins or ends."""
+    pieces: list[dict[str, Any]] = []
+    done = 0
+    for is_learnt, run in groupby(learnt):
+        own = list(ids[done : done + len(list(run))])
+        text = tokenizer.decode_completion(ids[:done], own)
+        pieces.append({"learnt": is_learnt, "text": text, "ids": own})
+        done += len(own)
+    return pieces
 
 
 def _percentiles(lengths: Sequence[int]) -> dict[str, int]:
@@ -331,7 +374,49 @@ def _print(sheets: Sequence[Sheet]) -> None:
             console.print(Text(sheet.remark, style="dim"))
 
 
-def _write_markdown(folder: Path, config: DataReportConfig, sheets: Sequence[Sheet]) -> None:
+RENDERED = "As learnt: the exact text and token ids, what is trained in ⟦⟧"
+
+
+def _print_rendered(rendered: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Print the sequences; what is trained stands in brackets, and in colour where there is any."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    for number, pieces in enumerate(rendered):
+        if not number:
+            console.print(Text(RENDERED, style="italic"))
+        for name in ("text", "ids"):
+            line = Text()
+            for piece in pieces:
+                value = piece["text"] if name == "text" else " ".join(map(str, piece["ids"]))
+                shown = "\n".join(escape_controls(part) for part in value.split("\n"))
+                style = "green" if piece["learnt"] else "dim"
+                line.append(f"⟦{shown}⟧" if piece["learnt"] else shown, style=style)
+                line.append(" " if name == "ids" else "")
+            console.print(line, soft_wrap=True)
+
+
+def _rendered_markdown(rendered: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Write the sequences as literal blocks."""
+    blocks = [f"## {RENDERED}"] if rendered else []
+    for pieces in rendered:
+        for name in ("text", "ids"):
+            parts = [p["text"] if name == "text" else " ".join(map(str, p["ids"])) for p in pieces]
+            joined = (" " if name == "ids" else "").join(
+                f"⟦{part}⟧" if piece["learnt"] else part for part, piece in zip(parts, pieces, strict=True)
+            )
+            blocks.append("\n".join(f"    {escape_controls(line)}" for line in joined.split("\n")))
+            blocks.append("<!-- -->")
+    return blocks
+
+
+def _write_markdown(
+    folder: Path,
+    config: DataReportConfig,
+    sheets: Sequence[Sheet],
+    rendered: Sequence[Sequence[Mapping[str, Any]]],
+) -> None:
     """Write report.md; data is escaped in its cells."""
     blocks = [
         f"# Data of {config.task.name}",
@@ -342,6 +427,7 @@ def _write_markdown(folder: Path, config: DataReportConfig, sheets: Sequence[She
             lines = [f"| {' | '.join(sheet.head)} |", "|---" * len(sheet.head) + "|"]
             lines += [f"| {' | '.join(map(_cell, row))} |" for row in sheet.rows]
             blocks += [f"## {sheet.title}", "\n".join(lines), sheet.remark]
+    blocks += _rendered_markdown(rendered)
     text = "\n\n".join(block for block in blocks if block) + "\n"
     (folder / "report.md").write_text(text, encoding="utf-8", errors="backslashreplace")
 

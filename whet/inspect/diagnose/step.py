@@ -28,8 +28,8 @@ from whet.train.rollout.order import data_order
 from whet.train.rollout.rollout import Rollout
 from whet.train.session import load_trained
 from whet.train.setup import RLSetup, load_rl
-from whet.train.sft import SFTConfig, demonstration, fitting, is_empty, train_step
-from whet.types import Group, UserError
+from whet.train.sft import SFTConfig, demonstration, demonstrations_of, is_empty, rows_of, train_step
+from whet.types import Group
 
 # Results of a diagnosis: components, each with facts, checks, tables and bars.
 
@@ -169,9 +169,7 @@ class Subject:
     def _demonstrations(self, run: SFTConfig) -> list[TrainingSequence]:
         task = load_task(run.task)
         self.policy.expect(answer_type_of(task))
-        kept = fitting(self.policy, task.problems("train"))
-        if not kept:
-            raise UserError("no demonstration of the train split fits the context")
+        kept = demonstrations_of(run, self.policy, rows_of(run, task)).problems
         drawn = data_order(task, kept, run.seed).next(run.batch_size)
         self.problems = [problem for _, problem in drawn]
         return [demonstration(self.policy, p, empty=is_empty(run, epoch, p)) for epoch, p in drawn]

@@ -21,6 +21,7 @@ from whet.model.text.template import (
     PLAIN_TEMPLATE,
     TODAY,
     check_template,
+    render_marked,
     render_template,
     try_template,
 )
@@ -122,7 +123,7 @@ class Tokenizer:
         own = chat_template in (None, BASE_TEMPLATE, PLAIN_TEMPLATE)
         self.prompt_bos = self.adds_bos and (own if prompt_bos is None else prompt_bos)
         self._endings: dict[tuple[tuple[str, bool | str], ...], str] = {}
-        self._template_is_checked = self._turns_are_checked = False
+        self._template_is_checked = self._turns_are_checked = self._turns_are_tried = False
         self._decoder, self._num_stripped = _space_keeping(backend.decoder)
 
     @functools.cached_property
@@ -238,11 +239,82 @@ class Tokenizer:
         """Render whole messages without a generation cue, and encode them; BOS as in `encode_prompt`."""
         self.render(messages[:-1])  # checks the template once
         ids = self.encode(self._render(messages, cue=False))
-        return (
-            [self.bos_id, *ids]
-            if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]
-            else ids
-        )
+        if self.prompt_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def encode_marked(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Encode a rendered conversation, and find the tokens of parts of it.
+
+        Args:
+            text: The whole text; it starts with BOS as in `encode_prompt`.
+            spans: (start, end) of the parts in characters, ascending.
+
+        Returns:
+            The ids, and True for those with at least one character of a part (as transformers' assistant masks have
+            it); a control token that begins before a part is not of it, though it may swallow white space there.
+        """
+        self.encode(text)  # raises what is to be said of text that has no ids
+        found = self._aligned.encode(text, add_special_tokens=False)
+        marked = []
+        place = 0
+        for index, (start, end) in zip(found.ids, found.offsets, strict=True):
+            while place < len(spans) and spans[place][1] <= start:
+                place += 1
+            inside = place < len(spans) and spans[place][0] < max(end, start + 1)
+            marked.append(inside and not (index in self.special_ids and start < spans[place][0]))
+        ids = list(found.ids)
+        if self.prompt_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids, marked = [self.bos_id, *ids], [False, *marked]
+        return tuple(ids), tuple(marked)
+
+    def encode_document(self, text: str) -> tuple[int, ...]:
+        """Encode a text that stands alone: BOS where the tokenizer writes one, the text, EOS where there is one."""
+        ids = self.encode(text)
+        if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        return tuple(ids if self.eos_id is None or ids[-1:] == [self.eos_id] else [*ids, self.eos_id])
+
+    def render_turn(
+        self, messages: Sequence[Mapping[str, Any]], *, cue: bool, values: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """Render a conversation as it stands: no prefix, and no demand that later messages leave earlier ones alone.
+
+        Args:
+            messages: Maps as chat templates take them.
+            cue: Whether the assistant speaks next.
+            values: Further names that the template sees, such as tools.
+
+        Returns:
+            The text, and the (start, end) of its generation blocks (`render_marked`).
+
+        Raises:
+            UserError: If there is no template, it fails, or it exceeds a limit.
+        """
+        if self.chat_template is None:
+            raise UserError(
+                "this tokenizer has no chat template; give it one (for a base model: BASE_TEMPLATE)"
+            )
+        given = {**self._values(messages, cue), **(values or {})}
+        if not self._turns_are_tried:
+            try_template(self.chat_template, [given])
+            self._turns_are_tried = True
+        return render_marked(self.chat_template, given)
+
+    @functools.cached_property
+    def ends(self) -> tuple[str, ...]:
+        """Texts of the control tokens, longest first: one of them ends a turn, if the template writes an end."""
+        texts = {self._texts[index] for index in self.special_ids | self.stop_ids if index in self._texts}
+        return tuple(sorted(texts, key=lambda text: (-len(text), text)))
+
+    @functools.cached_property
+    def _aligned(self) -> tokenizers.Tokenizer:
+        """The backend without its post-processor, which would cut spaces off the tokens' places in the text."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+        return backend
 
     def encode_next(self, text: str, prefix: str = "") -> list[int]:
         """Encode a further user message after a reply: the template's text, then `prefix`.
