@@ -283,6 +283,7 @@ def learnt(tokenizer: Tokenizer, messages: list[dict[str, Any]], **values: Any) 
 @pytest.mark.parametrize(("name", "chat"), EXPECTED, ids=lambda value: value.replace(" ", "_"))
 def test_exactly_what_the_assistant_wrote_is_learnt(name: str, chat: str) -> None:
     tokenizer = SHAPES[name].tokenizer()
+    tokenizer = tokenizer.with_template(tokenizer.chat_template, date="2024-07-26")  # Llama 3.1's own default
     passages = render_passages(tokenizer, CHATS[chat])
     assert [brackets(passage) for passage in passages] == EXPECTED[name, chat]
     for passage in passages:
@@ -448,7 +449,9 @@ def test_bos_is_that_of_prompts() -> None:
     assert tokenizer.encode_marked("<|begin_of_text|>hi", [])[0] == tuple(
         tokenizer.encode("<|begin_of_text|>hi")
     )
-    adding = Tokenizer(tokenizer._backend, roles=tokenizer._roles, adds_bos=True, chat_template=LLAMA31)
+    adding = Tokenizer(
+        tokenizer._backend, roles=tokenizer._roles, adds_bos=True, chat_template=LLAMA31, prompt_bos=True
+    )
     for text in ("hi", "<|begin_of_text|>hi"):
         ids, trained = adding.encode_marked(text, [(len(text) - 2, len(text))])
         assert list(ids) == [adding.bos_id, *tokenizer.encode("hi")]

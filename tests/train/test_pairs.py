@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hub
 import pytest
 
 from whet.eval.grade import Grade
@@ -15,6 +16,7 @@ from whet.train.data.harvest import choose
 from whet.train.data.pairs import Pairing, read_pairs, with_partners
 from whet.types import Problem, Sample, UserError
 
+ULTRAFEEDBACK = "HuggingFaceH4/ultrafeedback_binarized"
 PROBLEM = Problem(uid="u", task="arithmetic", prompt="1+1=", answer="2")
 
 
@@ -131,7 +133,8 @@ def test_ordinary_pairs_are_prompted_without_the_schema(tiny_policy: PolicyConfi
 
 
 def test_system_messages_are_kept(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
-    policy = load_policy(replace(tiny_policy, tokenizer="bytes", alphabet="", template="base"), seed=0)
+    chat = replace(tiny_policy, tokenizer="bytes", alphabet="", template="base", schema="inherit")
+    policy = load_policy(replace(chat, tags_as_tokens=False), seed=0, plain=True)
     row = {"prompt": [{"role": "system", "content": "Be brief."}, user("a")], "chosen": "b", "rejected": "c"}
     ((pair,), _) = read_pairs(write(tmp_path / "p.jsonl", row), policy, 0)
     assert policy.tokenizer.decode(pair.prompt_ids) == "Be brief.\n\nQuestion: a\nAnswer:\n"
@@ -158,31 +161,18 @@ def test_hub_pairs_come_from_their_split(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row in the schema of HuggingFaceH4/ultrafeedback_binarized, which has no split 'train'."""
-    datasets = pytest.importorskip("datasets")
-    row = {
-        "prompt": "1+1=",
-        "prompt_id": "f0e37e9f7800261167ce91143f98f511f768847236f133f2d0aed60b444ebe57",
-        "chosen": [user("1+1="), assistant(GOOD["chosen"])],
-        "rejected": [user("1+1="), assistant(GOOD["rejected"])],
-        "messages": [user("1+1="), assistant(GOOD["chosen"])],
-        "score_chosen": 8.5,
-        "score_rejected": 6.0,
-    }
-
-    def load_dataset(path: str, name: str | None = None, *, split: str) -> Any:
-        if path != "HuggingFaceH4/ultrafeedback_binarized" or name is not None:
-            raise FileNotFoundError(f"Dataset '{path}' doesn't exist on the Hub or cannot be accessed.")
-        if split not in ("train_prefs", "train_sft", "test_prefs", "test_sft", "train_gen", "test_gen"):
-            raise ValueError(f"Unknown split \"{split}\". Should be one of ['train_prefs', 'train_sft'].")
-        return datasets.Dataset.from_list([row])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    both = {name: [user("1+1="), assistant(GOOD[name])] for name in ("chosen", "rejected")}
+    row = {"prompt": "1+1=", **both, "messages": both["chosen"], "score_chosen": 8.5, "score_rejected": 6.0}
+    hub.install(monkeypatch, owner__pairs={"default": {"train_prefs": [row], "test_prefs": [row]}})
     policy = load_policy(tiny_policy, seed=0)
-    (found,), _ = read_pairs("HuggingFaceH4/ultrafeedback_binarized", policy, 0, split="train_prefs")
+    (found,), _ = read_pairs("owner/pairs", policy, 0, split="train_prefs")
     (expected,), _ = read_pairs(write(tmp_path / "p.jsonl", GOOD), policy, 0)
     assert found == expected
-    with pytest.raises(UserError, match='Unknown split "train"'):
-        read_pairs("HuggingFaceH4/ultrafeedback_binarized", policy, 0)
+    with pytest.raises(UserError, match="train_prefs, test_prefs: choose one with --pairs-split"):
+        read_pairs("owner/pairs", policy, 0)
+    long = replace(tiny_policy, model=replace(tiny_policy.model, max_positions=4096))
+    fits, left_out = read_pairs("ultrafeedback", load_policy(long, seed=0), 0)
+    assert (len(fits), left_out) == (len(hub.recorded()[ULTRAFEEDBACK]["default"]["train_prefs"]), 0)
 
 
 def test_single_completions(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
