@@ -231,7 +231,9 @@ def test_a_file_that_differs_from_what_the_hub_states_is_refused(
 ) -> None:
     hub.add("you/model", {"config.json": b"{}", "model.safetensors": b"one", "evil.py": b"x"})
     hub.damage[path] = content
-    with pytest.raises(UserError, match="has .* bytes and hash .*, the hub states|did not arrive|Consistency check"):
+    with pytest.raises(
+        UserError, match="has .* bytes and hash .*, the hub states|did not arrive|Consistency check"
+    ):
         pull(PullConfig(name="you/model", out=str(tmp_path / "out")))
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith((".out", "out"))] == []
 
