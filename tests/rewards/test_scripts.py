@@ -269,6 +269,7 @@ BOXES = [
     (r"\boxed{3} and \boxed{2}", "(2, 3)", False),  # order counts in a tuple
     (r"\boxed{2} is the first and \boxed{3} the other", "[2, 3)", False),  # an interval is no list
     (r"\boxed{(1,2)} and \boxed{(3,4)}", "(3,4), (1,2)", True),
+    (r"First \boxed{(1,2)}. Also \boxed{(1,2)}. Last \boxed{(3,4)}", "(1,2), (3,4)", False),
     (r"\boxed{1, 2} and \boxed{3}", "1, 2, 3", False),  # one member each
     (r"\boxed{2}. Wait, it is \boxed{3}", "2, 3", False),
     (r"\boxed{2}. No, it is \boxed{3}", "2, 3", False),
@@ -308,7 +309,8 @@ def test_an_answer_of_several_boxes_is_the_last_one_as_text() -> None:
 
 NUMERALS = """
 三千米 3 千米|三千元 3000|千 1000|二万零九百 20900|二万零九百零一 20901|1.25万 12500|一千零五十 1050
-千五十 1050|백이 102|42 |三角形 |一千零零五 |一千零五百 |一百零十 |一万二 |十百 |零十 |1.23456万 |3分之 |万 10000|亿万 100010000
+千五十 1050|백이 102|42 |三角形 |一千零零五 |一千零五百 |一百零十 
+一万二 |十百 |零十 |1.23456万 |3分之 |万 10000|亿万 100010000
 """
 
 
