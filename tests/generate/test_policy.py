@@ -196,7 +196,15 @@ def test_only_one_final_end_is_dropped() -> None:
 
 
 FIRST_FIELDS = {
-    *("think_open", "think_close", "answer_open", "answer_close", "opening_in_prompt", "answer_type", "tools"),
+    *(
+        "think_open",
+        "think_close",
+        "answer_open",
+        "answer_close",
+        "opening_in_prompt",
+        "answer_type",
+        "tools",
+    ),
     *("tool_open", "tool_close", "result_open", "result_close"),
 }
 
