@@ -137,6 +137,7 @@ MODES: dict[str, tuple[Data, list[Any]]] = {
     ),
     "policy.template": (TEXT | {"policy.model.max_positions": 512}, ["base"]),
     "policy.system_prompt": (TEXT | {"policy.model.max_positions": 512, "policy.template": "base"}, [False]),
+    "policy.template_values": ({"policy": {"init": "{work}/chat"}}, [{"twice": True}]),
     "task.name": (TEXT, ["sanity"]),
     "task.path": (JSONL, ["{work}/more.jsonl"]),
     "task.max_bad_rows": (JSONL | {"task.path": "{work}/bad.jsonl", "task.max_bad_rows": 1}, [0]),
@@ -663,6 +664,10 @@ def write_files(folder: Path, problems: Any) -> None:
         with torch.no_grad():
             scorer.model.get_parameter("score.weight").copy_(torch.arange(8.0) * fill)
         scorer.save(folder / name)
+    shutil.copytree(folder / "a", folder / "chat")  # a model of others: with a template and no protocol
+    (folder / "chat" / "protocol.json").unlink()
+    words = "{% for m in messages if m.role == 'user' %}{{ m.content }}{{ m.content if twice }}{% endfor %}"
+    (folder / "chat" / "chat_template.jinja").write_text(words)
     (folder / "adapter").mkdir()
     lora = {
         "peft_type": "LORA",

@@ -101,7 +101,7 @@ def make_config(halfway: Any, folder: Path, **changes: Any) -> RLConfig:
         sampling=SamplingParams(max_new_tokens=12),
         algo=distill(),
         teacher=TeacherConfig(init=halfway.policy.init),
-        optim=OptimConfig(lr=3e-3, warmup_steps=1, token_budget=200),
+        optim=OptimConfig(lr=1e-2, warmup_steps=1, token_budget=200),
         num_steps=24,
         num_prompts=16,
         group_size=1,
@@ -312,7 +312,7 @@ def test_a_server_that_is_no_such_teacher(server: tuple[str, type[Vllm]]) -> Non
 def test_a_kl_that_is_only_measured_stops_the_run(halfway: Any, tmp_path: Path) -> None:
     """The same weights as without a reference, since it has no weight; and a limit that ends the run."""
     plain = make_config(halfway, tmp_path, teacher=TeacherConfig(), rewards={"correct": 1.0}, group_size=4)
-    plain = replace(plain, algo=AlgoConfig(uninformative="keep"), num_steps=3, num_prompts=4)
+    plain = replace(plain, policy=halfway.policy, algo=AlgoConfig(uninformative="keep"), num_steps=3)
     measured = replace(plain, out=str(tmp_path / "measured"), algo=replace(plain.algo, kl="log", kl_stop=9.0))
     one, other = rl.train(plain), rl.train(measured)
     for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):

@@ -566,8 +566,8 @@ def _chosen_schema(config: PolicyConfig, stored: _Stored | None) -> ResponseSche
 def _default_schema(tokenizer: Tokenizer) -> ResponseSchema:
     """Return the schema of tasks with answers for a model that comes without a protocol, by its template's cue."""
     ending = "" if is_own(tokenizer) else tokenizer.ending().rstrip()
-    if ending.endswith(THINK[0]):
-        return SCHEMAS["r1"]
+    if ending.endswith(THINK):  # opened, or closed without a word
+        return SCHEMAS["r1" if ending.endswith(THINK[0]) else "boxed"]
     return SCHEMAS["gpt_oss" if ending.endswith(GPT_OSS_CUE) else "think_answer"]
 
 
@@ -596,7 +596,6 @@ def _finished(config: PolicyConfig, schema: ResponseSchema, tokenizer: Tokenizer
     if is_own(tokenizer):
         return schema
     ending = tokenizer.ending().rstrip()
-    ways = "use --policy.schema boxed, hashes or none"
     if ending.endswith(GPT_OSS_CUE) and schema.opening_in_prompt:
         raise UserError(
             f"policy.schema: {schema.think_open} cannot stand in the prompt, because the model opens a channel there: "
@@ -605,7 +604,8 @@ def _finished(config: PolicyConfig, schema: ResponseSchema, tokenizer: Tokenizer
     if ending.endswith(THINK[1]) and schema.opening_in_prompt:
         raise UserError(
             f"policy.schema: {schema.think_open} opens the thinking, but the model's template has closed it already "
-            f"({THINK[0]} {THINK[1]}): {ways}, or other template_values (such as enable_thinking true)"
+            f"({THINK[0]} {THINK[1]}): use --policy.schema boxed, hashes or none, or --policy.template-values "
+            "enable_thinking true"
         )
     if not ending.endswith(THINK[0]):
         return schema
