@@ -100,6 +100,7 @@ MIXTURE: Data = TEXT | {
         "paths": {"jsonl": "{work}/data.jsonl"},
     }
 }
+CHATS: Data = TEXT | {"policy.template": "base", "task": {"name": "{work}/chats.py:Chats"}}
 ROPE: Data = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 16}
 SCALED: Data = {"policy.model.rope_scaling": ROPE}
 RATES: Data = {"curriculum.difficulty_file": "{work}/all_rates.jsonl"}
@@ -153,6 +154,8 @@ MODES: dict[str, tuple[Data, list[Any]]] = {
     "task.seed": (TEXT | {"task": {"name": "letters", "num_problems": 40}}, [1]),
     "task.weights": (MIXTURE, [{"arithmetic": 1.0, "jsonl": 9.0}]),
     "task.paths": (MIXTURE, [{"jsonl": "{work}/more.jsonl"}]),
+    "turns": (CHATS, ["last"]),
+    "too_long": (CHATS, ["cut"]),
     "optim.weight_decay": ({}, [0.5]),
     "track.project": ({"track.to": ["wandb"]}, ["other"]),
     "track.name": ({"track.to": ["wandb"]}, ["other"]),
@@ -624,6 +627,26 @@ def work() -> Iterator[Path]:
         yield folder
 
 
+CHAT_TASK = """
+from whet.types import Message, Problem
+
+class Chats:
+    name = "chats"
+
+    def problems(self, split):
+        said = (("user", "hi"), ("assistant", "yes"), ("user", "go"))
+        asked = [Message(role=role, content=content) for role, content in said]
+        replies = [str(n) for n in range(8)] + ["too long to fit" * 9] * 4
+        return [
+            Problem(uid=f"{split}{n}", task="chats", prompt="go", answer="", messages=tuple(asked), reply=reply)
+            for n, reply in enumerate(replies)
+        ]
+
+    def is_correct(self, problem, answer):
+        return None
+"""
+
+
 def write_files(folder: Path, problems: Any) -> None:
     def write(name: str, rows: list[Any]) -> None:
         path = folder / name
@@ -656,6 +679,7 @@ def write_files(folder: Path, problems: Any) -> None:
     write("difficulty.jsonl", rates[:-3])
     write("all_rates.jsonl", rates)
     (folder / "own.py").write_text("def score(problem, completion):\n    return len(completion) % 3\n")
+    (folder / "chats.py").write_text(CHAT_TASK)
     for name, seed in (("a", 1), ("b", 2)):
         config = from_dict(type(demo_policy()), POLICY, where="policy")
         load_policy(config, seed=seed).save(folder / name)

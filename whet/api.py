@@ -537,7 +537,7 @@ def sft(
     resume: bool = False,
     **options: Any,
 ) -> Run:
-    """Fine-tune a policy on worked solutions; options are fields of `SFTConfig`, else as for `rl`."""
+    """Fine-tune a policy on worked solutions, chats or texts; options are fields of `SFTConfig`, else as for `rl`."""
     given = {"out": str(out), "policy": _policy(policy), "task": _task(task), "num_steps": num_steps}
     config = _made(SFTConfig, given | options)
     return _trained(config, lambda: sft_program.train(config, resume=resume, on_step=on_step))
