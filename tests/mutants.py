@@ -1110,7 +1110,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "return self.top_k > 0 or self.top_p < 1 or self.min_p > 0",
             "return self.top_k > 0 or self.top_p < 1",
         ),
-        ("mask", "select_logprobs(kept, tokens, normaliser)[0]", "select_logprobs(logits_BV, tokens)[0]"),
+        ("mask", "select_logprobs(kept_BV, tokens, normaliser)[0]", "select_logprobs(logits_BV, tokens)[0]"),
     ],
     ("generate/scoring.py", cases("grpo")): [
         (

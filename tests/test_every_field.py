@@ -243,10 +243,6 @@ UNSEEN: dict[str, str] = {
     "safety.disk_full": "read when the disk is full: tests/train/test_session.py",
 }
 """Fields whose flip shows nothing here, each with its reason; they must be read all the same."""
-ALWAYS_REFUSED: dict[str, tuple[str, ...]] = {
-    "rl": ("sampling.top_k", "sampling.top_p", "sampling.min_p"),
-}
-"""Fields that a program shares with others and refuses in any mode."""
 
 
 @dataclass
@@ -518,8 +514,6 @@ class Bench:
         if name in VALUES and mode and f"{self.program}:{name}" not in MODES:
             found |= {str(v): self.flip(name, v, {}) for v in VALUES[name]}
         wrong = {v: what for v, what in found.items() if what != "effect"}
-        if name in ALWAYS_REFUSED.get(self.program, ()):
-            return None if set(found.values()) == {"refused"} else f"expected to be refused, got {found}"
         return f"no effect of {wrong}" if wrong else None
 
 

@@ -60,7 +60,8 @@ def score_micro_batch(
         activations: The sampler's activations of these tokens, if kept.
 
     Returns:
-        Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
+        Log-probabilities [M] and entropies [M] in nats, over what the sampler's filters left; differentiable unless
+        autograd is off.
     """
     options = {"autocast": autocast, "attention": attention}
     hidden_MD = hidden_rows(model, micro, activations=activations, **options)
@@ -71,4 +72,5 @@ def score_micro_batch(
             micro.targets_M,
             temperature=temperature,
             num_valid=model.num_valid_tokens,
+            kept=micro.kept,
         )

@@ -41,7 +41,8 @@ class RLConfig:
     control: Literal["none", "random_reward"] = "none"
     """random_reward: a coin decides every reward. What then still rises was not learned from rewards."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How rollouts are drawn; filters (top-k, top-p, min-p) are refused in training."""
+    """How rollouts are drawn; with filters (top-k, top-p, min-p) the trained log-probabilities are renormalised over
+    what the sampler kept of each token's distribution."""
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     """The objective."""
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
@@ -107,10 +108,6 @@ class RLConfig:
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature = 0: greedy rollouts have no ratio and no variety; use 1.0 for training"
-            )
-        if self.sampling.is_filtered:
-            raise ValueError(
-                "sampling.top_k, top_p, min_p: filters make the trained ratio wrong; leave them out in training"
             )
         if self.algo.ref_ema is not None and self.optim.precision == "bfloat16_master":
             raise ValueError(

@@ -9,7 +9,10 @@ from dataclasses import replace
 
 import psutil
 import torch
+import torch.nn.functional as F
 
+from whet.algo.kept import join_kept, keep_only
+from whet.algo.logprobs import COLUMN_QUANTUM
 from whet.algo.packing import TrainingSequence, pack
 from whet.inspect.diagnose.step import Component, Subject
 from whet.inspect.memory.phases import GIB, parameter_sizes
@@ -234,12 +237,16 @@ def _scored_plainly(subject: Subject, sequences: Sequence[TrainingSequence]) -> 
     """Score trained tokens by a float64 softmax over whole rows of logits."""
     rows: list[list[float]] = []
     for sequence in sequences:
-        logits_TV = _logits(subject, [sequence])[0, :, : subject.policy.model.num_valid_tokens].double()
-        logprobs_TV = (logits_TV / subject.temperature).log_softmax(-1)
-        first = len(sequence.prompt_ids) - 1
+        logits_TV = _logits(subject, [sequence])[0].double() / subject.temperature
+        logits_TV[:, subject.policy.model.num_valid_tokens :] = float("-inf")
+        logits_TV = F.pad(logits_TV, (0, -logits_TV.shape[1] % COLUMN_QUANTUM), value=float("-inf"))
         trained = sequence.trained or [True] * len(sequence.completion_ids)
         places = [place for place, is_trained in enumerate(trained) if is_trained]
-        rows.append([float(logprobs_TV[first + n, sequence.completion_ids[n]]) for n in places])
+        scored_MV = logits_TV[[len(sequence.prompt_ids) - 1 + place for place in places]]
+        if sequence.kept:
+            keep_only(scored_MV, join_kept(sequence.kept, scored_MV.device))
+        logprobs_MV = scored_MV.log_softmax(-1)
+        rows.append([float(logprobs_MV[m, sequence.completion_ids[n]]) for m, n in enumerate(places)])
     return rows
 
 

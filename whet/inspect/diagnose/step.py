@@ -180,7 +180,7 @@ class Subject:
         """Sample and score the first step's groups."""
         self.problems = [problem for _, problem in setup.first_problems()]
         with tempfile.TemporaryDirectory() as scratch, setup.open_judge(Path(scratch)) as (rewards, _):
-            self.rollout = setup.first_rollout(self.policy.engine(), rewards)
+            self.rollout = setup.first_rollout(self.policy.engine(trains=True), rewards)
         groups, weights = self.rollout.groups, run.reward_weights
         informative = is_informative(groups, run.algo, weights)
         self.num_informative = sum(informative)
