@@ -48,8 +48,8 @@ def head_logits(
     surplus_rows = -rows % ROW_QUANTUM
     if surplus_rows:
         hidden_MD = F.pad(hidden_MD, (0, 0, 0, surplus_rows))
-    if hidden_MD.is_cuda and weight_VD.dtype == torch.bfloat16:
-        logits = torch.mm(hidden_MD.to(torch.bfloat16), weight_VD.t(), out_dtype=torch.float32)
+    if hidden_MD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16):
+        logits = torch.mm(hidden_MD.to(weight_VD.dtype), weight_VD.t(), out_dtype=torch.float32)
     elif weight_VD.dtype == torch.float64:
         logits = F.linear(hidden_MD.double(), weight_VD)
     else:

@@ -181,6 +181,7 @@ class LanguageModel(nn.Module):
             vocabulary).
         checkpoint_layers: Whether training recomputes layers' activations in the backward pass.
         recompute: What of them, where `checkpoint_layers` is on.
+        loss_scale: Factor of the losses that training backpropagates; 1 outside float16.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -188,6 +189,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.num_valid_tokens = config.vocab_size
         self.checkpoint_layers = False
+        self.loss_scale = 1.0
         self.recompute = Recompute()
 
     def forward(

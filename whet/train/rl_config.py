@@ -109,9 +109,9 @@ class RLConfig:
             raise ValueError(
                 "sampling.temperature = 0: greedy rollouts have no ratio and no variety; use 1.0 for training"
             )
-        if self.algo.ref_ema is not None and self.optim.precision == "bfloat16_master":
+        if self.algo.ref_ema is not None and self.optim.precision.endswith("_master"):
             raise ValueError(
-                "algo.ref_ema with optim.precision = bfloat16_master: bfloat16 cannot hold its small moves; use "
+                f"algo.ref_ema with optim.precision = {self.optim.precision}: 16 bits cannot hold its small moves; use "
                 "ref_refresh_every, or float32 parameters"
             )
         if self.validation_samples > 1 and not self.validation_problems:

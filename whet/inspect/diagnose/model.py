@@ -19,6 +19,8 @@ from whet.inspect.memory.phases import GIB, parameter_sizes
 from whet.kernels.cpu.build import reason
 from whet.model.config import ModelConfig
 from whet.telemetry.provenance import describe_environment
+from whet.train.optim.precision import has_bfloat16
+from whet.train.optim.step import AUTOCAST, PARAMETERS
 
 GPT2_PROMPT = "P: rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1    M:"
 GPT2_IDS = (
@@ -27,7 +29,7 @@ GPT2_IDS = (
 )
 """The 46 ids of that prompt under GPT-2's published merges, and the id that identifies that vocabulary."""
 GPT2_END = (50_256, "<|endoftext|>")
-PACKING = {"float32": 1e-4, "bfloat16_autocast": 0.1, "bfloat16_master": 0.1}
+PACKING = {"float32": 1e-4} | dict.fromkeys((*AUTOCAST, *PARAMETERS), 0.1)
 """Largest accepted difference of a log-probability, in nats, if only the other sequences of the micro-batch differ: the
 order of a sum may change, so it is rounding of the precision."""
 CAUSAL = 1e-5
@@ -63,8 +65,8 @@ def environment(subject: Subject) -> Component:
         "seed": run.seed,
         **describe_environment(),
     }
-    if device.type == "cuda" and optim.precision != "float32":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cuda" and optim.precision.startswith("bfloat16"):
+        native = has_bfloat16(device)
         part.check("bfloat16 in hardware", native, native, "yes: emulated it is slow", otherwise="warn")
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     free = load < cores + 0.5

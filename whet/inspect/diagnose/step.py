@@ -327,7 +327,8 @@ def captured(subject: Subject, *, apply: bool) -> Iterator[list[Update]]:
         named = dict(model.named_parameters())
         update = None
         if not found:
-            gradients = {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None}
+            scale = optimizer.loss_scale or 1.0
+            gradients = {n: p.grad.detach() / scale for n, p in named.items() if p.grad is not None}
             before = {n: w.clone() for n, w in subject.weights().items()} if apply else {}
             update = Update(lr, 0.0, gradients, before, {})
             found.append(update)
