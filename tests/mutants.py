@@ -720,7 +720,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "tests/train/test_optimizer.py::test_adamw_of_a_bfloat16_model_against_float64",
         ),
     ): [
-        ("factor", "[wide * factor if factor < 1 else wide]", "[wide]"),
+        ("factor", "[wide * factor if factor != 1 else wide]", "[wide]"),
         ("bound", "bits.add_(2**15)", "bits.add_(2**14)"),
         ("bound", "bits.add_(self._low.view(-1)[part])", "bits"),
         ("factor", "return float(rows.double().square().sum())", "return float(rows.double().sum())"),

@@ -198,7 +198,10 @@ def test_gpt2s_transposed_matrices_are_scaled_by_what_they_do() -> None:
     rows, columns = weight.shape[1], weight.shape[0]
     assert rows > columns
     expected = -0.01 * math.sqrt(rows / columns) * orthogonalise(gradient.t()).t().float()
-    torch.testing.assert_close(weight.detach() - before, expected, rtol=0.1, atol=1e-3)  # of bfloat16 steps
+    change = (
+        weight.detach() - before
+    )  # the scale of [in, out] would be a fifth smaller; bfloat16 differs by 1 %
+    assert (change - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16_master", "float16_master"])
@@ -231,7 +234,7 @@ def test_the_scale_is_that_of_pytorchs_scaler() -> None:
     ours, theirs = LossScale(), torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2000)
     weight = torch.nn.Parameter(torch.zeros(1))
     sgd = torch.optim.SGD([weight], lr=0.0)
-    for number in range(4100):
+    for number in range(6200):
         bad = number in (0, 1, 7, 2050)
         theirs.scale(weight.sum() * (math.inf if bad else 1.0)).backward()
         theirs.step(sgd)
@@ -239,7 +242,7 @@ def test_the_scale_is_that_of_pytorchs_scaler() -> None:
         sgd.zero_grad()
         ours.update(is_finite=not bad)
         assert float(ours.value) == theirs.get_scale(), number
-    assert float(ours.value) == 2.0**14
+    assert float(ours.value) == 2.0**15  # halved four times, doubled after 2,007, 4,050 and 6,050 updates
 
 
 def micro_batch() -> MicroBatch:
@@ -268,7 +271,9 @@ def test_scaled_gradients_are_the_gradients(kind: Precision) -> None:
         found[name] = totals["loss"], norm, optimizer.tensors()
     for place in (0, 1):
         assert found[kind][place] == pytest.approx(found["float32"][place], rel=0.01)
-    assert found["float32"][1] < 2**-20  # unscaled, nearly all of its numbers are below float16's smallest, 2^-24
+    assert (
+        found["float32"][1] < 2**-20
+    )  # unscaled, nearly all of its numbers are below float16's smallest, 2^-24
     for name, tensor in found["float32"][2].items():
         if name.endswith("/exp_avg"):
             mine = found[kind][2][name]
@@ -341,7 +346,9 @@ def test_a_run_in_float16_overflows_logs_and_resumes_exactly(
         in capsys.readouterr().out
     )
     assert not (tmp_path / "whole" / "faults").exists()
-    assert json.loads((tmp_path / "whole" / "summary.json").read_text())["sampler_vs_trainer"].startswith("approx")
+    assert json.loads((tmp_path / "whole" / "summary.json").read_text())["sampler_vs_trainer"].startswith(
+        "approx"
+    )
     update = Objective.update
 
     def stop(self: Objective, *arguments: Any, step: int, **options: Any) -> Any:
