@@ -789,7 +789,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "tests/train/test_optimizer.py::test_adamw_of_a_bfloat16_model_against_float64",
         ),
     ): [
-        ("factor", "[wide * factor if factor < 1 else wide]", "[wide]"),
+        ("factor", "[wide * factor if factor != 1 else wide]", "[wide]"),
         ("bound", "bits.add_(2**15)", "bits.add_(2**14)"),
         ("bound", "bits.add_(self._low.view(-1)[part])", "bits"),
         ("factor", "return float(rows.double().square().sum())", "return float(rows.double().sum())"),
@@ -1179,7 +1179,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "return self.top_k > 0 or self.top_p < 1 or self.min_p > 0",
             "return self.top_k > 0 or self.top_p < 1",
         ),
-        ("mask", "select_logprobs(kept, tokens, normaliser)[0]", "select_logprobs(logits_BV, tokens)[0]"),
+        ("mask", "select_logprobs(kept_BV, tokens, normaliser)[0]", "select_logprobs(logits_BV, tokens)[0]"),
     ],
     ("generate/scoring.py", cases("grpo")): [
         (

@@ -348,7 +348,7 @@ def test_the_engine_stops_at_the_closing_tag_of_bytes() -> None:
 
 @pytest.mark.parametrize("config", [BYTES, LETTERS], ids=["bytes", "characters"])
 def test_the_probe_finds_float32_exact(config: PolicyConfig) -> None:
-    result = probe_policy(load_policy(config, seed=0), temperature=0.7)
+    result = probe_policy(load_policy(config, seed=0), SamplingParams(temperature=0.7))
     assert result == ProbeResult(exact=True, max_gap=0.0)
     assert str(result).startswith("exact: sampler and trainer log-probabilities are bitwise equal")
 

@@ -120,7 +120,9 @@ def test_the_teacher_alone_pulls_the_policy_to_itself(kind: Any, halfway: Any, t
     rl.train(replace(config, teacher=replace(config.teacher, kind=kind)))
     rows = metrics(tmp_path / "run")
     first, last = (sum(row["rl/teacher_kl"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
-    assert last < {"sampled": 0.9, "full": 0.6}[kind] * first  # from random weights; a sample is a noisy estimate
+    assert (
+        last < {"sampled": 0.9, "full": 0.6}[kind] * first
+    )  # from random weights; a sample is a noisy estimate
     # Sampler and trainer agree bitwise on a CPU, so the ratio is exactly 1.
     assert all(row["rl/ratio_drift"] == 0 for row in rows)
     assert all(row["rl/groups_with_signal"] > 12 for row in rows)  # a prompt may come twice

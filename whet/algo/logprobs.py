@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from whet.algo.kept import keep_only
 from whet.kernels import dispatch, eager
 from whet.kernels.cpu import head as cpu_head
+from whet.types import KeptSets
 
 ROW_QUANTUM = 16
 COLUMN_QUANTUM = 16
@@ -45,8 +47,8 @@ def head_logits(
     surplus_rows = -rows % ROW_QUANTUM
     if surplus_rows:
         hidden_MD = F.pad(hidden_MD, (0, 0, 0, surplus_rows))
-    if hidden_MD.is_cuda and weight_VD.dtype == torch.bfloat16:
-        logits = torch.mm(hidden_MD.to(torch.bfloat16), weight_VD.t(), out_dtype=torch.float32)
+    if hidden_MD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16):
+        logits = torch.mm(hidden_MD.to(weight_VD.dtype), weight_VD.t(), out_dtype=torch.float32)
     elif weight_VD.dtype == torch.float64:
         logits = F.linear(hidden_MD.double(), weight_VD)
     else:
@@ -120,6 +122,7 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_M: torch.Tensor,
         temperature: float,
         num_valid: int,
+        sets: KeptSets | None,
         chunk: int,
         keeps: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,25 +131,28 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
+            keep_only(logits, sets, start)
             if (kernel := dispatch.kernel_for(eager.logprob_entropy, logits)) is not None:
                 logprob, normaliser, entropy = kernel(logits, targets_M[rows])
                 total = normaliser  # the gradient kernel accepts no other
             else:
                 weights, total, normaliser = exp_logits(logits)
                 logprob, _ = select_logprobs(logits, targets_M[rows], normaliser)
+                if sets is not None:
+                    logits.masked_fill_(weights == 0, 0.0)  # in the entropy 0 x -inf would be nan
                 entropy = _entropy(logits, weights, total, normaliser, num_valid)
                 if keeps:
                     kept.append(weights)
             columns.append((logprob, entropy, normaliser, total))
         logprobs, entropies, normalisers, totals = (torch.cat(part) for part in zip(*columns, strict=True))
         ctx.save_for_backward(hidden_MD, weight_VD, targets_M, normalisers, entropies, totals, *kept)
-        ctx.options = (temperature, num_valid, chunk)
+        ctx.options = (temperature, num_valid, sets, chunk)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_MD, weight_VD, targets_M, normaliser_M, entropy_M, total_M, *kept = ctx.saved_tensors
-        temperature, num_valid, chunk = ctx.options
+        temperature, num_valid, sets, chunk = ctx.options
         grad_logprob_M, grad_entropy_M = upstream
         use_entropy = hidden_MD.is_cuda or bool(
             (grad_entropy_M != 0).any()
@@ -164,6 +170,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 dz = gradient(kept[0], total_M[rows], targets, entropy, *grads)
             else:
                 logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
+                keep_only(logits, sets, start)
                 if (kernel := dispatch.kernel_for(eager.logprob_entropy_backward_, logits)) is not None:
                     dz = kernel(logits, targets, normaliser_M[rows], entropy, *grads, temperature)
                 else:
@@ -178,7 +185,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight = dz.t() @ hidden if grad_weight is None else grad_weight.addmm_(dz.t(), hidden)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 def _entropy(
@@ -223,6 +230,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     num_valid: int | None = None,
+    kept: KeptSets | None = None,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score chosen tokens, differentiably in hidden states and head, with at most `chunk` rows of logits in memory.
@@ -233,6 +241,7 @@ def token_logprobs(
         targets_M: int64 ids.
         temperature: Temperature at which the tokens were sampled, above 0.
         num_valid: Ids at and above this are outside the support; default: all V.
+        kept: What filters left to draw each target from: both results are over that set; None: everything.
         chunk: Rows of logits held at once; default: by a memory budget.
 
     Returns:
@@ -252,14 +261,16 @@ def token_logprobs(
     is_small = targets_M.numel() * vocab * 4 <= cpu_head.KEEP_BYTES
     keeps = chunk is None and is_small and torch.is_grad_enabled() and not hidden_MD.is_cuda
     if dispatch.runs_cpp(hidden_MD, weight_VD):
+        finish = None if kept is None else partial(keep_only, kept=kept)
         options = {"temperature": temperature, "num_valid": valid, "chunk": rows}
-        return cpu_head.score(hidden_MD, weight_VD, targets_M, **options)
+        return cpu_head.score(hidden_MD, weight_VD, targets_M, keep_only=finish, **options)
     result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(  # pyright: ignore[reportAssignmentType]
         hidden_MD,
         weight_VD,
         targets_M,
         temperature,
         valid,
+        kept,
         max(rows, len(targets_M)) if keeps else rows,
         keeps,
     )

@@ -8,6 +8,7 @@ from itertools import compress
 
 import torch
 
+from whet.algo.kept import join_kept
 from whet.algo.losses import Aggregation, aggregation_weight
 from whet.types import Batch, MicroBatch, Segment
 
@@ -26,6 +27,7 @@ class TrainingSequence:
         group: Name of its prompt's group, which has `num_group_tokens` trained tokens.
         num_group_tokens: Trained tokens of all counted sequences of the group.
         sampler_logprobs: Log-probabilities of the trained tokens at sampling time; empty in supervised training.
+        kept: What the sampler's filters left to draw each trained token from; empty without filters.
         turn_rewards: (index of a trained token, reward) paid before the end; part of `advantage`.
         advantages_T: Advantage of each token [advantage].
         proximal_logprobs_T: Recomputed log-probabilities before the update [sampler_logprobs].
@@ -43,6 +45,7 @@ class TrainingSequence:
     group: str = ""
     num_group_tokens: int = 0
     sampler_logprobs: tuple[float, ...] = ()
+    kept: tuple[str, ...] = ()
     turn_rewards: tuple[tuple[int, float], ...] = ()
     advantages_T: torch.Tensor | None = None
     proximal_logprobs_T: torch.Tensor | None = None
@@ -228,6 +231,8 @@ def _micro_batch(
     # Float32 first: that is what the sampler computed.
     logprobs = [p for _, s in sequences for p in s.sampler_logprobs or [0.0] * s.num_trained]
     sampler_M = torch.tensor(logprobs, dtype=torch.float32).to(device=device, dtype=dtype)
+    kept = [row for _, sequence in sequences for row in sequence.kept]
+    assert len(kept) in (0, len(targets)), "some tokens were drawn with filters, others without"
     is_recomputed = sequences[0][1].proximal_logprobs_T is not None  # all sequences of a step, or none
     long = {"dtype": torch.int64, "device": device}
     return MicroBatch(
@@ -245,4 +250,5 @@ def _micro_batch(
         policy_weights_M=column("policy_weights_T", 1.0),
         start_values_M=column("start_values_T", 0.0),
         returns_M=column("returns_T", 0.0),
+        kept=join_kept(kept, device) if kept else None,
     )

@@ -31,7 +31,6 @@ from whet.generate.rows import (
     has_stop,
     note,
     noted,
-    share_params,
 )
 from whet.generate.sampling import SamplingParams
 from whet.kernels import dispatch
@@ -75,6 +74,7 @@ class Engine:
         attention: 'exact' (rows do not depend on the batch) or 'fast'.
         autocast: Compute dtype of products when it is not the parameters' own (bfloat16 for float32 parameters).
         activations: Where `generate` keeps what it computes, if anywhere.
+        trains: Whether completions will be trained on: `generate` then records what filters left of each distribution.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Engine:
         attention: AttentionKind = "exact",
         autocast: torch.dtype | None = None,
         activations: Activations | None = None,
+        trains: bool = False,
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows = {max_rows}: expected 1 or more")
@@ -103,6 +104,7 @@ class Engine:
         self._attention: AttentionKind = attention
         self._autocast = autocast
         self._activations, self._keeps = activations, False
+        self._trains = trains
         self._cache: KVCache | None = None
         self._head: torch.Tensor | None = None
         self._layers: Layers | None = None
@@ -136,9 +138,19 @@ class Engine:
         for index, request in enumerate(requests):
             self.check(request.prompt_ids, f"prompt {index}")
         began = time.perf_counter()
+        records = self._trains and params.is_filtered and params.temperature > 0
         jobs = [
-            [Job(request=r, seed=seed, params=params, stop_strings=self.stop_strings) for seed in r.seeds]
-            for r in requests
+            [
+                Job(
+                    request=request,
+                    seed=seed,
+                    params=params,
+                    stop_strings=self.stop_strings,
+                    kept=[] if records else None,
+                )
+                for seed in request.seeds
+            ]
+            for request in requests
         ]
         # The samples of a prompt stay together: adjacent jobs of one request share a prefill.
         waiting = [job for row in jobs for job in row]
@@ -360,7 +372,8 @@ class Engine:
     def decode(self, state: Rows) -> None:
         """Draw the next token of every live row."""
         self.stats.decode_steps += 1
-        if self._static is not None and share_params(state.jobs):  # one graph of all of it, drawing included
+        # One graph of all of it, drawing included. Filters are left out: top-p looks at values, which a graph cannot.
+        if self._static is not None and are_plain(state.jobs):
             self._static.run(len(state.jobs), state.jobs[0].params)
             return
         live = slice(0, len(state.jobs))
@@ -423,6 +436,7 @@ class Engine:
                 ids=tuple(row_tokens[:count]),
                 logprobs=tuple(row_logprobs[:count]),
                 finish_reason="stop" if stopped[row] else "length",
+                kept=tuple((job.kept or ())[:count]),
             )
             self.stats.new_tokens += count
             if self._keeps and self._activations is not None:

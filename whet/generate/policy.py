@@ -312,12 +312,12 @@ class Policy:
             ids.pop()
         return self.tokenizer.decode_completion(prompt_ids, ids)
 
-    def engine(self, *, stops: bool = True, keeps: bool = False) -> Engine:
+    def engine(self, *, stops: bool = True, trains: bool = False) -> Engine:
         """Create an engine for this model.
 
         Args:
             stops: Whether completions can stop; otherwise each has maximum length.
-            keeps: Keep activations for `score`.
+            trains: Keep what training on the completions needs: activations for `score`, and what filters left.
         """
         return Engine(
             self.model,
@@ -327,7 +327,8 @@ class Policy:
             max_rows=self.max_rows,
             attention=self.attention,
             autocast=self.autocast,
-            activations=self.activations if keeps else None,
+            activations=self.activations if trains else None,
+            trains=trains,
         )
 
     def hidden(self, micro: MicroBatch) -> torch.Tensor:

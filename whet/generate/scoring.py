@@ -92,7 +92,8 @@ def score_micro_batch(
         hidden_MD: Result of `hidden_rows`, where it is there already.
 
     Returns:
-        Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
+        Log-probabilities [M] and entropies [M] in nats, over what the sampler's filters left; differentiable unless
+        autograd is off.
     """
     if hidden_MD is None:
         options = {"autocast": autocast, "attention": attention}
@@ -104,4 +105,5 @@ def score_micro_batch(
             micro.targets_M,
             temperature=temperature,
             num_valid=model.num_valid_tokens,
+            kept=micro.kept,
         )

@@ -252,9 +252,10 @@ def has_bfloat16_products() -> bool:
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of products with a tensor: float32 for bfloat16 without such products."""
-    is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not has_bfloat16_products()
-    return torch.float32 if is_slow else x.dtype
+    """Return the dtype of products with a tensor: float32 on a CPU for float16, and for bfloat16 without such
+    products."""
+    is_slow = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not has_bfloat16_products())
+    return torch.float32 if is_slow and x.device.type == "cpu" else x.dtype
 
 
 def linear(
@@ -278,7 +279,7 @@ def linear(
 
 
 class _Widened(torch.autograd.Function):
-    """A bfloat16 product computed in float32; it saves bfloat16 inputs and the weight itself for the backward pass."""
+    """A 16-bit product computed in float32; it saves 16-bit inputs and the weight itself for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -165,6 +165,7 @@ class LanguageModel(nn.Module):
         score: A reward model's head; None in a language model.
         checkpoint_layers: Whether training recomputes layers' activations in the backward pass.
         recompute: What of them, where `checkpoint_layers` is on.
+        loss_scale: Factor of the losses that training backpropagates; 1 outside float16.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -173,6 +174,7 @@ class LanguageModel(nn.Module):
         self.num_valid_tokens = config.vocab_size
         self.score: nn.Module | None = None
         self.checkpoint_layers = False
+        self.loss_scale = 1.0
         self.recompute = Recompute()
 
     def forward(

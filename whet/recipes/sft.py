@@ -115,7 +115,9 @@ def qwen3_4b_math() -> SFTConfig:
 def qwen3_4b_priming() -> SFTConfig:
     """Qwen3-4B-Base shown the format before RL: 600 worked solutions, twice; your own R1 traces with --task.path."""
     config = qwen3_4b_math()
-    return replace(config, out="runs/qwen3-4b-priming", num_problems=600, batch_size=8, num_steps=150, save_every=150)
+    return replace(
+        config, out="runs/qwen3-4b-priming", num_problems=600, batch_size=8, num_steps=150, save_every=150
+    )
 
 
 def llama32_1b_math() -> SFTConfig:

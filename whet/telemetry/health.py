@@ -192,7 +192,10 @@ def dead_reason(values: Mapping[str, float]) -> str:
 
 def _non_finite_problems(stage: str, row: Mapping[str, Any]) -> dict[str, str]:
     """Return a problem if loss or gradient is NaN or infinite (null in a row that was read back)."""
-    for name in (f"{stage}/grad_norm", f"{stage}/loss", f"{stage}/value_grad_norm"):
+    names = [f"{stage}/grad_norm", f"{stage}/loss", f"{stage}/value_grad_norm"]
+    for name in (
+        names[1:] if row.get(f"{stage}/overflows") else names
+    ):  # the loss scale deals with an overflow
         value = row.get(name, 0.0)
         if value is None or not math.isfinite(value):
             return {"finite": f"{name} is not finite: lower lr, clip gradients, or leave fp16"}

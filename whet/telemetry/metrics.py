@@ -33,6 +33,10 @@ METRICS: dict[str, Metric] = {
     "sft/skipped": Metric(
         "steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"
     ),
+    "sft/loss_scale": Metric("1", "factor of the loss in float16's backward passes", ",.0f"),
+    "sft/overflows": Metric(
+        "updates", "updates of this step left out because float16 gradients overflowed", ".0f"
+    ),
     "sft/grad_norm": Metric("1", "gradient norm before clipping"),
     "sft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
     "sft/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
@@ -58,6 +62,10 @@ METRICS: dict[str, Metric] = {
     "dpo/skipped": Metric(
         "steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"
     ),
+    "dpo/loss_scale": Metric("1", "factor of the loss in float16's backward passes", ",.0f"),
+    "dpo/overflows": Metric(
+        "updates", "updates of this step left out because float16 gradients overflowed", ".0f"
+    ),
     "dpo/grad_norm": Metric("1", "gradient norm before clipping"),
     "dpo/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
     "dpo/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
@@ -73,6 +81,10 @@ METRICS: dict[str, Metric] = {
     "rft/lr": Metric("1", "learning rate of this step", ".2e"),
     "rft/skipped": Metric(
         "steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"
+    ),
+    "rft/loss_scale": Metric("1", "factor of the loss in float16's backward passes", ",.0f"),
+    "rft/overflows": Metric(
+        "updates", "updates of this step left out because float16 gradients overflowed", ".0f"
     ),
     "rft/grad_norm": Metric("1", "gradient norm before clipping"),
     "rft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
@@ -150,6 +162,10 @@ METRICS: dict[str, Metric] = {
     "rl/loss": Metric("1", "surrogate loss; its sign and size say nothing about health", ".4f"),
     "rl/lr": Metric("1", "learning rate of this step", ".2e"),
     "rl/skipped": Metric("steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"),
+    "rl/loss_scale": Metric("1", "factor of the loss in float16's backward passes", ",.0f"),
+    "rl/overflows": Metric(
+        "updates", "updates of this step left out because float16 gradients overflowed", ".0f"
+    ),
     "rl/grad_norm": Metric("1", "gradient norm before clipping"),
     "rl/tokens_per_second": Metric("tokens/s", "completion tokens per second of the whole step", ",.0f"),
     "rl/generate_seconds": Metric("s", "time to sample", ".2f"),

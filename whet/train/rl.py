@@ -42,6 +42,8 @@ from whet.types import Group, Problem, Task, UserError
 HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
 APPROX_GAP_LIMIT = 0.1
 SOLVED = 0.99
+HOT = 1.5
+"""Sampling temperatures above this are warned of: from 2 on, models write gibberish."""
 
 
 def main(config: RLConfig, *, resume: Resume = False) -> None:
@@ -74,10 +76,10 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
     config = resolve_precision(config)
     setup = load_rl(config)
     policy, task = setup.policy, setup.task
-    warnings = audit_parts(setup)
+    warnings = [*audit_parts(setup), *heat_warnings(config.sampling.temperature)]
     folder = open_folder(config, resume=resume)
     write_origin(config, setup.problems, task)
-    probe = probe_policy(policy, temperature=config.sampling.temperature)
+    probe = probe_policy(policy, config.sampling)
     held_out = _held_out(config, policy, task)
     kept, notes = select_problems(
         policy,
@@ -145,6 +147,16 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
                 yield done
     run.write_summary({"sampler_vs_trainer": str(probe)})
     return policy
+
+
+def heat_warnings(temperature: float) -> list[str]:
+    """Return a warning for a sampling temperature at which little of what is written makes sense."""
+    if temperature <= HOT:
+        return []
+    return [
+        f"sampling.temperature = {temperature:g}: above {HOT} rollouts turn into gibberish, which teaches nothing; 1.0 "
+        "to 1.2 is usual (for more variety raise group_size; sampling.min_p = 0.1 removes the unlikely tokens)"
+    ]
 
 
 def _held_out(config: RLConfig, policy: Policy, task: Task) -> list[Problem]:

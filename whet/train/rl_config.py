@@ -45,7 +45,8 @@ class RLConfig:
     control: Literal["none", "random_reward"] = "none"
     """random_reward: a coin decides every reward. What then still rises was not learned from rewards."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How rollouts are drawn; filters (top-k, top-p, min-p) are refused in training."""
+    """How rollouts are drawn; with filters (top-k, top-p, min-p) the trained log-probabilities are renormalised over
+    what the sampler kept of each token's distribution."""
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     """The objective."""
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
@@ -118,13 +119,9 @@ class RLConfig:
             raise ValueError(
                 "sampling.temperature = 0: greedy rollouts have no ratio and no variety; use 1.0 for training"
             )
-        if self.sampling.is_filtered:
+        if self.algo.ref_ema is not None and self.optim.precision.endswith("_master"):
             raise ValueError(
-                "sampling.top_k, top_p, min_p: filters make the trained ratio wrong; leave them out in training"
-            )
-        if self.algo.ref_ema is not None and self.optim.precision == "bfloat16_master":
-            raise ValueError(
-                "algo.ref_ema with optim.precision = bfloat16_master: bfloat16 cannot hold its small moves; use "
+                f"algo.ref_ema with optim.precision = {self.optim.precision}: 16 bits cannot hold its small moves; use "
                 "ref_refresh_every, or float32 parameters"
             )
         if self.validation_samples > 1 and not self.validation_problems:

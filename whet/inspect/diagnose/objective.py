@@ -11,18 +11,19 @@ import torch
 
 from whet.algo.config import AlgoConfig
 from whet.inspect.diagnose.step import Component, Subject, captured, share
-from whet.train.optim.step import OptimConfig
+from whet.train.optim.step import AUTOCAST, PARAMETERS, OptimConfig
 from whet.train.rl_config import RLConfig
 from whet.types import Group, Sample
 
 Values = Sequence[Sequence[float]]
+NARROW = (*AUTOCAST, *PARAMETERS)
 SIMPLE = {"clip", "logprob"}
 """Surrogates whose loss is recomputed here from the definition."""
-LOSS = {"float32": 1e-4, "bfloat16_autocast": 0.02, "bfloat16_master": 0.02}
+LOSS = {"float32": 1e-4} | dict.fromkeys(NARROW, 0.02)
 """Largest accepted difference of an independently computed loss."""
-DRIFT = {"float32": 1e-3, "bfloat16_autocast": 0.5, "bfloat16_master": 0.5}
+DRIFT = {"float32": 1e-3} | dict.fromkeys(NARROW, 0.5)
 """Largest accepted |ratio - 1| of a token before the first update, if the arithmetic is not exact."""
-SLOPE = {"float32": 0.05, "bfloat16_autocast": 0.3}
+SLOPE = {"float32": 0.05, "bfloat16_autocast": 0.3, "float16_autocast": 0.3}
 """Largest accepted relative error of a gradient against finite differences."""
 CHANGES, FARTHEST = (1e-2, 3e-3, 1e-3, 3e-4), 1e-2
 """The finite difference aims at a change of this many nats, one after the other until two agree, and moves the weights
@@ -243,7 +244,7 @@ def _check_slope(
     named, norm = dict(subject.policy.model.named_parameters()), total_norm(gradients)
     limit = SLOPE.get(subject.run.optim.precision)
     if limit is None:
-        part.facts[name] = "not measured: bfloat16 weights cannot hold so small a move"
+        part.facts[name] = "not measured: 16-bit weights cannot hold so small a move"
         return
     slope, size = math.nan, max(norm, 1e-30)
     for change in CHANGES:

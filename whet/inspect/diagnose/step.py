@@ -178,7 +178,7 @@ class Subject:
         """Sample and score the first step's groups."""
         self.problems = [problem for _, problem in setup.first_problems()]
         with tempfile.TemporaryDirectory() as scratch, setup.open_judge(Path(scratch)) as (rewards, _):
-            self.rollout = setup.first_rollout(self.policy.engine(), rewards)
+            self.rollout = setup.first_rollout(self.policy.engine(trains=True), rewards)
         groups, weights = self.rollout.groups, run.reward_weights
         informative = is_informative(groups, run.algo, weights)
         self.num_informative = sum(informative)
@@ -325,7 +325,8 @@ def captured(subject: Subject, *, apply: bool) -> Iterator[list[Update]]:
         named = dict(model.named_parameters())
         update = None
         if not found:
-            gradients = {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None}
+            scale = optimizer.loss_scale or 1.0
+            gradients = {n: p.grad.detach() / scale for n, p in named.items() if p.grad is not None}
             before = {n: w.clone() for n, w in subject.weights().items()} if apply else {}
             update = Update(lr, 0.0, gradients, before, {})
             found.append(update)

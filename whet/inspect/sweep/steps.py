@@ -202,7 +202,7 @@ class Reinforcement(Steps):
     def _prepare(self, run: RLConfig, *, longest: bool) -> Work:
         optimizer = Optimizer(self.policy.model, run.optim)
         objective = Objective.of(run, self.policy)
-        engine = self.policy.engine(stops=not longest)
+        engine = self.policy.engine(stops=not longest, trains=True)
         sample = self._longest_groups(run, engine) if longest else self._first_groups(run, engine)
 
         def work(mark: Mark) -> dict[str, float]:
@@ -283,6 +283,7 @@ def _group(uid: str, prompt_ids: tuple[int, ...], row: Sequence[Completion]) -> 
             prompt_ids=prompt_ids,
             completion_ids=done.ids,
             sampler_logprobs=done.logprobs,
+            kept=done.kept,
             text="",
             finish_reason="length",
         )

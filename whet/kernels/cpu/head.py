@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int64, c_void_p
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,6 +34,14 @@ def select(logits_MV: torch.Tensor, targets_M: torch.Tensor) -> tuple[torch.Tens
     return logprobs, normalisers
 
 
+class KeepOnly(Protocol):
+    """Sets the logits of what filters removed to -inf, in place."""
+
+    def __call__(self, logits_MV: torch.Tensor, *, first: int) -> object:
+        """Take rows of logits, and the index of their first row."""
+        ...
+
+
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -44,6 +52,7 @@ class _Score(torch.autograd.Function):
         temperature: float,
         valid: int,
         chunk: int,
+        keep_only: KeepOnly | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = hidden.shape[0]
         logprobs, normalisers, entropies = torch.empty(3, rows).unbind(0)
@@ -55,17 +64,19 @@ class _Score(torch.autograd.Function):
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
             z = logits(hidden[part], weight)
+            if keep_only is not None:
+                keep_only(z, first=start)
             columns = logprobs[part], normalisers[part], entropies[part]
             call("score", z, targets[part], *columns, z.shape[0], valid, z.shape[1], temperature, _threads())
         kept = (z,) if keeps else ()
         ctx.save_for_backward(hidden, weight, targets, normalisers, entropies, *kept)
-        ctx.facts = temperature, valid, step
+        ctx.facts = temperature, valid, step, keep_only
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, normalisers, entropies, *kept = ctx.saved_tensors
-        temperature, valid, step = ctx.facts
+        temperature, valid, step, keep_only = ctx.facts
         g, e = (grad.contiguous() for grad in upstream)
         # Without an entropy term its pass over the logits is left out.
         e = e if bool((e != 0).any()) else None
@@ -75,6 +86,8 @@ class _Score(torch.autograd.Function):
         for start in range(0, hidden.shape[0], step):
             part = slice(start, min(start + step, hidden.shape[0]))
             z = kept[0] if kept else logits(hidden[part], weight)
+            if keep_only is not None and not kept:
+                keep_only(z, first=start)
             # In place where the products take float32. So the kernel must read a row's target before it writes any of
             # the row: the other way round gradients were wrong by up to 34 %.
             dz = z if product_dtype(weight) == torch.float32 else torch.empty(z.shape, dtype=dtype)
@@ -99,7 +112,7 @@ class _Score(torch.autograd.Function):
                     grad_weight = share.float() if grad_weight is None else grad_weight.add_(share)
         if grad_weight is not None:
             grad_weight = grad_weight.to(dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def score(
@@ -110,9 +123,13 @@ def score(
     temperature: float,
     num_valid: int,
     chunk: int,
+    keep_only: KeepOnly | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities and entropies [M]; the arguments are those of `whet.algo.logprobs.token_logprobs`."""
-    arguments = hidden_MD, weight_VD, targets_M.contiguous(), temperature, num_valid, chunk
+    """Return log-probabilities and entropies [M]; the arguments are those of `whet.algo.logprobs.token_logprobs`.
+
+    `keep_only` sets the logits of what filters removed to -inf, in place, in rows that start at row `first` of all.
+    """
+    arguments = hidden_MD, weight_VD, targets_M.contiguous(), temperature, num_valid, chunk, keep_only
     return _Score.apply(*arguments)  # pyright: ignore[reportReturnType]
 
 

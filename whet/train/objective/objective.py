@@ -651,4 +651,9 @@ class Objective:
         tally.join(sums)
         sum_gradients(critic.parameters())
         if num_tokens:
-            tally.add({"value_norm": critic.optimizer.step(lr), "value_updates": 1.0})
+            norm = critic.optimizer.step(lr)
+            if (
+                not critic.optimizer.num_overflows
+            ):  # otherwise its loss scale is lower now, and no update was done
+                tally.add({"value_norm": norm, "value_updates": 1.0})
+            critic.optimizer.num_overflows = 0

@@ -131,6 +131,10 @@ def score_groups(
     Returns:
         Groups in the order of the problems, and the grades of their samples.
     """
+    is_recorded = all(len(done.kept) == len(done.ids) for row in drawn for done in row)
+    assert is_recorded or not params.sampling.is_filtered, (
+        "training needs an engine that records what is kept"
+    )
     prompts = [policy.prompt_ids(problem) for problem in problems]
     with span("reward_computation"):
         weight = next((reward.weight for reward in rewards if reward.name == EPISODE), 0.0)
@@ -184,6 +188,7 @@ def _sample(
         text=policy.completion_text(prompt_ids, done.ids),
         finish_reason=done.finish_reason,
         trained=done.trained,
+        kept=done.kept,
         turn_ends=done.turn_ends,
         turn_rewards=tuple(episode_weight * reward for reward in done.turn_rewards) if episode_weight else (),
     )

@@ -238,7 +238,7 @@ class RolloutSource:
         self._staleness, self._num_steps, self._seed = staleness, num_steps, seed
         if self._beside is None and not staleness and kept_gib:
             policy.activations = Activations(int(kept_gib * 2**30))
-        self._engine = policy.engine(keeps=True) if self._beside is None else self._beside.engine
+        self._engine = policy.engine(trains=True) if self._beside is None else self._beside.engine
         self._pending: deque[Collected] = deque()
         self._num_collected = 0
         self._account = PromptAccount()
