@@ -8,10 +8,23 @@ from dataclasses import replace
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.recipes.models import demo_policy
+from whet.recipes.models import OWN, demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.dpo import DPOConfig, main, plan
 from whet.train.optim.step import PRESETS, OptimConfig
+
+
+def own() -> DPOConfig:
+    """Your model and your pairs: --policy.init MODEL --pairs FILE (prompt, chosen, rejected), by default
+    Qwen2.5-0.5B-Instruct on UltraFeedback."""
+    return DPOConfig(
+        out="runs/own-dpo",
+        policy=PolicyConfig(init=OWN, max_rows=64),
+        pairs="ultrafeedback",
+        optim=OptimConfig(lr=5e-7, warmup_steps=20, beta2=0.99),
+        num_steps=300,
+        batch_size=32,
+    )
 
 
 def demo() -> DPOConfig:
@@ -70,6 +83,7 @@ def qwen25_05b_pairs() -> DPOConfig:
 
 
 RECIPES: dict[str, Callable[[], DPOConfig]] = {
+    "own": own,
     "demo": demo,
     "demo-reward": demo_reward,
     "qwen2.5-0.5b-math": qwen25_05b_math,

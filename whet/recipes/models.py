@@ -9,6 +9,8 @@ from whet.model.config import ModelConfig
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.made.products import Products
 
+OWN = "Qwen/Qwen2.5-0.5B-Instruct"
+"""Where `own` recipes start from, until the user names a model."""
 STORIES = "models/stories260k"
 """A folder that transformers can read, made from stories260K of karpathy/tinyllamas; the hub has none in that form."""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.recipes.models import calculator_policy, demo_policy
+from whet.recipes.models import OWN, calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.objective.objective import AlgoConfig
 from whet.train.objective.teacher import TeacherConfig
@@ -228,6 +228,23 @@ def gpt2_gsm8k() -> RLConfig:
     )
 
 
+def own() -> RLConfig:
+    """Your model and your data: --policy.init MODEL --task.path FILE, by default Qwen2.5-0.5B-Instruct on GSM8K."""
+    return RLConfig(
+        out="runs/own-rl",
+        policy=PolicyConfig(init=OWN, max_rows=64),
+        task=TaskConfig(name="gsm8k"),
+        rewards={"correct": 1.0, "format": 0.1},
+        sampling=SamplingParams(max_new_tokens=512),
+        algo=AlgoConfig(clip_high=0.28),
+        optim=OptimConfig(lr=1e-6, schedule="constant", warmup_steps=5, beta2=0.99),
+        num_steps=100,
+        num_prompts=8,
+        group_size=8,
+        save_every=20,
+    )
+
+
 def _hub(slug: str, algo: AlgoConfig, *, lr: float = 1e-6, base: str = "") -> RLConfig:
     """RL on MATH problems from a fine-tuned (or base) hub model, full parameters."""
     return RLConfig(
@@ -301,6 +318,7 @@ def llama32_3b_math() -> RLConfig:
 
 
 RECIPES: dict[str, Callable[[], RLConfig]] = {
+    "own": own,
     "demo": demo,
     "demo-distill": demo_distill,
     "calculator": calculator,

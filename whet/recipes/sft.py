@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig
-from whet.recipes.models import STORIES, calculator_policy, demo_policy, gpt2_policy
+from whet.recipes.models import OWN, STORIES, calculator_policy, demo_policy, gpt2_policy
 from whet.tasks.base import TaskConfig
 from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.sft import SFTConfig, main, plan
@@ -62,6 +62,21 @@ def gpt2_gsm8k() -> SFTConfig:
         num_steps=2000,
         batch_size=32,
         validate_every=200,
+    )
+
+
+def own() -> SFTConfig:
+    """Your model and your chats or worked solutions: --policy.init MODEL --task.path FILE, by default
+    Qwen2.5-0.5B-Instruct on GSM8K."""
+    return SFTConfig(
+        out="runs/own-sft",
+        policy=PolicyConfig(init=OWN, max_rows=64),
+        task=TaskConfig(name="gsm8k"),
+        optim=OptimConfig(lr=1e-5, warmup_steps=10, weight_decay=0.01, beta2=0.99),
+        num_steps=200,
+        batch_size=16,
+        validate_every=50,
+        save_every=100,
     )
 
 
@@ -131,6 +146,7 @@ def llama32_3b_math() -> SFTConfig:
 
 
 RECIPES: dict[str, Callable[[], SFTConfig]] = {
+    "own": own,
     "demo": demo,
     "calculator": calculator,
     "stories260k-gsm8k": stories260k_gsm8k,

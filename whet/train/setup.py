@@ -223,14 +223,14 @@ def check_fit(config: RLConfig, policy: Policy, task: Task) -> None:
 
 
 def audit_parts(setup: RLSetup) -> list[str]:
-    """Audit each part of the task in short; return what failed where that is only to be shown."""
+    """Audit each part of the task in short; return what is to be shown: doubts, and failures that shall not stop."""
     failures = []
     if setup.config.teacher.is_given and not any(setup.config.reward_weights.values()):
         return failures  # the teacher teaches alone: rewards of weight 0 tell nothing apart
     for part in {problem.meta.get(PART): None for problem in setup.problems}:
         own = [problem for problem in setup.problems if problem.meta.get(PART) == part]
         try:
-            preflight(setup.task, setup.rewards, setup.policy.schema, own)
+            failures += preflight(setup.task, setup.rewards, setup.policy.schema, own)
         except UserError as error:
             if setup.config.preflight == "stop":
                 raise

@@ -94,6 +94,9 @@ class Check:
             self.failures.append(failure())
 
 
+IDLE = "an empty completion pays no more than a wrong answer"
+
+
 @dataclass(slots=True)
 class Audit:
     """The results of an audit.
@@ -130,10 +133,13 @@ class _Auditor:
         # A changed answer may be right if several are, but not in most cases.
         self.mutated = Check("a near miss counts as wrong and pays less", tolerated=NEAR_MISSES)
         self.hostile = Check("a hostile answer counts as wrong and pays less")
-        self.empty = Check("an empty completion pays no more than a wrong answer, and less than a right one")
+        self.empty = Check("an empty completion pays less than a right one")
+        # A small reward for short completions pays an empty one more than a wrong one: that may be what is wanted.
+        self.idle = Check(IDLE, is_required=False)
         self.limit_s = float(getattr(task, "seconds_per_answer", SECONDS_PER_CALL))
         self.quick = Check(f"no judgement takes longer than {self.limit_s:g} s")
-        checks = [self.gold, self.paying, self.spelled, self.mutated, self.hostile, self.empty, self.quick]
+        checks = [self.gold, self.paying, self.spelled, self.mutated, self.hostile, self.empty]
+        checks += [self.idle, self.quick]
         self.audit = Audit(checks, maximum=best_total(self.rewards) if self.is_whole else None)
 
     def try_problem(self, problem: Problem, *, is_measured: bool) -> None:
@@ -192,15 +198,17 @@ class _Auditor:
 
     def _try_empty(self, problem: Problem, best: float, wrong: float | None) -> None:
         empty = self._total(problem, "")
+        scores = (
+            f"an empty completion of problem {problem.uid} scores {_number(empty)}, a wrong one {_number(wrong)}, "
+            f"a perfect one {best:g}"
+        )
         self.empty.add(
-            not self.is_whole
-            or empty is not None
-            and empty < best - TOLERANCE
-            and (wrong is None or empty <= wrong + TOLERANCE),
-            lambda: (
-                f"an empty completion of problem {problem.uid} scores {_number(empty)}, a wrong one {_number(wrong)}, "
-                f"a perfect one {best:g}; expected empty <= wrong and empty < perfect: fix the rewards or weights"
-            ),
+            not self.is_whole or empty is not None and empty < best - TOLERANCE,
+            lambda: f"{scores}; expected empty < perfect: fix the rewards or weights",
+        )
+        self.idle.add(
+            not self.is_whole or empty is None or wrong is None or empty <= wrong + TOLERANCE,
+            lambda: f"{scores}: a model that is mostly wrong may learn to say nothing",
         )
 
     def _render(self, answer: str, solution: str = "") -> str:
@@ -276,21 +284,27 @@ def audit_task(
 
 def preflight(
     task: Task, rewards: Sequence[WeightedReward], schema: ResponseSchema, problems: Sequence[Problem]
-) -> None:
+) -> list[str]:
     """Stop a run whose rewards cannot tell right from wrong, by an audit on a few problems that have a gold answer.
+
+    Returns:
+        What does not refute the rewards, but should be known before the run.
 
     Raises:
         UserError: With the first failure of a required claim.
     """
     shown = [problem for problem in problems if problem.answer][:NUM_PREFLIGHT]
     if not shown:  # no completion is known to be right
-        return
+        return []
     audit = audit_task(task, rewards, schema, shown, num_measured=0)
     for check in audit.checks:
         if check.is_refuted:
             raise UserError(
                 f"preflight: {check.failures[0]} (claim: {check.name}; see `whet audit`, or --preflight warn)"
             )
+    return [
+        f"preflight: {check.failures[0]}" for check in audit.checks if check.name == IDLE and check.failures
+    ]
 
 
 def plan(config: AuditConfig) -> str:
