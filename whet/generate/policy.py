@@ -209,7 +209,7 @@ class Policy:
         tag if the schema has it in the prompt and the template does not write it.
 
         Args:
-            messages: Maps with 'role' and 'content'; a system message at their start replaces the schema's own.
+            messages: Maps with 'role' and 'content'; a system message among them replaces the schema's own.
             values: Further values for the template, such as enable_thinking=False.
         """
         return self.tokenizer.render(self._asked(messages), prefix=self._prefix(values), values=values)
@@ -410,6 +410,7 @@ def load_policy(
     merge: bool = True,
     plain: bool = False,
     date: str = "",
+    weights: bool = True,
 ) -> Policy:
     """Load or create model, tokenizer and protocol. An adapter's tokenizer and protocol take precedence over its
     base's.
@@ -423,6 +424,7 @@ def load_policy(
         plain: Ask a model that comes without a protocol, where the config names no schema either, as its template
             alone has it: chats, servers and preference pairs. Tasks with answers ask by a schema.
         date: Today for the chat template, as YYYY-MM-DD; empty for that of the folder's protocol, else the computer's.
+        weights: False for the prompts alone: the model has its shape and no memory.
 
     Returns:
         The policy, on its device.
@@ -448,7 +450,11 @@ def load_policy(
         raise UserError(
             f"policy.padded_vocab_size = {config.padded_vocab_size}: the tokenizer has {tokenizer.vocab_size} ids"
         )
-    if folder is None:
+    if not weights:
+        rows = max(tokenizer.vocab_size, config.padded_vocab_size)
+        with torch.device("meta"):
+            model = build_model(replace(config.model, vocab_size=rows))
+    elif folder is None:
         shape = replace(config.model, vocab_size=max(tokenizer.vocab_size, config.padded_vocab_size))
         model = build_model(shape)
         init_weights(model, seed)
@@ -466,7 +472,8 @@ def load_policy(
         if adapter is not None and not merge:
             adapter.fit(model)  # the vocabulary may have grown
             adapter.apply(model)
-    choose_kernels(model.config, model.head_weight.dtype, device)
+    if weights:
+        choose_kernels(model.config, model.head_weight.dtype, device)
     return Policy(
         model,
         tokenizer,

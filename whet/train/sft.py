@@ -29,6 +29,9 @@ from whet.train.session import OnStep, begin, finish, load_trained, open_folder,
 from whet.types import MicroBatch, Problem, UserError
 
 CACHED_DEMONSTRATIONS = 65_536
+FEWEST_ROWS = 4
+"""With fewer demonstrations a run warns: the first gradients of LoRA's A are zero while its B is, so that priming needs
+more than three."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,14 @@ def fitting(policy: Policy, problems: Sequence[Problem]) -> list[Problem]:
     policy.check_alphabet(problems, solutions=True)
     room = policy.model.config.max_positions
     return [problem for problem in problems if demonstration(policy, problem).num_tokens <= room]
+
+
+def few_rows(count: int) -> str:
+    """Return the warning about so few demonstrations that nothing general can be learnt from them."""
+    return (
+        f"only {count} demonstration{'s' * (count != 1)} to learn from: expected {FEWEST_ROWS} or more, and some "
+        "hundreds to prime a base model"
+    )
 
 
 def is_empty(config: SFTConfig, epoch: int, problem: Problem) -> bool:
@@ -231,10 +242,12 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     if resume:
         fit.restore(resume)
     left_out = len(problems) - len(kept)
-    note = f"{left_out} of {len(problems)} demonstrations do not fit the context; skipped"
+    notes = (
+        [f"{left_out} of {len(problems)} demonstrations do not fit the context; skipped"] if left_out else []
+    )
+    if len(kept) < FEWEST_ROWS:
+        notes.append(few_rows(len(kept)))
     with tracking:
-        fit.train(
-            data_order(task, kept, config.seed), title=f"sft {task.name}", notes=[note] if left_out else []
-        )
+        fit.train(data_order(task, kept, config.seed), title=f"sft {task.name}", notes=notes)
     run.write_summary({"train_problems": len(kept), "left_out": left_out})
     return policy
