@@ -28,7 +28,7 @@ import torch
 
 from whet.algo.config import AlgoConfig
 from whet.algo.packing import TrainingSequence, pack
-from whet.config import cache_folder, closest, from_dict, to_dict
+from whet.config import cache_folder, closest, dump_yaml, from_dict, to_dict
 from whet.eval.compare import paired
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import EvalResult
@@ -42,6 +42,7 @@ from whet.model.lora.files import find_model
 from whet.recipes.rl import ALGORITHMS
 from whet.rewards.base import OwnReward, own_name
 from whet.sandbox.graders.shipping import ship_function
+from whet.schema import ResponseSchema
 from whet.stats import Interval
 from whet.tasks import base as tasks
 from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
@@ -227,12 +228,17 @@ def load(name: str | Path, *, adapter: str | Path = "", seed: int = 0, **options
         name: Run folder, folder of a model, or hub name; an adapter that names its base will do.
         adapter: An adapter on top of it.
         seed: Seed of new vocabulary rows.
-        options: Fields of `PolicyConfig` (`schema`, `template`, `device`, `attention`, `max_rows`, ...).
+        options: Fields of `PolicyConfig` (`template`, `template_values`, `system_prompt`, `device`, ...), and
+            `schema`: the name of one, the path of a .yaml file, or a `whet.Schema`.
 
     Raises:
         UserError: If there is no such model, or an option is unknown.
     """
     find_model(str(name), str(adapter))
+    if isinstance(schema := options.get("schema"), ResponseSchema):
+        text = dump_yaml(schema)
+        file = f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.yaml"
+        options = options | {"schema": str(_cached("schemas", file, text))}
     return Policy(_made(PolicyConfig, {"init": str(name), "adapter": str(adapter), **options}), seed=seed)
 
 

@@ -204,7 +204,7 @@ class ResponseSchema:
         """Return a conversation as it is asked: with the system message and the instruction.
 
         Args:
-            messages: Maps with 'role' and 'content'; a system message at their start replaces the schema's own.
+            messages: Maps with 'role' and 'content'; a system message among them replaces the schema's own.
             has_system: Whether to add the schema's system message.
         """
         asked = [dict(message) for message in messages]
@@ -212,7 +212,7 @@ class ResponseSchema:
             first = next((message for message in asked if message["role"] == "user"), None)
             if first is not None and isinstance(first["content"], str) and request not in first["content"]:
                 first["content"] = f"{first['content']}\n{request}"
-        if has_system and self.system_prompt and asked and asked[0]["role"] != "system":
+        if has_system and self.system_prompt and all(message["role"] != "system" for message in asked):
             asked.insert(0, {"role": "system", "content": self.system_prompt})
         return asked
 
@@ -443,6 +443,9 @@ SCHEMAS: dict[str, ResponseSchema] = {
     "none": ResponseSchema(think_open="", think_close="", answer_place="whole", instruction=""),
 }
 """Name -> schema."""
+
+Schema = ResponseSchema
+"""Its name in `import whet`."""
 
 PRESET = "preset"
 """Key of a schema file that names the preset which its other fields change."""

@@ -6,6 +6,7 @@ import csv
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,21 @@ def failures(task: Any, rewards: list[WeightedReward] | None = None) -> dict[str
     """Return how many cases of each claim fail, of those that do."""
     found = audit_task(task, rewards or build_rewards(WEIGHTS, SCHEMA, task), SCHEMA, PROBLEMS)
     return {check.name.split(" ")[1]: len(check.failures) for check in found.checks if check.failures}
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMAS if name != "none"])
+def test_a_sound_task_passes_with_every_schema(name: str) -> None:
+    schema = SCHEMAS[name]
+    worked = [replace(problem, solution=f"<think>well</think>{problem.answer}") for problem in PROBLEMS]
+    for problems in (PROBLEMS, worked):
+        found = audit_task(TASK, build_rewards(WEIGHTS, schema, TASK), schema, problems)
+        assert [check.failures for check in found.checks] == [[]] * 7
+        preflight(TASK, build_rewards(WEIGHTS, schema, TASK), schema, problems)
+
+
+def test_a_whole_text_is_the_answer_of_a_plain_chat() -> None:
+    schema = SCHEMAS["none"]
+    preflight(TASK, build_rewards({"correct": 1.0}, schema, TASK), schema, PROBLEMS)
 
 
 def test_a_sound_task_passes() -> None:

@@ -18,6 +18,7 @@ from whet.inspect.data.data import DataReportConfig, find_repeated, main, render
 from whet.inspect.data.overlap import compare, fold, fold_prompts, ngrams, shared_ngrams
 from whet.model.text.tokenizer import Tokenizer
 from whet.tasks.base import TaskConfig
+from whet.tasks.jsonl import Jsonl
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Message, Problem, UserError
 
@@ -183,6 +184,29 @@ def test_report(task: TaskConfig, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.load_yaml(out / "config.yaml", DataReportConfig).task == task
     with pytest.raises(UserError, match="already exists"):
         main(DataReportConfig(out=str(out), task=task))
+
+
+def test_a_problem_is_shown_as_the_model_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"prompt": f"{n}+1=", "answer": str(n + 1), "solution": f"{n} and 1\nare {n + 1}"} for n in range(9)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--policy.tokenizer", "bytes", "--policy.schema", "r1", "--policy.template", "base"]
+    words += ["--task.path", str(path), "--out", str(tmp_path / "report")]
+    main(cli.parse("whet data", DataReportConfig, {}, ["jsonl", *words], positional="task.name").config)
+    first = Jsonl(path).problems("train")[0]
+    asked = (
+        f"Question: {first.prompt}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+    )
+    read, trained = json.loads((tmp_path / "report" / "rendered.json").read_text())
+    assert (read["is_trained"], trained["is_trained"]) == (False, True)
+    assert read["text"] == f"{asked}\nAnswer:\n<think>"
+    assert trained["text"] == f"{first.solution}</think>\n\n\\boxed{{{first.answer}}}<eos>"
+    assert read["ids"] == list(read["text"].encode())
+    assert trained["ids"] == [*trained["text"].removesuffix("<eos>").encode(), 256]
+    said = capsys.readouterr().out
+    assert f"--- trained, {len(trained['ids'])} tokens\n{trained['text']}\nids {trained['ids'][0]} " in said
 
 
 def test_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,7 +211,7 @@ class Policy:
         tag if the schema has it in the prompt and the template does not write it.
 
         Args:
-            messages: Maps with 'role' and 'content'; a system message at their start replaces the schema's own.
+            messages: Maps with 'role' and 'content'; a system message among them replaces the schema's own.
             values: Further values for the template, such as enable_thinking=False.
         """
         return self.tokenizer.render(self._asked(messages), prefix=self._prefix(values), values=values)
@@ -434,6 +434,7 @@ def load_policy(
     plain: bool = False,
     date: str = "",
     is_reward: bool = False,
+    weights: bool = True,
 ) -> Policy:
     """Load or create model, tokenizer and protocol. An adapter's tokenizer and protocol take precedence over its
     base's.
@@ -448,6 +449,7 @@ def load_policy(
             alone has it: chats, servers and preference pairs. Tasks with answers ask by a schema.
         date: Today for the chat template, as YYYY-MM-DD; empty for that of the folder's protocol, else the computer's.
         is_reward: Make it a reward model, where it is none.
+        weights: False for the prompts alone: the model has its shape and no memory.
 
     Returns:
         The policy, on its device.
@@ -473,7 +475,11 @@ def load_policy(
         raise UserError(
             f"policy.padded_vocab_size = {config.padded_vocab_size}: the tokenizer has {tokenizer.vocab_size} ids"
         )
-    if folder is None:
+    if not weights:
+        rows = max(tokenizer.vocab_size, config.padded_vocab_size)
+        with torch.device("meta"):
+            model = build_model(replace(config.model, vocab_size=rows))
+    elif folder is None:
         shape = replace(config.model, vocab_size=max(tokenizer.vocab_size, config.padded_vocab_size))
         model = build_model(shape)
         init_weights(model, seed)
@@ -493,7 +499,8 @@ def load_policy(
             adapter.apply(model)
     if is_reward:
         model = as_reward_model(model)
-    choose_kernels(model.config, model.head_weight.dtype, device)
+    if weights:
+        choose_kernels(model.config, model.head_weight.dtype, device)
     return Policy(
         model,
         tokenizer,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whet.cli import Program
-from whet.generate.policy import PolicyConfig
+from whet.generate.policy import INHERIT, PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.recipes.models import OWN, calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
@@ -245,11 +245,11 @@ def own() -> RLConfig:
     )
 
 
-def _hub(slug: str, algo: AlgoConfig, *, lr: float = 1e-6, base: str = "") -> RLConfig:
+def _hub(slug: str, algo: AlgoConfig, *, lr: float = 1e-6, base: str = "", schema: str = INHERIT) -> RLConfig:
     """RL on MATH problems from a fine-tuned (or base) hub model, full parameters."""
     return RLConfig(
         out=f"runs/{slug}-math-rl",
-        policy=PolicyConfig(init=base or f"runs/{slug}-math-sft", max_rows=256),
+        policy=PolicyConfig(init=base or f"runs/{slug}-math-sft", schema=schema, max_rows=256),
         task=TaskConfig(name="math"),
         rewards={"correct": 1.0, "format": 0.1},
         sampling=SamplingParams(max_new_tokens=1024),
@@ -317,6 +317,23 @@ def llama32_3b_math() -> RLConfig:
     return _hub("llama-3.2-3b", dr_grpo())
 
 
+def qwen25_05b_instruct_math() -> RLConfig:
+    """Dr. GRPO on MATH from Qwen2.5-0.5B-Instruct, without priming: its chat template, answers in boxes."""
+    return _hub("qwen2.5-0.5b-instruct", dr_grpo(), base="Qwen/Qwen2.5-0.5B-Instruct", schema="boxed")
+
+
+def llama32_3b_instruct_math() -> RLConfig:
+    """Dr. GRPO on MATH from Llama-3.2-3B-Instruct, without priming: its chat template, answers in boxes."""
+    return _hub("llama-3.2-3b-instruct", dr_grpo(), base="meta-llama/Llama-3.2-3B-Instruct", schema="boxed")
+
+
+def r1_distill_qwen_15b_math() -> RLConfig:
+    """Dr. GRPO on MATH from DeepSeek-R1-Distill-Qwen-1.5B, whose template opens the thinking; longer responses."""
+    base = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+    config = _hub("r1-distill-qwen-1.5b", dr_grpo(), base=base, schema="r1")
+    return replace(config, sampling=replace(config.sampling, max_new_tokens=4096))
+
+
 RECIPES: dict[str, Callable[[], RLConfig]] = {
     "own": own,
     "demo": demo,
@@ -331,6 +348,9 @@ RECIPES: dict[str, Callable[[], RLConfig]] = {
     "qwen2.5-3b-math-dapo": qwen25_3b_math_dapo,
     "qwen3-0.6b-math": qwen3_06b_math,
     "qwen3-4b-math": qwen3_4b_math,
+    "qwen2.5-0.5b-instruct-math": qwen25_05b_instruct_math,
+    "llama3.2-3b-instruct-math": llama32_3b_instruct_math,
+    "r1-distill-qwen-1.5b-math": r1_distill_qwen_15b_math,
     "llama3.2-1b-math": llama32_1b_math,
     "llama3.2-3b-math": llama32_3b_math,
 }

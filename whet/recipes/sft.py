@@ -128,10 +128,18 @@ def qwen3_4b_math() -> SFTConfig:
 
 
 def qwen3_4b_priming() -> SFTConfig:
-    """Qwen3-4B-Base shown the format before RL: 600 worked solutions, twice; your own R1 traces with --task.path."""
+    """Qwen3-4B-Base shown the format before RL: 600 worked MATH solutions, twice, with the words of Unsloth's notebooks;
+    your own R1 traces with --task.path."""
     config = qwen3_4b_math()
     return replace(
-        config, out="runs/qwen3-4b-priming", num_problems=600, batch_size=8, num_steps=150, save_every=150
+        config,
+        out="runs/qwen3-4b-priming",
+        policy=replace(config.policy, schema="workshop"),
+        optim=replace(config.optim, warmup_steps=5),
+        num_problems=600,
+        batch_size=8,
+        num_steps=2 * 600 // 8,
+        save_every=150,
     )
 
 

@@ -33,8 +33,7 @@ def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, str]]) -> tuple[
     Raises:
         UserError: If the template fails, or drops a user or system message.
     """
-    has_system = policy.system_prompt and all(message["role"] != "system" for message in messages)
-    messages = policy.schema.messages(messages, has_system=has_system)
+    messages = policy.schema.messages(messages, has_system=policy.system_prompt)
     if policy.tokenizer.chat_template == PLAIN_TEMPLATE and len(messages) > 1:
         raise UserError("this model's prompt is the bare question: send one user message and no other")
     text = policy.chat_text(messages)

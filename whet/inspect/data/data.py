@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -16,14 +16,15 @@ import numpy as np
 
 from whet.cli import Program
 from whet.config import dump_yaml
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.inspect.data.overlap import VIEWS, Overlap, Texts, View, compare, fold_prompts
 from whet.model.text.tokenizer import Tokenizer
 from whet.report.plots import COLOURS, MUTED, STYLE
 from whet.storage.folder import open_run
-from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.mixture import Mixture
 from whet.telemetry.display import escape_controls, one_line
-from whet.train.data.demonstrations import TOOL_CALLS, kind_of, render_conversation
+from whet.train.data.demonstrations import TOOL_CALLS, demonstration, kind_of, render_conversation
 from whet.train.rollout.curriculum import percentile
 from whet.types import Problem, Task, UserError
 
@@ -52,6 +53,8 @@ class DataReportConfig:
     """Words per n-gram of shorter prompts; those with fewer words are only compared as a whole."""
     overlap_share: float = 0.5
     """A held-out prompt counts as overlapping if at least this share of its n-grams occurs in training prompts."""
+    policy: PolicyConfig | None = None
+    """Show a problem as this model reads it, and what fine-tuning trains of it; its weights are not read."""
     num_shown: int = 5
     """Number of worst pairs and repeated prompts to show."""
     num_rendered: int = 2
@@ -70,6 +73,51 @@ class DataReportConfig:
         for name in ("num_shown", "num_rendered"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive tokens of a demonstration that are all trained, or all only read.
+
+    Attributes:
+        is_trained: Whether fine-tuning trains them.
+        text: As it is decoded, special tokens included.
+        ids: The tokens.
+    """
+
+    is_trained: bool
+    text: str
+    ids: list[int]
+
+
+def parts_of(policy: Policy, problem: Problem) -> list[Part]:
+    """Return what fine-tuning reads and trains of a problem, from the first token to the last."""
+    sequence = demonstration(policy, problem)
+    prompt = list(sequence.prompt_ids)
+    trained = [False] * len(prompt) + list(sequence.trained or [True] * len(sequence.completion_ids))
+    ids = [*prompt, *sequence.completion_ids]
+    parts: list[Part] = []
+    for is_trained, run in groupby(range(len(ids)), key=trained.__getitem__):
+        places = list(run)
+        own = ids[places[0] : places[-1] + 1]
+        text = policy.tokenizer.decode_completion(ids[: places[0]], own)
+        parts.append(Part(is_trained, text, own))
+    return parts
+
+
+def _print_parts(parts: Sequence[Part]) -> None:
+    """Print the exact text (read: dim, trained: bold), then the ids; between marks where there are no colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    words = {True: "trained", False: "read"}
+    console.print(Text("A training problem as the model reads it", style="bold"))
+    for part in parts:
+        console.print(Text(f"--- {words[part.is_trained]}, {len(part.ids)} tokens", style="cyan"))
+        lines = "\n".join(map(escape_controls, part.text.split("\n")))
+        console.print(Text(lines, style="bold" if part.is_trained else "dim"), soft_wrap=True)
+        console.print(Text(f"ids {' '.join(map(str, part.ids))}", style="dim"), soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +167,7 @@ def main(config: DataReportConfig) -> None:
         for split in HELD_OUT
         for view in VIEWS
     }
+    parts = _rendered(config, task, splits["train"])
     open_run(folder, dump_yaml(config), resumable=False)
     content = _content(config, task, splits, lengths, repeated, overlaps)
     (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
@@ -127,6 +176,9 @@ def main(config: DataReportConfig) -> None:
     _write_markdown(folder, config, sheets, content["rendered"])
     _print(sheets)
     _print_rendered(content["rendered"])
+    if parts:
+        (folder / "rendered.json").write_text(json.dumps([asdict(part) for part in parts], indent=1) + "\n")
+        _print_parts(parts)
     print(f"report: {folder / 'report.md'}")
     flagged = {split: content["overlap"][split]["text"]["overlapping"] for split in HELD_OUT}
     if config.fail_on_overlap and any(flagged.values()):
@@ -134,6 +186,15 @@ def main(config: DataReportConfig) -> None:
             f"{count:,} of {len(splits[split]):,} {split}" for split, count in flagged.items()
         )
         raise UserError(f"{found} prompts overlap with train; see {folder / 'report.md'}, and remove them")
+
+
+def _rendered(config: DataReportConfig, task: Task, problems: Sequence[Problem]) -> list[Part]:
+    """Return the first training problem as the policy reads it; [] without a policy."""
+    if config.policy is None or not problems:
+        return []
+    policy = load_policy(config.policy, seed=0, weights=False)
+    policy.expect(answer_type_of(task))
+    return parts_of(policy, problems[0])
 
 
 def _unit(config: DataReportConfig) -> str:
