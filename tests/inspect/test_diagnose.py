@@ -543,4 +543,4 @@ def test_values_are_written_for_people() -> None:
     assert [share(value) for value in (0.0, 0.000123, 0.5, 1.0)] == ["0.0 %", "0.012 %", "50.0 %", "100.0 %"]
     assert worst(["pass", "fail", "warn"]) == "fail"
     assert worst([]) == "pass"
-    assert diagnose_objective.SLOPE.keys() == {"float32", "bfloat16_autocast"}
+    assert diagnose_objective.SLOPE.keys() == {"float32", "bfloat16_autocast", "float16_autocast"}

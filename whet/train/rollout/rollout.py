@@ -131,10 +131,6 @@ def score_groups(
     Returns:
         Groups in the order of the problems, and the grades of their samples.
     """
-    is_recorded = all(len(done.kept) == len(done.ids) for row in drawn for done in row)
-    assert is_recorded or not params.sampling.is_filtered, (
-        "training needs an engine that records what is kept"
-    )
     prompts = [policy.prompt_ids(problem) for problem in problems]
     with span("reward_computation"):
         weight = next((reward.weight for reward in rewards if reward.name == EPISODE), 0.0)

@@ -378,6 +378,9 @@ class RolloutSource:
 
     def _collect(self, step: int, rollout: Rollout) -> Collected:
         """Refill uninformative groups where the recipe says so, and account for all."""
+        if self._params.sampling.is_filtered:
+            samples = [sample for group in rollout.groups for sample in group.samples]
+            assert all(len(s.kept) == len(s.completion_ids) for s in samples), "the sampler records no sets"
         num_refilled = 0
         for _ in range(self._algo.max_refills if self._algo.uninformative == "refill" else 0):
             (total,) = all_reduce_sum(sum(self._informative(rollout)))
