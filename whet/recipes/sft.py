@@ -128,8 +128,8 @@ def qwen3_4b_math() -> SFTConfig:
 
 
 def qwen3_4b_priming() -> SFTConfig:
-    """Qwen3-4B-Base shown the format before RL: 600 worked MATH solutions, twice, with the words of Unsloth's notebooks;
-    your own R1 traces with --task.path."""
+    """Qwen3-4B-Base shown the format before RL: 600 worked MATH solutions, twice, with the words of Unsloth's
+    notebooks; your own R1 traces with --task.path."""
     config = qwen3_4b_math()
     return replace(
         config,
