@@ -11,8 +11,21 @@ from whet.eval.compare.compare import plan as compare_plan
 from whet.eval.evaluate import EvalConfig, main, plan
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.recipes.models import calculator_policy, demo_policy
+from whet.recipes.models import OWN, calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
+
+
+def own() -> EvalConfig:
+    """Your model on your rows: --policy.init MODEL --task.path FILE, by default Qwen2.5-0.5B-Instruct on GSM8K; answers
+    count wherever they stand."""
+    return EvalConfig(
+        out="runs/own-eval",
+        policy=PolicyConfig(init=OWN, max_rows=64),
+        task=TaskConfig(name="gsm8k"),
+        num_samples=8,
+        sampling=SamplingParams(max_new_tokens=512),
+        answer_from="anywhere",
+    )
 
 
 def demo() -> EvalConfig:
@@ -62,6 +75,7 @@ def math500() -> EvalConfig:
 
 
 RECIPES: dict[str, Callable[[], EvalConfig]] = {
+    "own": own,
     "demo": demo,
     "calculator": calculator,
     "gsm8k": gsm8k,

@@ -100,6 +100,22 @@ def rows_of(config: SFTConfig, task: Task) -> list[Problem]:
     )
 
 
+def load_sft(config: SFTConfig) -> tuple[Policy, Task, list[Problem]]:
+    """Load the policy of a run, its task, and the rows that it learns from.
+
+    Where all rows are chats or texts, a model that has no schema stays without one: nothing that it learned asks for
+    tags, so no later prompt may.
+
+    Raises:
+        UserError: If something is missing, or does not fit together.
+    """
+    task = load_task(config.task)
+    problems = rows_of(config, task)
+    policy = load_trained(config, plain=all(kind_of(problem) != "solution" for problem in problems))
+    policy.expect(answer_type_of(task))
+    return policy, task, problems
+
+
 def demonstrations_of(config: SFTConfig, policy: Policy, problems: Sequence[Problem]) -> Demonstrations:
     """Find what a run learns from the rows of its train split.
 
@@ -214,11 +230,8 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     """
     tracking = begin(config)
     config = resolve_precision(config)
-    task = load_task(config.task)
-    policy = load_trained(config)
-    policy.expect(answer_type_of(task))
+    policy, task, problems = load_sft(config)
     environment_for(policy.schema, task)  # fails here, before anything is created, if a tool is missing
-    problems = rows_of(config, task)
     learnt = demonstrations_of(config, policy, problems)
     kept = learnt.problems
     held_out = (

@@ -526,4 +526,4 @@ def _draw_lengths(lengths: Mapping[str, Sequence[int]], unit: str, folder: Path)
         figure.savefig(folder / "prompt_lengths.png", dpi=140)
 
 
-PROGRAM = Program(config_class=DataReportConfig, main=main)
+PROGRAM = Program(config_class=DataReportConfig, main=main, positional="task.name")

@@ -16,7 +16,6 @@ from whet.algo.config import AlgoConfig
 from whet.algo.packing import TrainingSequence
 from whet.generate.policy import resolve_device
 from whet.model.attention import AttentionKind
-from whet.tasks.base import answer_type_of, load_task
 from whet.train.fit import FIT_ATTENTION
 from whet.train.objective.advantage import is_informative, training_sequences, with_advantages
 from whet.train.objective.objective import Objective
@@ -26,10 +25,9 @@ from whet.train.record import score_tokens
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.order import data_order
 from whet.train.rollout.rollout import Rollout
-from whet.train.session import load_trained
 from whet.train.setup import RLSetup, load_rl
-from whet.train.sft import SFTConfig, demonstration, demonstrations_of, is_empty, rows_of, train_step
-from whet.types import Group
+from whet.train.sft import SFTConfig, demonstration, demonstrations_of, is_empty, load_sft, train_step
+from whet.types import Group, Problem, Task
 
 # Results of a diagnosis: components, each with facts, checks, tables and bars.
 
@@ -145,8 +143,8 @@ class Subject:
         self.groups: list[Group] = []
         self.num_informative, self.is_substituted = 0, False
         if isinstance(run, SFTConfig):
-            self.policy = load_trained(run)
-            self.sequences = self._demonstrations(run)
+            self.policy, task, problems = load_sft(run)
+            self.sequences = self._demonstrations(run, task, problems)
         else:
             setup = load_rl(run)
             self.policy = setup.policy
@@ -166,10 +164,10 @@ class Subject:
         """Attention kernel of the training passes."""
         return FIT_ATTENTION if isinstance(self.run, SFTConfig) else self.policy.attention
 
-    def _demonstrations(self, run: SFTConfig) -> list[TrainingSequence]:
-        task = load_task(run.task)
-        self.policy.expect(answer_type_of(task))
-        kept = demonstrations_of(run, self.policy, rows_of(run, task)).problems
+    def _demonstrations(
+        self, run: SFTConfig, task: Task, problems: Sequence[Problem]
+    ) -> list[TrainingSequence]:
+        kept = demonstrations_of(run, self.policy, problems).problems
         drawn = data_order(task, kept, run.seed).next(run.batch_size)
         self.problems = [problem for _, problem in drawn]
         return [demonstration(self.policy, p, empty=is_empty(run, epoch, p)) for epoch, p in drawn]

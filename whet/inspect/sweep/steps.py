@@ -19,7 +19,6 @@ from whet.generate.policy import Policy, resolve_device
 from whet.generate.rows import Completion, Request, Sampler
 from whet.inspect.memory.meter import LiveTensors
 from whet.inspect.sweep.points import Run
-from whet.tasks.base import answer_type_of, load_task
 from whet.train.objective.advantage import is_informative, with_advantages
 from whet.train.objective.objective import Objective
 from whet.train.optim import safety
@@ -27,9 +26,8 @@ from whet.train.optim.step import Optimizer, autocast_dtype
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.order import data_order
 from whet.train.rollout.source import KEPT_CACHE
-from whet.train.session import load_trained
 from whet.train.setup import load_rl
-from whet.train.sft import SFTConfig, demonstration, demonstrations_of, is_empty, rows_of, train_step
+from whet.train.sft import SFTConfig, demonstration, demonstrations_of, is_empty, load_sft, train_step
 from whet.types import Group, Problem, Sample
 
 LR = 0.0
@@ -146,10 +144,9 @@ class FineTuning(Steps):
 
     def __init__(self, run: SFTConfig) -> None:
         _fix_order(run)
-        super().__init__(load_trained(run))
-        task = load_task(run.task)
-        self.policy.expect(answer_type_of(task))
-        kept = demonstrations_of(run, self.policy, rows_of(run, task)).problems
+        policy, task, problems = load_sft(run)
+        super().__init__(policy)
+        kept = demonstrations_of(run, self.policy, problems).problems
         drawn = data_order(task, kept, run.seed).next(run.batch_size)
         self._first = [demonstration(self.policy, p, empty=is_empty(run, epoch, p)) for epoch, p in drawn]
         every = [demonstration(self.policy, problem) for problem in kept]
