@@ -22,7 +22,7 @@ CHUNK_BYTES_GPU = 2**30
 
 
 def head_logits(
-    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, *, temperature: float, num_valid: int
+    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, *, temperature: float, num_valid: int, cap: float = 0.0
 ) -> torch.Tensor:
     """Compute float32 logits of the sampled distribution: head(hidden) / temperature over the valid ids.
 
@@ -34,12 +34,13 @@ def head_logits(
         weight_VD: Output projection.
         temperature: Sampling temperature, above 0.
         num_valid: Ids at and above this get -inf.
+        cap: Logits become cap tanh(logit / cap) before the division by the temperature; 0 for none.
 
     Returns:
         Logits [M, V'], V' = V rounded up to `COLUMN_QUANTUM`, float32.
     """
     rows, vocab = hidden_MD.shape[0], weight_VD.shape[0]
-    if cpu_head.can_score(hidden_MD, weight_VD):
+    if not cap and cpu_head.can_score(hidden_MD, weight_VD):
         logits = cpu_head.logits(hidden_MD, weight_VD)
         logits[:, num_valid:] = float("-inf")
         return logits / temperature if temperature != 1.0 else logits
@@ -53,6 +54,8 @@ def head_logits(
     else:
         with torch.autocast(hidden_MD.device.type, enabled=False):
             logits = F.linear(hidden_MD.float(), weight_VD.float())
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
     surplus_columns = -vocab % COLUMN_QUANTUM
     if surplus_columns:
         logits = F.pad(logits, (0, surplus_columns), value=float("-inf"))
@@ -123,12 +126,15 @@ class _TokenLogprobs(torch.autograd.Function):
         num_valid: int,
         chunk: int,
         keeps: bool,
+        cap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         columns: list[tuple[torch.Tensor, ...]] = []
         kept: list[torch.Tensor] = []
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
+            logits = head_logits(
+                hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid, cap=cap
+            )
             if (kernel := kernel_for(eager.logprob_entropy, logits)) is not None:
                 logprob, normaliser, entropy = kernel(logits, targets_M[rows])
                 total = normaliser  # the gradient kernel accepts no other
@@ -141,13 +147,13 @@ class _TokenLogprobs(torch.autograd.Function):
             columns.append((logprob, entropy, normaliser, total))
         logprobs, entropies, normalisers, totals = (torch.cat(part) for part in zip(*columns, strict=True))
         ctx.save_for_backward(hidden_MD, weight_VD, targets_M, normalisers, entropies, totals, *kept)
-        ctx.options = (temperature, num_valid, chunk)
+        ctx.options = (temperature, num_valid, chunk, cap)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_MD, weight_VD, targets_M, normaliser_M, entropy_M, total_M, *kept = ctx.saved_tensors
-        temperature, num_valid, chunk = ctx.options
+        temperature, num_valid, chunk, cap = ctx.options
         grad_logprob_M, grad_entropy_M = upstream
         use_entropy = hidden_MD.is_cuda or bool(
             (grad_entropy_M != 0).any()
@@ -164,13 +170,17 @@ class _TokenLogprobs(torch.autograd.Function):
             if kept:
                 dz = gradient(kept[0], total_M[rows], targets, entropy, *grads)
             else:
-                logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
+                logits = head_logits(
+                    hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid, cap=cap
+                )
+                slope = _slope(logits, temperature, cap) if cap else None
                 if (kernel := kernel_for(eager.logprob_entropy_backward_, logits)) is not None:
                     dz = kernel(logits, targets, normaliser_M[rows], entropy, *grads, temperature)
                 else:
                     weights, total, _ = exp_logits(logits)
                     del logits
                     dz = gradient(weights, total, targets, entropy, *grads)
+                dz = dz if slope is None else dz * slope
             dz = dz[:, : weight.shape[0]]
             if grad_hidden is not None:
                 grad_hidden[rows] = (dz @ weight).to(grad_hidden.dtype)
@@ -179,7 +189,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight = dz.t() @ hidden if grad_weight is None else grad_weight.addmm_(dz.t(), hidden)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+
+
+def _slope(logits_MV: torch.Tensor, temperature: float, cap: float) -> torch.Tensor:
+    """Return the derivative of the soft cap at each logit; 0 outside the support."""
+    tanh = logits_MV * (temperature / cap)
+    return (1 - tanh * tanh).masked_fill(logits_MV == float("-inf"), 0.0)
 
 
 def _entropy(
@@ -225,6 +241,7 @@ def token_logprobs(
     temperature: float = 1.0,
     num_valid: int | None = None,
     chunk: int | None = None,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score chosen tokens, differentiably in hidden states and head, with at most `chunk` rows of logits in memory.
 
@@ -235,6 +252,7 @@ def token_logprobs(
         temperature: Temperature at which the tokens were sampled, above 0.
         num_valid: Ids at and above this are outside the support; default: all V.
         chunk: Rows of logits held at once; default: by a memory budget.
+        cap: Soft cap of the logits; 0 for none.
 
     Returns:
         Log-probabilities [M] and entropies [M] in nats, float32 (float64 for float64 heads).
@@ -251,8 +269,8 @@ def token_logprobs(
     rows = chunk or chunk_rows(vocab, hidden_MD.device)
     valid = vocab if num_valid is None else num_valid
     is_small = targets_M.numel() * vocab * 4 <= cpu_head.KEEP_BYTES
-    keeps = chunk is None and is_small and torch.is_grad_enabled() and not hidden_MD.is_cuda
-    if cpu_head.can_score(hidden_MD, weight_VD):
+    keeps = chunk is None and is_small and not cap and torch.is_grad_enabled() and not hidden_MD.is_cuda
+    if not cap and cpu_head.can_score(hidden_MD, weight_VD):
         options = {"temperature": temperature, "num_valid": valid, "chunk": rows}
         return cpu_head.score(hidden_MD, weight_VD, targets_M, **options)
     result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(  # pyright: ignore[reportAssignmentType]
@@ -263,5 +281,6 @@ def token_logprobs(
         valid,
         max(rows, len(targets_M)) if keeps else rows,
         keeps,
+        cap,
     )
     return result

@@ -24,10 +24,14 @@ from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
     MIN_QUERY_ROWS,
+    PLAIN,
     AttentionKind,
     Packed,
+    Rule,
     exact_attention,
+    outside,
     round_up,
+    with_sinks,
 )
 from whet.model.config import ModelConfig
 
@@ -51,10 +55,14 @@ class CacheSize:
     prompts: int
 
     @property
+    def longest(self) -> int:
+        """Positions of the longest sequence."""
+        return min(self.prompt + self.completion, self.context)
+
+    @property
     def whole(self) -> int:
         """Positions per row without prompt sharing; rounded up for exact attention."""
-        longest = min(self.prompt + self.completion, self.context)
-        return round_up(longest, KEY_QUANTUM if longest <= KEY_BLOCK else KEY_BLOCK)
+        return round_up(self.longest, KEY_QUANTUM if self.longest <= KEY_BLOCK else KEY_BLOCK)
 
     @property
     def own(self) -> int:
@@ -243,8 +251,18 @@ class Prefill:
         self._row_N = torch.repeat_interleave(torch.tensor(homes), torch.tensor(lengths_B)).to(device)
         self._position_N = torch.cat([torch.arange(length) for length in lengths_B]).to(device)
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence."""
+        return self._cache.size.longest
+
     def attend(
-        self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
+        self,
+        layer: int,
+        q_NHC: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor,
+        rule: Rule | None = None,
     ) -> torch.Tensor:
         """Return attention outputs [N, H, C] and store keys and values in the cache."""
         count = self._packed.num_tokens
@@ -252,12 +270,12 @@ class Prefill:
             k, v = k_NKC[:count], v_NKC[:count]
             cached = self._cache.prompt_keys[layer], self._cache.prompt_values[layer]
             cpu_attention.write_cache(k, v, *cached, self._row_N, self._position_N)
-            return self._packed.attend(layer, q_NHC, k_NKC, v_NKC)
+            return self._packed.attend(layer, q_NHC, k_NKC, v_NKC, rule)
         self._cache.keys[layer, self._row_N, :, self._position_N] = k_NKC[:count].to(self._cache.keys.dtype)
         self._cache.values[layer, self._row_N, :, self._position_N] = v_NKC[:count].to(
             self._cache.values.dtype
         )
-        return self._packed.attend(layer, q_NHC, k_NKC, v_NKC)
+        return self._packed.attend(layer, q_NHC, k_NKC, v_NKC, rule)
 
 
 class Decode:
@@ -282,20 +300,38 @@ class Decode:
             return
         # Everything that depends only on positions is computed once per step, not in every layer.
         kv_heads, capacity = cache.keys.shape[2:4]
-        hidden = torch.arange(num_keys, device=positions_B.device) > positions_B[:, None]
-        bias = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))
-        self._bias_Z1S = bias.repeat_interleave(kv_heads, 0)[:, None]
+        self._biases: dict[int, torch.Tensor] = {}
         # Flat write indices of a layer's keys and values: the cache viewed as rows of one head and position.
         slots = torch.arange(self._rows.shape[0] * kv_heads, device=positions_B.device) * capacity
         self._slots_Z = slots + positions_B.repeat_interleave(kv_heads)
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence."""
+        return self._cache.size.longest
+
+    def _bias(self, window: int) -> torch.Tensor:
+        """Return the mask [Z, 1, S] of a window."""
+        if window not in self._biases:
+            key = torch.arange(self._num_keys, device=self._positions.device)
+            hidden = outside(key, self._positions[:, None], window)
+            bias = torch.zeros(hidden.shape, device=key.device).masked_fill_(hidden, float("-inf"))
+            self._biases[window] = bias.repeat_interleave(self._cache.keys.shape[2], 0)[:, None]
+        return self._biases[window]
+
     def attend(
-        self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
+        self,
+        layer: int,
+        q_NHC: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor,
+        rule: Rule | None = None,
     ) -> torch.Tensor:
         """Return attention outputs [N, H, C]; rows past the live ones (row padding) are zero."""
         rows = self._positions.shape[0]
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         if self._cache.is_tiled:
+            assert rule is None, "the engine makes no tiled cache for such a model"
             new = k_NKC[:rows], v_NKC[:rows]
             cpu_attention.write_cache(*new, keys, values, self._rows, self._own_B)
             cached = self._cache.kernel_cache(layer)
@@ -307,15 +343,17 @@ class Decode:
             rows_ZC = new[:rows].reshape(-1, channels).to(tensor.dtype)
             tensor.view(-1, channels).index_copy_(0, self._slots_Z, rows_ZC)
         surplus = q_NHC.shape[0] - rows
-        if (kernel := kernel_for(eager.decode_attention, q_NHC)) is not None:
+        is_plain = rule is None or rule.is_plain
+        kernel = kernel_for(eager.decode_attention, q_NHC) if is_plain else None
+        if kernel is not None:
             out = kernel(q_NHC[:rows], keys, values, self._positions + 1)
             return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
         count_z = rows * keys.shape[1]
         k_ZSC, v_ZSC = (x.flatten(0, 1)[:count_z, : self._num_keys] for x in (keys, values))
         q_ZQC = q_NHC[:rows].reshape(count_z, -1, channels)
         rep = q_ZQC.shape[1]
-        if self._kind == "fast" and q_ZQC.is_cuda:
-            mask = self._bias_Z1S.to(q_ZQC.dtype)
+        if self._kind == "fast" and q_ZQC.is_cuda and is_plain:
+            mask = self._bias(0).to(q_ZQC.dtype)
             out = F.scaled_dot_product_attention(
                 q_ZQC[:, None], k_ZSC[:, None], v_ZSC[:, None], mask[:, None]
             )
@@ -324,6 +362,12 @@ class Decode:
             padded = F.pad(q_ZQC, (0, 0, 0, MIN_QUERY_ROWS - rep)) if rep < MIN_QUERY_ROWS else q_ZQC
             wide = eager.product_dtype(padded)
             query, key, value = (x.to(wide) for x in (padded, k_ZSC, v_ZSC))
-            out = exact_attention(query, key, value, self._bias_Z1S)[0][:, :rep].to(q_NHC.dtype)
+            window, cap, sinks_H = rule or PLAIN
+            lse = None if sinks_H is None else torch.empty(query.shape[:2], device=query.device)
+            out, _ = exact_attention(query, key, value, self._bias(window), cap=cap, lse_ZQ=lse)
+            out = out[:, :rep].to(q_NHC.dtype)
+            if lse is not None and sinks_H is not None:
+                heads = q_NHC.shape[1]
+                out = with_sinks(out.reshape(rows, heads, -1), lse[:, :rep].reshape(rows, heads), sinks_H)
         out = out.reshape(rows, q_NHC.shape[1], q_NHC.shape[2])
         return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out

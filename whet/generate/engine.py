@@ -39,6 +39,7 @@ from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.layers import Layers
 from whet.kernels.cpu.ops import CHANNELS
 from whet.model.attention import KEY_QUANTUM, AttentionKind, Packed, round_up
+from whet.model.config import has_own_rules
 from whet.model.transformer import LanguageModel
 from whet.telemetry.spans import spanned
 from whet.types import UserError
@@ -240,6 +241,7 @@ class Engine:
             is_tiled = self.model.config.head_dim in CHANNELS and cpu.usable(
                 self.model.head_weight, operation="attention"
             )
+            is_tiled = is_tiled and not has_own_rules(self.model.config)
             self._cache = KVCache(self.model.config, size, dtype, self.device, is_tiled=is_tiled)
         else:
             cache.clear()
@@ -331,7 +333,9 @@ class Engine:
     @spanned("head")
     def _logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         assert self._head is not None
-        return head_logits(hidden_BD, self._head, temperature=1.0, num_valid=self.model.num_valid_tokens)
+        model = self.model
+        options = {"num_valid": model.num_valid_tokens, "cap": model.config.block.logit_cap}
+        return head_logits(hidden_BD, self._head, temperature=1.0, **options)
 
     @spanned("sample")
     def _append(self, logits_BV: torch.Tensor, state: Rows, rows: slice) -> None:

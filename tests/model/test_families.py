@@ -1,0 +1,134 @@
+"""Every model family against transformers: logits, greedy text, training with a ratio of exactly 1, and back again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import family_cases as cases
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from whet.generate.engine import Engine
+from whet.generate.fused import can_fuse
+from whet.generate.plain import can_step
+from whet.model.config import options
+from whet.model.families import from_hf
+from whet.model.weights import load_model
+from whet.types import UserError
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_a_family(name: str, tmp_path: Path) -> None:
+    reference = cases.make(cases.CASES[name], tmp_path / "theirs")
+    model, config = load_model(tmp_path / "theirs")
+    assert config.max_positions >= max(cases.LENGTHS)
+    assert cases.check_load(reference, model) < cases.CLOSE
+    assert cases.check_save(model, tmp_path / "ours") < cases.CLOSE
+    assert cases.check_greedy(reference, model)
+    assert cases.train(model, is_rl=True) == 0.0
+    cases.train(model, is_rl=False)
+    assert cases.check_save(model, tmp_path / "trained") < cases.CLOSE
+
+
+def test_rope_scaling_comes_before_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
+    """Qwen's yarn recipe, added by hand to a folder that transformers 5 wrote: not silently left unscaled."""
+    cases.make(cases.CASES["qwen2"], tmp_path)
+    recipe = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 80}
+    path, stored = tmp_path / "config.json", cases.stored_config(tmp_path)
+    assert "rope_parameters" in stored
+    for more in (
+        {"rope_scaling": recipe},
+        {"rope_scaling": recipe, "rope_theta": 300.0},
+        {"rope_theta": 7.0},
+    ):
+        path.write_text(json.dumps(stored | more))
+        reference: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation="eager"
+        )
+        model, config = load_model(tmp_path)
+        assert cases.check_load(reference.eval(), model) < cases.CLOSE
+        assert ("rope_scaling" in options(config)) == ("rope_scaling" in more)
+    assert config.rope_theta == 500.0  # that of rope_parameters, not the one beside it
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_rope_that_changes_with_length_ends_where_it_changes(kind: str, tmp_path: Path) -> None:
+    name = "phi3-longrope" if kind == "longrope" else "llama-dynamic"
+    cases.make(cases.CASES[name], tmp_path)
+    assert load_model(tmp_path)[1].max_positions == (300 if kind == "longrope" else 320)
+
+
+def test_a_rotary_table_is_no_longer_than_what_is_read(tmp_path: Path) -> None:
+    case = cases.CASES["llama"]
+    long = cases.Case(family="", model_type="llama", config=case.config | {"max_position_embeddings": 2**20})
+    cases.make(long, tmp_path)
+    model: Any = load_model(tmp_path)[0]
+    first = cases.our_logits(model, [cases.ids_of(250)])
+    ((cos, _),) = model.rotary(torch.device("cpu"), 250)
+    assert cos.shape[0] == 256
+    cases.our_logits(model, [[1] * 300])
+    ((longer, _),) = model.rotary(torch.device("cpu"), 250)
+    assert longer.shape[0] == 512
+    assert torch.equal(longer[:256], cos)
+    assert torch.equal(cases.our_logits(model, [cases.ids_of(250)]), first)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "smollm3", "granite", "glm4", "ministral3"])
+def test_a_path_that_does_not_know_an_option_declines(name: str, tmp_path: Path) -> None:
+    cases.make(cases.CASES[name], tmp_path)
+    model, _ = load_model(tmp_path)
+    engine = Engine(model, stop_ids=())
+    with engine.session(engine.room(2, 8, 8)):
+        cache = engine._cache
+        assert cache is not None
+        assert not can_fuse(model, cache, torch.float32)
+        assert not can_step(model, cache)
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "qwen3", "mistral-whole"])
+def test_the_compiled_step_serves_every_rope_of_whole_heads(name: str, tmp_path: Path) -> None:
+    cases.make(cases.CASES[name], tmp_path)
+    model, _ = load_model(tmp_path)
+    engine = Engine(model, stop_ids=())
+    with engine.session(engine.room(2, 8, 8)):
+        assert engine._layers is not None or engine._plain is not None
+
+
+def test_a_wrapper_gives_its_text_part(tmp_path: Path) -> None:
+    """A checkpoint with images: other prefixes, other tensors, defaults in place of keys."""
+    reference = cases.make(cases.CASES["gemma3"], tmp_path)
+    tensors, text = load_file(tmp_path / "model.safetensors"), cases.stored_config(tmp_path)
+    for prefix in ("language_model.model.", "model.language_model."):
+        renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+        save_file(renamed | {"vision_tower.x": torch.zeros(2)}, tmp_path / "model.safetensors")
+        outer = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 4}}
+        (tmp_path / "config.json").write_text(json.dumps(outer))
+        model, config = load_model(tmp_path)
+        assert config.block.is_part
+        assert cases.check_load(reference, model) < cases.CLOSE
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_what_a_missing_key_means_is_what_transformers_takes(name: str) -> None:
+    """Sizes alone: all else is the family's default, which both sides must agree on."""
+    kind = cases.CASES[name].model_type
+    sizes = {k: cases.BASE[k] for k in list(cases.BASE)[:5]} | {
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+    }
+    if kind == "gpt2" or cases.CASES[name].config.get("moe_intermediate_size"):
+        pytest.skip("its sizes have other names")
+    theirs = transformers.AutoConfig.for_model(kind, **sizes).to_dict()
+    assert from_hf(sizes | {"model_type": kind}) == from_hf(theirs)
+
+
+def test_a_key_that_nobody_reads_is_refused_in_every_family() -> None:
+    for case in cases.CASES.values():
+        stored = transformers.AutoConfig.for_model(case.model_type, **case.config).to_dict()
+        from_hf(stored)
+        with pytest.raises(UserError, match="key 'score_bonus' is not known"):
+            from_hf(stored | {"score_bonus": 2.0})
