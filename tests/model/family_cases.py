@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ LLAMA3 = scaled(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24
 )
 TIED = {"tie_word_embeddings": True}
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "rope_parameters": THETA}
+GROUPED = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
 GEMMA = BASE | TIED | {"query_pre_attn_scalar": 24, "sliding_window": 40}
 
 
@@ -66,13 +79,14 @@ class Case:
         model_type: transformers' name.
         config: Its arguments.
         models: Models that people use it for.
+        rough: Size of the random weights: less where a long recurrence amplifies the last digits of float32.
     """
 
     family: str
     model_type: str
     config: dict[str, Any]
     models: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
+    rough: float = 0.2
 
 
 CASES: dict[str, Case] = {
@@ -248,10 +262,115 @@ CASES: dict[str, Case] = {
         config=BASE | {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}, "pad_token_id": None},
         models="GLM-4-0414, GLM-Z1",
     ),
+    "qwen3_5": Case(
+        family="Qwen3.5, Qwen3.6 dense (text)",
+        model_type="qwen3_5_text",
+        config=BASE
+        | {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rope_parameters": THETA | {"partial_rotary_factor": 0.25},
+        },
+        models="Qwen3.5 0.8B to 27B",
+        rough=0.12,
+    ),
+    "qwen3_moe": Case(
+        family="Qwen3-MoE",
+        model_type="qwen3_moe",
+        config=BASE | MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": [1], "num_experts": 6},
+        models="Qwen3-30B-A3B",
+    ),
+    "mixtral": Case(
+        family="Mixtral",
+        model_type="mixtral",
+        config=BASE | {"num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": THETA},
+        models="Mixtral 8x7B",
+    ),
+    "olmoe": Case(
+        family="OLMoE",
+        model_type="olmoe",
+        config={k: v for k, v in BASE.items() if k != "head_dim"}
+        | {
+            "hidden_size": 64,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "clip_qkv": 2.0,
+            "rope_parameters": THETA,
+        },
+        models="OLMoE",
+    ),
+    "gpt_oss": Case(
+        family="gpt-oss",
+        model_type="gpt_oss",
+        config=BASE
+        | {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "intermediate_size": 48,
+            **scaled("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0, truncate=False),
+        },
+        models="gpt-oss 20B, 120B",
+    ),
+    "glm4_moe": Case(
+        family="GLM-4.5",
+        model_type="glm4_moe",
+        config=BASE
+        | GROUPED
+        | {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": THETA | {"partial_rotary_factor": 0.5},
+        },
+        models="GLM-4.5, 4.5-Air, 4.6",
+    ),
+    "deepseek_v3": Case(
+        family="DeepSeek-V3",
+        model_type="deepseek_v3",
+        config={k: v for k, v in BASE.items() if k != "head_dim"}
+        | GROUPED
+        | {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            **scaled(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                beta_fast=8.0,
+                mscale=1.0,
+                mscale_all_dim=0.8,
+            ),
+        },
+        models="DeepSeek-V3, R1, Moonlight",
+    ),
+    "moonlight": Case(
+        family="DeepSeek-V3",
+        model_type="deepseek_v3",
+        config={k: v for k, v in BASE.items() if k != "head_dim"}
+        | GROUPED
+        | {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 32,
+            "rope_interleave": False,
+            "rope_parameters": THETA,
+        },
+    ),
 }
 
 
-def roughen(model: torch.nn.Module) -> None:
+def roughen(model: torch.nn.Module, size: float = 0.2) -> None:
     """Give every weight a size that shows in the logits; biases and norms leave their 0 and 1."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -260,7 +379,7 @@ def roughen(model: torch.nn.Module) -> None:
             *(b for b in model.named_buffers() if "correction_bias" in b[0]),
         ]
         for _, parameter in tensors:
-            noise = torch.empty(parameter.shape).normal_(0.0, 0.2, generator=generator)
+            noise = torch.empty(parameter.shape).normal_(0.0, size, generator=generator)
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
 
 
@@ -268,7 +387,7 @@ def make(case: Case, folder: Path) -> Any:
     """Save a random model as transformers does, and return it."""
     config = transformers.AutoConfig.for_model(case.model_type, **case.config)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    roughen(model)
+    roughen(model, case.rough)
     model.save_pretrained(folder)
     return model
 
@@ -376,6 +495,63 @@ def train(model: LanguageModel, *, is_rl: bool, steps: int = 2) -> float:
     return worst
 
 
+def path_of(model: LanguageModel) -> str:
+    """Say what computes a decoding step on a CPU with a compiler and kernels that are fast enough."""
+    engine = Engine(model, stop_ids=())
+    with engine.session(engine.room(2, 8, 8)):
+        if engine._layers is not None:
+            return "one compiled call"
+        return "compiled products and attention" if has_tiles(engine) else "compiled products"
+
+
+def has_tiles(engine: Engine) -> bool:
+    """Say whether the engine's cache is the compiled attention's."""
+    return engine._cache is not None and engine._cache.is_tiled
+
+
+COLUMNS = ("logits", "greedy text", "SFT", "RL", "saved")
+HEADER = (
+    f"| family | `model_type` | models | {' | '.join(COLUMNS)} | a CPU's decoding step |\n"
+    f"|---|---|---|{'---|' * (len(COLUMNS) + 1)}"
+)
+
+
+def measure(name: str, folder: Path) -> str:
+    """Put a case through everything and return its line of the table."""
+    case = CASES[name]
+    reference = make(case, folder / "theirs")
+    model, _ = load_model(folder / "theirs")
+    path = path_of(model)
+    results = [
+        check_load(reference, model) < CLOSE,
+        check_greedy(reference, model),
+        train(model, is_rl=False) == 0.0,
+        train(model, is_rl=True) == 0.0,
+        check_save(model, folder / "trained") < CLOSE,
+    ]
+    marks = " | ".join("yes" if is_right else "NO" for is_right in results)
+    return f"| {case.family} | `{case.model_type}` | {case.models} | {marks} | {path} |"
+
+
+def main() -> None:
+    """Write the table of docs/models.md."""
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    begin, end = "<!-- table -->\n", "<!-- end of table -->"
+    text = page.read_text()
+    head, _, rest = text.partition(begin)
+    lines = []
+    for name, case in CASES.items():
+        if case.models:  # the first case of a family; the others are its options, which the tests run
+            with tempfile.TemporaryDirectory() as folder:
+                lines.append(measure(name, Path(folder)))
+    table = "\n".join([HEADER, *lines])
+    page.write_text(f"{head}{begin}{table}\n{end}{rest.partition(end)[2]}")
+
+
 def stored_config(folder: Path) -> dict[str, Any]:
     """Return a folder's config.json."""
     return json.loads((folder / "config.json").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -55,7 +55,7 @@ def head_logits(
         with torch.autocast(hidden_MD.device.type, enabled=False):
             logits = F.linear(hidden_MD.float(), weight_VD.float())
     if cap:
-        logits = torch.tanh(logits / cap) * cap
+        logits = eager.row_wise(torch.tanh, logits / cap) * cap
     surplus_columns = -vocab % COLUMN_QUANTUM
     if surplus_columns:
         logits = F.pad(logits, (0, surplus_columns), value=float("-inf"))

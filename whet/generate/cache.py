@@ -34,6 +34,7 @@ from whet.model.attention import (
     with_sinks,
 )
 from whet.model.config import ModelConfig
+from whet.model.recurrence import Recurrence, step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,8 @@ class KVCache:
         values: The same for values.
         prompt_keys: Keys of the prompts if tiled, else empty.
         prompt_values: The same for values.
+        layer_place: Index of each layer's keys and values.
+        states: By layer without attention: its last inputs [rows, T, X], oldest first, and its float32 state.
         shared_B2: Slot of the prompt that each row continues, and the positions shared from it; 0 if not tiled.
     """
 
@@ -109,7 +112,23 @@ class KVCache:
         self.size = size
         self.capacity = size.own if is_tiled else size.whole
         self.num_rows = size.rows
-        layers, heads, channels = config.num_layers, config.num_kv_heads, config.head_dim
+        # Layers without attention have a state of fixed size in place of keys and values.
+        is_attention = [spec.mixer == "attention" for spec in config.layers]
+        self.layer_place = [sum(is_attention[:index]) for index in range(config.num_layers)]
+        layers, heads, channels = sum(is_attention), config.num_kv_heads, config.head_dim
+        self.states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        if config.block.delta is not None:
+            s = config.block.delta
+            mixed = 2 * s.key_heads * s.key_dim + s.value_heads * s.value_dim
+            state = (size.rows, s.value_heads, s.key_dim, s.value_dim)
+            self.states = {
+                index: (
+                    torch.zeros(size.rows, s.kernel - 1, mixed, dtype=dtype, device=device),
+                    torch.zeros(state, device=device),
+                )
+                for index in range(config.num_layers)
+                if not is_attention[index]
+            }
         shape = (layers, size.rows, heads, self.capacity, channels)
         self.shared_B2 = torch.zeros(size.rows, 2, dtype=torch.int64)
         self._slots = [_Slot() for _ in range(size.prompts if is_tiled else 0)]
@@ -219,6 +238,8 @@ class KVCache:
         num_keys = -(-length // TILE) if self.is_tiled else length  # tiles of 16 positions, or positions
         self.keys[:, to_rows, :, :num_keys] = self.keys[:, from_rows, :, :num_keys]
         self.values[:, to_rows, :, :length] = self.values[:, from_rows, :, :length]
+        for tensor in (tensor for pair in self.states.values() for tensor in pair):
+            tensor[to_rows] = tensor[from_rows]
 
     def kernel_cache(self, layer: int) -> cpu_attention.Cache:
         """Return a layer's part for the C++ kernels; valid while the cache lives."""
@@ -230,7 +251,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Size of keys and values in bytes."""
-        tensors = self.keys, self.values, self.prompt_keys, self.prompt_values
+        tensors = [self.keys, self.values, self.prompt_keys, self.prompt_values]
+        tensors += [tensor for pair in self.states.values() for tensor in pair]
         return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -248,6 +270,7 @@ class Prefill:
         device = cache.keys.device
         self._packed = Packed(lengths_B, device, kind)
         self._cache = cache
+        self._homes = torch.tensor(homes, device=device)
         self._row_N = torch.repeat_interleave(torch.tensor(homes), torch.tensor(lengths_B)).to(device)
         self._position_N = torch.cat([torch.arange(length) for length in lengths_B]).to(device)
 
@@ -271,11 +294,28 @@ class Prefill:
             cached = self._cache.prompt_keys[layer], self._cache.prompt_values[layer]
             cpu_attention.write_cache(k, v, *cached, self._row_N, self._position_N)
             return self._packed.attend(layer, q_NHC, k_NKC, v_NKC, rule)
-        self._cache.keys[layer, self._row_N, :, self._position_N] = k_NKC[:count].to(self._cache.keys.dtype)
-        self._cache.values[layer, self._row_N, :, self._position_N] = v_NKC[:count].to(
+        place = self._cache.layer_place[layer]
+        self._cache.keys[place, self._row_N, :, self._position_N] = k_NKC[:count].to(self._cache.keys.dtype)
+        self._cache.values[place, self._row_N, :, self._position_N] = v_NKC[:count].to(
             self._cache.values.dtype
         )
         return self._packed.attend(layer, q_NHC, k_NKC, v_NKC, rule)
+
+    def recur(
+        self,
+        layer: int,
+        rule: Recurrence,
+        mixed_NX: torch.Tensor,
+        decay_NH: torch.Tensor,
+        beta_NH: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return outputs [N, H, C] and store each prompt's last inputs and state in the cache."""
+        scan = self._packed.scan(mixed_NX.shape[0])
+        out_NHC, state = scan.run(rule, mixed_NX, decay_NH, beta_NH)
+        inputs, states = self._cache.states[layer]
+        inputs[self._homes] = scan.tail(mixed_NX, inputs.shape[1]).to(inputs.dtype)
+        states[self._homes] = state
+        return out_NHC
 
 
 class Decode:
@@ -310,6 +350,24 @@ class Decode:
         """Positions of the longest sequence."""
         return self._cache.size.longest
 
+    def recur(
+        self,
+        layer: int,
+        rule: Recurrence,
+        mixed_NX: torch.Tensor,
+        decay_NH: torch.Tensor,
+        beta_NH: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return outputs [N, H, C]; rows past the live ones (row padding) are zero."""
+        rows = self._positions.shape[0]
+        inputs, states = (tensor[:rows] for tensor in self._cache.states[layer])
+        window = torch.cat((inputs.transpose(0, 1), mixed_NX[None, :rows].to(inputs.dtype)))
+        q, k, v = rule.split(rule.convolve(window))
+        state, out = step(states, q, k, v, decay_NH[:rows], beta_NH[:rows])
+        inputs.copy_(window[1:].transpose(0, 1).clone())
+        states.copy_(state)
+        return F.pad(out, (0, 0, 0, 0, 0, mixed_NX.shape[0] - rows))
+
     def _bias(self, window: int) -> torch.Tensor:
         """Return the mask [Z, 1, S] of a window."""
         if window not in self._biases:
@@ -329,7 +387,8 @@ class Decode:
     ) -> torch.Tensor:
         """Return attention outputs [N, H, C]; rows past the live ones (row padding) are zero."""
         rows = self._positions.shape[0]
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        place = self._cache.layer_place[layer]
+        keys, values = self._cache.keys[place], self._cache.values[place]
         if self._cache.is_tiled:
             assert rule is None, "the engine makes no tiled cache for such a model"
             new = k_NKC[:rows], v_NKC[:rows]

@@ -79,6 +79,10 @@ class StaticDecode:
         surplus = q_NHC.shape[0] - count
         return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
 
+    def recur(self, *_: object) -> torch.Tensor:
+        """Refuse: `can_graph` declines a model with such layers."""
+        raise AssertionError("no graph of a recurrent layer")
+
 
 class DecodeGraphs:
     """Runs a decode step; from the second run at a batch size on it replays the first run's launches.

@@ -291,11 +291,23 @@ class Policy:
             "tokenizer": self.tokenizer.fingerprint,
         }
 
-    def save(self, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write weights (given ones or the current ones), tokenizer and protocol to a loadable folder."""
+    def save(
+        self,
+        folder: Path,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write weights (given ones or the current ones), tokenizer and protocol to a loadable folder.
+
+        Args:
+            folder: The folder.
+            weights: Weights in place of the model's own.
+            dtype: Dtype of what is written; default: the weights' own.
+        """
         assert self.adapter is None or not self.adapter.is_applied, "an applied adapter would be left out"
         self.save_protocol(folder)
-        save_model(self.model, folder, bos_id=self.tokenizer.bos_id, eos_ids=self.stop_ids, weights=weights)
+        ids = {"bos_id": self.tokenizer.bos_id, "eos_ids": self.stop_ids}
+        save_model(self.model, folder, weights=weights, dtype=dtype, **ids)
 
     def save_protocol(self, folder: Path) -> None:
         """Write only tokenizer and protocol: enough to display completions without the weights."""

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from whet.kernels import eager
 from whet.kernels.cpu import attention as cpu_attention
+from whet.model.recurrence import Recurrence, Scan
 from whet.types import Segment
 
 AttentionKind = Literal["exact", "fast"]
@@ -82,6 +83,17 @@ class AttentionContext(Protocol):
         """Return attention outputs [N, H, C] of a layer for all rows."""
         ...
 
+    def recur(
+        self,
+        layer: int,
+        rule: Recurrence,
+        mixed_NX: torch.Tensor,
+        decay_NH: torch.Tensor,
+        beta_NH: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return what a recurrent layer reads from its state [N, H, C] for all rows."""
+        ...
+
 
 def round_up(value: int, quantum: int) -> int:
     """Return the smallest multiple of `quantum` that is at least `value`."""
@@ -132,7 +144,7 @@ def exact_attention(
     probs = torch.softmax(scores, dim=-1, out=scores)
     if lse_ZQ is not None and top is not None:
         # From the largest probability, exp(top - lse): a sum would depend on the number of masked keys.
-        torch.sub(top, probs.amax(-1).log(), out=lse_ZQ)
+        torch.sub(top, eager.row_wise(torch.log, probs.amax(-1)), out=lse_ZQ)
     probs = probs.to(v_ZSC.dtype)
     if out is None:
         out = torch.empty_like(q_ZQC)
@@ -450,6 +462,7 @@ class Packed:
         self._segments = whole_sequences(segments_B)
         self.num_tokens = sum(segment.length for segment in self._segments)
         self._table: torch.Tensor | None = None
+        self._scan: Scan | None = None
         self._plans: dict[tuple[int, int, int, int, bool], _Plan] = {}
 
     @property
@@ -499,10 +512,28 @@ class Packed:
             out, lse = _TiledAttention.apply(q_NHC, k_NKC, v_NKC, plan, rule)  # pyright: ignore[reportGeneralTypeIssues]
         return out if rule.sinks_H is None else with_sinks(out, lse, rule.sinks_H)
 
+    def recur(
+        self,
+        layer: int,
+        rule: Recurrence,
+        mixed_NX: torch.Tensor,
+        decay_NH: torch.Tensor,
+        beta_NH: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return outputs [N, H, C]; each sequence starts from an empty state."""
+        return self.scan(mixed_NX.shape[0]).run(rule, mixed_NX, decay_NH, beta_NH)[0]
+
+    def scan(self, num_rows: int) -> Scan:
+        """Return where the tokens stand, for recurrent layers; made once."""
+        if self._scan is None:
+            self._scan = Scan(self._segments, num_rows, self._device)
+        return self._scan
+
 
 def with_sinks(out_NHC: torch.Tensor, lse_NH: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
     """Give each head's sink its share of the softmax: z / (z + exp(sink)) is left, a sigmoid of log z - sink."""
-    return out_NHC * torch.sigmoid(lse_NH - sinks_H.float())[..., None].to(out_NHC.dtype)
+    share_NH = eager.row_wise(torch.sigmoid, lse_NH - sinks_H.float())
+    return out_NHC * share_NH[..., None].to(out_NHC.dtype)
 
 
 def _fused(q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, plan: _Plan) -> torch.Tensor:

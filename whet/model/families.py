@@ -92,7 +92,7 @@ class Keys(Mapping[str, Any]):
     """
 
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        self._data = {**(defaults or {}), **data}
+        self._data, self._given = {**(defaults or {}), **data}, data
         self.were_read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
@@ -119,7 +119,7 @@ class Keys(Mapping[str, Any]):
 
     def refuse_unread(self) -> None:
         """Refuse a key with a value that no reader looked at."""
-        for name, value in self._data.items():
+        for name, value in self._given.items():
             is_known = name in self.were_read or name in IRRELEVANT or value is None
             if not is_known and (name not in IRRELEVANT_IF or IRRELEVANT_IF[name] != value):
                 raise ValueError(
@@ -522,7 +522,8 @@ def _qwen3_5(c: Keys) -> ModelConfig:
         key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, kernel=kernel
     )
     config = _with_windows(config, types, None)
-    return _flagged(config, qk_norm=True, norm_offset=1.0, is_gated=True, delta=delta)
+    # Qwen3.5's files have a layer that draws a token ahead (mtp).
+    return _flagged(config, qk_norm=True, norm_offset=1.0, is_gated=True, delta=delta, num_ahead=1)
 
 
 def _with_experts(
@@ -535,6 +536,12 @@ def _with_experts(
     return _flagged(config, experts=experts, layers=tuple(layers), expert_names=names)
 
 
+def _first(c: Keys, *names: str) -> int:
+    """Return the value of the first name that is there: transformers writes some keys by another name than it reads."""
+    found = [c.get(name) for name in names]
+    return int(next((value for value in found if value is not None), None) or c[names[-1]])
+
+
 def _qwen3_moe(c: Keys) -> ModelConfig:
     base = _decoder(c, attention_bias=bool(c.get("attention_bias")))
     window = c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
@@ -542,7 +549,7 @@ def _qwen3_moe(c: Keys) -> ModelConfig:
     c.get("max_window_layers")  # transformers does not read it here
     dense, step = c.get("mlp_only_layers") or (), int(c.get("decoder_sparse_step", 1))
     experts = Experts(
-        count=int(c["num_experts"] if "num_experts" in c else c["num_local_experts"]),
+        count=_first(c, "num_local_experts", "num_experts"),
         top_k=int(c["num_experts_per_tok"]),
         width=int(c["moe_intermediate_size"]),
         is_normalised=bool(c.get("norm_topk_prob")),
@@ -555,7 +562,7 @@ def _qwen3_moe(c: Keys) -> ModelConfig:
 
 def _mixtral(c: Keys) -> ModelConfig:
     experts = Experts(
-        count=int(c["num_local_experts"]),
+        count=_first(c, "num_local_experts", "num_experts"),
         top_k=int(c["num_experts_per_tok"]),
         width=int(c["intermediate_size"]),
         balance=float(c.get("router_aux_loss_coef", 0.001)),
@@ -566,7 +573,7 @@ def _mixtral(c: Keys) -> ModelConfig:
 
 def _olmoe(c: Keys) -> ModelConfig:
     experts = Experts(
-        count=int(c["num_experts"] if "num_experts" in c else c["num_local_experts"]),
+        count=_first(c, "num_local_experts", "num_experts"),
         top_k=int(c["num_experts_per_tok"]),
         width=int(c["intermediate_size"]),
         is_normalised=bool(c.get("norm_topk_prob")),
@@ -583,7 +590,7 @@ def _gpt_oss(c: Keys) -> ModelConfig:
     config = _decoder(c, theta=150000.0, head_dim=64, attention_bias=bool(c.get("attention_bias", True)))
     config = _with_windows(config, _types(c, lambda i: i % 2 == 1), c.get("sliding_window", 128))
     experts = Experts(
-        count=int(c["num_local_experts"]),
+        count=_first(c, "num_local_experts", "num_experts"),
         top_k=int(c["num_experts_per_tok"]),
         width=config.intermediate_size,
         router="router",
@@ -600,7 +607,7 @@ def _grouped_experts(c: Keys) -> Experts:
     c.get("aux_loss_alpha")  # the offset balances the load, no loss does
     width = int(c["moe_intermediate_size"])
     return Experts(
-        count=int(c["n_routed_experts"] if "n_routed_experts" in c else c["num_local_experts"]),
+        count=_first(c, "num_local_experts", "n_routed_experts"),
         top_k=int(c["num_experts_per_tok"]),
         width=width,
         score="sigmoid",
@@ -638,12 +645,13 @@ def _deepseek_v3(c: Keys) -> ModelConfig:
         rope_dim=turned,
         value_dim=int(c["v_head_dim"]),
     )
-    for name in ("head_dim", "qk_head_dim"):
-        c.get(name)
+    for name in ("head_dim", "qk_head_dim", "num_key_value_heads"):
+        c.get(name)  # follow from the others
+    sizes = {"head_dim": plain + turned, "num_key_value_heads": None}
     p = rope_parameters(c)
     own, context = rope(p, turned, c)
     own = replace(own, is_interleaved=bool(c.get("rope_interleave", True)))
-    config = _decoder(c.changed(rope_parameters=None, rope_scaling=None, head_dim=plain + turned))
+    config = _decoder(c.changed(rope_parameters=None, rope_scaling=None, **sizes))
     config = replace(config, max_positions=context, num_kv_heads=config.num_heads)
     is_scaled = p.get("rope_type", p.get("type", "default")) != "default" and p.get("mscale_all_dim")
     scale = sharpness(float(p["factor"]), float(p["mscale_all_dim"])) ** 2 if is_scaled else 1.0
@@ -694,11 +702,19 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "olmo3": ("Olmo3ForCausalLM", _olmo3),
     "glm": ("GlmForCausalLM", _glm),
     "glm4": ("Glm4ForCausalLM", _glm4),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", _qwen3_5),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
+    "mixtral": ("MixtralForCausalLM", _mixtral),
+    "olmoe": ("OlmoeForCausalLM", _olmoe),
+    "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
+    "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
 }
 """The class that transformers has for a model type, and its reader."""
 WRAPPERS: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
     "mistral3": ("ministral3", "mistral"),
+    "qwen3_5": ("qwen3_5_text",),
 }
 """Checkpoints with images, and the types of text part that are loaded from them."""
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -734,6 +750,75 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "olmo3": {"rms_norm_eps": 1e-5},
     "glm": {"num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7},
     "glm4": {"num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7},
+    "qwen3_5_text": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "olmoe": {
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "glm4_moe": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "routed_scaling_factor": 1.0,
+        "num_mtp_layers": 1,
+    },
+    "deepseek_v3": {
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "num_mtp_layers": 1,
+    },
     "qwen2": {"max_position_embeddings": 32768},
     "qwen3": {"max_position_embeddings": 32768},
 }

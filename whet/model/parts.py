@@ -14,6 +14,12 @@ from whet.kernels.dispatch import kernel_for
 from whet.model.config import ModelConfig
 
 
+def linear(x: torch.Tensor, weight_FD: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
+    """Return x W^T + b, by the C++ kernels where they serve."""
+    out = cpu.linear(x, weight_FD, bias_F)
+    return eager.linear(x, weight_FD, bias_F) if out is None else out
+
+
 class Linear(nn.Linear):
     """A linear layer without PyTorch's default initialisation: it is loaded, or drawn by `init_weights`."""
 
@@ -22,8 +28,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b."""
-        out = cpu.linear(input, self.weight, self.bias)
-        return eager.linear(input, self.weight, self.bias) if out is None else out
+        return linear(input, self.weight, self.bias)
 
 
 def embedding(num_rows: int, width: int) -> nn.Embedding:

@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from whet.kernels import eager
 from whet.kernels.cpu import ops as cpu
 from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, Rule, round_up
 from whet.model.checkpointing import Recompute
 from whet.model.config import LayerSpec, ModelConfig, has_own_rules
+from whet.model.experts import MixtureOfExperts
+from whet.model.mixers import DeltaMixer, LatentAttention
 from whet.model.parts import MLP, Layer, Linear, RMSNorm, embedding
 from whet.model.rotary import Angles, rotary_tables, table_rows, turn
 
@@ -79,7 +82,7 @@ class Attention(nn.Module):
         if rule is not None and hasattr(self, "sinks"):
             rule = rule._replace(sinks_H=self.sinks)
         out = context.attend(layer, q, k, v, rule).reshape(rows, -1)
-        return self.o_proj(out if gate is None else out * gate.sigmoid())
+        return self.o_proj(out if gate is None else out * eager.row_wise(torch.sigmoid, gate))
 
 
 class DecoderLayer(Layer):
@@ -96,9 +99,22 @@ class DecoderLayer(Layer):
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
-        self.mixer = "self_attn"
-        self.self_attn = Attention(config, spec)
-        self.mlp = MLP(config)
+        block = config.block
+        if spec.mixer == "delta" and block.delta is not None:
+            self.mixer = "linear_attn"
+            self.linear_attn = DeltaMixer(config, block.delta)
+        else:
+            self.mixer = "self_attn"
+            own = (
+                Attention(config, spec)
+                if block.latent is None
+                else LatentAttention(config, spec, block.latent)
+            )
+            self.add_module("self_attn", own)
+        if spec.has_experts and block.experts is not None:
+            self.mlp = MixtureOfExperts(config, block.experts)
+        else:
+            self.mlp = MLP(config)
         self.scale = config.block.residual_scale
         self.norms = config.block.norms
         for name in filter(None, self.norms):
@@ -166,13 +182,19 @@ class LanguageModel(nn.Module):
             Hidden states [N, D] after the final norm.
         """
         count = tokens_N.shape[0]
-        # The kernels' products do not care how many rows there are.
-        quantum = 1 if cpu.usable(self.head_weight) else ROW_QUANTUM
+        # The kernels' products do not care how many rows there are; PyTorch's, for shapes that they decline, do.
+        is_free = cpu.usable(self.head_weight) and not self.has_odd_products
+        quantum = 1 if is_free else ROW_QUANTUM
         surplus = round_up(count, quantum) - count
         if surplus:
             tokens_N, positions_N = F.pad(tokens_N, (0, surplus)), F.pad(positions_N, (0, surplus))
         hidden = self._forward(tokens_N, positions_N, context)
         return hidden[:count] if surplus else hidden
+
+    @property
+    def has_odd_products(self) -> bool:
+        """Whether the kernels decline some product, of a family whose sizes are its own."""
+        return False
 
     def _forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
@@ -246,11 +268,18 @@ class LlamaLike(LanguageModel):
                 self._tables = [rotary_tables(self.config, device, rows, rope) for rope in range(count)]
         return self._tables
 
+    @property
+    def has_odd_products(self) -> bool:
+        """Whether the kernels decline some product: ranks of latents, for one."""
+        latent = self.config.block.latent
+        return latent is not None and any(n % cpu.QUANTUM for n in (latent.query_rank, latent.key_rank))
+
     def _angles(self, positions_N: torch.Tensor, longest: int) -> list[Angles]:
         beta, original = self.config.block.position_scale
         scale = None
         if beta:
-            scale = (1 + beta * torch.log1p((positions_N // original).float()))[:, None, None]
+            stretched = eager.row_wise(torch.log1p, (positions_N // original).float()[:, None])
+            scale = (1 + beta * stretched)[..., None]
         return [
             Angles(
                 cos.index_select(0, positions_N)[:, None], sin.index_select(0, positions_N)[:, None], scale

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from whet.model.config import ModelConfig
+from whet.model.experts import Router
 from whet.model.families import from_hf, to_hf
 from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
@@ -252,6 +253,9 @@ def load_model(
         )
     for parameter in model.parameters():
         parameter.requires_grad_(True)
+    for router in (part for part in model.modules() if isinstance(part, Router)):
+        if router.experts.has_offset:
+            router.e_score_correction_bias.requires_grad_(False)
     model.sampling_defaults = _sampling_defaults(folder)
     return model.eval(), config
 
