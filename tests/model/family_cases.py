@@ -459,6 +459,36 @@ def check_greedy(reference: Any, model: LanguageModel, count: int = 60) -> bool:
     return True
 
 
+def check_gradients(reference: Any, model: LanguageModel) -> float:
+    """Return the largest difference of gradients over the largest gradient, of all parameters with one name in both.
+
+    Two sequences that share a prefix, packed as a run packs them, against each of them alone.
+    """
+    prompt, ends = ids_of(70, seed=1), [ids_of(60, seed=2), ids_of(33, seed=3)]
+    device = torch.device("cpu")
+    sequences = [TrainingSequence(prompt_ids=tuple(prompt), completion_ids=tuple(end)) for end in ends]
+    (micro,) = pack(sequences, token_budget=1000, device=device).micro_batches
+    assert any(segment.shared for segment in micro.segments)
+    for module in (reference, model):
+        module.zero_grad()
+    score_micro_batch(model, micro)[0].sum().backward()
+    for end in ends:
+        logits = reference(torch.tensor([prompt + end]), use_cache=False).logits[0].float()
+        chosen = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(end)[:, None])
+        chosen.sum().backward()
+    theirs, worst, seen = dict(reference.named_parameters()), 0.0, 0
+    for name, parameter in model.named_parameters():
+        other = theirs.get(name)
+        if other is None or other.grad is None or parameter.grad is None or other.shape != parameter.shape:
+            continue
+        seen += 1
+        first = int("embed_tokens" in name)  # transformers learns nothing for the padding token, id 0
+        gap = (parameter.grad - other.grad)[first:].abs().max() / other.grad.abs().max().clamp(min=1e-3)
+        worst = max(worst, float(gap))
+    assert seen > 10
+    return worst
+
+
 def train(model: LanguageModel, *, is_rl: bool, steps: int = 2) -> float:
     """Train for some steps; return the largest |log ratio| of trainer and sampler over all tokens and steps.
 

@@ -18,6 +18,7 @@ from whet.generate.plain import can_step
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.kernels.cpu import build as cpu
+from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.config import options
 from whet.model.families import FAMILIES, WRAPPERS, from_hf
 from whet.model.text.tokenizer import Tokenizer
@@ -45,6 +46,20 @@ def test_a_family(name: str, tmp_path: Path) -> None:
     if cpu.library() is None:  # the page is about machines with a compiler
         line = line.rpartition(" | ")[0]
     assert line in PAGE.read_text(), "docs/models.md is stale: python tests/model/family_cases.py"
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = cases.make(cases.CASES[name], tmp_path)
+    model, _ = load_model(tmp_path)
+    assert cases.check_gradients(reference, model) < 2e-3
+    kept = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    kinds: tuple[CheckpointKind, ...] = ("layer", "mlp")
+    for kind in kinds:  # computed again in the backward pass: the same numbers
+        model.checkpoint_layers, model.recompute = True, Recompute(kind)
+        cases.check_gradients(reference, model)
+        for n, p in model.named_parameters():
+            assert p.grad is None or torch.equal(p.grad, kept[n]), (kind, n)
 
 
 def test_the_page_lists_every_model_type() -> None:
@@ -191,3 +206,47 @@ def test_a_key_that_nobody_reads_is_refused_in_every_family() -> None:
         from_hf(stored)
         with pytest.raises(UserError, match="key 'score_bonus' is not known"):
             from_hf(stored | {"score_bonus": 2.0})
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_unpacks_them(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = cases.CASES["gpt_oss"].config | {"hidden_size": 64, "intermediate_size": 32}
+    reference = cases.make(cases.Case(family="", model_type="gpt_oss", config=config), tmp_path)
+    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(1)
+    expected = {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, inputs, outputs = tensors.pop(name).shape
+        shape = (count, outputs, inputs // 32, 16)
+        blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, shape[:-1], generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = cases.stored_config(tmp_path) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    model, _ = load_model(tmp_path)
+    for name, tensor in expected.items():
+        assert torch.equal(model.get_parameter(name), tensor.float()), name
+        reference.get_parameter(name).data.copy_(tensor.float())
+    assert cases.check_load(reference, model) < cases.CLOSE
+    assert cases.check_save(model, tmp_path / "ours") < cases.CLOSE
+    assert "quantization_config" not in cases.stored_config(tmp_path / "ours")
+    save_file({n: t for n, t in tensors.items() if not n.endswith("_scales")}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="tensors are missing"):
+        load_model(tmp_path)
+
+
+def test_a_loaded_policy_is_saved_in_the_dtype_of_its_source(tmp_path: Path) -> None:
+    import whet
+
+    cases.make(cases.CASES["qwen2"], tmp_path / "theirs")
+    Tokenizer.characters(Arithmetic.alphabet, ResponseSchema().tags).save(tmp_path / "theirs")
+    stored = cases.stored_config(tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(stored | {"dtype": "bfloat16"}))
+    policy = whet.load(str(tmp_path / "theirs"), device="cpu")
+    for dtype, expected in (("", torch.float32), ("source", torch.bfloat16), ("float16", torch.float16)):
+        folder = policy.save(tmp_path / f"as_{dtype}", dtype=dtype)
+        assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {expected}
+    with pytest.raises(UserError, match="dtype = 'int8': expected source, float32"):
+        policy.save(tmp_path / "other", dtype="int8")

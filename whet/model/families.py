@@ -585,8 +585,8 @@ def _olmoe(c: Keys) -> ModelConfig:
 
 def _gpt_oss(c: Keys) -> ModelConfig:
     c.fixed(swiglu_limit=7.0, swiglu_alpha=1.702)
-    for name in ("initial_context_length", "experts_per_token"):
-        c.get(name)  # repeat other keys
+    for name in ("initial_context_length", "experts_per_token", "quantization_config"):
+        c.get(name)  # the first two repeat other keys; of the last only MXFP4 comes here
     config = _decoder(c, theta=150000.0, head_dim=64, attention_bias=bool(c.get("attention_bias", True)))
     config = _with_windows(config, _types(c, lambda i: i % 2 == 1), c.get("sliding_window", 128))
     experts = Experts(
@@ -887,6 +887,9 @@ def _refuse_foreign(data: Mapping[str, Any], architecture: str, where: str) -> N
             )
     quantised = data.get("quantization_config")
     if quantised is not None:
+        # gpt-oss' experts in 4 bits are read into floats: no other form of them was published.
+        if architecture == "GptOssForCausalLM" and quantised.get("quant_method") == "mxfp4":
+            return
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         raise UserError(
             f"{where}: quantization_config ({str(method or 'unnamed')[:40]}): the weights are quantised, which is not "

@@ -281,10 +281,15 @@ class _Loaded:
         self.head: torch.Tensor | None = None
         self._shapes, self._config, self._kind = shapes, config, {"device": device, "dtype": dtype}
         self._seen: set[str] = set()
+        self._packed: dict[str, dict[str, torch.Tensor]] = {}
         self._counts: dict[str, int] = {}
 
     def take(self, stored: str, file: Any, shard: Path) -> None:
         """Read one stored tensor; UserError names the shard."""
+        experts = self._config.block.experts
+        if experts is not None and experts.is_clamped and stored.endswith(PACKED):
+            self._unpack(stored, file, shard)
+            return
         places = _places(stored, self._config)
         what = f"{shard}: tensor {stored[:80]!r}"
         is_tied_head = places == (_Place(HEAD),) and self._config.tie_embeddings
@@ -322,10 +327,57 @@ class _Loaded:
                 self.tensors[place.name] = torch.empty(self._shapes[place.name], **self._kind)
             self.tensors[place.name][place.part] = part
 
+    def _unpack(self, stored: str, file: Any, shard: Path) -> None:
+        """Read one half of a tensor in MXFP4, and the whole when both are there."""
+        name, kind = stored.rpartition("_")[::2]
+        halves = self._packed.setdefault(name, {})
+        if kind in halves or name not in self._shapes or name in self.tensors:
+            raise UserError(f"{shard}: tensor {stored[:80]!r} is unexpected, or occurs twice")
+        halves[kind] = file.get_tensor(stored)
+        if len(halves) < len(PACKED):
+            return
+        blocks, scales = halves["blocks"], halves["scales"]
+        del self._packed[name]
+        is_packed = blocks.dtype == scales.dtype == torch.uint8 and blocks.shape[:-1] == scales.shape
+        tensor = mxfp4(blocks, scales) if is_packed and blocks.dim() == 4 else torch.empty(0)
+        if tensor.shape != self._shapes[name]:
+            want = list(self._shapes[name])
+            raise UserError(
+                f"{shard}: {name[:80]!r} in MXFP4 has shape {list(blocks.shape)}, which gives no {want}"
+            )
+        self.tensors[name], self._counts[name] = tensor.to(**self._kind), tensor.numel()
+
     def missing(self) -> list[str]:
         """Return the names of parameters that are not there, or not whole."""
         sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         return sorted(name for name, size in sizes.items() if self._counts.get(name) != size)
+
+
+PACKED = ("_blocks", "_scales")
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return gpt-oss' experts as bfloat16, which holds every value exactly.
+
+    Args:
+        blocks: uint8 [E, F, G, 16]: two codes per byte, the first in the low half, 32 of them with one scale.
+        scales: uint8 [E, F, G]: exponents of 2, with an offset of 127.
+
+    Returns:
+        Weights [E, 32 G, F].
+
+    Source: OCP Microscaling Formats 1.0, section 5.3 (codes E2M1, scales E8M0).
+    """
+    table = torch.tensor([*FP4, *(-value for value in FP4)], dtype=torch.bfloat16)
+    experts = []
+    for block, scale in zip(
+        blocks, scales, strict=True
+    ):  # one at a time: indices take 16 times the codes' memory
+        codes = torch.stack((block & 15, block >> 4), dim=-1).flatten(-2)
+        values = torch.ldexp(table[codes.long()], scale.to(torch.int32)[..., None] - 127)
+        experts.append(values.to(torch.bfloat16).flatten(1).t())
+    return torch.stack(experts)
 
 
 SAMPLING_DEFAULTS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
