@@ -331,6 +331,19 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("denominator", "return -policy_B / num_tokens_B", "return -policy_B"),
         ("factor", " + 0.5 * (margins_B == 0).double()", ""),
     ],
+    ("model/attention.py", ("tests/model/test_families.py",)): [
+        ("mask", "(key <= query - window)", "(key < query - window)"),
+        ("sign", "lse_NH - sinks_H.float()", "lse_NH + sinks_H.float()"),
+        ("factor", "(1 - tanh.square_())", "(1 - tanh)"),
+    ],
+    ("model/recurrence.py", ("tests/model/test_families.py",)): [
+        ("factor", "* beta[..., None]", "* 1.0"),
+        ("factor", "q * s.key_dim**-0.5", "q"),
+    ],
+    ("model/experts.py", ("tests/model/test_families.py",)): [
+        ("factor", "return weights * e.scale, which", "return weights, which"),
+        ("guard", "F.pad(rows_ND, (0, 0, 0, -count % ROW_QUANTUM))", "rows_ND"),
+    ],
     ("algo/logprobs.py", ("tests/algo/test_logprobs.py",)): [
         ("mask", "logits[:, num_valid:vocab] = ", "logits[:, vocab:vocab] = "),
         (
