@@ -26,9 +26,9 @@ import torch
 
 from whet.algo.packing import TrainingSequence
 from whet.generate import kernel_speed
-from whet.kernels import choice
-from whet.kernels.choice import Choice
+from whet.kernels import dispatch
 from whet.kernels.cpu import build
+from whet.kernels.dispatch import Choice
 from whet.train.optim.step import OptimConfig, Optimizer
 from whet.train.sft import train_step
 
@@ -56,7 +56,7 @@ def train_ratio(model: str, folder: Path, repeats: int, ours: Choice) -> float:
         optimizer = Optimizer(policy.model, config)
 
         def step(policy=policy, optimizer=optimizer, used=used) -> None:
-            with choice.taken(used):
+            with dispatch.taken(used):
                 loss, _, _ = train_step(policy, rows, config)
                 optimizer.step(1e-5, loss=loss)
 
@@ -72,7 +72,7 @@ def measure(models: str, quick: bool) -> dict[str, object]:
         model: kernel_speed.measure(shape, torch.float32, budget_s=BUDGET_S[quick])
         for model, shape in shapes.items()
     }
-    ratios = {name: round(mean(row[name] for row in rows.values()), 3) for name in choice.OPERATIONS}
+    ratios = {name: round(mean(row[name] for row in rows.values()), 3) for name in dispatch.OPERATIONS}
     used = Choice.of(ratios).used
     with tempfile.TemporaryDirectory() as folder:  # with what would be used; with all where that is nothing
         repeats, tried = 3 if quick else 7, Choice(used) if used else Choice()

@@ -28,7 +28,7 @@ import torch
 
 from whet.__main__ import keep_freed_memory
 from whet.generate.policy import Policy
-from whet.kernels import choice
+from whet.kernels import dispatch
 from whet.kernels.cpu import build
 from whet.model.config import ModelConfig
 from whet.model.text.template import PLAIN_TEMPLATE
@@ -240,7 +240,7 @@ def finish(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         facts = {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "kernels": choice.describe(),
+            "kernels": dispatch.describe(),
             "isa": isa(),
             "date": time.strftime("%Y-%m-%d"),
             "command": " ".join(["python", *sys.argv]),

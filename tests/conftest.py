@@ -39,8 +39,7 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a compiler: no C++ kernels."""
-    monkeypatch.setattr("whet.kernels.cpu.ops.library", lambda: None)
-    monkeypatch.setattr("whet.train.optim.step.library", lambda: None)
+    monkeypatch.setattr("whet.kernels.cpu.build.library", lambda: None)
 
 
 @pytest.fixture(params=["kernels", "eager"])

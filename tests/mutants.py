@@ -80,6 +80,7 @@ class Mutant:
 Row = tuple[str, str, str] | tuple[str, str, str, tuple[str, ...]]
 """Kind, old, new; tests of its own, where those of the file are not the ones."""
 DEFINITION = "tests/train/test_invariance.py::test_the_step_is_the_definition_however_it_is_cut"
+TEACHER = ("tests/train/test_teacher.py",)
 OBJECTIVE = "tests/train/test_objective.py"
 STATS = "tests/test_stats.py"
 
@@ -330,6 +331,55 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("denominator", "1.0 / (2.0 * beta)", "1.0 / beta"),
         ("denominator", "return -policy_B / num_tokens_B", "return -policy_B"),
         ("factor", " + 0.5 * (margins_B == 0).double()", ""),
+        ("sign", "(1.0 - label_smoothing) * right_B - label", "(1.0 - label_smoothing) * right_B + label"),
+        ("sign", "torch.relu(1.0 - beta * gap_B)", "torch.relu(1.0 + beta * gap_B)"),
+        (
+            "sign",
+            "1.0 - torch.sigmoid(beta * chosen_ratios_B) +",
+            "1.0 + torch.sigmoid(beta * chosen_ratios_B) +",
+        ),
+        ("factor", "1.0 - torch.sigmoid(beta * gap_B)", "1.0 - torch.sigmoid(gap_B)"),
+        ("bound", "logp_B > -math.log(2.0)", "logp_B > 0"),
+        ("guard", "mean_logprobs_B.clamp(max=NEARLY_CERTAIN)", "mean_logprobs_B"),
+        ("sign", "-chosen_means_B - beta * F.logsigmoid", "-chosen_means_B + beta * F.logsigmoid"),
+        ("sign", "ratios_B - kl, kl - ratios_B", "ratios_B - kl, ratios_B - kl"),
+        (
+            "choice",
+            "is_desirable_B, desirable_weight, undesirable",
+            "is_desirable_B, undesirable_weight, undesirable",
+        ),
+        ("sign", "rejected_scores_B - margins_B", "rejected_scores_B + margins_B"),
+        (
+            "sign",
+            "(chosen_scores_B + rejected_scores_B).square",
+            "(chosen_scores_B - rejected_scores_B).square",
+        ),
+    ],
+    (
+        "train/dpo.py",
+        ("tests/parity/test_trl_preferences.py", "tests/train/test_dpo.py", "tests/train/test_dpo_loss.py"),
+    ): [
+        ("denominator", "mismatch / max(num_pairs, 1.0), 0.0)", "mismatch, 0.0)"),
+        ("sign", "(ratios_B - kl) * (up_B - down_B)", "(ratios_B - kl) * (down_B - up_B)"),
+        ("denominator", "value / share[side] if side in share", "value if side in share"),
+        ("choice", "ref_kl_logprob=float(value)", "ref_kl_logprob=0.0"),
+    ],
+    ("train/data/pairs.py", ("tests/train/test_pairs.py",)): [
+        ("choice", "if pair.uid != one.uid", "if pair is not one"),
+        ("mask", "other.chosen_ids or other.rejected_ids", "other.chosen_ids"),
+        ("guard", "return not any(tag in text", "return any(tag in text"),
+    ],
+    ("train/objective/teacher.py", ("tests/train/test_teacher.py",)): [
+        ("order", "logprobs[len(sequence.prompt_ids) - 1 :]", "logprobs[len(sequence.prompt_ids) :]"),
+        ("mask", "if is_trained])", "])"),
+        ("guard", "if read.strip() != ", 'if "" != '),
+    ],
+    (
+        "generate/reward_model.py",
+        ("tests/parity/test_trl_preferences.py", "tests/train/test_reward_model.py"),
+    ): [
+        ("guard", "ids[-1] == self._pad_id", "False"),
+        ("bound", "2 <= len(ids) <= self._config.max_positions", "2 <= len(ids)"),
     ],
     ("model/attention.py", ("tests/model/test_families.py",)): [
         ("mask", "(key <= query - window)", "(key < query - window)"),
@@ -364,6 +414,13 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("guard", "if not temperature > 0:", "if temperature < 0:"),
         ("mask", "valid = vocab if num_valid is None else num_valid", "valid = vocab"),
         ("bound", "max(1024, min(16384,", "max(1, min(16384,"),
+        ("sign", "return logp.exp(), logp - logq", "return logp.exp(), logp + logq", TEACHER),
+        (
+            "sign",
+            "probs * (gaps - divergence_M[rows, None])",
+            "probs * (gaps + divergence_M[rows, None])",
+            TEACHER,
+        ),
     ],
     ("algo/config.py", ("tests/train/test_algorithm.py",)): [
         ("choice", "(low if self.low is None else self.low, high", "(low, high"),
@@ -559,9 +616,21 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ),
         (
             "factor",
-            "entropy_M = self._policy.score(micro, temperature=self._temperature)",
-            "entropy_M = self._policy.score(micro)",
+            '"hidden_MD": hidden_MD, "temperature": self._temperature}',
+            '"hidden_MD": hidden_MD}',
             cases("grpo"),
+        ),
+        (
+            "sign",
+            "replace(sequence, advantages_T=own + gains_T)",
+            "replace(sequence, advantages_T=own - gains_T)",
+            TEACHER,
+        ),
+        (
+            "sign",
+            "loss_M + self._teaches.coef * divergence_M",
+            "loss_M - self._teaches.coef * divergence_M",
+            TEACHER,
         ),
         ("mask", "needs_all or has_advantage(s)", "has_advantage(s)", cases("kl k2_loss")),
         (
@@ -733,7 +802,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "tests/train/test_optimizer.py::test_adamw_of_a_bfloat16_model_against_float64",
         ),
     ): [
-        ("factor", "[wide * factor if factor < 1 else wide]", "[wide]"),
+        ("factor", "[wide * factor if factor != 1 else wide]", "[wide]"),
         ("bound", "bits.add_(2**15)", "bits.add_(2**14)"),
         ("bound", "bits.add_(self._low.view(-1)[part])", "bits"),
         ("factor", "return float(rows.double().square().sum())", "return float(rows.double().sum())"),
@@ -937,7 +1006,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("denominator", "round(sum(values) / len(values), 6)", "round(sum(values), 6)"),
     ],
     ("eval/grade.py", ("tests/eval/test_evaluate.py", "tests/eval/test_eval_metrics.py")): [
-        ("choice", 'response.answer is None and answer_from == "anywhere"', "response.answer is None"),
+        ("choice", 'answer is None and answer_from == "anywhere"', "answer is None"),
         ("choice", "is_judged=is_correct is not None", "is_judged=True"),
         ("sign", "max(0, self.num_tokens - self.grade.thinking_tokens)", "self.grade.thinking_tokens"),
         ("order", "end - ids.index(opening[0]) - 1 if", "end - ids.index(opening[0]) if"),
@@ -1123,7 +1192,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "return self.top_k > 0 or self.top_p < 1 or self.min_p > 0",
             "return self.top_k > 0 or self.top_p < 1",
         ),
-        ("mask", "select_logprobs(kept, tokens, normaliser)[0]", "select_logprobs(logits_BV, tokens)[0]"),
+        ("mask", "select_logprobs(kept_BV, tokens, normaliser)[0]", "select_logprobs(logits_BV, tokens)[0]"),
     ],
     ("generate/scoring.py", cases("grpo")): [
         (
@@ -1175,11 +1244,76 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("order", "numbered = enumerate(values, 1)", "numbered = enumerate(values)"),
         (
             "mask",
-            "dev_percent=DEV_PERCENT, test_percent=test_percent) == split",
-            "dev_percent=DEV_PERCENT, test_percent=0) == split",
+            "uid: split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent)",
+            "uid: split_of(uid, dev_percent=DEV_PERCENT, test_percent=0)",
         ),
         ("choice", 'problem.meta.get("prompt_uid", problem.uid)', "problem.uid"),
         ("guard", "    if not good:", "    if False:"),
+        ("bound", "if len(splits) < SMALL:", "if False:"),
+        ("order", 'if split == "train"), key=_place))', 'if split == "train")))'),
+    ],
+    ("tasks/columns.py", ("tests/tasks/test_jsonl.py", "tests/tasks/test_hub.py")): [
+        (
+            "choice",
+            "found, last = found[: places[-1]], found[places[-1]]",
+            "found, last = found[:1], found[places[-1]]",
+        ),
+        ("choice", "prompt=users[-1]", "prompt=users[0]"),
+        ("guard", "messages=messages if len(messages) > 1 else ()", "messages=()"),
+        ("guard", 'if found[-1].role not in ("user", "tool"):', "if False:"),
+        ("choice", "extract_answer_with_step(rest, SAID)[0]", "extract_answer(rest)"),
+        ("choice", "solution=(thinking or rest).strip()", "solution=str(solution).strip()"),
+        ("guard", "if len(found) > 1 and found[0].lower() != option:", "if False:"),
+        ("choice", "return None if is_number(value) else text_fault", "return text_fault"),
+    ],
+    ("tasks/jsonl.py", ("tests/tasks/test_jsonl.py", "tests/tasks/test_hub.py")): [
+        (
+            "guard",
+            "if not without or (len(without) <= num_tolerated",
+            "if True or (len(without) <= num_tolerated",
+        ),
+        ("choice", "content.verbatim()) for number", "content) for number"),
+        ("choice", "percent = 0 if TEST in self._parts else TEST_PERCENT", "percent = TEST_PERCENT"),
+        ("choice", "problem_uid(self.name, content.key)", "problem_uid(self.name, content.prompt)"),
+    ],
+    ("tasks/hub.py", ("tests/tasks/test_hub.py",)): [
+        ("choice", "part.path, config or None, split=part.split", "part.path, None, split=part.split"),
+        ("bound", "left = max_rows - count if max_rows else None", "left = None"),
+        ("choice", "streaming=bool(max_rows)", "streaming=False"),
+        ("guard", "if TRAIN not in found and len(names) > 1:", "if False:"),
+    ],
+    ("tasks/sets.py", ("tests/tasks/test_hub.py",)): [
+        ("choice", 'configs=MATH_SUBJECTS) | _test("Hug', 'configs=MATH_SUBJECTS[:6]) | _test("Hug'),
+        (
+            "choice",
+            "place < len(flags) and flags[place] for flags in (right, whole)",
+            "place < len(flags) and flags[place] for flags in (whole,)",
+        ),
+        ("guard", "not in NO_ANSWER", "not in ()"),
+        ("choice", ".removeprefix(DAPO_HEAD)", ""),
+    ],
+    ("tasks/ifeval.py", ("tests/tasks/test_ifeval.py",)): [
+        (
+            "bound",
+            "return count < limit if relation == LESS else count >= limit",
+            "return count < limit if relation == LESS else count > limit",
+        ),
+        ("guard", "if LANGUAGE not in row", "if True or LANGUAGE not in row"),
+        (
+            "choice",
+            "return all(self.followed(problem, answer))",
+            "return any(self.followed(problem, answer))",
+        ),
+    ],
+    ("tasks/code.py", ("tests/tasks/test_code.py", "tests/tasks/test_hub.py")): [
+        ("choice", "and same_output(verdict.stdout, expected)", ""),
+        ("guard", "if len(texts) != 1 or not isinstance(texts[0], str):", "if False:"),
+        ("guard", 'if results and results[-1].status == "tle":', "if False:"),
+        (
+            "bound",
+            "unpacker.decompress(base64.b64decode(text, validate=True), MAX_UNPACKED)",
+            "unpacker.decompress(base64.b64decode(text, validate=True))",
+        ),
     ],
 }
 """(File, its tests) -> rows."""

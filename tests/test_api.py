@@ -235,15 +235,15 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "a column": (
         lambda f, t: whet.Task.from_rows(ROWS, prompt="ask"),
-        "no column 'ask'; there are: question, answer",
+        r"^rows: no column 'ask'; name another with prompt=... \(there are: question, answer\)$",
     ),
     "no question": (
         lambda f, t: whet.rl(f, [{"q": "x", "a": "1"}], out=t),
-        r"name it: prompt='...' \(there are: q, a\)",
+        r"rows: no column is a question; name it with prompt=... \(there are: q, a\)",
     ),
     "two questions": (
         lambda f, t: whet.rl(f, [{"question": "x", "problem": "y"}], out=t),
-        "could each be the question",
+        "could each be the prompt",
     ),
     "a name": (lambda f, t: whet.Task.from_rows("gsm9k"), "no such file or folder, nor a task"),
     "a model": (lambda f, t: whet.load(f / "nothing" / "here"), "nothing/here"),
@@ -309,3 +309,15 @@ def test_fields_of_a_group_may_be_given_alone() -> None:
     assert (config.optim.lr, config.optim.beta1, config.sampling.max_new_tokens) == (3e-4, 0.8, 7)
     lean = _made(RLConfig, given | {"optim": "lean"})
     assert (lean.optim.adam_bits, lean.optim.lr) == (8, 3e-4)
+
+
+def test_a_schema_of_ones_own_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = PolicyConfig(tokenizer="bytes", template="base", model=replace(ModelConfig(), max_positions=64))
+    load_policy(made, seed=1).save(tmp_path / "a")
+    schema = whet.Schema(think_open="", think_close="", answer_place="boxed", instruction="Box it.")
+    policy = whet.load(tmp_path / "a", schema=schema)
+    assert policy.prompt_text("1+1?") == "Box it.\n\nQuestion: 1+1?\nAnswer:\n"
+    assert load_policy(policy.config, seed=0).schema == schema
+    policy.save(tmp_path / "b")
+    assert whet.load(tmp_path / "b").prompt_ids("1+1?") == policy.prompt_ids("1+1?")

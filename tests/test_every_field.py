@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import hub
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -91,6 +92,7 @@ as it is there: the longest beginning counts."""
 
 TEXT: Data = {"policy.tokenizer": "bytes", "policy.alphabet": "", "policy.model.max_positions": 128}
 JSONL: Data = TEXT | {"task": {"name": "jsonl", "path": "{work}/data.jsonl"}}
+HUB: Data = TEXT | {"task": {"name": "hub", "path": "owner/few"}}
 MIXTURE: Data = TEXT | {
     "task": {
         "name": "mixture",
@@ -98,6 +100,7 @@ MIXTURE: Data = TEXT | {
         "paths": {"jsonl": "{work}/data.jsonl"},
     }
 }
+CHATS: Data = TEXT | {"policy.template": "base", "task": {"name": "{work}/chats.py:Chats"}}
 ROPE: Data = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 16}
 SCALED: Data = {"policy.model.rope_scaling": ROPE}
 RATES: Data = {"curriculum.difficulty_file": "{work}/all_rates.jsonl"}
@@ -115,7 +118,17 @@ PLAIN: Data = {"algo.scale": "none", "algo.uninformative": "keep"}
 PAIRS: Data = {"pairs": "{work}/pairs.jsonl", "num_problems": 0, "num_samples": 8, "max_pairs_per_problem": 4}
 PAIRS |= {"sampling": {}} | TEXT
 
+TAUGHT: Data = {"teacher.init": "{work}/a", "algo.uninformative": "keep"}
+
 MODES: dict[str, tuple[Data, list[Any]]] = {
+    "desirable_weight": ({"loss": "kto"}, [2.0]),
+    "undesirable_weight": ({"loss": "kto"}, [2.0]),
+    "center_coef": ({"loss": "reward"}, [0.5]),
+    "teacher.init": (TAUGHT, ["{work}/b"]),
+    "teacher.kind": (TAUGHT, ["full"]),
+    "teacher.coef": (TAUGHT, [0.5]),
+    "reward_model": ({"preflight": "warn", "reward_model": "{work}/scorer"}, ["{work}/other_scorer"]),
+    "algo.kl_stop": (KL | TWICE, [1e-9]),
     "policy.init": ({"policy": {"init": "{work}/a"}}, ["{work}/b"]),
     "policy.adapter": ({"policy": {"init": "{work}/a"}}, ["{work}/adapter"]),
     **{f"policy.model.rope_scaling.{name}": (SCALED, [2 * value]) for name, value in ROPE.items()},
@@ -125,19 +138,31 @@ MODES: dict[str, tuple[Data, list[Any]]] = {
     ),
     "policy.template": (TEXT | {"policy.model.max_positions": 512}, ["base"]),
     "policy.system_prompt": (TEXT | {"policy.model.max_positions": 512, "policy.template": "base"}, [False]),
+    "policy.template_values": ({"policy": {"init": "{work}/chat"}}, [{"twice": True}]),
     "task.name": (TEXT, ["sanity"]),
     "task.path": (JSONL, ["{work}/more.jsonl"]),
     "task.max_bad_rows": (JSONL | {"task.path": "{work}/bad.jsonl", "task.max_bad_rows": 1}, [0]),
-    "task.prompt_field": (JSONL, ["question"]),
-    "task.answer_field": (JSONL, ["gold"]),
-    "task.solution_field": (JSONL, ["worked"]),
+    "task.prompt": (JSONL, ["question"]),
+    "task.answer": (JSONL, ["gold"]),
+    "task.solution": (JSONL, ["worked"]),
+    "task.max_rows": (JSONL, [40]),
+    "task.config": (HUB, ["other"]),
+    "task.split": (HUB, ["test"]),
     "task.keep_calculator": (TEXT | {"task": {"name": "gsm8k", "path": "{work}/gsm8k"}}, [True]),
     "task.num_problems": (TEXT | {"task": {"name": "letters", "num_problems": 40}}, [30]),
     "task.level": (TEXT | {"task": {"name": "letters", "num_problems": 40}}, [1]),
     "task.seed": (TEXT | {"task": {"name": "letters", "num_problems": 40}}, [1]),
     "task.weights": (MIXTURE, [{"arithmetic": 1.0, "jsonl": 9.0}]),
     "task.paths": (MIXTURE, [{"jsonl": "{work}/more.jsonl"}]),
+    "turns": (CHATS, ["last"]),
+    "too_long": (CHATS, ["cut"]),
     "optim.weight_decay": ({}, [0.5]),
+    "optim.decay_share": ({"optim.schedule": "wsd"}, [1.0]),
+    "optim.num_cycles": ({"optim.schedule": "cosine_restarts"}, [1]),
+    "optim.cycle_factor": ({"optim.schedule": "cosine_restarts"}, [3.0]),
+    "optim.muon_lr": ({"optim.optimizer": "muon"}, [0.5]),
+    "optim.muon_momentum": ({"optim.optimizer": "muon"}, [0.5]),
+    "optim.muon_scale": ({"optim.optimizer": "muon"}, ["spectral"]),
     "track.project": ({"track.to": ["wandb"]}, ["other"]),
     "track.name": ({"track.to": ["wandb"]}, ["other"]),
     "track.offline": ({"track.to": ["wandb"]}, [True]),
@@ -208,6 +233,7 @@ VALUES: dict[str, list[Any]] = {
     "safety.rehearse": ["on"],  # auto is off on a CPU
     "safety.save_minutes": [1e-9],
     "validation_share": [0.8],
+    "loss": ["ipo", "hinge", "apo_zero", "apo_down", "orpo", "kto", "reward"],  # robust needs a share
     "label_smoothing": [0.2],
     "curriculum.num_samples": [4],
     "curriculum.difficulty_file": ["{work}/all_rates.jsonl"],
@@ -216,7 +242,7 @@ VALUES: dict[str, list[Any]] = {
     "split": ["dev"],
     "k": [[3]],
     "tasks": [["arithmetic"]],
-    "optim.precision": ["bfloat16_autocast", "bfloat16_master"],
+    "optim.precision": ["bfloat16_autocast", "bfloat16_master", "float16_autocast", "float16_master"],
     "precision": ["bfloat16"],
     "algo.surrogate": ["weight", "sigmoid", "logprob"],
     "algo.baseline": ["leave_one_out"],
@@ -229,11 +255,22 @@ UNSEEN: dict[str, str] = {
     "task.symbolic": "math-verify is asked about formulas that ours cannot decide: tests/tasks/test_symbolic_task.py",
     "ratio_tolerance": "sampler and trainer agree bitwise here: tests/train/test_rl.py breaks them",
     "hardware": "readings of sensors are no outcome: tests/eval/test_eval_program.py",
+    "policy.model.is_reward": "set by --loss reward, as its text says",
+    "pairs_split": "a data set on the hub: tests/train/test_pairs.py",
+    "teacher.url": "another model over the network: tests/train/test_teacher.py",
+    "teacher.model": "another model over the network: tests/train/test_teacher.py",
+    "teacher.concurrency": "another model over the network: tests/train/test_teacher.py",
+    "teacher.timeout_s": "another model over the network: tests/train/test_teacher.py",
+    "teacher.api_key_env": "another model over the network: tests/train/test_teacher.py",
     "judge.": "another model over the network: tests/rewards/test_judge.py, tests/train/test_judging.py",
     "kept_gib": "the same numbers, with less work: tests/generate/test_activations.py",
     "optim.checkpoint_kind": "asks for checkpoint_layers: tests/train/test_optimizer.py, tests/inspect/test_memory.py",
     "optim.offload_inputs": "a machine without a GPU refuses it: tests/train/test_optimizer.py",
     "optim.offload_state": "a machine without a GPU refuses it: tests/train/test_optimizer.py",
+    "optim.compile_mode": "asks for compile, which computes the same: tests/train/test_schedules.py",
+    "optim.compile_backend": "asks for compile, which computes the same: tests/train/test_schedules.py",
+    "optim.compile_dynamic": "asks for compile, which computes the same: tests/train/test_schedules.py",
+    "optim.compile_fullgraph": "asks for compile, which computes the same: tests/train/test_schedules.py",
     "optim.adam_bits": "tensors of this size stay float32: tests/train/test_optimizer.py",
     "optim.update_in_backward": "asks for no clipping: tests/train/test_optimizer.py",
     "overlap.": "refused with some of these settings: tests/train/test_overlap.py",
@@ -243,10 +280,6 @@ UNSEEN: dict[str, str] = {
     "safety.disk_full": "read when the disk is full: tests/train/test_session.py",
 }
 """Fields whose flip shows nothing here, each with its reason; they must be read all the same."""
-ALWAYS_REFUSED: dict[str, tuple[str, ...]] = {
-    "rl": ("sampling.top_k", "sampling.top_p", "sampling.min_p"),
-}
-"""Fields that a program shares with others and refuses in any mode."""
 
 
 @dataclass
@@ -518,8 +551,6 @@ class Bench:
         if name in VALUES and mode and f"{self.program}:{name}" not in MODES:
             found |= {str(v): self.flip(name, v, {}) for v in VALUES[name]}
         wrong = {v: what for v, what in found.items() if what != "effect"}
-        if name in ALWAYS_REFUSED.get(self.program, ()):
-            return None if set(found.values()) == {"refused"} else f"expected to be refused, got {found}"
         return f"no effect of {wrong}" if wrong else None
 
 
@@ -594,7 +625,30 @@ def work() -> Iterator[Path]:
             patch.setattr(importlib.import_module(module), "grade", lenient)
         patch.setitem(base.REWARDS, "format", base.Preset(make, best=1.0, worst=0.0))
         write_files(folder, few["train"])
+        rows = [{"question": f"say {n}?", "answer": str(n)} for n in range(60)]
+        configs = {"default": {"train": rows, "test": rows[::-1]}, "other": {"train": rows[:30]}}
+        hub.install(patch, owner__few=configs)
         yield folder
+
+
+CHAT_TASK = """
+from whet.types import Message, Problem
+
+class Chats:
+    name = "chats"
+
+    def problems(self, split):
+        said = (("user", "hi"), ("assistant", "yes"), ("user", "go"))
+        asked = [Message(role=role, content=content) for role, content in said]
+        replies = [str(n) for n in range(8)] + ["too long to fit" * 9] * 4
+        return [
+            Problem(uid=f"{split}{n}", task="chats", prompt="go", answer="", messages=tuple(asked), reply=reply)
+            for n, reply in enumerate(replies)
+        ]
+
+    def is_correct(self, problem, answer):
+        return None
+"""
 
 
 def write_files(folder: Path, problems: Any) -> None:
@@ -629,9 +683,19 @@ def write_files(folder: Path, problems: Any) -> None:
     write("difficulty.jsonl", rates[:-3])
     write("all_rates.jsonl", rates)
     (folder / "own.py").write_text("def score(problem, completion):\n    return len(completion) % 3\n")
+    (folder / "chats.py").write_text(CHAT_TASK)
     for name, seed in (("a", 1), ("b", 2)):
         config = from_dict(type(demo_policy()), POLICY, where="policy")
         load_policy(config, seed=seed).save(folder / name)
+    for name, fill in (("scorer", 1.0), ("other_scorer", -3.0)):
+        scorer = load_policy(config, seed=1, is_reward=True)
+        with torch.no_grad():
+            scorer.model.get_parameter("score.weight").copy_(torch.arange(8.0) * fill)
+        scorer.save(folder / name)
+    shutil.copytree(folder / "a", folder / "chat")  # a model of others: with a template and no protocol
+    (folder / "chat" / "protocol.json").unlink()
+    words = "{% for m in messages if m.role == 'user' %}{{ m.content }}{{ m.content if twice }}{% endfor %}"
+    (folder / "chat" / "chat_template.jinja").write_text(words)
     (folder / "adapter").mkdir()
     lora = {
         "peft_type": "LORA",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from whet.rewards.answers.equal import answers_equal
     from whet.rewards.answers.extract import extract_answer
     from whet.sandbox.programs import run_python
+    from whet.schema import Schema
     from whet.stats import pass_at_k
     from whet.types import UserError
 
@@ -39,6 +40,7 @@ __all__ = (
     "Evaluation",
     "Policy",
     "Run",
+    "Schema",
     "Task",
     "UserError",
     "answers_equal",
@@ -56,6 +58,7 @@ __all__ = (
     "sft",
 )
 _ELSEWHERE = {
+    "Schema": "whet.schema",
     "UserError": "whet.types",
     "answers_equal": "whet.rewards.answers.equal",
     "extract_answer": "whet.rewards.answers.extract",

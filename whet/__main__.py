@@ -74,6 +74,10 @@ def load(name: str) -> Program:
             from whet.serve.chat import PROGRAM
         case "serve":
             from whet.serve.serve import PROGRAM
+        case "push":
+            from whet.serve.hub import PUSH as PROGRAM
+        case "pull":
+            from whet.serve.hub import PULL as PROGRAM
         case "plan":
             from whet.inspect.memory.plan import PROGRAM
         case "diagnose":
@@ -123,6 +127,8 @@ GROUPS: dict[str, dict[str, str]] = {
     "use a model": {
         "chat": "talk to a model in the terminal",
         "serve": "serve a model to OpenAI's clients and evaluation harnesses",
+        "push": "upload a run's model to the hub, with a card of what was measured",
+        "pull": "download a model from the hub, every file checked",
     },
     "before a run": {
         "plan": "peak memory of a recipe by phase, before it runs, and what fits a device",

@@ -11,7 +11,6 @@ print(whet.compare(before, after))
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import html
 import json
@@ -29,7 +28,7 @@ import torch
 
 from whet.algo.config import AlgoConfig
 from whet.algo.packing import TrainingSequence, pack
-from whet.config import cache_folder, closest, from_dict, to_dict
+from whet.config import cache_folder, closest, dump_yaml, from_dict, to_dict
 from whet.eval.compare import paired
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import EvalResult
@@ -43,16 +42,17 @@ from whet.model.lora.files import find_model
 from whet.recipes.rl import ALGORITHMS
 from whet.rewards.base import OwnReward, own_name
 from whet.sandbox.graders.shipping import ship_function
+from whet.schema import ResponseSchema
 from whet.stats import Interval
 from whet.tasks import base as tasks
-from whet.tasks.base import TaskConfig, answer_type_of, load_task
-from whet.tasks.jsonl import MESSAGES, PROMPT_FIELDS
-from whet.tasks.read import first_row
+from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
+from whet.tasks.read import as_text, is_hub_name, is_number
 from whet.telemetry.log import read_metrics
 from whet.train import dpo as dpo_program
 from whet.train import rft as rft_program
 from whet.train import rl as rl_program
 from whet.train import sft as sft_program
+from whet.train.data.pairs import is_on_hub
 from whet.train.dpo import DPOConfig
 from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.rft import RFTConfig
@@ -66,23 +66,24 @@ Messages = Sequence[Mapping[str, str]]
 Rows = Iterable[Mapping[str, Any]]
 
 
-ARGUMENTS = {"prompt_field": "prompt", "answer_field": "answer", "solution_field": "solution"}
-"""Arguments that are called otherwise here than on the command line."""
-
-
 @contextmanager
-def _python_words() -> Iterator[None]:
-    """Let errors name arguments as Python has them: `max_bad_rows=1` in place of `--task.max-bad-rows 1`."""
+def _python_words(*, file: str | None = None) -> Iterator[None]:
+    """Let errors name arguments as Python has them: `max_bad_rows=1` in place of `--task.max-bad-rows 1`.
+
+    Args:
+        file: A file of ours that holds what the caller gave as rows.
+    """
 
     def argument(match: re.Match[str]) -> str:
         name = match[1].replace("-", "_")
         value = {"resume": "True", "preflight": "'warn'"}.get(name, match[2] or "...")
-        return f"{ARGUMENTS.get(name, name)}={value}"
+        return f"{name}={value}"
 
     try:
         yield
     except UserError as error:
         text = str(error).replace("--preflight warn", "--preflight")
+        text = text.replace(file, "rows") if file else text
         told = re.sub(r"(?<![\w-])--(?:[a-z][\w-]*\.)*([a-z][\w-]*)(?: (\d+)\b)?", argument, text)
         if told == str(error):
             raise
@@ -106,7 +107,7 @@ class Policy:
     @cached_property
     def loaded(self) -> LoadedPolicy:
         """The model in memory, float32, in evaluation mode."""
-        policy = load_policy(self.config, seed=self._seed)
+        policy = load_policy(self.config, seed=self._seed, plain=True)
         policy.model.eval()
         return policy
 
@@ -114,23 +115,20 @@ class Policy:
         """Give the model's memory back; the next use loads it again."""
         self.__dict__.pop("loaded", None)
 
-    def prompt_ids(self, messages: str | Messages) -> list[int]:
-        """Return the tokens that ask something, as training and evaluation ask it.
+    def prompt_ids(self, messages: str | Messages, **template_values: bool | str) -> list[int]:
+        """Return the tokens that ask something: as the model was trained where it has a protocol or a schema was
+        given, else as its chat template alone has it (transformers' `apply_chat_template`).
 
         Args:
             messages: The user's words, or chat messages with 'role' and 'content' (a system message replaces the
                 schema's own).
+            template_values: Further values that the chat template reads, such as `enable_thinking=False`.
         """
-        policy = self.loaded
-        if isinstance(messages, str):
-            return list(policy.prompt_ids(_asked(messages)))
-        return list(
-            policy.tokenizer.encode_prompt(_checked(messages), prefix=policy.schema.generation_prefix)
-        )
+        return list(self.loaded.chat_ids(_checked(messages), **template_values))
 
-    def prompt_text(self, messages: str | Messages) -> str:
-        """Return the rendered text of `prompt_ids`, special tokens included."""
-        return self.loaded.tokenizer.decode(self.prompt_ids(messages))
+    def prompt_text(self, messages: str | Messages, **template_values: bool | str) -> str:
+        """Return the text of `prompt_ids`, special tokens that the template writes included."""
+        return self.loaded.chat_text(_checked(messages), **template_values)
 
     def sample(
         self,
@@ -248,12 +246,17 @@ def load(name: str | Path, *, adapter: str | Path = "", seed: int = 0, **options
         name: Run folder, folder of a model, or hub name; an adapter that names its base will do.
         adapter: An adapter on top of it.
         seed: Seed of new vocabulary rows.
-        options: Fields of `PolicyConfig` (`schema`, `template`, `device`, `attention`, `max_rows`, ...).
+        options: Fields of `PolicyConfig` (`template`, `template_values`, `system_prompt`, `device`, ...), and
+            `schema`: the name of one, the path of a .yaml file, or a `whet.Schema`.
 
     Raises:
         UserError: If there is no such model, or an option is unknown.
     """
     find_model(str(name), str(adapter))
+    if isinstance(schema := options.get("schema"), ResponseSchema):
+        text = dump_yaml(schema)
+        file = f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.yaml"
+        options = options | {"schema": str(_cached("schemas", file, text))}
     return Policy(_made(PolicyConfig, {"init": str(name), "adapter": str(adapter), **options}), seed=seed)
 
 
@@ -277,52 +280,79 @@ class Task:
         solution: str | None = None,
         max_bad_rows: int = 0,
     ) -> Task:
-        """Make a task of questions and answers of your own.
+        """Make a task of questions and answers, of chats or of plain text of your own.
 
         Args:
             rows: Dicts (a list, a `datasets.Dataset`), a `pandas.DataFrame`, or the path of a .jsonl, .jsonl.gz,
-                .parquet, .csv or .json file or of a folder with train and test files, or the name of a task. Numbers
-                are taken as text.
-            prompt: Column of the question; recognised where it is called prompt, question, problem or messages.
-            answer: Column of the gold answer; taken from the solution where there is none.
-            solution: Column of the worked solution.
+                .parquet, .csv or .json file or of a folder with train and test files, a hub name, or the name of a
+                task. Numbers are taken as text.
+            prompt: Column of the question or of the chat; recognised where it is called prompt, question, problem,
+                instruction, messages or conversations.
+            answer: Column of the gold answer, recognised where it is called answer, final_answer, expected_answer,
+                ground_truth or reward_model.ground_truth, and taken from the solution or the reply where there is none.
+                'none' learns replies as they are.
+            solution: Column of the worked solution, or of the reply.
             max_bad_rows: How many malformed rows are left out before it is an error.
 
         Raises:
             UserError: If there are no rows, or none of that name.
         """
         columns: dict[str, Any] = {"max_bad_rows": max_bad_rows} if max_bad_rows else {}
-        for name, given in (("prompt_field", prompt), ("answer_field", answer), ("solution_field", solution)):
-            if given is not None:
-                columns[name] = given
+        given = {"prompt": prompt, "answer": answer, "solution": solution}
+        columns |= {name: column for name, column in given.items() if column is not None}
         if isinstance(rows, (str, Path)):
             if not Path(rows).exists() and str(rows) in tasks.OPTIONS:
                 return cls(_made(TaskConfig, {"name": str(rows), **columns}))
+            if is_hub_name(str(rows)):
+                return cls(_made(TaskConfig, {"name": "hub", "path": str(rows), **columns}))
             if not Path(rows).exists():
                 raise UserError(
-                    f"{str(rows)!r}: no such file or folder, nor a task; expected rows, a path, or one of "
+                    f"{str(rows)!r}: no such file or folder, nor a task; expected rows, a path, a hub name, or one of "
                     f"{', '.join(tasks.OPTIONS)}"
                 )
             path = str(Path(rows).resolve())
         else:
             path = str(_written(rows))
-        with _python_words():
-            present = first_row(Path(path)) if Path(path).is_file() else {}
-        there = f"there are: {', '.join(present)[:200]}"
-        for name in (prompt, answer, solution):
-            if name is not None and present and name not in present:
-                raise UserError(f"from_rows: no column {name!r}; {there}")
-        recognised = [name for name in (*PROMPT_FIELDS, MESSAGES) if name in present]
-        if prompt is None and present and recognised[:1] != ["prompt"] and len(recognised) != 1:
-            what = (
-                f"{' and '.join(recognised)} could each be the question"
-                if recognised
-                else "no column is a question"
-            )
-            raise UserError(f"from_rows: {what}; name it: prompt='...' ({there})")
         task = cls(_made(TaskConfig, {"name": "jsonl", "path": path, **columns}))
-        with _python_words():
+        with _python_words(file=None if isinstance(rows, (str, Path)) else Path(path).name):
             task.problems("train")  # malformed rows are found now
+        return task
+
+    @classmethod
+    def from_hub(
+        cls,
+        name: str,
+        *,
+        config: str | None = None,
+        split: str | None = None,
+        prompt: str | None = None,
+        answer: str | None = None,
+        solution: str | None = None,
+        max_rows: int = 0,
+        max_bad_rows: int = 0,
+    ) -> Task:
+        """Make a task of a data set of the hub; it is downloaded when its problems are first needed.
+
+        Args:
+            name: Such as 'openai/gsm8k', or one of whet's own names: 'gsm8k', 'dapo_math', ...
+            config: Configuration, where it has several.
+            split: The one split to use, divided into train, dev and test; default: those called train and test.
+            prompt: Column of the question or of the chat; recognised as by `from_rows`.
+            answer: Column of the gold answer.
+            solution: Column of the worked solution, or of the reply.
+            max_rows: Stream only so many rows of each split, without downloading the rest; 0 takes all.
+            max_bad_rows: How many malformed rows are left out before it is an error.
+
+        Raises:
+            UserError: If it is no such name, or the options do not fit.
+        """
+        given = {"config": config, "split": split, "prompt": prompt, "answer": answer, "solution": solution}
+        options: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
+        options |= {"max_rows": max_rows} if max_rows else {}
+        options |= {"max_bad_rows": max_bad_rows} if max_bad_rows else {}
+        place = {"name": name} if name in tasks.OPTIONS else {"name": "hub", "path": name}
+        task = cls(_made(TaskConfig, place | options))
+        load_task(task.config)
         return task
 
     def problems(self, split: str = "train") -> list[Problem]:
@@ -531,7 +561,7 @@ def sft(
     resume: bool = False,
     **options: Any,
 ) -> Run:
-    """Fine-tune a policy on worked solutions; options are fields of `SFTConfig`, else as for `rl`."""
+    """Fine-tune a policy on worked solutions, chats or texts; options are fields of `SFTConfig`, else as for `rl`."""
     given = {"out": str(out), "policy": _policy(policy), "task": _task(task), "num_steps": num_steps}
     config = _made(SFTConfig, given | options)
     return _trained(config, lambda: sft_program.train(config, resume=resume, on_step=on_step))
@@ -552,7 +582,8 @@ def dpo(
 
     Args:
         policy: The policy, or what `load` takes.
-        pairs: Rows with prompt, chosen and rejected (texts or chat messages), or the path of such a file.
+        pairs: Rows with prompt, chosen and rejected (texts or chat messages), the path of such a file, a hub name, or
+            'ultrafeedback'; for loss = kto also rows with prompt, completion and label.
         out: Run folder to make.
         task: Where there are no pairs: the problems whose completions are paired.
         num_steps: Optimizer steps.
@@ -564,7 +595,10 @@ def dpo(
         raise UserError("dpo: expected either pairs or a task")
     given: dict[str, Any] = {"out": str(out), "policy": _policy(policy), "num_steps": num_steps}
     if pairs is not None:
-        path = Path(pairs).resolve() if isinstance(pairs, (str, Path)) else _written(pairs)
+        is_name = isinstance(pairs, str) and is_on_hub(pairs)
+        path = (
+            pairs if is_name else Path(pairs).resolve() if isinstance(pairs, (str, Path)) else _written(pairs)
+        )
         given["pairs"] = str(path)
     if task is not None:
         given["task"] = _task(task)
@@ -615,10 +649,8 @@ def evaluate(
         UserError: If there is no problem, or none fits the context.
     """
     asked = policy if isinstance(policy, Policy) else load(policy)
-    config, loaded = (
-        _task(task),
-        copy.copy(asked.loaded),
-    )  # what the task expects is not what is asked for ever
+    config = _task(task)
+    loaded = asked.loaded.for_tasks()  # what the task expects is not what is asked for ever
     judge = load_task(config)
     loaded.expect(answer_type_of(judge))
     wanted = take_problems(judge, split, num_problems)
@@ -626,6 +658,7 @@ def evaluate(
         raise UserError(
             f"task {judge.name} has no problems in split {split!r}; give more rows, or another split"
         )
+    check_gold(judge, wanted, "an evaluation compares answers")
     problems = fitting_problems(loaded, wanted, min_new_tokens=1)
     sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
     result = measure(
@@ -690,11 +723,9 @@ def _by_problem(side: Evaluation) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _asked(prompt: str) -> Problem:
-    return Problem(uid="asked", task="asked", prompt=prompt, answer="")
-
-
-def _checked(messages: Messages) -> list[dict[str, str]]:
+def _checked(messages: str | Messages) -> list[dict[str, Any]]:
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
     for place, message in enumerate(messages):
         if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
             raise UserError(
@@ -730,9 +761,9 @@ def _plain(value: Any) -> Any:
     """Return a number as the text that an answer column holds, and anything else as it is."""
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # of NumPy
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value
-    return None if math.isnan(value) else str(value)
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return as_text(value) if is_number(value) else value
 
 
 def _policy(policy: Policy | str | Path) -> PolicyConfig:

@@ -22,6 +22,7 @@ from whet.config import (
     from_dict,
     from_texts,
     groups,
+    is_switch,
     leaves,
     load_yaml,
     put,
@@ -352,7 +353,7 @@ def _resolve(
             return name.split("."), fields[name], False
         group, _, last = name.rpartition(".")
         positive = f"{group}.{last[3:]}".lstrip(".")
-        if last.startswith("no_") and unwrap(fields.get(positive))[0] is bool:
+        if last.startswith("no_") and is_switch(fields.get(positive)):
             return positive.split("."), fields[positive], True
         for field, hint in fields.items():
             inner, _ = unwrap(hint)
@@ -367,7 +368,7 @@ def _resolve(
                 )
                 return [*field.split("."), key], get_args(inner)[1], False
     negations = [
-        _flag(re.sub(r"(\w+)$", r"no_\1", field)) for field, hint in fields.items() if unwrap(hint)[0] is bool
+        _flag(re.sub(r"(\w+)$", r"no_\1", field)) for field, hint in fields.items() if is_switch(hint)
     ]
     raise unknown(
         "field", option, command, [*map(_flag, fields), *negations], help_command=f"{command} --help"

@@ -1,7 +1,7 @@
 """Typed configs and their plain form: config <-> dict <-> YAML, strict in every direction; knows no program.
 
 A config is a frozen, keyword-only dataclass, nested in groups. Permitted field types: `str int float bool`,
-`X | None`, `Literal`, `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]` and other such dataclasses.
+`X | None`, `bool | str`, `Literal`, `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]` and other such dataclasses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 
@@ -31,6 +41,18 @@ INTERNAL = {"internal": True}
 """Metadata of a field that programs set and users do not: it stands in no config.yaml and is no option."""
 # YAML 1.1 reads `1e-4` (no dot) as text; a person means a number.
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+class Renamed(NamedTuple):
+    """What became of a field of an earlier version, in the table `RENAMED` of its config class.
+
+    Attributes:
+        name: Its name now.
+        default: The value that is now the default.
+    """
+
+    name: str
+    default: Any
 
 
 def options(cls: type[DataclassInstance]) -> list[Field[Any]]:
@@ -152,9 +174,14 @@ def put(cls: type[DataclassInstance], data: dict[str, Any], path: Sequence[str],
     data[path[-1]] = value
 
 
+def is_switch(hint: Any) -> bool:
+    """Say whether a field is true or false, or that or a text (`bool | str`)."""
+    return unwrap(hint)[0] in (bool, bool | str)
+
+
 def unwrap(hint: Any) -> tuple[Any, bool]:
     """Split the type `X | None` into (X, True); any other type is (type, False)."""
-    if get_origin(hint) not in (Union, UnionType):
+    if get_origin(hint) not in (Union, UnionType) or hint == bool | str:
         return hint, False
     arms = [arm for arm in get_args(hint) if arm is not NoneType]
     assert len(arms) == 1, f"a config field may be X | None, not {hint}"
@@ -183,11 +210,13 @@ def from_texts(hint: Any, texts: Sequence[str]) -> Any:
         if len(dict(pairs)) != len(pairs):
             raise ValueError
         return {key: from_texts(arms[1], [text]) for key, text in pairs}
-    if inner is bool and not texts:
+    if is_switch(inner) and not texts:
         return True
     (text,) = texts
     if origin is Literal:
         return {str(choice): choice for choice in arms}[text]
+    if inner == bool | str:
+        return {"true": True, "false": False}.get(text.lower(), text)
     if inner is bool:
         return {"true": True, "false": False}[text.lower()]
     if is_dataclass(inner):
@@ -211,6 +240,8 @@ def expected(hint: Any) -> str:
         text = f"names with {expected(arms[1])}"
     elif is_dataclass(inner):
         text = "a group of fields"
+    elif inner == bool | str:
+        text = "true, false or a text"
     else:
         text = "true or false" if inner is bool else inner.__name__
     return f"{text} or None" if optional else text
@@ -311,6 +342,7 @@ def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: A
     if not isinstance(data, Mapping):
         raise UserError(f"{where}: field {path!r}: got {show(data)}, expected a group of fields")
     hints = _hints(cls)
+    data = _with_new_names(cls, data, path=path, where=where)
     for key in data:
         if key not in hints:
             dotted = _join(path, str(key))
@@ -339,6 +371,22 @@ def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: A
         raise UserError(f"{where}: {path + ': ' if path else ''}{error}") from error
 
 
+def _with_new_names(cls: type[Any], data: Mapping[str, Any], *, path: str, where: str) -> Mapping[str, Any]:
+    """Return a group's data with the names of earlier versions replaced, so that old runs load."""
+    renamed: Mapping[str, Renamed] = getattr(cls, "RENAMED", {})
+    if not renamed.keys() & data.keys():
+        return data
+    found = {key: value for key, value in data.items() if key not in renamed}
+    for key in renamed.keys() & data.keys():
+        name, default = renamed[key]
+        if data[key] != default and name in found:
+            old, new = _join(path, key), _join(path, name)
+            raise UserError(f"{where}: {old} is now called {new}, and both are given; leave out {old}")
+        if data[key] != default:
+            found[name] = data[key]
+    return found
+
+
 def _build(hint: Any, value: Any, *, path: str, where: str, base: Any = None) -> Any:
     inner, optional = unwrap(hint)
     origin, arms = get_origin(inner), get_args(inner)
@@ -364,6 +412,9 @@ def _build(hint: Any, value: Any, *, path: str, where: str, base: Any = None) ->
             return float(value)
         if isinstance(value, str) and _EXPONENT.fullmatch(value):
             return float(value)
+    elif inner == bool | str:
+        if isinstance(value, bool | str):
+            return value
     else:
         assert inner in (str, int, bool), f"{path}: a config field cannot be of type {hint}"
         if type(value) is inner and not (isinstance(value, int) and abs(value) > sys.float_info.max):

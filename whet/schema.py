@@ -6,10 +6,17 @@ another. Here only this object knows the tags; the preflight (`whet.eval.audit`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
 
+from whet.config import closest, from_dict, read_yaml
+from whet.rewards.answers.extract import extract_answer, from_box, from_hashes
+from whet.types import UserError
+
+AnswerPlace = Literal["tag", "boxed", "hashes", "anywhere", "whole"]
+Fallback = Literal["none", "boxed", "anywhere"]
 AnswerType = Literal["number", "text", "choice", "vector", "yes_no", "program"]
 FormatVerdict = Literal["perfect", "partial", "none"]
 
@@ -26,15 +33,33 @@ ANSWER_TYPE_WORDS: dict[str, str] = {
 }
 
 
+THINK = ("<think>", "</think>")
+"""The tags of R1 and its kin: models and worked solutions have them whatever the schema's own are."""
+
+BOX, HASHES = "\\boxed{", "####"
+MARKS: dict[AnswerPlace, str] = {"boxed": BOX, "hashes": HASHES}
+"""What stands where the answer is, for places without tags."""
+
+WORDING: dict[AnswerPlace, str] = {
+    "tag": "Then write {answer} between {answer_open} and {answer_close}.",
+    "boxed": "Then write {answer} within \\boxed{}.",
+    "hashes": "Then write {answer} after #### on a line of its own, which ends your response.",
+    "anywhere": "Then write {answer}.",
+    "whole": "",
+}
+"""The end of the default instruction."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedResponse:
     """What the parser found in one completion.
 
     Attributes:
-        thinking: Text of the thinking block; None when the block is not closed.
-        answer: Text of the answer block, stripped; None when there is none.
-        verdict: 'perfect' (exactly one thinking block, then one answer block, nothing else but white space),
-            'partial' (at least one scored tag is there) or 'none'.
+        thinking: Text of the thinking block; None when the block is not closed, or the schema has none.
+        answer: The answer, stripped; None when there is none.
+        verdict: 'perfect' (exactly one thinking block, then the answer in its place; with answer tags, exactly one
+            answer block and nothing else but white space), 'partial' (at least one scored tag or mark is there) or
+            'none'.
     """
 
     thinking: str | None
@@ -44,48 +69,86 @@ class ParsedResponse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseSchema:
-    """Tag names and answer type of a response: thinking block, then answer block.
-
-    Attributes:
-        think_open: Opening tag of the thinking block.
-        think_close: Closing tag of the thinking block.
-        answer_open: Opening tag of the answer block.
-        answer_close: Closing tag of the answer block; it ends the response.
-        opening_in_prompt: True when the generation prompt already ends with `think_open`; the tag is then not
-            scored.
-        answer_type: What the answer block holds; it words the system prompt.
-        tools: Names of the tools that the model may call while it thinks; without any, the tool tags mean nothing.
-        tool_open: Opening tag of a call.
-        tool_close: Closing tag of a call; generation stops there until the tool has answered.
-        result_open: Opening tag of what the tool answered.
-        result_close: Closing tag of what the tool answered.
-    """
+    """How a response is asked for and read: the thinking block, then the answer in its place."""
 
     think_open: str = "<think>"
+    """Opening tag of the thinking block; empty, as `think_close`, for responses without such a block."""
     think_close: str = "</think>"
+    """Closing tag of the thinking block."""
     answer_open: str = "<answer>"
+    """Opening tag of the answer block, for the answer place 'tag'."""
     answer_close: str = "</answer>"
+    """Closing tag of the answer block; it ends the response."""
     opening_in_prompt: bool = True
+    """Whether the generation prompt already ends with `think_open`; the tag is then not scored."""
     answer_type: AnswerType = "number"
+    """What the answer is; it words the instruction."""
     tools: tuple[str, ...] = ()
+    """Names of the tools that the model may call while it thinks; without any, the tool tags mean nothing."""
     tool_open: str = "<tool>"
+    """Opening tag of a call."""
     tool_close: str = "</tool>"
+    """Closing tag of a call; generation stops there until the tool has answered."""
     result_open: str = "<result>"
+    """Opening tag of what the tool answered."""
     result_close: str = "</result>"
+    """Closing tag of what the tool answered."""
+    answer_place: AnswerPlace = "tag"
+    """Where the answer is: in its tags, in the last box, after the last ####, wherever evaluation finds one
+    (anywhere), or the whole text after the thinking."""
+    fallback: Fallback = "none"
+    """Where else an answer counts if its place has none: the last box of the text, or anywhere. The format does not."""
+    system: str = ""
+    """Text of the system message, before the instruction if that goes there."""
+    instruction: str | None = None
+    """What asks for the format; {think_open}, {think_close}, {answer_open}, {answer_close}, {answer} (such as "your
+    final answer as a single number") and {tools} are filled in. None for the default wording, empty for nothing."""
+    instruction_in: Literal["system", "user"] = "system"
+    """Message that the instruction goes to: the system message, or the end of the first user message."""
+    stop: tuple[str, ...] = ()
+    """Further texts at which generation stops."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tools", tuple(self.tools))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if not self.think_open and not self.think_close:
+            object.__setattr__(self, "opening_in_prompt", False)
+        elif not self.think_open or not self.think_close:
+            raise ValueError(
+                "schema tags must be four different non-empty strings, or both thinking tags empty, got "
+                f"{str((self.think_open, self.think_close))[:200]}"
+            )
         tags = (*self.tags, *self.tool_tags)
         if not all(isinstance(tag, str) and tag.strip() for tag in tags) or len(set(tags)) != len(tags):
-            count = "eight" if self.tools else "four"
+            count = {2: "two", 4: "four", 6: "six", 8: "eight"}.get(len(tags), "")
             raise ValueError(
                 f"schema tags must be {count} different non-empty strings, got {str(tags)[:200]}"
             )
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"schema stop strings must be non-empty, got {str(self.stop)[:200]}")
+        choices = ((self.answer_place, WORDING), (self.fallback, FALLBACKS))
+        for value, table in choices:  # a protocol.json is not checked against the types
+            if value not in table:
+                raise ValueError(f"schema: got {value!r:.40}, expected one of {', '.join(table)}")
+        if self.instruction_in not in ("system", "user"):
+            raise ValueError(f"schema: instruction_in = {self.instruction_in!r:.40}: expected system or user")
 
     @property
-    def tags(self) -> tuple[str, str, str, str]:
-        """The four tags in the order in which a perfect response has them."""
-        return (self.think_open, self.think_close, self.answer_open, self.answer_close)
+    def has_thinking(self) -> bool:
+        """Whether a response has a thinking block of its own."""
+        return bool(self.think_open)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags in the order in which a perfect response has them: of the thinking and of the answer, if any."""
+        thinking = (self.think_open, self.think_close) if self.think_open else ()
+        return (*thinking, self.answer_open, self.answer_close) if self.answer_place == "tag" else thinking
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What the format's scores count in a completion: tags that the model writes, and the mark of the answer."""
+        mark = MARKS.get(self.answer_place)
+        return (*self.tags[self.opening_in_prompt :], *((mark,) if mark else ()))
 
     @property
     def tool_tags(self) -> tuple[str, ...]:
@@ -95,8 +158,8 @@ class ResponseSchema:
         return (self.tool_open, self.tool_close, self.result_open, self.result_close)
 
     @property
-    def system_prompt(self) -> str:
-        """The instruction that asks for exactly what the parser accepts."""
+    def request(self) -> str:
+        """The instruction, filled in: it asks for exactly what the parser accepts; '' for none."""
         calls = ""
         if self.tools:
             names, one = ", ".join(name.rpartition(":")[2] for name in self.tools), len(self.tools) == 1
@@ -105,22 +168,75 @@ class ResponseSchema:
                 f"{self.tool_open}{'' if one else 'name: '}input{self.tool_close} and read what it answers between "
                 f"{self.result_open} and {self.result_close}. "
             )
-        return (
-            "You are given a problem. Think about the problem and write your working between "
-            f"{self.think_open} and {self.think_close}. {calls}"
-            f"Then write {ANSWER_TYPE_WORDS[self.answer_type]} between {self.answer_open} and "
-            f"{self.answer_close}."
-        )
+        text = self.instruction
+        if text is None:
+            working = " between {think_open} and {think_close}" if self.think_open else ""
+            text = (
+                f"You are given a problem. Think about the problem and write your working{working}. "
+                f"{{tools}}{WORDING[self.answer_place]}"
+            )
+        elif "{tools}" not in text:
+            text, calls = f"{text} {{tools}}".strip() if calls else text, calls.strip()
+        values = {
+            "think_open": self.think_open,
+            "think_close": self.think_close,
+            "answer_open": self.answer_open,
+            "answer_close": self.answer_close,
+            "answer": ANSWER_TYPE_WORDS[self.answer_type],
+            "tools": calls,
+        }
+        for (
+            name,
+            value,
+        ) in values.items():  # not str.format: an instruction may contain other braces, as \\boxed{}
+            text = text.replace(f"{{{name}}}", value)
+        return text.strip()
+
+    @property
+    def system_prompt(self) -> str:
+        """Text of the system message, with the instruction if it goes there; '' for no message."""
+        parts = (self.system, self.request if self.instruction_in == "system" else "")
+        return " ".join(part for part in parts if part)
+
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], *, has_system: bool = True
+    ) -> list[dict[str, Any]]:
+        """Return a conversation as it is asked: with the system message and the instruction.
+
+        Args:
+            messages: Maps with 'role' and 'content'; a system message among them replaces the schema's own.
+            has_system: Whether to add the schema's system message.
+        """
+        asked = [dict(message) for message in messages]
+        if self.instruction_in == "user" and (request := self.request):
+            first = next((message for message in asked if message["role"] == "user"), None)
+            if first is not None and isinstance(first["content"], str) and request not in first["content"]:
+                first["content"] = f"{first['content']}\n{request}"
+        if has_system and self.system_prompt and all(message["role"] != "system" for message in asked):
+            asked.insert(0, {"role": "system", "content": self.system_prompt})
+        return asked
 
     @property
     def generation_prefix(self) -> str:
-        """Text that the generation prompt ends with: the opening tag, or nothing."""
+        """Text that the generation prompt ends with, written by the template or after it: the opening tag, or
+        nothing."""
         return self.think_open if self.opening_in_prompt else ""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings at which generation stops: the end of a response and, with tools, of a call."""
-        return (self.answer_close, self.tool_close) if self.tools else (self.answer_close,)
+        """Strings at which generation stops: the closing answer tag, own ones and, with tools, the end of a call."""
+        closing = (self.answer_close,) if self.answer_place == "tag" else ()
+        return (*closing, *((self.tool_close,) if self.tools else ()), *self.stop)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as protocol.json has them; what came later is left out where it says nothing."""
+        default = ResponseSchema()
+        return {
+            field.name: list(value) if isinstance(value, tuple) else value
+            for place, field in enumerate(fields(self))
+            if (value := getattr(self, field.name)) != getattr(default, field.name)
+            or place < NUM_FIRST_FIELDS
+        }
 
     def find_call(self, text: str) -> str | None:
         """Return the input of the tool call that ends a turn; None if the turn ends otherwise."""
@@ -150,9 +266,45 @@ class ResponseSchema:
         return [*pieces, (text, True)]
 
     def render(self, thinking: str, answer: str) -> str:
-        """Write the ideal completion: what follows `generation_prefix`, up to the closing answer tag."""
+        """Write the ideal completion: what follows `generation_prefix`, up to the answer in its place.
+
+        Args:
+            thinking: The worked solution. In one that has a thinking block (the schema's, or `<think>` as R1 writes
+                it), that block is the thinking, and what follows it stands before a boxed or marked answer.
+            answer: The gold answer; not written twice where the solution ends with it in its place.
+        """
+        if not self.think_open:
+            return self._with_answer(thinking, answer)
+        written = ""
+        for opening, closing in (self.tags[:2], THINK):
+            head, found, rest = thinking.partition(closing)
+            if found:
+                thinking, written = head.partition(opening)[2] if opening in head else head, rest
+                break
+        if self.answer_place == "tag":
+            block = self.answer_open + answer + self.answer_close
+            thinking, end = thinking.removesuffix(block), block
+        else:
+            end = self._with_answer(written.strip(), answer)
+            end = f"\n\n{end}" if end else ""
         opening = "" if self.opening_in_prompt else self.think_open
-        return f"{opening}{thinking}{self.think_close}{self.answer_open}{answer}{self.answer_close}"
+        return f"{opening}{thinking}{self.think_close}{end}"
+
+    def _with_answer(self, text: str, answer: str) -> str:
+        """End a text with the answer in its place, unless it ends so already."""
+        if self._find(text) == answer.strip() and text:
+            return text
+        ends = {
+            "tag": f"{self.answer_open}{answer}{self.answer_close}",
+            "boxed": f"{BOX}{answer}}}",
+            "hashes": f"{HASHES} {answer}",
+            "anywhere": f"The answer is {answer}",
+            "whole": answer,
+        }
+        gap = {"tag": "", "hashes": "\n"}.get(self.answer_place, "\n\n") if text else ""
+        if self.answer_place == "whole" and text.rstrip().endswith(answer):
+            return text
+        return f"{text}{gap}{ends[self.answer_place]}"
 
     def render_calls(self, calls: Sequence[Sequence[str]]) -> str:
         """Write the thinking of a demonstration that calls tools: (input, result) after (input, result)."""
@@ -163,9 +315,10 @@ class ResponseSchema:
     def parse(self, completion: str) -> ParsedResponse:
         """Parse a completion in linear time, whatever it contains.
 
-        The answer is the text of the *last closed* answer block after the thinking was closed, so that tags
-        quoted in the thinking do not count. A completion that a stop string cut right after `answer_close`
-        parses as perfect.
+        An answer in tags is the text of the *last closed* answer block after the thinking was closed, so that tags
+        quoted in the thinking do not count; while the thinking is not closed, any closed block counts. In another place
+        it is the last one after the thinking; thinking that was opened and not closed has none. A completion that a
+        stop string cut right after `answer_close` parses as perfect.
 
         Args:
             completion: Decoded generated text, without the prompt.
@@ -173,27 +326,53 @@ class ResponseSchema:
         Returns:
             Thinking, answer and the format verdict.
         """
-        body = completion if not self.opening_in_prompt else self.think_open + completion
-        counts = [body.count(tag) for tag in self.tags]
-        close = body.find(self.think_close)
-        start = body.find(self.think_open)
-        opened = 0 <= start < close
-        thinking = body[start + len(self.think_open) : close] if opened else None
-        after = body[close + len(self.think_close) :] if close >= 0 else body
-        answer = _last_block(after, self.answer_open, self.answer_close)
-        if counts == [1, 1, 1, 1] and thinking is not None and answer is not None and self._is_tight(body):
+        body = self.generation_prefix + completion
+        thinking, after = None, body
+        if self.think_open:
+            close, start = body.find(self.think_close), body.find(self.think_open)
+            thinking = body[start + len(self.think_open) : close] if 0 <= start < close else None
+            if close >= 0:
+                after = body[close + len(self.think_close) :]
+            elif start >= 0 and self.answer_place != "tag":
+                after = ""  # what stands in unfinished thinking is not an answer yet
+        answer = self._find(after)
+        is_perfect = answer is not None and self._is_tight(body)
+        if answer is None:
+            answer = FALLBACKS[self.fallback](body)
+        if is_perfect:
             return ParsedResponse(thinking, answer, "perfect")
-        scored = completion if self.opening_in_prompt else body
-        found = any(tag in scored for tag in self.tags)
+        found = any(mark in completion for mark in (*self.tags, *self.marks))
         return ParsedResponse(thinking, answer, "partial" if found else "none")
 
+    def _find(self, text: str) -> str | None:
+        """Return the answer in its place, or None."""
+        match self.answer_place:
+            case "tag":
+                return _last_block(text, self.answer_open, self.answer_close)
+            case "boxed":
+                return from_box(text)
+            case "hashes":
+                return from_hashes(text)
+            case "anywhere":
+                return extract_answer(text)
+            case "whole":
+                return text.strip() or None
+
     def _is_tight(self, body: str) -> bool:
-        """Say whether only white space stands outside the two blocks (each tag is known to occur once)."""
-        before, _, rest = body.partition(self.think_open)
-        _, _, rest = rest.partition(self.think_close)
+        """Say whether each tag occurs once, in its order, and only white space stands outside the two blocks."""
+        if any(body.count(tag) != 1 for tag in self.tags):
+            return False
+        before, _, rest = body.partition(self.think_open) if self.think_open else ("", "", body)
+        closed = True
+        if self.think_open:
+            _, closed, rest = rest.partition(self.think_close)
+        if self.answer_place != "tag":
+            return bool(closed) and not before.strip()
         between, opened, rest = rest.partition(self.answer_open)
-        _, closed, after = rest.partition(self.answer_close)
-        return bool(opened and closed) and not (before.strip() or between.strip() or after.strip())
+        _, ended, after = rest.partition(self.answer_close)
+        if not self.think_open:  # the working stands before the answer
+            between = ""
+        return bool(closed and opened and ended) and not (before.strip() or between.strip() or after.strip())
 
     def format_reward(self, completion: str) -> float:
         """Score the format alone: 1 for perfect, 0.5 for partial, 0 for none."""
@@ -209,6 +388,17 @@ def _last_block(text: str, opening: str, closing: str) -> str | None:
     return text[start : text.find(closing, start)].strip()
 
 
+FALLBACKS: dict[str, Callable[[str], str | None]] = {
+    "none": lambda text: None,
+    "boxed": from_box,
+    "anywhere": extract_answer,
+}
+
+NUM_FIRST_FIELDS = 11
+"""Fields that every protocol.json has: think_open to result_close."""
+
+STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
+
 SCHEMAS: dict[str, ResponseSchema] = {
     "think_answer": ResponseSchema(),
     "reasoning_answer": ResponseSchema(
@@ -220,4 +410,66 @@ SCHEMAS: dict[str, ResponseSchema] = {
         answer_open="<SOLUTION>",
         answer_close="</SOLUTION>",
     ),
+    # The prompt of Unsloth's GRPO notebooks, verbatim.
+    "workshop": ResponseSchema(
+        think_open="<start_working_out>",
+        think_close="<end_working_out>",
+        answer_open="<SOLUTION>",
+        answer_close="</SOLUTION>",
+        instruction="You are given a problem. Think about the problem and provide your working out. Place it between "
+        "{think_open} and {think_close}. Then, provide your solution between {answer_open}{answer_close}",
+    ),
+    # The prompt of poornachandra24/grpo-vision-reasoning, verbatim.
+    "numeric_answer": ResponseSchema(
+        think_open="<reasoning>",
+        think_close="</reasoning>",
+        opening_in_prompt=False,
+        instruction="You are a helpful assistant. You must first provide your reasoning in <reasoning> tags, and then "
+        "your numeric answer in <answer> tags.",
+    ),
+    # DeepSeek-R1 and its distilled models: no system message, as their model card recommends.
+    "r1": ResponseSchema(answer_place="boxed", instruction=STEP_BY_STEP, instruction_in="user"),
+    # Qwen2.5-Math's prompt: for instruct models as they are.
+    "boxed": ResponseSchema(think_open="", think_close="", answer_place="boxed", instruction=STEP_BY_STEP),
+    "hashes": ResponseSchema(think_open="", think_close="", answer_place="hashes"),
+    "gpt_oss": ResponseSchema(
+        think_open="<|channel|>analysis<|message|>",
+        think_close="<|end|>",
+        answer_open="<|start|>assistant<|channel|>final<|message|>",
+        answer_close="<|return|>",
+        opening_in_prompt=False,
+        instruction="Think about the problem. Then write {answer}, and nothing else, as your final message.",
+    ),
+    "none": ResponseSchema(think_open="", think_close="", answer_place="whole", instruction=""),
 }
+"""Name -> schema."""
+
+Schema = ResponseSchema
+"""Its name in `import whet`."""
+
+PRESET = "preset"
+"""Key of a schema file that names the preset which its other fields change."""
+
+
+def find_schema(name: str) -> ResponseSchema:
+    """Return a schema by name, or from a YAML file of its fields.
+
+    Args:
+        name: A name of `SCHEMAS`, or the path of a file; its field `preset` names the schema that the others change
+            (default: think_answer).
+
+    Raises:
+        UserError: If there is no such schema, or the file is malformed.
+    """
+    if name in SCHEMAS:
+        return SCHEMAS[name]
+    if not name.endswith((".yaml", ".yml")):
+        hint = f", did you mean {match!r}?" if (match := closest(name, list(SCHEMAS))) else ""
+        raise UserError(
+            f"schema = {name!r:.80}: expected one of {', '.join(SCHEMAS)}, or a .yaml file of your own{hint}"
+        )
+    given = dict(read_yaml(Path(name)))
+    preset = given.pop(PRESET, "think_answer")
+    if preset not in SCHEMAS:
+        raise UserError(f"{name}: preset = {preset!r:.80}: expected one of {', '.join(SCHEMAS)}")
+    return from_dict(ResponseSchema, SCHEMAS[preset].as_dict() | given, where=name)

@@ -128,6 +128,8 @@ class Sample:
         reward: Weighted sum; None when unscorable (then the sample leaves statistics and denominators).
         advantage: The scalar that training used; None before it is known.
         trained: True for the tokens that the policy wrote, False for a tool's or environment's; empty: all True.
+        kept: Per generated token what the sampler's filters left to draw from (`whet.algo.kept`), '' for tokens that
+            the policy did not write; empty without filters.
         turn_ends: Number of policy tokens at the end of each turn; empty for one turn.
         turn_rewards: What the environment paid for each turn, times the weight of the reward 'episode', which is their
             sum; empty without one.
@@ -144,6 +146,7 @@ class Sample:
     reward: float | None = None
     advantage: float | None = None
     trained: tuple[bool, ...] = ()
+    kept: tuple[str, ...] = ()
     turn_ends: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
 
@@ -177,6 +180,18 @@ class Segment(NamedTuple):
     shared: int
 
 
+class KeptSets(NamedTuple):
+    """What filters left to draw from, for every trained token: its log-probability is renormalised over that set.
+
+    Attributes:
+        words_Z: int32 words of all sets, one after the other: ids, or as many words as have one bit per id.
+        starts: First word of each set, and the end: M + 1 numbers.
+    """
+
+    words_Z: torch.Tensor
+    starts: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """Packed sequences of one forward/backward pass: flat tokens, no padding.
@@ -196,6 +211,7 @@ class MicroBatch:
         policy_weights_M: Factor of the policy loss alone: off-policy correction and token selection (ones without).
         start_values_M: Value estimates before the update (zeros without a critic).
         returns_M: Targets of the value estimates (zeros without a critic).
+        kept: What the sampler's filters left to draw from; None without filters.
     """
 
     tokens_N: torch.Tensor
@@ -212,6 +228,7 @@ class MicroBatch:
     policy_weights_M: torch.Tensor
     start_values_M: torch.Tensor
     returns_M: torch.Tensor
+    kept: KeptSets | None = None
 
     @property
     def lengths_B(self) -> tuple[int, ...]:

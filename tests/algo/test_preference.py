@@ -12,7 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from whet.algo.preference import agreement, dpo_loss, ipo_loss, log_ratios, mean_nll
+from whet.algo.preference import (
+    agreement,
+    apo_down_loss,
+    apo_zero_loss,
+    dpo_loss,
+    hinge_loss,
+    ipo_loss,
+    kto_loss,
+    log_odds,
+    log_ratios,
+    mean_nll,
+    orpo_loss,
+    reward_loss,
+    robust_loss,
+)
 
 CHOSEN = [-3.0, 0.0, 0.7, 12.0, 1.5]
 REJECTED = [1.0, 0.0, 0.2, -30.0, 1.5]
@@ -67,6 +81,80 @@ def test_ipo(beta: float) -> None:
     assert rejected_B.grad is not None
     assert chosen_B.grad.tolist() == pytest.approx([2 * gap for gap in gaps], **EXACT)
     assert rejected_B.grad.tolist() == pytest.approx([-2 * gap for gap in gaps], **EXACT)
+
+
+PAIRED: dict[str, tuple[Loss, Callable[[float, float], float]]] = {
+    "hinge": (lambda c, r: hinge_loss(c, r, beta=0.3), lambda c, r: max(0.0, 1 - 0.3 * (c - r))),
+    "robust": (
+        lambda c, r: robust_loss(c, r, beta=0.3, label_smoothing=0.1),
+        lambda c, r: -(0.9 * math.log(sigmoid(0.3 * (c - r))) - 0.1 * math.log(sigmoid(0.3 * (r - c)))) / 0.8,
+    ),
+    "apo zero": (
+        lambda c, r: apo_zero_loss(c, r, beta=0.3),
+        lambda c, r: sigmoid(-0.3 * c) + sigmoid(0.3 * r),
+    ),
+    "apo down": (
+        lambda c, r: apo_down_loss(c, r, beta=0.3),
+        lambda c, r: sigmoid(0.3 * c) + sigmoid(0.3 * (r - c)),
+    ),
+    "kto": (
+        lambda c, r: (
+            kto_loss(c, torch.ones(5, dtype=torch.bool), 0.4, beta=0.3, desirable_weight=1.5)
+            + kto_loss(r, torch.zeros(5, dtype=torch.bool), 0.4, beta=0.3, undesirable_weight=0.7)
+        ),
+        lambda c, r: 1.5 * sigmoid(-0.3 * (c - 0.4)) + 0.7 * sigmoid(-0.3 * (0.4 - r)),
+    ),
+    "reward": (
+        lambda c, r: reward_loss(c, r, torch.full((5,), 0.2), center_coef=0.01),
+        lambda c, r: math.log1p(math.exp(-(c - r - 0.2))) + 0.01 * (c + r) ** 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_closed_forms_and_finite_differences(name: str) -> None:
+    loss, oracle = PAIRED[name]
+    chosen_B, rejected_B = leaves(CHOSEN, REJECTED)
+    expected = [oracle(c, r) for c, r in zip(CHOSEN, REJECTED, strict=True)]
+    # float32 constants (0.2 of the margin) differ from float64 ones by 1e-9.
+    assert loss(chosen_B, rejected_B).tolist() == pytest.approx(expected, rel=1e-8, abs=1e-12)
+    assert torch.autograd.gradcheck(loss, leaves(CHOSEN, REJECTED), eps=1e-6, atol=1e-6)
+
+
+MEANS = [-3.0, -1e-4, -0.7, -20.0, -0.1]
+
+
+def test_orpo() -> None:
+    """The odds ratio with exact fractions of probabilities, and finite differences."""
+    worse = [-1.0, -2.0, -0.6, -0.01, -0.1]
+
+    def odds(mean: float) -> float:
+        return math.exp(mean) / -math.expm1(mean)
+
+    chosen_B, rejected_B = leaves(MEANS, worse)
+    expected = [-c + 0.3 * math.log1p(odds(r) / odds(c)) for c, r in zip(MEANS, worse, strict=True)]
+    assert orpo_loss(chosen_B, rejected_B, beta=0.3).tolist() == pytest.approx(expected, rel=1e-9)
+    assert torch.autograd.gradcheck(
+        lambda c, r: orpo_loss(c, r, beta=0.3), leaves(MEANS, worse), eps=1e-7, atol=1e-5
+    )
+
+
+def test_the_odds_of_certainty_are_finite() -> None:
+    (means_B,) = leaves([0.0, -1e3])
+    found_B = log_odds(means_B)
+    found_B.sum().backward()
+    # Clamped to -1e-9: log(1e9) nats; and far below log odds are log p.
+    assert found_B.tolist() == pytest.approx([math.log(1e9), -1e3], rel=1e-6)
+    assert means_B.grad is not None
+    assert means_B.grad.tolist() == pytest.approx([0.0, 1.0])
+
+
+def test_robust_loss_is_unbiased_under_flipped_labels() -> None:
+    chosen_B, rejected_B = leaves(CHOSEN, REJECTED)
+    right_B = robust_loss(chosen_B, rejected_B, beta=0.3, label_smoothing=0.2)
+    wrong_B = robust_loss(rejected_B, chosen_B, beta=0.3, label_smoothing=0.2)
+    clean_B = dpo_loss(chosen_B, rejected_B, beta=0.3)
+    assert (0.8 * right_B + 0.2 * wrong_B).tolist() == pytest.approx(clean_B.tolist(), **EXACT)
 
 
 LOSSES: dict[str, Loss] = {
@@ -147,7 +235,19 @@ def trl_loss(
     return loss, trainer._metrics["train"]
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "ipo", "sigmoid_norm", "rpo"])
+TRL_RATIOS: dict[str, Loss] = {
+    "sigmoid": lambda c, r: dpo_loss(c, r, beta=0.3),
+    "sigmoid_norm": lambda c, r: dpo_loss(c, r, beta=0.3),
+    "rpo": lambda c, r: dpo_loss(c, r, beta=0.3),
+    "ipo": lambda c, r: ipo_loss(c, r, beta=0.3),
+    "hinge": lambda c, r: hinge_loss(c, r, beta=0.3),
+    "robust": lambda c, r: robust_loss(c, r, beta=0.3, label_smoothing=0.1),
+    "apo_zero": lambda c, r: apo_zero_loss(c, r, beta=0.3),
+    "apo_down": lambda c, r: apo_down_loss(c, r, beta=0.3),
+}
+
+
+@pytest.mark.parametrize("name", TRL_RATIOS)
 def test_parity_with_trl(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = [4, 4, 4, 2, 6, 3]  # three chosen (of one length: TRL's 'sft' is a token mean), three rejected
@@ -160,7 +260,8 @@ def test_parity_with_trl(name: str) -> None:
     batch = {"policy": policy, "completion_mask": mask}
     batch |= {"ref_chosen_logps": ref_B[:3], "ref_rejected_logps": ref_B[3:]}
     types = ["sigmoid", "sft"] if name == "rpo" else [name]
-    options = {"beta": 0.3, "label_smoothing": 0.0, "loss_weights": [1.0, 0.7][: len(types)]}
+    smoothing = 0.1 if name == "robust" else 0.0
+    options = {"beta": 0.3, "label_smoothing": smoothing, "loss_weights": [1.0, 0.7][: len(types)]}
     theirs, metrics = trl_loss(types, batch, **options)
     theirs.backward()
     assert policy.grad is not None
@@ -170,8 +271,7 @@ def test_parity_with_trl(name: str) -> None:
     ratios_B = log_ratios(sums_B, ref_B)
     if name in ("ipo", "sigmoid_norm"):
         ratios_B = ratios_B / lengths_B
-    loss = ipo_loss if name == "ipo" else dpo_loss
-    ours = loss(ratios_B[:3], ratios_B[3:], beta=0.3).mean()
+    ours = TRL_RATIOS[name](ratios_B[:3], ratios_B[3:]).mean()
     if name == "rpo":
         ours = ours + 0.7 * mean_nll(sums_B[:3], lengths_B[:3]).mean()
     ours.backward()

@@ -6,6 +6,7 @@ import csv
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,24 @@ def failures(task: Any, rewards: list[WeightedReward] | None = None) -> dict[str
     return {check.name.split(" ")[1]: len(check.failures) for check in found.checks if check.failures}
 
 
+@pytest.mark.parametrize("name", [name for name in SCHEMAS if name != "none"])
+def test_a_sound_task_passes_with_every_schema(name: str) -> None:
+    schema = SCHEMAS[name]
+    worked = [replace(problem, solution=f"<think>well</think>{problem.answer}") for problem in PROBLEMS]
+    for problems in (PROBLEMS, worked):
+        found = audit_task(TASK, build_rewards(WEIGHTS, schema, TASK), schema, problems)
+        assert [check.failures for check in found.checks] == [[]] * 7
+        preflight(TASK, build_rewards(WEIGHTS, schema, TASK), schema, problems)
+
+
+def test_a_whole_text_is_the_answer_of_a_plain_chat() -> None:
+    schema = SCHEMAS["none"]
+    preflight(TASK, build_rewards({"correct": 1.0}, schema, TASK), schema, PROBLEMS)
+
+
 def test_a_sound_task_passes() -> None:
     found = audit_task(TASK, build_rewards(WEIGHTS, SCHEMA, TASK), SCHEMA, PROBLEMS)
-    assert [check.failures for check in found.checks] == [[]] * 7
+    assert [check.failures for check in found.checks] == [[]] * 8
     assert min(check.num_cases for check in found.checks) >= 4
     assert found.best == found.maximum == 1.5
     assert 0 < found.peak_bytes < 2**24
@@ -98,7 +114,8 @@ def test_rewards_with_other_tags_and_senseless_weights() -> None:
         preflight(TASK, wrong_tags, SCHEMA, PROBLEMS)
     constant = [WeightedReward("mine", 1.0, lambda problem, text: 1.0)]
     with pytest.raises(
-        UserError, match="empty completion of problem .* scores 1, a wrong one 1, a perfect one 1"
+        UserError,
+        match="empty completion of problem .* scores 1, a wrong one 1, a perfect one 1; expected empty < perfect",
     ):
         preflight(TASK, constant, SCHEMA, PROBLEMS)
     format_alone = build_rewards({"format": 1.0}, SCHEMA, TASK)
@@ -112,6 +129,10 @@ def test_rewards_with_other_tags_and_senseless_weights() -> None:
         WeightedReward("mine", 1.0, lambda problem, text: 1.0 - SCHEMA.format_reward(text), best=None)
     ]
     assert "empty" in failures(TASK, upside_down)
+    short = WeightedReward("short", 0.2, lambda problem, text: max(0.0, 1 - len(text) / 200), best=None)
+    (doubt,) = preflight(TASK, [*build_rewards({"correct": 1.0}, SCHEMA, TASK), short], SCHEMA, PROBLEMS)
+    assert "an empty completion" in doubt
+    assert "may learn to say nothing" in doubt
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -54,7 +54,7 @@ def test_several_tasks_in_one_command(
     first, second = (write_rows(tmp_path / f"{name}.jsonl") for name in ("first", "second"))
     tasks = ("arithmetic", f"jsonl={first}", f"jsonl={second}")
     config = make_config(tiny_policy, tmp_path / "out", tasks=tasks, split="test", num_problems=2)
-    config = replace(config, task=TaskConfig(name="jsonl", path=first, answer_field="answer"))
+    config = replace(config, task=TaskConfig(name="jsonl", path=first, answer="answer"))
     assert "2 of arithmetic/test, jsonl/test, jsonl/test" in plan(config)
     main(config)
     out = tmp_path / "out"
@@ -101,7 +101,7 @@ def test_task_fields_go_to_those_that_read_them(tiny_policy: PolicyConfig, tmp_p
         ({"rewards": {"judge": 1.0}}, r"rewards\.judge: evaluations do not use a judge"),
         ({"tasks": ("nonsense",)}, r"tasks: 'nonsense': task\.name = 'nonsense': expected one of"),
         ({"tasks": ("",)}, r"tasks: '': task\.name = ''"),
-        ({"tasks": ("gsm8k",)}, r"tasks: 'gsm8k': task gsm8k needs data: .* NAME=FOLDER_OR_FILE"),
+        ({"tasks": ("choice",)}, r"tasks: 'choice': task choice needs data: .* NAME=FOLDER_OR_FILE"),
         ({"tasks": ("arithmetic", "arithmetic")}, r"tasks: 'arithmetic' is given twice"),
         ({"tasks": ("arithmetic=x",)}, r"task\.path is not read by task arithmetic"),
         (

@@ -171,6 +171,12 @@ def test_grade_takes_the_answer_block_unless_told_otherwise(policy: Policy) -> N
     assert strict.thinking_tokens == len(ids)
     (lenient,) = grade(policy, TASK, [(FIRST, text, ids)], answer_from="anywhere")
     assert (lenient.answer, lenient.is_correct, lenient.answer_step) == ("132", True, "phrase")
+    # In a plain chat the whole text is the answer, in which evaluation may look for it.
+    plain = Policy(policy.model, policy.tokenizer, SCHEMAS["none"])
+    (whole,) = grade(plain, TASK, [(FIRST, text, ids)])
+    assert (whole.answer, whole.answer_step) == (text, "schema")
+    (found,) = grade(plain, TASK, [(FIRST, text, ids)], answer_from="anywhere")
+    assert (found.answer, found.is_correct, found.answer_step) == ("132", True, "phrase")
     # A block of the run's own schema is what counts, even where another number stands in a box.
     other = Policy(policy.model, policy.tokenizer, SCHEMAS["working_out_solution"])
     text = r"1<end_working_out><SOLUTION>7</SOLUTION> \boxed{132}"

@@ -57,11 +57,15 @@ def make_requests(lengths: tuple[int, ...] = (3, 16, 40, 119), num_samples: int 
 def draw(
     model: LanguageModel, kept: Activations | None, requests: list[Request], **options: Any
 ) -> list[TrainingSequence]:
-    engine = Engine(model, stop_ids=(5, 17), activations=kept, **({"max_rows": 7} | options))
-    rows = engine.generate(requests, SamplingParams(temperature=0.8, max_new_tokens=20))
+    filters = {name: options.pop(name) for name in ("top_p", "top_k") if name in options}
+    engine = Engine(model, stop_ids=(5, 17), activations=kept, trains=True, **({"max_rows": 7} | options))
+    rows = engine.generate(requests, SamplingParams(temperature=0.8, max_new_tokens=20, **filters))
     return [
         TrainingSequence(
-            prompt_ids=request.prompt_ids, completion_ids=done.ids, sampler_logprobs=done.logprobs
+            prompt_ids=request.prompt_ids,
+            completion_ids=done.ids,
+            sampler_logprobs=done.logprobs,
+            kept=done.kept,
         )
         for request, row in zip(requests, rows, strict=True)
         for done in row
@@ -117,6 +121,25 @@ def test_the_gradient_is_the_same_to_the_bit(
         for mine, theirs in zip(found[1], expected[1], strict=True):
             assert torch.equal(mine, theirs)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.7}, {"top_k": 2}], ids=str)
+def test_filters_need_no_forward_pass_either(
+    filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, kept = make_model(SHAPE).train(), Activations(2**30)
+    sequences = draw(model, kept, make_requests(), **filters)
+    (micro,) = pack(sequences, token_budget=10_000).micro_batches
+    calls = count_products(monkeypatch)
+    expected = gradient(model, (micro,), None)
+    whole = len(calls)
+    calls.clear()
+    found = gradient(model, (micro,), kept)
+    assert len(calls) < whole / 1.5
+    for scored, same in zip(found[0], expected[0], strict=True):
+        assert torch.equal(scored[0], same[0])
+        assert torch.equal(scored[0], micro.sampler_logprobs_M)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[1], expected[1], strict=True))
 
 
 def test_a_second_turn_is_prefilled_with_the_first() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from whet.algo.kept import join_kept, keep_only
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate import engine as engine_module
 from whet.generate.engine import Completion, Engine, Request
@@ -87,7 +88,10 @@ def score(
     """Return the trainer's and the sampler's log-probabilities, in one order."""
     sequences = [
         TrainingSequence(
-            prompt_ids=request.prompt_ids, completion_ids=done.ids, sampler_logprobs=done.logprobs
+            prompt_ids=request.prompt_ids,
+            completion_ids=done.ids,
+            sampler_logprobs=done.logprobs,
+            kept=done.kept,
         )
         for request, row in zip(requests, completions, strict=True)
         for done in row
@@ -142,6 +146,71 @@ def test_sampler_equals_trainer_bitwise(family: Family, precision: str) -> None:
     assert scored.dtype == sampled.dtype == torch.float32
     assert sampled.std() > 0.5  # far from uniform
     assert torch.equal(scored, sampled)
+
+
+FILTERS = {
+    "top-p": {"top_p": 0.8},
+    "top-k": {"top_k": 7},
+    "min-p": {"min_p": 0.1},
+    "all": {"top_k": 30, "min_p": 0.01, "top_p": 0.9},
+    "wide": {"top_p": 0.98},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.usefixtures("either")
+def test_filtered_samples_are_scored_over_what_was_kept_bitwise(
+    name: str, temperature: float, llama: LanguageModel
+) -> None:
+    requests = make_requests(RAGGED, 3)
+    params = SamplingParams(temperature=temperature, max_new_tokens=21, **FILTERS[name])
+    completions = Engine(llama, stop_ids=(), max_rows=13, trains=True).generate(requests, params)
+    assert all(len(done.kept) == len(done.ids) == 21 for done in flat(completions))
+    scored, sampled = score(llama, requests, completions, temperature=temperature)
+    assert torch.equal(scored, sampled)
+    # Control: over everything the same tokens score lower, and never higher but for rounding.
+    bare = [[replace(done, kept=()) for done in row] for row in completions]
+    whole, _ = score(llama, requests, bare, temperature=temperature)
+    assert (sampled - whole).mean() > 0.005
+    assert (sampled - whole).min() > -1e-5
+    # The same tokens as an engine draws that records nothing.
+    plain = Engine(llama, stop_ids=(), max_rows=40).generate(requests, params)
+    assert [replace(done, kept=()) for done in flat(completions)] == flat(plain)
+
+
+def test_a_set_belongs_to_its_token_however_rows_end_and_move(llama: LanguageModel) -> None:
+    """Rows end at random and others take their places: the set of each token is that of its own distribution."""
+    requests = make_requests((3, 17, 40), 6)
+    params = SamplingParams(temperature=1.0, max_new_tokens=30, top_k=5)
+    engine = Engine(
+        llama, stop_ids=range(0, llama.num_valid_tokens, 24), max_rows=5, trains=True,
+        stop_strings=("!",), decode=lambda ids: "".join("!" if token % 14 == 3 else "." for token in ids),
+    )  # fmt: skip
+    completions = engine.generate(requests, params)
+    assert len({len(done.ids) for done in flat(completions)}) > 4
+    assert {done.finish_reason for done in flat(completions)} == {"stop", "length"}
+    for request, row in zip(requests, completions, strict=True):
+        for done in row:
+            assert len(done.kept) == len(done.ids)
+            ids = torch.tensor([*request.prompt_ids, *done.ids])
+            logits = llama.logits(ids[None])[0, len(request.prompt_ids) - 1 : -1, : llama.num_valid_tokens]
+            sets = keep_only(
+                torch.zeros(len(done.ids), -(-logits.shape[1] // 16) * 16), join_kept(done.kept, ids.device)
+            )
+            for best, left in zip(logits.topk(5).indices.tolist(), sets, strict=True):
+                assert set(best) == set((left == 0).nonzero().flatten().tolist())
+
+
+def test_nothing_is_recorded_that_nobody_needs(llama: LanguageModel) -> None:
+    requests, short = make_requests((3,), 2), SamplingParams(top_k=5, max_new_tokens=3)
+    for params, trains in (
+        (short, False),
+        (SamplingParams(max_new_tokens=3), True),
+        (replace(short, temperature=0.0), True),
+    ):
+        completions = Engine(llama, stop_ids=(), trains=trains).generate(requests, params)
+        assert all(done.kept == () for done in flat(completions))
 
 
 def test_two_threads_are_as_exact_as_one(llama: LanguageModel) -> None:

@@ -12,7 +12,7 @@ from kernel_cases import room
 
 from whet.generate.cache import Decode, KVCache
 from whet.generate.graphs import BUCKETS, DecodeGraphs, StaticDecode
-from whet.kernels import dispatch
+from whet.kernels.mode import VARIABLE
 from whet.model.config import ModelConfig
 
 SHAPE = ModelConfig(
@@ -56,7 +56,7 @@ def record(graph: FakeGraph, pool: object, stream: object, capture_error_mode: s
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     FakeGraph.pools = []
-    monkeypatch.delenv(dispatch.VARIABLE, raising=False)  # `eager`, where a user has it, records no graphs
+    monkeypatch.delenv(VARIABLE, raising=False)  # `eager`, where a user has it, records no graphs
     fakes: dict[str, Any] = {
         "Stream": FakeStream,
         "CUDAGraph": FakeGraph,

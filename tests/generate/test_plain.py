@@ -12,13 +12,13 @@ from kernel_cases import room
 from torch import nn
 
 from whet.generate import engine as engine_module
-from whet.generate import fused, plain
 from whet.generate.activations import can_keep
 from whet.generate.cache import KVCache
 from whet.generate.engine import Engine, Request
 from whet.generate.fused import can_fuse
 from whet.generate.plain import PlainSteps, can_step, turns_exactly
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.kernels import dispatch
 from whet.model.config import ModelConfig, RopeScaling
 from whet.model.transformer import LanguageModel, Linear, init_weights
 from whet.model.weights import build_model
@@ -183,7 +183,7 @@ def test_another_architecture_autocast_global_hooks_and_kernels_take_the_general
     assert can_step(model, kv_cache)
     tiled = KVCache(model.config, room(4, 64), torch.float32, torch.device("cpu"), is_tiled=True)
     assert not can_step(model, tiled)
-    monkeypatch.setattr("whet.kernels.cpu.ops.library", lambda: object())  # C++ products in the trainer
+    monkeypatch.setattr("whet.kernels.cpu.build.library", lambda: object())  # C++ products in the trainer
     assert not can_step(model, kv_cache)
 
 
@@ -198,8 +198,7 @@ def test_an_option_that_was_added_to_the_config_takes_the_general_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each path beside the modules' own lists what it knows; all else that is on makes it decline."""
-    monkeypatch.setattr(fused, "uses", lambda _: True)
-    monkeypatch.setattr(fused.cpu, "usable", lambda *_, **__: True)
+    monkeypatch.setattr(dispatch, "runs_cpp", lambda *_, **__: True)
     for window in (0, 4):
         model = make_model(
             Later(**{item.name: getattr(SHAPE, item.name) for item in fields(SHAPE)}, window=window)
@@ -209,7 +208,7 @@ def test_an_option_that_was_added_to_the_config_takes_the_general_path(
         assert can_fuse(model, tiled, torch.float32) == is_known
         assert can_keep(model) == is_known
         with monkeypatch.context() as patch:
-            patch.setattr(plain.cpu, "usable", lambda *_, **__: False)
+            patch.setattr(dispatch, "runs_cpp", lambda *_, **__: False)
             assert can_step(model, make_cache(model)) == is_known
 
 

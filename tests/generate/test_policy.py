@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model, save_model
-from whet.schema import SCHEMAS
+from whet.schema import SCHEMAS, ResponseSchema
 from whet.types import Problem, UserError
 
 SHAPE = ModelConfig(
@@ -195,13 +195,30 @@ def test_only_one_final_end_is_dropped() -> None:
 # --- save and load -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schema", ["think_answer", "reasoning_answer", "working_out_solution"])
+FIRST_FIELDS = {
+    *(
+        "think_open",
+        "think_close",
+        "answer_open",
+        "answer_close",
+        "opening_in_prompt",
+        "answer_type",
+        "tools",
+    ),
+    *("tool_open", "tool_close", "result_open", "result_close"),
+}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("template", ["plain", "base"])
 def test_what_is_saved_asks_the_same_again(schema: Any, template: Any, tmp_path: Path) -> None:
     policy = load_policy(replace(BYTES, schema=schema, template=template), seed=3)
     policy.save(tmp_path)
     stored = json.loads((tmp_path / "protocol.json").read_text())
-    assert stored["schema"] == asdict(SCHEMAS[schema]) | {"tools": []}
+    assert ResponseSchema(**stored["schema"]) == SCHEMAS[schema]
+    assert set(stored["schema"]) >= FIRST_FIELDS  # what earlier versions wrote, and they read nothing else
+    if schema in ("think_answer", "reasoning_answer", "working_out_solution"):
+        assert set(stored["schema"]) == FIRST_FIELDS
     assert stored["template"] == {"plain": PLAIN_TEMPLATE, "base": BASE_TEMPLATE}[template]
     again = load_policy(PolicyConfig(init=str(tmp_path)), seed=4)
     assert again.protocol() == policy.protocol()
@@ -331,7 +348,7 @@ def test_the_engine_stops_at_the_closing_tag_of_bytes() -> None:
 
 @pytest.mark.parametrize("config", [BYTES, LETTERS], ids=["bytes", "characters"])
 def test_the_probe_finds_float32_exact(config: PolicyConfig) -> None:
-    result = probe_policy(load_policy(config, seed=0), temperature=0.7)
+    result = probe_policy(load_policy(config, seed=0), SamplingParams(temperature=0.7))
     assert result == ProbeResult(exact=True, max_gap=0.0)
     assert str(result).startswith("exact: sampler and trainer log-probabilities are bitwise equal")
 

@@ -16,6 +16,7 @@ from whet.algo.logprobs import head_logits
 from whet.generate.cache import Decode, KVCache
 from whet.generate.graphs import DecodeGraphs, StaticDecode
 from whet.kernels import dispatch, eager
+from whet.kernels.mode import VARIABLE
 from whet.model.config import ModelConfig
 from whet.model.transformer import LlamaLike, init_weights
 
@@ -78,11 +79,19 @@ def test_nf4(dtype: torch.dtype, shape: tuple[int, ...], double: bool) -> None:
     cases.check_nf4(CUDA, dtype, shape, double)
 
 
-def test_a_gpu_gets_the_kernels() -> None:
+def test_a_gpu_gets_the_kernels_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from whet.kernels.triton import attention as triton_attention
 
-    picked = dispatch.pick(eager.decode_attention, torch.device(CUDA), torch.bfloat16)
-    assert picked is triton_attention.decode_attention
+    query = torch.ones(1, 1, 16, device=CUDA, dtype=torch.bfloat16)
+    assert dispatch.kernel_for(eager.decode_attention, query) is None
+    monkeypatch.setenv(VARIABLE, "triton")
+    assert dispatch.kernel_for(eager.decode_attention, query) is triton_attention.decode_attention
+
+
+@pytest.fixture
+def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What graphs are used with."""
+    monkeypatch.setenv(VARIABLE, "triton")
 
 
 class Decoding:
@@ -129,6 +138,7 @@ class Decoding:
         self.positions[:rows] += 1
 
 
+@pytest.mark.usefixtures("triton_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_are_the_eager_step(dtype: torch.dtype) -> None:
     """Bitwise: a replay launches what the step launches; also after an update of the weights in place."""
@@ -148,6 +158,7 @@ def test_graphs_are_the_eager_step(dtype: torch.dtype) -> None:
     assert torch.equal(replayed.cache.keys, stepped.cache.keys)
 
 
+@pytest.mark.usefixtures("triton_kernels")
 def test_graphs_follow_moved_parameters() -> None:
     replayed, stepped = Decoding(torch.bfloat16), Decoding(torch.bfloat16)
     runner = DecodeGraphs(replayed.step, replayed.tensors, Decoding.num_rows, replayed.device)
@@ -164,9 +175,11 @@ def test_graphs_follow_moved_parameters() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_static_step_is_near_the_exact_one(dtype: torch.dtype) -> None:
+def test_a_static_step_is_near_the_exact_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     static, exact = Decoding(dtype), Decoding(dtype)
-    static.step(20)
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, "triton")
+        static.step(20)
     exact.step(20, static=False)
     # Three layers of activations near 1, each rounded to the dtype several times on either side.
     assert float((static.logits - exact.logits).abs().max()) <= (1e-4 if dtype == torch.float32 else 5e-2)

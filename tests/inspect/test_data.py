@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 
 from whet import __main__, cli
-from whet.inspect.data.data import DataReportConfig, find_repeated, main
+from whet.inspect.data import data
+from whet.inspect.data.data import DataReportConfig, find_repeated, main, render_rows
 from whet.inspect.data.overlap import compare, fold, fold_prompts, ngrams, shared_ngrams
+from whet.model.text.tokenizer import Tokenizer
 from whet.tasks.base import TaskConfig
+from whet.tasks.jsonl import Jsonl
 from whet.tasks.made.arithmetic import Arithmetic
-from whet.types import Problem, UserError
+from whet.types import Message, Problem, UserError
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data")
@@ -182,6 +186,29 @@ def test_report(task: TaskConfig, tmp_path: Path, capsys: pytest.CaptureFixture[
         main(DataReportConfig(out=str(out), task=task))
 
 
+def test_a_problem_is_shown_as_the_model_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"prompt": f"{n}+1=", "answer": str(n + 1), "solution": f"{n} and 1\nare {n + 1}"} for n in range(9)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--policy.tokenizer", "bytes", "--policy.schema", "r1", "--policy.template", "base"]
+    words += ["--task.path", str(path), "--out", str(tmp_path / "report")]
+    main(cli.parse("whet data", DataReportConfig, {}, ["jsonl", *words], positional="task.name").config)
+    first = Jsonl(path).problems("train")[0]
+    asked = (
+        f"Question: {first.prompt}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+    )
+    read, trained = json.loads((tmp_path / "report" / "rendered.json").read_text())
+    assert (read["is_trained"], trained["is_trained"]) == (False, True)
+    assert read["text"] == f"{asked}\nAnswer:\n<think>"
+    assert trained["text"] == f"{first.solution}</think>\n\n\\boxed{{{first.answer}}}<eos>"
+    assert read["ids"] == list(read["text"].encode())
+    assert trained["ids"] == [*trained["text"].removesuffix("<eos>").encode(), 256]
+    said = capsys.readouterr().out
+    assert f"--- trained, {len(trained['ids'])} tokens\n{trained['text']}\nids {trained['ids'][0]} " in said
+
+
 def test_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "data").mkdir()
     rows = [{"prompt": f"{letters(9)} {index}", "answer": "1"} for index in range(40)]
@@ -234,3 +261,37 @@ def test_real_data_take_seconds(tmp_path: Path) -> None:
 def test_config_says_what_is_wrong(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataReportConfig(**options)
+
+
+def test_conversations_are_shown_as_they_are_learnt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
+    template += "{{ '<assistant>' if add_generation_prompt }}"
+    Tokenizer.bytes().with_template(template).save(tmp_path / "tokenizer")
+    asked = (Message(role="user", content="hi"), Message(role="assistant", content="no"))
+    asked = (*asked, Message(role="user", content="*b*\x1b[31m"))
+    rows = [
+        Problem(uid="1", task="t", prompt="b", answer="", messages=asked, reply="yés"),
+        Problem(uid="2", task="t", prompt="", answer="", reply="ab"),
+        Problem(uid="3", task="t", prompt="1+1=", answer="2"),
+    ]
+    config = DataReportConfig(tokenizer=str(tmp_path / "tokenizer"), num_rendered=2)
+    chat, text = render_rows(config, rows)
+    assert [(piece["learnt"], piece["text"]) for piece in chat] == [
+        (False, "<user>hi<eos>\n<assistant>"),
+        (True, "no<eos>"),
+        (False, "\n<user>*b*\x1b[31m<eos>\n<assistant>"),
+        (True, "yés<eos>"),
+        (False, "\n"),
+    ]
+    assert chat[3]["ids"] == [*"yés".encode(), 256]
+    assert [(piece["learnt"], piece["ids"]) for piece in text] == [(False, [97]), (True, [98, 256])]
+    assert len(render_rows(replace(config, num_rendered=1), rows)) == 1
+    assert render_rows(replace(config, tokenizer="bytes"), rows) == []
+    data._print_rendered([chat])
+    shown = capsys.readouterr().out
+    assert "<assistant>⟦no<eos>⟧\n<user>*b*" in shown
+    assert "⟦121 195 169 115 256⟧" in shown
+    assert "\x1b[31m" not in shown
+    assert "    <user>hi<eos>\n    <assistant>⟦no<eos>⟧\n" in "\n\n".join(data._rendered_markdown([chat]))

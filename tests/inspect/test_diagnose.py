@@ -35,9 +35,7 @@ from whet.inspect.diagnose.step import Component, Subject, captured, share, show
 from whet.inspect.diagnose.switches import toggles
 from whet.inspect.diagnose.update import gradients, learning_rate_at, optimizer
 from whet.inspect.memory.plan import read_recipe
-from whet.kernels.cpu import attention as cpu_attention
-from whet.kernels.cpu import head as cpu_head
-from whet.kernels.cpu import ops as cpu
+from whet.kernels import dispatch
 from whet.model.config import ModelConfig
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import build_model
@@ -177,8 +175,7 @@ def test_reference_numbers_of_source_003() -> None:
 
 def test_flops_are_those_of_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     # Lengths are multiples of 16, so that no row is padded; PyTorch cannot count inside our own kernels.
-    for module in (cpu, cpu_attention, cpu_head):
-        monkeypatch.setattr(module, "usable", lambda *tensors: False)
+    monkeypatch.setattr(dispatch, "runs_cpp", lambda *_, **__: False)
     subject = Subject(sft(batch_size=2))
     ids = tuple(index % 20 for index in range(48))
     subject.sequences = [
@@ -546,4 +543,4 @@ def test_values_are_written_for_people() -> None:
     assert [share(value) for value in (0.0, 0.000123, 0.5, 1.0)] == ["0.0 %", "0.012 %", "50.0 %", "100.0 %"]
     assert worst(["pass", "fail", "warn"]) == "fail"
     assert worst([]) == "pass"
-    assert diagnose_objective.SLOPE.keys() == {"float32", "bfloat16_autocast"}
+    assert diagnose_objective.SLOPE.keys() == {"float32", "bfloat16_autocast", "float16_autocast"}

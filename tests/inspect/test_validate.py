@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hub
 import pytest
 
 from whet import cli
@@ -366,6 +367,7 @@ def test_bad_input_is_one_line_and_makes_nothing(
 ) -> None:
     for program in PROGRAMS.values():
         monkeypatch.setattr(program, "main", lambda config: pytest.fail("a stage was started"))
+    hub.install(monkeypatch)
     argv = [*words.split(), "--out", str(tmp_path / "out")] if words else []
 
     def program() -> None:

@@ -110,7 +110,7 @@ def test_models_head_and_sampling_on_the_kernels(monkeypatch: pytest.MonkeyPatch
     from whet.kernels import dispatch
 
     torch.set_num_threads(1)
-    monkeypatch.setattr("whet.kernels.cpu.ops.library", lambda: None)
+    monkeypatch.setattr("whet.kernels.cpu.build.library", lambda: None)
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
-    monkeypatch.setattr(dispatch, "KERNELS", {"cpu": dispatch._cuda_kernels})
+    monkeypatch.setattr(dispatch, "KERNELS", {"cpu": dispatch.KERNELS["cuda"]})
     check_wiring(monkeypatch)

@@ -88,10 +88,14 @@ def test_a_changed_weight_is_packed_again() -> None:
 def test_norm(dtype: torch.dtype) -> None:
     x, weight = draw(131, 48, dtype=dtype), draw(48, dtype=dtype)
     check(
-        lambda x, w: cpu.norm(x, w, 1e-6),
+        lambda x, w: cpu.rms_norm(x, w, 1e-6)[0],
         lambda x, w: w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
         [x, weight],
     )
+    residual = draw(131, 48, dtype=dtype, seed=3)
+    normed, total = cpu.rms_norm(x, weight, 1e-6, residual)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, cpu.rms_norm(total, weight, 1e-6)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

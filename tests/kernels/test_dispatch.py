@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from wiring_cases import check_wiring
 
-from whet.kernels import dispatch, eager
+from whet.kernels import dispatch
 from whet.kernels import eager as twins
+from whet.kernels.cpu import build
+from whet.kernels.cpu import ops as cpu
+from whet.kernels.dispatch import Choice, Kernel
+from whet.kernels.mode import VARIABLE
 from whet.types import UserError
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+WIRED = ("rms_norm", "swiglu", "decode_attention", "logprob_entropy", "logprob_entropy_backward_")
 
 
 @pytest.fixture
@@ -25,53 +31,110 @@ def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that PyTorch was built for CUDA."""
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    dispatch._cuda_kernels.cache_clear()
+    monkeypatch.setenv(VARIABLE, "triton")
+    dispatch.triton_kernels.cache_clear()
 
 
 def teardown_module() -> None:
-    dispatch._cuda_kernels.cache_clear()
+    dispatch.triton_kernels.cache_clear()
+
+
+class OnGPU:
+    """As much of a tensor on a GPU as the choice of a kernel looks at."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+def check_twins(kernels: dispatch.Kernels, home: str) -> None:
+    for twin, kernel in kernels.items():
+        assert twin.__name__ == kernel.function.__name__
+        assert kernel.function.__module__.startswith(home)
+        assert inspect.signature(twin) == inspect.signature(kernel.function)
 
 
 def test_every_kernel_has_its_twins_signature(nvidia: None) -> None:
-    table = dispatch._cuda_kernels()
-    assert len(table) == 6
-    for twin, kernel in table.items():
-        assert twin.__name__ == kernel.__name__
-        assert kernel.__module__.startswith("whet.kernels.triton.")
-        assert inspect.signature(twin) == inspect.signature(kernel)
+    assert (len(dispatch.CPP), len(dispatch.triton_kernels())) == (4, 6)
+    check_twins(dispatch.CPP, "whet.kernels.cpu.")
+    check_twins(dispatch.triton_kernels(), "whet.kernels.triton.")
 
 
-def test_pick(nvidia: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from whet.kernels.triton import layer as triton_layer
+def test_a_gpu_has_kernels_where_they_are_asked_for(nvidia: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whet.kernels.triton import layer, nf4
 
-    assert dispatch.pick(eager.swiglu, CUDA) is triton_layer.swiglu
-    assert dispatch.pick(eager.swiglu, CUDA, torch.bfloat16) is triton_layer.swiglu
-    assert dispatch.pick(eager.swiglu, CUDA, torch.float64) is eager.swiglu
-    assert dispatch.pick(eager.swiglu, CPU) is eager.swiglu
-    assert dispatch.pick(eager.nf4_quantize, CUDA) is eager.nf4_quantize  # no kernel: its own answer
-    monkeypatch.setenv(dispatch.VARIABLE, "eager")
-    assert dispatch.pick(eager.swiglu, CUDA) is eager.swiglu
-    monkeypatch.setenv(dispatch.VARIABLE, "fast")
+    x = OnGPU(torch.bfloat16)
+    assert dispatch.kernel_for(twins.swiglu, x, x) is layer.swiglu
+    assert dispatch.kernel_for(twins.swiglu, OnGPU(torch.float64)) is None
+    assert dispatch.kernel_for(twins.rotate, x) is None  # no kernel
+    packed = twins.nf4_quantize(torch.ones(64))
+    moved = replace(packed, codes=OnGPU(torch.uint8))  # pyright: ignore[reportArgumentType]
+    assert dispatch.kernel_for(twins.nf4_dequantize, moved, torch.float32) is nf4.nf4_dequantize
+    for other in ("auto", "cpp", "eager"):
+        monkeypatch.setenv(VARIABLE, other)
+        assert dispatch.kernel_for(twins.swiglu, x, x) is None
+    monkeypatch.setenv(VARIABLE, "fast")
     with pytest.raises(UserError, match="WHET_KERNELS = 'fast': expected auto, cpp, eager or triton"):
-        dispatch.pick(eager.swiglu, CUDA)
+        dispatch.kernel_for(twins.swiglu, x)
 
 
-def test_without_triton_or_nvidia_all_is_eager(nvidia: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert dispatch.pick(eager.swiglu, CUDA) is eager.swiglu
-    monkeypatch.undo()
-    dispatch._cuda_kernels.cache_clear()
+def test_kernels_that_are_asked_for_and_missing_are_an_error(
+    nvidia: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = OnGPU(torch.float32)
     monkeypatch.setattr(torch.version, "cuda", None)  # a CPU or ROCm build
-    assert dispatch.pick(eager.swiglu, CUDA) is eager.swiglu
+    with pytest.raises(UserError, match="WHET_KERNELS = triton: .*pip install triton"):
+        dispatch.kernel_for(twins.swiglu, x)
+    monkeypatch.setenv(VARIABLE, "auto")
+    assert dispatch.kernel_for(twins.swiglu, x) is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    dispatch.triton_kernels.cache_clear()
+    with pytest.raises(UserError, match="WHET_KERNELS = triton: .*pip install triton"):
+        dispatch.kernel_for(twins.swiglu, x)
 
 
 def test_a_cpu_never_imports_triton() -> None:
     code = (
         "import sys, torch; from whet.kernels import dispatch, eager; x = torch.ones(2, 3)\n"
-        "dispatch.pick(eager.swiglu, x.device)(x, x); dispatch.has_triton(); sys.exit('triton' in sys.modules)"
+        "dispatch.run(eager.swiglu, x, x); dispatch.has_triton(); sys.exit('triton' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    environment = os.environ | {VARIABLE: "triton"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+@pytest.mark.skipif(build.library() is None, reason=build.reason())
+def test_a_cpu_kernel_takes_what_it_accepts() -> None:
+    x, short, wide, flat = torch.ones(2, 16), torch.ones(2, 15), torch.ones(2, 16).double(), torch.ones(16)
+    half, norm, table = x.bfloat16(), torch.ones(16), torch.ones(2, 1, 16)
+
+    def serves(twin: Callable[..., Any], *inputs: torch.Tensor) -> bool:
+        found = dispatch.kernel_for(twin, *inputs)
+        assert found in (None, getattr(cpu, twin.__name__, None))
+        return found is not None
+
+    assert serves(twins.linear, x, x, norm)
+    assert serves(twins.linear, half, half)
+    for other in (half, short, wide):
+        assert not serves(twins.linear, x, other)
+    assert not serves(twins.linear, flat, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert serves(twins.linear, half, x)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert not serves(twins.linear, x, x)
+    assert serves(twins.rms_norm, x, norm)
+    assert not serves(twins.rms_norm, half, norm)
+    assert serves(twins.rotate, x[:, None], table, table)
+    assert not serves(twins.rotate, x[:, None], table.bfloat16(), table)
+    assert serves(twins.swiglu, x, x)
+    assert not serves(twins.swiglu, x, half)
+    assert not serves(twins.swiglu, flat, flat)
+    assert not serves(twins.decode_attention, x)  # no kernel of this form
+    with dispatch.taken(Choice(frozenset({"attention"}))):
+        assert not serves(twins.swiglu, x, x)
+        assert dispatch.runs_cpp(x, operation="attention")
 
 
 @pytest.mark.usefixtures("eager")
@@ -86,20 +149,8 @@ def test_asked_for_kernels_serve_models_head_and_sampling(monkeypatch: pytest.Mo
 
         return run
 
-    names = ("rms_norm", "swiglu", "decode_attention", "logprob_entropy", "logprob_entropy_backward_")
-    table = {getattr(twins, name): counted(name) for name in names}
-    monkeypatch.setattr(dispatch, "KERNELS", {"cpu": lambda: table})
+    table = {getattr(twins, name): Kernel(counted(name), lambda *_: True) for name in WIRED}
+    monkeypatch.setattr(dispatch, "triton_kernels", lambda: table)
+    monkeypatch.setattr(dispatch, "KERNELS", {"cpu": dispatch.KERNELS["cuda"]})
     check_wiring(monkeypatch)
-    assert set(called) == set(names)
-
-
-def test_kernels_that_are_asked_for_and_missing_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.ones(2, 16)
-    monkeypatch.setattr(dispatch, "KERNELS", {"cpu": dict})
-    assert dispatch.kernel_for(twins.swiglu, x) is None
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
-    with pytest.raises(UserError, match="WHET_KERNELS = triton: .*pip install triton"):
-        dispatch.kernel_for(twins.swiglu, x)
-    assert dispatch.kernel_for(twins.swiglu, x.double()) is None
-    monkeypatch.setattr(dispatch, "KERNELS", {})
-    assert dispatch.kernel_for(twins.swiglu, x) is None, "a CPU goes on as always"
+    assert set(called) == set(WIRED)

@@ -10,10 +10,10 @@ import torch
 
 from whet.algo.logprobs import select_logprobs, token_logprobs
 from whet.generate.cache import Decode, KVCache
-from whet.kernels import eager
+from whet.kernels import dispatch, eager
 from whet.model.config import ModelConfig
 from whet.model.parts import RMSNorm
-from whet.model.rotary import rotary_tables, rotate
+from whet.model.rotary import rotary_tables
 
 SHAPE = ModelConfig(
     hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=600
@@ -38,7 +38,9 @@ def test_a_decode_step_is_the_caches_own(dtype: torch.dtype) -> None:
         norm.weight.data.copy_(cases.draw(8, seed=seed))
     with torch.no_grad():
         theirs = filled_cache(dtype)
-        q_turned, k_turned = rotate(norms[0](q), cos, sin), rotate(norms[1](k), cos, sin)
+        q_turned, k_turned = (
+            dispatch.run(eager.rotate, norm(x), cos, sin) for norm, x in zip(norms, (q, k), strict=True)
+        )
         wanted = Decode(theirs, positions, theirs.capacity, "exact").attend(0, q_turned, k_turned, v)
         ours = filled_cache(dtype)
         rows = torch.arange(3)

@@ -12,10 +12,9 @@ from whet.generate import kernel_speed
 from whet.generate.engine import Engine
 from whet.generate.rows import Request
 from whet.generate.sampling import SamplingParams
-from whet.kernels import choice
-from whet.kernels.choice import Choice
+from whet.kernels import dispatch
 from whet.kernels.cpu import build
-from whet.kernels.cpu import ops as cpu
+from whet.kernels.dispatch import Choice
 from whet.model.config import ModelConfig
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model
@@ -39,10 +38,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WHET_KERNELS", "auto")
-    before = choice.current()
-    choice.take(None)
+    before = dispatch.current()
+    dispatch.take(None)
     yield
-    choice.take(before)
+    dispatch.take(before)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +63,12 @@ def test_what_is_slower_is_not_used(ratios: dict, used: set) -> None:
 def test_it_is_said_in_words() -> None:
     name = f"C++ {build.instruction_set()}"
     assert (
-        choice.describe(Choice.of({"product": 2.0, "attention": 4.5, "decode": 3.0}))
+        dispatch.describe(Choice.of({"product": 2.0, "attention": 4.5, "decode": 3.0}))
         == f"{name}, 3.0x PyTorch"
     )
-    assert choice.describe(Choice.of({"product": 0.8, "attention": 0.8})) == f"PyTorch ({name} was 0.8x)"
-    assert choice.describe(Choice.of({})) == f"PyTorch ({name} has no kernels for this shape)"
-    partly = choice.describe(Choice.of({"product": 2.0, "attention": 0.5, "decode": 3.0}))
+    assert dispatch.describe(Choice.of({"product": 0.8, "attention": 0.8})) == f"PyTorch ({name} was 0.8x)"
+    assert dispatch.describe(Choice.of({})) == f"PyTorch ({name} has no kernels for this shape)"
+    partly = dispatch.describe(Choice.of({"product": 2.0, "attention": 0.5, "decode": 3.0}))
     assert partly == (
         f"{name}, 2.0x PyTorch; attention: PyTorch (C++ was 0.5x); "
         "decode: PyTorch (C++ was 3.0x, but needs the others)"
@@ -88,14 +87,14 @@ def test_measured_once_kept_beside_the_library_and_taken(
     monkeypatch.setattr(kernel_speed, "measure", measure)
     monkeypatch.setattr(build, "folder", lambda: tmp_path)
     for _ in range(2):
-        choice.take(None)
+        dispatch.take(None)
         kernel_speed.choose_kernels(SHAPE, torch.float32, CPU)
-        assert not choice.uses("product")
-        assert choice.uses("attention")
+        assert not dispatch._uses("product")
+        assert dispatch._uses("attention")
     assert len(calls) == 1, "the second process reads what the first one measured"
     kernel_speed.choose_kernels(SHAPE, torch.bfloat16, CPU)
     assert len(calls) == 1, "the first model of a process decides for all of them"
-    choice.take(None)
+    dispatch.take(None)
     (tmp_path / kernel_speed.FILE).write_text('{"broken": 1')
     kernel_speed.choose_kernels(SHAPE, torch.float32, CPU)
     assert len(calls) == 2, "what cannot be read is measured again"
@@ -108,21 +107,21 @@ def test_a_real_measurement_is_short_and_positive() -> None:
 
 
 def test_a_resumed_run_keeps_its_kernels(tmp_path: Path) -> None:
-    choice.take(Choice.of({"product": 2.0, "attention": 0.5, "decode": 3.0}))
+    dispatch.take(Choice.of({"product": 2.0, "attention": 0.5, "decode": 3.0}))
     facts = write_environment(tmp_path)
-    identity = choice.identity()
+    identity = dispatch.identity()
     assert identity.endswith("without attention, decode")
-    assert facts["kernels"] == choice.describe()
-    choice.take(None)
-    kernel_speed.keep_kernels(tmp_path)
-    assert choice.identity() == identity
+    assert facts["kernels"] == dispatch.describe()
+    dispatch.take(None)
+    dispatch.restore(tmp_path)
+    assert dispatch.identity() == identity
     kernel_speed.choose_kernels(SHAPE, torch.float32, CPU)
-    assert choice.identity() == identity, "nothing is measured where a run has its kernels"
-    choice.take(None)
+    assert dispatch.identity() == identity, "nothing is measured where a run has its kernels"
+    dispatch.take(None)
     facts["kernels_used"]["library"] = "C++, of another machine"
     (tmp_path / "environment.json").write_text(json.dumps(facts))
-    kernel_speed.keep_kernels(tmp_path)
-    assert choice.current() is None
+    dispatch.restore(tmp_path)
+    assert dispatch.current() is None
 
 
 @pytest.mark.parametrize("used", [set(), {"product"}, {"attention"}, {"product", "attention"}])
@@ -133,8 +132,8 @@ def test_any_part_of_the_kernels_samples_what_it_scores(used: set) -> None:
 
     model = build_model(SHAPE)
     init_weights(model, 0)
-    with choice.taken(Choice(frozenset(used))):
-        assert cpu.usable(model.head_weight) == ("product" in used)
+    with dispatch.taken(Choice(frozenset(used))):
+        assert dispatch.runs_cpp(model.head_weight) == ("product" in used)
         requests = [Request(prompt_ids=tuple(range(1, n)), seeds=(n, n + 50)) for n in (3, 9, 20)]
         drawn = Engine(model, stop_ids=()).generate(requests, SamplingParams(max_new_tokens=17))
         sequences = [

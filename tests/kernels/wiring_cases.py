@@ -10,7 +10,7 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.generate.engine import Completion, Engine, Request
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
-from whet.kernels import dispatch
+from whet.kernels.mode import VARIABLE
 from whet.model.config import Family, ModelConfig
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model
@@ -63,7 +63,7 @@ def check_wiring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the eager path with the wired one; the kernels of `dispatch.KERNELS` serve the CPU here."""
     model = make_model()
     plain, (numbers, grads) = sample(model), gradients(model)
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    monkeypatch.setenv(VARIABLE, "triton")
     engine = Engine(model, stop_ids=(5,), max_rows=5)
     for _ in range(2):  # the rows of the first session serve the second
         wired = sample(model, engine)

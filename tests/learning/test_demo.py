@@ -92,3 +92,23 @@ def test_reinforcement_lifts_accuracy(tmp_path: Path) -> None:
     rows = (folder / "rl" / "metrics.jsonl").read_text().splitlines()
     drift = [json.loads(row)["rl/ratio_drift"] for row in rows]
     assert set(drift) == {0.0}
+    # A trained model curves more than a random one: the diagnosis has to pass there, too.
+    for stage in ("sft", "rl"):
+        command = [
+            "diagnose",
+            "demo",
+            "--set",
+            f"policy.init={folder / stage}",
+            "--rounds",
+            "0",
+            "--repeats",
+            "1",
+        ]
+        found = subprocess.run(
+            [sys.executable, "-m", "whet", *command, "--out", str(tmp_path / f"diagnose-{stage}")],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | {"TERM": "dumb"},
+        )
+        assert found.returncode == 0, found.stdout + found.stderr

@@ -35,16 +35,25 @@ def test_base_template_in_words() -> None:
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "ranges of more"),
         ("{% set text = 'a' * 99999 %}{% for i in range(99999) %}{{ text }}{% endfor %}", "characters or"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
-        ("{{ messages|length }}", "not prefix-preserving"),
-        (
-            "{% for m in messages %}{{ m.content }}{% endfor %}{{ 0 if add_generation_prompt }}!",
-            "not prefix-preserving",
-        ),
     ],
 )
 def test_bad_template_is_a_user_error(template: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Tokenizer.bytes().with_template(template).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ 0 if add_generation_prompt }}!",
+    ],
+)
+def test_a_template_that_rewrites_earlier_messages_asks_once_but_plays_no_episode(template: str) -> None:
+    tokenizer = Tokenizer.bytes().with_template(template)
+    assert MESSAGES[-1]["content"] in tokenizer.render(MESSAGES)
+    with pytest.raises(UserError, match="not prefix-preserving"):
+        tokenizer.encode_next("more")
 
 
 def test_template_length_is_bounded() -> None:

@@ -121,7 +121,7 @@ DIFFERENT = r"""
 2.00  !=  \sqrt{4.000001}  ##  400+\frac{1}{2}  !=  400
 5  !=  6  ##  5  !=  -5  ##  5 or 7  !=  5  ##  5 or 7  !=  7  ##  5,7  !=  5
 \boxed{5},\boxed{7}  !=  5  ##  \boxed{5,5}  !=  5  ##  5,5  !=  5  ##  1,1,1,1  !=  1  ##  1,2,3  !=  123
-12,34  !=  1234  ##  nan  !=  5  ##  inf  !=  5  ##  nan  !=  0  ##  ٣  !=  3  ##  ５  !=  5  ##  1_0  !=  10
+12,34  !=  1234  ##  nan  !=  5  ##  inf  !=  5  ##  nan  !=  0  ##  1_0  !=  10
 600  !=  60 270 90 180  ##  600  !=  [60, 270, 90, 180]  ##  [180, 90, 270, 60]  !=  60 270 90 180
 60 270 90  !=  60 270 90 180  ##  10^{10^{10}}  !=  5  ##  9^{9^{9^9}}  !=  1  ##  100000000!  !=  1
 (x+1)^{100000}  !=  x  ##  0.28  !=  28  ##  28/100  !=  28  ##  \frac{28}{100}  !=  28  ##  3.14  !=  \pi
@@ -264,12 +264,6 @@ def test_a_plain_number_is_a_written_number(text: str) -> None:
 def test_copying_the_question_does_not_pay_where_a_plain_number_is_asked(text: str) -> None:
     assert answers_equal(text, "408")
     assert not answers_equal(text, "408", plain_number=True)
-
-
-def test_digits_of_other_scripts_are_not_digits() -> None:
-    for text in ("\u0663", "\uff15", "\u0967", "\U0001d7d9"):
-        for gold in "0123456789":
-            assert not answers_equal(text, gold)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

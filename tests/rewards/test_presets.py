@@ -15,7 +15,7 @@ from whet.rewards.answers.numbers import parse_number
 from whet.rewards.presets import PRESETS, cosine_score, relative_error, repeated_share
 from whet.schema import SCHEMAS, ResponseSchema
 from whet.tasks.made.arithmetic import Arithmetic
-from whet.types import Problem
+from whet.types import Problem, UserError
 
 TASK = Arithmetic()
 SCHEMA = ResponseSchema()
@@ -36,7 +36,7 @@ def score(name: str, completion: str, gold: str = "132", schema: ResponseSchema 
     return PRESETS[name].make(schema, TASK)(problem(gold), completion)
 
 
-@pytest.mark.parametrize("schema", [*SCHEMAS.values(), ODD])
+@pytest.mark.parametrize("schema", [*(SCHEMAS[name] for name in SCHEMAS if name != "none"), ODD])
 def test_the_workshop_totals(schema: ResponseSchema) -> None:
     """Recomputed in requirements 11 from the notebook; +13 and -7.5 are also what the talk shows."""
     assert sum(score(name, schema.render("w", "132"), schema=schema) or 0 for name in WORKSHOP) == 13.0
@@ -136,14 +136,15 @@ ANSWERS = [
     ("132", "132", 1.0, 1.0),
     (" 132 ", "132", 1.0, 1.0),
     ("132.0", "132", 0.0, 1.0),
-    ("140", "132", 0.0, 0.4),
-    ("154", "132", 0.0, 0.3),
-    ("100", "132", 0.0, -0.5),
-    ("1/2", "0.52", 0.0, 0.4),
-    ("-132", "132", 0.0, -0.5),
-    ("0.05", "0", 0.0, 0.4),
-    ("0.15", "0", 0.0, 0.3),
-    ("3", "0", 0.0, -0.5),
+    ("5", "4", 0.0, 0.8),  # the talk's own example
+    ("3", "4", 0.0, 0.8),
+    ("８", "4", 0.0, 0.5),
+    ("198", "132", 0.0, 2 / 3),
+    ("1/2", "0.52", 0.0, 26 / 27),
+    ("-132", "132", 0.0, 1 / 3),
+    ("0.25", "0", 0.0, 0.8),
+    ("3", "0", 0.0, 0.25),
+    ("1e900", "4", 0.0, 0.0),
     ("blue", "132", 0.0, -1.0),
     ("", "132", 0.0, -1.0),
 ]
@@ -368,3 +369,43 @@ def test_any_text_scores_within_bounds(completion: str, gold: str) -> None:
         value = reward(problem(gold), completion)
         assert value is not None
         assert PRESETS[name].worst <= value <= PRESETS[name].best, name
+
+
+R1, BOXED, HASHES = (SCHEMAS[name] for name in ("r1", "boxed", "hashes"))
+PLACES_TABLE = [
+    # name, schema, completion, score; the gold answer is 132
+    ("format_exact", R1, "w</think>so \\boxed{132}", 3.0),
+    ("format_exact", R1, "\\boxed{132}", 0.0),
+    ("format_approximate", R1, "w</think>\\boxed{132}", 1.5),
+    ("format_approximate", R1, "w</think>132", -0.75),
+    ("format_approximate", BOXED, "\\boxed{1} \\boxed{132}", -3.0),
+    ("format_approximate", HASHES, "#### 132", 1.5),
+    ("answer_bands", R1, "w</think>\\boxed{132}", 5.0),
+    ("answer_bands", BOXED, "\\boxed{133}", 2.0),
+    ("answer_bands", BOXED, "132", -2.0),
+    ("number_match", R1, "1</think>\\boxed{132}", 3.5),
+    ("number_match", R1, "\\boxed{132}, no", -2.5),
+    ("number_match", BOXED, "1 \\boxed{-132}", -1.5),
+    ("number_match", HASHES, "1\n#### 132", 3.5),
+    ("tag_count", R1, "w</think>\\boxed{132}", 0.5),
+    ("tag_count", R1, "<think>w</think>\\boxed{132}", 0.0),
+    ("tag_count", HASHES, "#### 1 #### 132", 0.0),
+    ("format_soft", R1, "w</think>\\boxed{132}", 0.5),
+    ("format_soft", BOXED, "132", 0.0),
+    ("format_strict", HASHES, "w\n#### 132", 0.5),
+    ("distance", BOXED, "so \\boxed{132.0}", 1.0),
+    ("distance", R1, "so \\boxed{132}", -1.0),
+]
+
+
+@pytest.mark.parametrize(("name", "schema", "completion", "expected"), PLACES_TABLE)
+def test_rewards_of_answers_without_tags(
+    name: str, schema: ResponseSchema, completion: str, expected: float
+) -> None:
+    assert score(name, completion, schema=schema) == expected
+
+
+def test_a_schema_without_tags_has_no_tags_to_count() -> None:
+    for name in ("format_approximate", "tag_count"):
+        with pytest.raises(UserError, match=f"rewards.{name}: the schema has neither tags"):
+            score(name, "a", schema=SCHEMAS["none"])

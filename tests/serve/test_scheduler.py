@@ -338,6 +338,15 @@ def test_stop_strings_are_cut_and_their_beginnings_held() -> None:
         ("think_answer", "</think></think>x", "", "</think>x"),
         ("reasoning_answer", "hm <reasoning>t</reasoning><answer>5</answer>", "t", "hm5"),
         ("reasoning_answer", "<reason", "", "<reason"),
+        ("r1", "t</think>\n\nSo \\boxed{2} <answer>", "t", "So \\boxed{2} <answer>"),
+        ("boxed", "<think>t</think><answer>2</answer>", "", "<think>t</think><answer>2</answer>"),
+        ("none", "a <answer>2</answer>", "", "a <answer>2</answer>"),
+        (
+            "gpt_oss",
+            "<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>2<|return|>",
+            "t",
+            "2",
+        ),
     ],
 )
 def test_thinking_and_answer_part_however_they_come(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import base64
 import json
+import pickle
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
+import hub
 import pytest
 
 from whet.rewards.base import build_rewards, score_completion
@@ -262,3 +266,81 @@ def test_published_problems_of_human_eval() -> None:
     assert body.startswith("    ")
     assert human.is_correct(first, body)
     assert human.examine(first, first.answer).scores["tests"] == 1.0  # type: ignore[union-attr]
+
+
+SUM = "a, b = map(int, input().split())\nprint(a + b)"
+PAIRS = """class Solution:
+    def pairs(self, nums: List[int], k: int) -> int:
+        return sum(a == b for a, b in zip(nums, nums[1:])) + k"""
+
+
+def test_contests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LiveCodeBench's rows: by standard input, with packed hidden tests, and by a method of a class."""
+    hub.install(monkeypatch)
+    task = Code("livecodebench")
+    by_input, by_method = task.problems("test")
+    assert "standard input" in by_input.prompt
+    assert "class Solution" in by_method.prompt
+    assert task.is_correct(by_input, SUM)
+    assert task.is_correct(by_method, PAIRS)
+    first_only = (
+        "print({'1 2': 3}.get(input(), 0))"  # right for the public test, which the hidden ones are not
+    )
+    verdict = task.examine(by_input, first_only)
+    assert verdict is not None
+    assert [result.status for result in verdict.results] == ["ok", "wrong", "ok"]
+    assert not task.is_correct(by_input, first_only)
+    assert not task.is_correct(by_method, PAIRS.replace("+ k", ""))
+    scores = task.code_scores(by_input, first_only)
+    assert scores == {"loads": 1.0, "tests": pytest.approx(2 / 3), "keywords": 1.0}
+    for answer in ("", "print(", "import numpy", None):
+        assert not task.is_correct(by_input, answer)
+
+
+def test_the_users_own_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "TIMEOUT_S", 0.5)
+    cases = [{"input": f"{n} 1\n", "output": f"{n + 1}.0\n"} for n in range(4)]
+    task = write(tmp_path / "own.jsonl", {"prompt": "Add.", "tests": cases, "solution": SUM})
+    (problem,) = [p for split in ("train", "dev", "test") for p in task.problems(split)]
+    assert task.is_correct(problem, SUM)
+    verdict = task.examine(problem, "while True: pass")
+    assert verdict is not None
+    assert [result.status for result in verdict.results] == ["tle"] * 4
+    assert len({id(result) for result in verdict.results}) == 1  # the others were not run
+    with pytest.raises(UserError, match="expected texts as 'input' and 'output' of every case"):
+        write(tmp_path / "bad.jsonl", {"prompt": "Add.", "tests": [{"input": "1"}]}).problems("train")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "same"),
+    [
+        ("3", "3\n", True),
+        (" 1  2 \n3\n\n", "1 2\n3", True),
+        ("0.50", "0.5", True),
+        ("1e1", "10", True),
+        ("1\n2", "1 2", False),
+        ("1 2 3", "1 2", False),
+        ("", "0", False),
+        ("nan", "1", False),
+        ("Yes", "yes", False),
+    ],
+)
+def test_outputs_are_compared(written: str, expected: str, same: bool) -> None:
+    assert code.same_output(written, expected) is same
+
+
+def test_hidden_tests_are_read_without_unpickling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def packed(value: object) -> str:
+        return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+    cases = [{"input": "1", "output": "2", "testtype": "stdin"}]
+    assert code._private(packed(json.dumps(cases))) == cases
+    assert code._private(json.dumps(cases)) == cases
+    for value in (print, [json.dumps(cases), "more"], 7):  # a function, which unpickling would look up
+        with pytest.raises(ValueError, match="no pickle of one text|neither JSON"):
+            code._private(packed(value))
+    with pytest.raises(ValueError, match="neither JSON nor packed"):
+        code._private("no base64!")
+    monkeypatch.setattr(code, "MAX_UNPACKED", 50)
+    with pytest.raises(ValueError, match="larger than 50 bytes"):
+        code._private(packed(json.dumps(cases * 9)))

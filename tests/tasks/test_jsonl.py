@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from whet.config import from_dict
 from whet.tasks.base import OPTIONS, TASKS, TaskConfig, load_task
 from whet.tasks.jsonl import Jsonl
 from whet.types import Problem, UserError
@@ -42,7 +43,7 @@ def chat(*turns: str) -> dict[str, Any]:
         ({"problem": "p", "solution": r"so \boxed{4}"}, {}, ("p", "4", r"so \boxed{4}")),
         (
             {"q": "p", "a": "4", "s": "2+2"},
-            {"prompt_field": "q", "answer_field": "a", "solution_field": "s"},
+            {"prompt": "q", "answer": "a", "solution": "s"},
             ("p", "4", "2+2"),
         ),
         ({"prompt": "p", "question": "x", "answer": "4"}, {}, ("p", "4", "")),
@@ -51,7 +52,24 @@ def chat(*turns: str) -> dict[str, Any]:
             {},
             ("p", "4", "2+2"),
         ),
-        (chat("user:p", "assistant:hm", "user:well?", "assistant:2+2\n#### 4"), {}, ("p", "4", "2+2")),
+        (chat("user:p", "assistant:hm", "user:well?", "assistant:2+2\n#### 4"), {}, ("well?", "4", "2+2")),
+        ({"question": "p", "answer": 53}, {}, ("p", "53", "")),
+        ({"question": "p", "answer": 53.0}, {}, ("p", "53", "")),
+        ({"question": "p", "answer": 0.25}, {}, ("p", "0.25", "")),
+        ({"Problem": "p", "Solution": "2+2", "Answer": 4}, {}, ("p", "4", "2+2")),
+        ({"problem": "p", "expected_answer": "4"}, {}, ("p", "4", "")),
+        ({"question": "p", "reward_model": {"ground_truth": "4"}}, {}, ("p", "4", "")),
+        ({"question": "p", "gold": {"value": "4"}}, {"answer": "gold.value"}, ("p", "4", "")),
+        ({"question": "p", "answer": "x", "final_answer": "4"}, {"answer": "final_answer"}, ("p", "4", "")),
+        ({"prompt": [{"role": "user", "content": "p"}], "answer": "4"}, {}, ("p", "4", "")),
+        ({"messages": [{"role": "user", "content": "p"}], "ground_truth": "4"}, {}, ("p", "4", "")),
+        # Reasoning in R1's style is the solution; its tags are the schema's business.
+        (
+            {"problem": "p", "solution": "<think>\n2+2\n</think>\n\nIt is 4.", "answer": "4"},
+            {},
+            ("p", "4", "2+2"),
+        ),
+        ({"problem": "p", "solution": r"<think>2+2</think>so \boxed{4}"}, {}, ("p", "4", "2+2")),
         (chat("user:p", "assistant:The answer is 4."), {}, ("p", "4", "The answer is 4.")),
     ],
 )
@@ -68,14 +86,30 @@ def test_forms(
             {"question": "p", "problem": "p"},
             {},
             "'question' and 'problem' could each be the prompt; "
-            "name the column with --task.prompt-field (there are: question, problem)",
+            "name the column with --task.prompt (there are: question, problem)",
         ),
-        ({"x": "p"}, {}, "no 'prompt'; name the column with --task.prompt-field (there are: x)"),
-        ({"prompt": "p"}, {}, "no 'answer'; name the column with --task.answer-field (there are: prompt)"),
+        (
+            {"messages": [], "conversations": []},
+            {},
+            "'messages' and 'conversations' could each be the prompt; "
+            "name the column with --task.prompt (there are: messages, conversations)",
+        ),
+        (
+            {"question": "p", "final_answer": "1", "expected_answer": "2"},
+            {},
+            "'final_answer' and 'expected_answer' could each be the answer; "
+            "name the column with --task.answer (there are: question, final_answer, expected_answer)",
+        ),
+        ({"x": "p"}, {}, "no column is a question; name it with --task.prompt (there are: x)"),
         (
             {"prompt": "p", "solution": "4"},
-            {"answer_field": "a"},
-            "no 'a'; name the column with --task.answer-field (there are: prompt, solution)",
+            {"answer": "a"},
+            "no column 'a'; name another with --task.answer (there are: prompt, solution)",
+        ),
+        (
+            {"prompt": "p", "gold": {"value": "4"}},
+            {"answer": "gold.text"},
+            "no column 'gold.text'; name another with --task.answer (there are: prompt, gold)",
         ),
     ],
 )
@@ -90,14 +124,26 @@ def test_column_messages(tmp_path: Path, row: Any, options: dict[str, Any], mess
     [
         (3, {}, "expected an object {...}, got a number"),
         ({"prompt": "p", "answer": ""}, {}, "'answer' is empty"),
-        ({"prompt": "p", "answer": "4"}, {"solution_field": "s"}, "no 's'"),
-        ({"prompt": "p", "answer": "4", "solution": 5}, {}, "'solution' is a number, expected text"),
-        ({"prompt": "p", "solution": "no idea"}, {}, "no final answer found in 'solution'"),
+        ({"prompt": "p", "answer": None}, {}, "'answer' is null, expected text"),
+        ({"prompt": "p", "answer": True}, {}, "'answer' is true, expected text"),
+        ({"prompt": "p", "answer": "4", "solution": ["5"]}, {}, "'solution' is a list, expected text"),
         ({"messages": "p"}, {}, "'messages' is not a list of objects"),
+        ({"messages": "[3]"}, {}, "'messages' is not a list of objects"),
+        ({"messages": [3]}, {}, "'messages' is not a list of objects"),
+        (
+            {"messages": [{"role": "narrator", "content": "p"}]},
+            {},
+            "'messages' has a message of role 'narrator', expected system, user, assistant or tool",
+        ),
         (chat("user:p"), {}, "'messages' has no assistant message"),
-        (chat("assistant:p"), {}, "'messages' has no user message"),
+        (chat("assistant:p"), {}, "'messages' has no user message before its last answer"),
+        (chat("system:s", "assistant:p"), {}, "'messages' has no user message before its last answer"),
         (chat("user: ", "assistant:4"), {}, "'messages', user: 'content' is empty"),
-        (chat("user:p", "assistant:no idea"), {}, "no final answer found in the last assistant message"),
+        (
+            chat("user:p", "assistant:4", "assistant:5"),
+            {},
+            "'messages': its last answer follows a message of the assistant",
+        ),
     ],
 )
 def test_row_messages(tmp_path: Path, row: Any, options: dict[str, Any], message: str) -> None:
@@ -175,17 +221,152 @@ def test_judging(tmp_path: Path) -> None:
 
 
 def test_missing_paths(tmp_path: Path) -> None:
-    for path in ("", tmp_path / "none"):
-        with pytest.raises(UserError, match="no such file or folder; check --task.path"):
-            Jsonl(path)
+    with pytest.raises(UserError, match="no such file or folder, and not a hub name .*; check --task.path"):
+        Jsonl(tmp_path / "none")
     with pytest.raises(UserError, match="no train.jsonl there"):
         Jsonl(write(tmp_path, {})).problems("dev")
+
+
+def all_of(folder: Path, *rows: Any, **options: Any) -> list[Problem]:
+    return Jsonl(write(folder, *rows), **options).problems("test")
+
+
+def test_a_chat_is_the_last_reply_to_all_before_it(tmp_path: Path) -> None:
+    """Nothing is mis-paired, nothing dropped: what asks is a conversation, its reply is learned as it is."""
+    rows = [
+        chat("system:Be brief.", "user:Hi", "assistant:Hello!", "user:Who are you?", "assistant:A model. "),
+        chat("user:Hi", "assistant:Hello!"),
+        chat(
+            "user:Hi", "assistant:Hello!", "user:Bye"
+        ),  # its last question was never answered: as the row above
+    ]
+    text = json.dumps(chat("user:Hi", "assistant:Yes?")["messages"])
+    first, second, third = all_of(tmp_path, *rows, {"messages": text})
+    assert (first.prompt, first.reply, first.answer, first.solution) == ("Who are you?", "A model. ", "", "")
+    assert [(m.role, m.content) for m in first.messages] == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Hello!"),
+        ("user", "Who are you?"),
+    ]
+    assert (second.prompt, second.reply, second.messages) == ("Hi", "Hello!", ())
+    assert (third.prompt, third.reply) == ("Hi", "Yes?")  # as JSON text, which a CSV file has
+    assert len({first.meta["prompt_uid"], second.meta["prompt_uid"]}) == 2
+
+
+def test_share_gpt(tmp_path: Path) -> None:
+    words = [("system", "s"), ("human", "p"), ("gpt", "q?"), ("human", "r"), ("gpt", "t")]
+    rows = [{"conversations": [{"from": who, "value": text} for who, text in words]}]
+    (problem,) = all_of(tmp_path, *rows)
+    assert [m.role for m in problem.messages] == ["system", "user", "assistant", "user"]
+    assert (problem.prompt, problem.reply) == ("r", "t")
+    (problem,) = all_of(
+        tmp_path, {"system": "s", "conversations": [{"from": w, "value": t} for w, t in words[1:3]]}
+    )
+    assert [(m.role, m.content) for m in problem.messages] == [("system", "s"), ("user", "p")]
+
+
+def test_tools_and_thinking(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    definition = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I should add."},
+        {"role": "tool", "name": "add", "content": "4"},
+        {"role": "assistant", "content": "Four.", "reasoning_content": "The tool says 4."},
+    ]
+    (problem,) = all_of(tmp_path, {"messages": messages, "tools": [definition]})
+    assert (problem.prompt, problem.reply, problem.solution) == ("2+2?", "Four.", "The tool says 4.")
+    asked, called, told = problem.messages
+    assert (called.content, called.thinking, json.loads(called.tool_calls)) == ("", "I should add.", [call])
+    assert (told.role, told.name, told.content) == ("tool", "add", "4")
+    assert json.loads(problem.meta["tools"]) == [definition]
+    (problem,) = all_of(tmp_path, {"messages": messages[:2], "tools": json.dumps([definition])})
+    assert (problem.reply, json.loads(problem.meta["tool_calls"])) == ("", [call])
+    assert json.loads(problem.meta["tools"]) == [definition]
+
+
+def test_answers_are_taken_from_all_replies_or_from_none(tmp_path: Path) -> None:
+    right, other = chat("user:p", "assistant:so \\boxed{4}"), chat("user:q", "assistant:In 1905.")
+    assert [(p.answer, p.reply) for p in all_of(tmp_path, right)] == [("4", "")]
+    task = Jsonl(write(tmp_path, right, other))
+    assert [(p.answer, p.reply) for p in task.problems("test")] == [
+        ("", "so \\boxed{4}"),
+        ("", "In 1905."),  # the last number of a chat is no answer
+    ]
+    assert task.no_gold == (
+        "test.jsonl: 1 of 2 rows have no final answer in the last assistant message (first: 2), or leave out such rows "
+        "with --task.max-bad-rows 1"
+    )
+    task = Jsonl(write(tmp_path, right, other), max_bad_rows=1)
+    assert [(p.answer, p.reply) for p in task.problems("test")] == [("4", "")]
+    assert [row.reason for row in task.bad_rows] == ["no final answer found in the last assistant message"]
+    assert [(p.answer, p.reply) for p in all_of(tmp_path, right, answer="none")] == [("", "so \\boxed{4}")]
+
+
+def test_instructions_and_plain_text(tmp_path: Path) -> None:
+    rows = [{"instruction": "Translate.", "input": "Hund", "output": "dog"}]
+    (problem,) = all_of(tmp_path, *rows)
+    assert (problem.prompt, problem.reply, problem.messages) == ("Translate.\n\nHund", "dog", ())
+    texts = [{"text": "Once upon a time."}, {"text": "The end."}]
+    problems = all_of(tmp_path, *texts)
+    assert [(p.prompt, p.reply) for p in problems] == [("", "Once upon a time."), ("", "The end.")]
+    assert len({p.meta["prompt_uid"] for p in problems}) == 2  # or all of it would be one split
+    (problem,) = all_of(tmp_path, {"prompt": "Say anything."})
+    assert (problem.prompt, problem.answer, problem.reply) == ("Say anything.", "", "")
+
+
+def test_what_was_recognised_is_told(tmp_path: Path) -> None:
+    task = Jsonl(write(tmp_path, {"question": "2+2?", "final_answer": 4, "id": 7}))
+    assert task.recognised == ""
+    task.problems("test")
+    assert task.recognised == (
+        "test.jsonl: prompt = 'question', answer = 'final_answer'\n  question: '2+2?'\n  answer: '4'"
+    )
+    task = Jsonl(write(tmp_path, chat("system:s", "user:p", "assistant:Hello.")))
+    task.problems("test")
+    assert task.recognised == (
+        "test.jsonl: chat = 'messages'\nwithout gold answers: 1 of 1 rows have no final answer in the last assistant "
+        "message (first: 1)\n  question: 2 messages, last 'p'\n  reply: 'Hello.'"
+    )
+
+
+def test_only_the_first_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{n}", "answer": "4"} for n in range(9)]
+    assert [p.prompt for p in all_of(tmp_path, *rows, max_rows=3)] == ["p0", "p1", "p2"]
+
+
+@pytest.mark.parametrize("count", [4, 10, 30, 60, 150, 199])
+def test_a_small_file_keeps_enough_to_test_on(tmp_path: Path, count: int) -> None:
+    rows = [{"prompt": f"p{n}", "answer": "4"} for n in range(count)]
+    path = write(tmp_path, *rows, name="all.jsonl") / "all.jsonl"
+    parts = {split: {p.prompt for p in Jsonl(path).problems(split)} for split in ("train", "dev", "test")}
+    least = min(10, count // 5)
+    assert all(len(parts[split]) >= least for split in ("dev", "test"))
+    assert len(parts["train"]) >= count // 2
+    assert sum(map(len, parts.values())) == count
+    write(tmp_path, *reversed(rows), name="all.jsonl")
+    assert {s: {p.prompt for p in Jsonl(path).problems(s)} for s in parts} == parts
+
+
+def test_old_names_of_columns_are_read() -> None:
+    old = {
+        "name": "jsonl",
+        "path": "x",
+        "prompt_field": "q",
+        "answer_field": "answer",
+        "solution_field": None,
+    }
+    assert from_dict(TaskConfig, old, where="run") == TaskConfig(name="jsonl", path="x", prompt="q")
+    assert from_dict(TaskConfig, {"prompt_field": "prompt"}, where="run") == TaskConfig()
+    with pytest.raises(UserError, match="run: prompt_field is now called prompt, and both are given"):
+        from_dict(TaskConfig, old | {"prompt": "r"}, where="run")
 
 
 def test_table(tmp_path: Path) -> None:
     assert set(TASKS) == set(OPTIONS)
     write(tmp_path, {"q": "p", "a": "4"})
-    task = load_task(TaskConfig(name="jsonl", path=str(tmp_path), prompt_field="q", answer_field="a"))
+    task = load_task(TaskConfig(name="jsonl", path=str(tmp_path), prompt="q", answer="a"))
     assert task.name == "jsonl"
     assert task.problems("test")[0].prompt == "p"
     for name in ("gsm8k", "math"):
@@ -198,7 +379,13 @@ def test_table(tmp_path: Path) -> None:
         ({"name": "poker"}, f"task.name = 'poker': expected one of {', '.join(OPTIONS)} or path.py:MyTask"),
         ({"num_problems": -1}, "task.num_problems = -1: expected 0 or more"),
         ({"max_bad_rows": -1}, "task.max_bad_rows = -1: expected 0 or more"),
-        ({"name": "math"}, "task math needs data: give its folder or file with --task.path"),
+        ({"name": "hub"}, "task hub needs data: give its hub name with --task.path"),
+        ({"name": "code"}, "task code needs data: give its folder or file with --task.path"),
+        ({"max_rows": -1}, "task.max_rows = -1: expected 0 or more"),
+        (
+            {"name": "math", "prompt": "problem"},
+            "task.prompt is not read by task math; leave it out",
+        ),
         ({"path": "x"}, "task.path is not read by task arithmetic; leave it out"),
         (
             {"name": "math", "path": "x", "keep_calculator": True},

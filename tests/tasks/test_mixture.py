@@ -75,8 +75,8 @@ def test_parts_read_the_fields_they_know(tmp_path: Path) -> None:
             name="mixture",
             weights={"arithmetic": 1, "jsonl": 1},
             paths={"jsonl": str(tmp_path / "a.jsonl")},
-            prompt_field="q",
-            answer_field="a",
+            prompt="q",
+            answer="a",
             max_bad_rows=1,
         )
     )
@@ -103,7 +103,10 @@ KNOWN = ", ".join(name for name in OPTIONS if name != "mixture")
     ("options", "message"),
     [
         ({"name": "mixture"}, "task mixture needs weights, as in --task.weights gsm8k 3 math 1"),
-        (TWO, "task gsm8k needs data: give its folder or file with --task.paths.gsm8k"),
+        (
+            {"name": "mixture", "weights": {"arithmetic": 1.0, "choice": 1.0}},
+            "task choice needs data: give its folder or file with --task.paths.choice",
+        ),
         (
             TWO | {"paths": {"gsm8k": "g", "arithmetic": "x"}},
             "task.paths.arithmetic is not read: no part of that name reads a path; leave it out",
@@ -114,8 +117,8 @@ KNOWN = ", ".join(name for name in OPTIONS if name != "mixture")
         ),
         (TWO | {"paths": {"gsm8k": "g"}, "path": "p"}, "task.path is not read by task mixture; leave it out"),
         (
-            TWO | {"paths": {"gsm8k": "g"}, "prompt_field": "q"},
-            "task.prompt_field is not read by task mixture; leave it out",
+            TWO | {"paths": {"gsm8k": "g"}, "prompt": "q"},
+            "task.prompt is not read by task mixture; leave it out",
         ),
         (
             {"name": "mixture", "weights": {"arithmetic": 0.0}},

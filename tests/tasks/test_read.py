@@ -5,14 +5,13 @@ from __future__ import annotations
 import gzip
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from whet.tasks import read
-from whet.tasks.read import BadRow, first_row, read_file, read_hub, read_json_array, read_jsonl, split_of
+from whet.tasks.read import BadRow, first_row, read_file, read_json_array, read_jsonl, split_of
 from whet.types import UserError
 
 GOOD = b'{"q": "1+1", "a": "2"}'
@@ -152,46 +151,6 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         UserError, match=r"data.parquet: to read parquet files, pip install 'whet\[parquet\]'"
     ):
         read_file(path, required=["q"])
-
-
-def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"'owner/name': no such folder; .* pip install 'whet\[hf\]'"):
-        read_hub("owner/name", "train", required=["q"])
-
-    there = {"openai/gsm8k": ({"main", "socratic"}, {"train", "test"}), "owner/name": ({None}, {"train"})}
-
-    def load_dataset(path: str, name: str | None = None, *, split: str) -> list[dict[str, str]]:
-        """Refuses what the real one refuses: an unknown data set, one of several configurations unnamed, a split."""
-        if path == "owner/far":
-            raise ConnectionError("no network\nat all")
-        if path not in there:
-            raise FileNotFoundError(f"Dataset '{path}' doesn't exist on the Hub or cannot be accessed.")
-        configs, splits = there[path]
-        if name not in configs:
-            raise ValueError(
-                "Config name is missing." if name is None else f"BuilderConfig '{name}' not found."
-            )
-        if split not in splits:
-            raise ValueError(f'Unknown split "{split}". Should be one of {sorted(splits)}.')
-        return [{"q": f"{path} {name} {split}"}]
-
-    fake = types.ModuleType("datasets")
-    fake.load_dataset = load_dataset  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    assert read_hub("openai/gsm8k", "test", required=["q"])[0] == [(1, {"q": "openai/gsm8k main test"})]
-    with pytest.raises(UserError, match=r"split 'train': could not be loaded from the hub \(no network\)$"):
-        read_hub("owner/far", "train", required=["q"])
-    with pytest.raises(UserError, match="owner/name train row 1: no 'a'; fix"):
-        read_hub("owner/name", "train", required=["a"])
-    with pytest.raises(
-        UserError, match=r"split 'test': could not be loaded from the hub \(Unknown split \"test\"\."
-    ):
-        read_hub("owner/name", "test", required=["q"])
-    with pytest.raises(
-        UserError, match=r"'owner/none', split 'train': could not be loaded .* doesn't exist on the Hub"
-    ):
-        read_hub("owner/none", "train", required=["q"])
 
 
 def test_split_shares_and_stability() -> None:

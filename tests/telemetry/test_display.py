@@ -1,5 +1,6 @@
 import io
 import math
+import time
 
 import pytest
 from rich.console import Console
@@ -99,6 +100,28 @@ def test_plain_speaks_after_a_long_silence(monkeypatch):
         for step in range(1, 4):
             shown.update(step, {})
     assert len(stream.getvalue().splitlines()) == 1 + 3
+
+
+def test_a_long_phase_is_told_of_until_it_ends(monkeypatch):
+    monkeypatch.setattr(display, "PLAIN_SECONDS", 0.3)
+    stream = io.StringIO()
+    with PlainDisplay("rl", 60, (), stream=stream) as shown:
+        shown.begin("sample", lambda: "84 decoding steps")
+        time.sleep(1.4)  # told of after 0.3 s and 0.6 s and 1.2 s: each silence is twice as long as the last
+        shown.begin("train")
+        time.sleep(0.05)
+    time.sleep(0.4)  # closed: nothing more
+    lines = stream.getvalue().splitlines()[1:]
+    assert 2 <= len(lines) <= 3
+    assert all(line.startswith("step 1/60  sample: 84 decoding steps, 0:0") for line in lines)
+
+
+def test_a_panel_names_a_long_phase(monkeypatch):
+    monkeypatch.setattr(display, "LONG_PHASE_S", 0.0)
+    stream = Terminal()
+    with make_live(stream) as shown:
+        shown.begin("sample", lambda: "84 decoding steps")
+    assert "sample: 84 decoding steps, 0:00" in stream.getvalue()
 
 
 def test_plain_survives_an_ascii_stream():

@@ -177,7 +177,7 @@ def run_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, list[list[i
         max_length=MAX_LENGTH,
         reward_weights=REWARD_WEIGHTS,
     )
-    metrics = definition.update(make_groups(), stage, LR, case.value.lr, SEED)
+    metrics = definition.update(make_groups(case.is_filtered), stage, LR, case.value.lr, SEED)
     metrics["num_tokens_read"] = float(sum(map(sum, stage.lengths)))
     tensors = named_tensors(stage.gradients, policy.model, critic if has_critic else None)
     return Outcome(metrics=metrics, tensors=tensors), stage.lengths
@@ -214,7 +214,7 @@ def difference(got: Outcome, expected: Outcome, metric_names: Sequence[str]) -> 
 
 def cells(name: str, dtype: torch.dtype) -> dict[str, tuple[float, str]]:
     """Compute a row of the matrix on one rank: in each column the largest relative difference and where it is."""
-    case, groups = CASES[name], make_groups()
+    case, groups = CASES[name], make_groups(CASES[name].is_filtered)
     defined, lengths = run_definition(case, dtype)
     whole = run(case, groups, dtype, max(map(sum, lengths)), num_micro=1)
     budgets = {cut: budget_for(whole.packed[0], cut) for cut in CUTS[1:]} | {1: max(map(sum, lengths))}
@@ -235,7 +235,8 @@ def cells(name: str, dtype: torch.dtype) -> dict[str, tuple[float, str]]:
 
 def rank_cells(name: str, dtype: torch.dtype, ranks: Sequence[Outcome]) -> tuple[tuple, tuple]:
     """Compare what each of two ranks had after its step with one rank: tensors and loss, then metrics."""
-    whole = run(CASES[name], make_groups(), dtype, 10**6)
+    groups = make_groups(CASES[name].is_filtered)
+    whole = run(CASES[name], groups, dtype, 10**6)
     pairs = [difference(outcome, whole, list(whole.metrics)) for outcome in ranks]
     return max(tensors for tensors, _ in pairs), max(metrics for _, metrics in pairs)
 
@@ -247,7 +248,7 @@ def run_rank(folder: Path, rank: int, names: Sequence[str]) -> None:
     results = {}
     for place, name in enumerate(names):
         for shift, dtype in enumerate(TOLERANCE):
-            mine = shares(make_groups(), rank, (place + shift) % 3)
+            mine = shares(make_groups(CASES[name].is_filtered), rank, (place + shift) % 3)
             outcome = run(CASES[name], mine, dtype, 60)
             results[f"{dtype}/{name}"] = {"metrics": outcome.metrics, "tensors": outcome.tensors}
     torch.save(results, folder / f"rank{rank}.pt")

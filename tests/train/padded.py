@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -61,14 +63,29 @@ def score_rows(
     """Log-probability and entropy of each completion token, one tensor [T] per sample."""
     rows = [(*s.prompt_ids, *s.completion_ids) for s in samples]
     hidden = padded_hidden(config, weights, rows)
-    spread = torch.log_softmax(hidden @ weights["model.embed_tokens.weight"].T / temperature, -1)
+    logits = hidden @ weights["model.embed_tokens.weight"].T / temperature
     logps, entropies = [], []
     for number, s in enumerate(samples):
         start = len(s.prompt_ids) - 1
-        part = spread[number, start : start + len(s.completion_ids)]
-        logps.append(part[torch.arange(len(part)), torch.tensor(s.completion_ids)])
-        entropies.append(-(part.exp() * part).sum(-1))
+        part = logits[number, start : start + len(s.completion_ids)]
+        if s.kept:  # each token's distribution is that over its own set: picked out bit by bit, or by its ids
+            found = [
+                (torch.log_softmax(row[ids], -1), ids.index(token))
+                for row, ids, token in zip(part, map(kept_ids, s.kept), s.completion_ids, strict=True)
+            ]
+            logps.append(torch.stack([spread[place] for spread, place in found]))
+            entropies.append(torch.stack([-(spread.exp() * spread).sum() for spread, _ in found]))
+            continue
+        spread = torch.log_softmax(part, -1)
+        logps.append(spread[torch.arange(len(part)), torch.tensor(s.completion_ids)])
+        entropies.append(-(spread.exp() * spread).sum(-1))
     return logps, entropies
+
+
+def kept_ids(text: str) -> list[int]:
+    """Read a set of `whet.algo.kept` over at most 32 tokens: always one word, a bit per token."""
+    (word,) = struct.unpack("<I", base64.b64decode(text))
+    return [number for number in range(32) if word >> number & 1]
 
 
 def value_rows(config: ModelConfig, critic: Weights, samples: Sequence[Sample]) -> list[torch.Tensor]:

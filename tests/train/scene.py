@@ -13,6 +13,7 @@ from padded import score_rows
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.algo.corrections import Correction
+from whet.algo.kept import encode_kept
 from whet.generate.policy import Policy
 from whet.model.config import ModelConfig
 from whet.model.text.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ class Case:
     algo: AlgoConfig
     off_policy: OffPolicyConfig = OffPolicyConfig()
     value: ValueConfig = ValueConfig(lr=LR)
+    is_filtered: bool = False
 
 
 def _corrected(correction: Correction, low: float | None, high: float | None, **algo: object) -> Case:
@@ -50,6 +52,7 @@ def _cases() -> dict[str, Case]:
     grpo, ppo = ALGORITHMS["grpo"](), ALGORITHMS["ppo"]()
     variants = {
         "kl k1_reward": replace(grpo, kl="k1_reward", kl_coef=0.3),
+        "kl log": replace(grpo, kl="log"),
         "kl k2_loss": replace(grpo, kl="k2_loss", kl_coef=0.3),
         "kl k3_loss": replace(grpo, kl="k3_loss", kl_coef=0.3),
         "kl k3_unbiased": replace(grpo, kl="k3_unbiased", kl_coef=0.3),
@@ -92,6 +95,8 @@ def _cases() -> dict[str, Case]:
         off_policy=OffPolicyConfig(proximal="recomputed"),
         value=ValueConfig(lr=LR / 2, gamma=0.95, lam=0.8, clip=0.02),
     )
+    for name in ("grpo", "everything", "decoupled", "k3_mask", "kl k3_loss", "ppo gae, kl in reward"):
+        cases[f"filters: {name}"] = replace(cases[name], is_filtered=True)
     return cases
 
 
@@ -135,9 +140,13 @@ def nudge(module: torch.nn.Module, seed: int) -> None:
 
 
 @cache
-def make_groups() -> tuple[Group, ...]:
-    """Off-policy groups of odd lengths, with unscorable, truncated and zero-advantage samples, and equal rewards."""
+def make_groups(is_filtered: bool = False) -> tuple[Group, ...]:
+    """Off-policy groups of odd lengths, with unscorable, truncated and zero-advantage samples, and equal rewards.
+
+    With filters, every token was drawn from itself and a random set of others, of any size.
+    """
     policy, generator = make_policy(), torch.Generator().manual_seed(1)
+    filters = torch.Generator().manual_seed(2)
     nudge(policy.model, 7)
 
     def ids(low: int, high: int) -> tuple[int, ...]:
@@ -158,16 +167,27 @@ def make_groups() -> tuple[Group, ...]:
     groups = []
     for number, row in enumerate(scores):
         prompt, samples = ids(1, 9), []
+
+        def kept(completion: Sequence[int]) -> tuple[str, ...]:
+            size, width = policy.tokenizer.vocab_size, -(-policy.tokenizer.vocab_size // 16) * 16
+            chance = torch.rand(len(completion), 1, generator=filters)
+            sets = torch.rand(len(completion), width, generator=filters) < chance
+            sets[:, size:] = False
+            sets[range(len(completion)), completion] = True
+            return tuple(encode_kept(sets)) if is_filtered else ()
+
         for index, pair in enumerate(row):
             rewards = dict(zip(REWARD_WEIGHTS, map(float, pair), strict=True))
             is_lost = (number, index) == (0, 0)
+            completion = ids(1, MAX_LENGTH)
             samples.append(
                 Sample(
                     uid=str(number),
                     index=index,
                     prompt_ids=prompt,
-                    completion_ids=ids(1, MAX_LENGTH),
+                    completion_ids=completion,
                     sampler_logprobs=(),
+                    kept=kept(completion),
                     text="",
                     finish_reason="length" if (number, index) in ((1, 0), (4, 3)) else "stop",
                     rewards=rewards,

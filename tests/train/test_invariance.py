@@ -58,7 +58,7 @@ def test_two_ranks_do_the_step_of_one(name: str, dtype: torch.dtype, ranks: matr
 def test_the_matrix_has_every_algorithm_and_every_argument() -> None:
     assert ALGORITHMS.keys() <= scene.CASES.keys()
     algos = [case.algo for case in scene.CASES.values()]
-    assert {algo.kl for algo in algos} == {"none", "k1_reward", "k2_loss", "k3_loss", "k3_unbiased"}
+    assert {algo.kl for algo in algos} == {"none", "log", "k1_reward", "k2_loss", "k3_loss", "k3_unbiased"}
     assert {algo.scale for algo in algos} == {"group", "batch", "mean", "none"}
     assert {algo.baseline for algo in algos} == {"group_mean", "leave_one_out", "none", "value"}
     assert {algo.surrogate for algo in algos} == {"clip", "geometric", "weight", "sigmoid", "logprob"}

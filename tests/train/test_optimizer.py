@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from whet.kernels.cpu import ops as cpu
+from whet.kernels.cpu import build
 from whet.kernels.cpu.ops import PANELS
 from whet.model.checkpointing import CheckpointKind
 from whet.model.config import ModelConfig
@@ -171,7 +171,7 @@ def test_layers_that_are_recomputed_keep_no_packed_weights(kind: CheckpointKind)
         is_mlp, is_first = ".mlp." in name, ".layers.0." in name
         spares = {"layer": True, "mlp": is_mlp, "alternate": not is_first}[kind] and ".layers." in name
         assert hasattr(again, PANELS) == (hasattr(kept, PANELS) and not spares), name
-    is_native = cpu.library() is not None
+    is_native = build.library() is not None
     assert any(hasattr(parameter, PANELS) for parameter in models[0].parameters()) == is_native
 
 

@@ -21,7 +21,8 @@ from whet.generate.engine import Completion, Engine, Request
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
-from whet.kernels.cpu.ops import panels, usable
+from whet.kernels.cpu.ops import panels
+from whet.kernels.dispatch import runs_cpp
 from whet.rewards import base
 from whet.storage.checkpoint import saved_steps
 from whet.tasks.made.arithmetic import Arithmetic
@@ -436,7 +437,7 @@ def test_a_copy_keeps_old_weights_and_a_twin_follows(tiny_policy: PolicyConfig) 
     before = scores(policy.model)
     assert torch.equal(scores(with_copy.policy.model), before)
     assert torch.equal(scores(with_twin.policy.model), before)
-    if usable(policy.model.head_weight):
+    if runs_cpp(policy.model.head_weight):
         panels(with_twin.policy.model.head_weight, torch.float32)
     optim = OptimConfig(lr=0.1, warmup_steps=0)
     score_micro_batch(policy.model, micro)[0].sum().backward()

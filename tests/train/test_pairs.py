@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hub
 import pytest
 
 from whet.eval.grade import Grade
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.train.data.harvest import choose
-from whet.train.data.pairs import Pairing, read_pairs
+from whet.train.data.pairs import Pairing, read_pairs, with_partners
 from whet.types import Problem, Sample, UserError
 
+ULTRAFEEDBACK = "HuggingFaceH4/ultrafeedback_binarized"
 PROBLEM = Problem(uid="u", task="arithmetic", prompt="1+1=", answer="2")
 
 
@@ -111,10 +114,107 @@ def test_text_that_no_tag_ends_gets_the_end_token(tiny_policy: PolicyConfig, tmp
     assert pair.chosen_ids == (*policy.tokenizer.encode("2"), policy.tokenizer.eos_id)
 
 
+def test_ordinary_pairs_are_prompted_without_the_schema(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    """No instruction and no opening tag where neither the config nor the model's folder has a schema."""
+    roomy = replace(tiny_policy.model, max_positions=512)
+    chat = replace(
+        tiny_policy, tokenizer="bytes", alphabet="", template="base", schema="inherit", model=roomy
+    )
+    chat = replace(chat, tags_as_tokens=False)
+    row = {"prompt": [user("a"), assistant("b"), user("c")], "chosen": "d", "rejected": "e"}
+    path = write(tmp_path / "p.jsonl", row)
+    plain = load_policy(chat, seed=0, plain=True)
+    ((pair,), left_out) = read_pairs(path, plain, 0)
+    assert left_out == 0
+    assert plain.tokenizer.decode(pair.prompt_ids) == "Question: a\nAnswer:\nb\n\nQuestion: c\nAnswer:\n"
+    asked = load_policy(chat, seed=0)
+    ((pair,), _) = read_pairs(path, asked, 0)
+    assert asked.tokenizer.decode(pair.prompt_ids).endswith("Answer:\n<think>")
+
+
+def test_system_messages_are_kept(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    chat = replace(tiny_policy, tokenizer="bytes", alphabet="", template="base", schema="inherit")
+    policy = load_policy(replace(chat, tags_as_tokens=False), seed=0, plain=True)
+    row = {"prompt": [{"role": "system", "content": "Be brief."}, user("a")], "chosen": "b", "rejected": "c"}
+    ((pair,), _) = read_pairs(write(tmp_path / "p.jsonl", row), policy, 0)
+    assert policy.tokenizer.decode(pair.prompt_ids) == "Be brief.\n\nQuestion: a\nAnswer:\n"
+
+
+def test_every_kind_of_file_means_the_same(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    policy = load_policy(tiny_policy, seed=0)
+    turns = [
+        {"prompt": GOOD["prompt"], **{n: [user("1+1="), assistant(GOOD[n])] for n in ("chosen", "rejected")}}
+    ]
+    (expected,), _ = read_pairs(write(tmp_path / "p.jsonl", *turns), policy, 0)
+    (tmp_path / "p.json").write_text(json.dumps(turns))
+    parquet.write_table(pyarrow.Table.from_pylist(turns), tmp_path / "p.parquet")
+    (tmp_path / "p.csv").write_text(
+        "prompt,chosen,rejected\n" + ",".join(GOOD[n] for n in ("prompt", "chosen", "rejected")) + "\n"
+    )
+    for name in ("p.json", "p.parquet", "p.csv"):
+        assert read_pairs(str(tmp_path / name), policy, 0) == ([expected], 0), name
+
+
+def test_hub_pairs_come_from_their_split(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row in the schema of HuggingFaceH4/ultrafeedback_binarized, which has no split 'train'."""
+    both = {name: [user("1+1="), assistant(GOOD[name])] for name in ("chosen", "rejected")}
+    row = {"prompt": "1+1=", **both, "messages": both["chosen"], "score_chosen": 8.5, "score_rejected": 6.0}
+    hub.install(monkeypatch, owner__pairs={"default": {"train_prefs": [row], "test_prefs": [row]}})
+    policy = load_policy(tiny_policy, seed=0)
+    (found,), _ = read_pairs("owner/pairs", policy, 0, split="train_prefs")
+    (expected,), _ = read_pairs(write(tmp_path / "p.jsonl", GOOD), policy, 0)
+    assert found == expected
+    with pytest.raises(UserError, match="train_prefs, test_prefs: choose one with --pairs-split"):
+        read_pairs("owner/pairs", policy, 0)
+    long = replace(tiny_policy, model=replace(tiny_policy.model, max_positions=4096))
+    fits, left_out = read_pairs("ultrafeedback", load_policy(long, seed=0), 0)
+    assert (len(fits), left_out) == (len(hub.recorded()[ULTRAFEEDBACK]["default"]["train_prefs"]), 0)
+
+
+def test_single_completions(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    policy = load_policy(tiny_policy, seed=0)
+    rows = [
+        {"prompt": "1+1=", "completion": GOOD["chosen"], "label": True},
+        {"prompt": [user("1+2=")], "completion": [user("1+2="), assistant(GOOD["rejected"])], "label": "0"},
+        {**GOOD, "prompt": "1+3="},
+    ]
+    found, left_out = read_pairs(write(tmp_path / "p.jsonl", *rows), policy, 0, singly=True)
+    assert left_out == 0
+    sides = [(bool(one.chosen_ids), bool(one.rejected_ids), one.prompt) for one in found]
+    assert sides == [
+        (True, False, "1+1="),
+        (False, True, "1+2="),
+        (True, False, "1+3="),
+        (False, True, "1+3="),
+    ]
+    assert found[0].chosen_ids == found[2].chosen_ids
+    assert found[0].num_tokens == len(found[0].prompt_ids) + len(found[0].chosen_ids)
+    matched = with_partners(found, 64)
+    assert [one.kl_ids for one in matched] == [
+        found[1].rejected_ids,
+        found[2].chosen_ids,
+        found[0].chosen_ids,  # not the other completion of its own prompt
+        found[0].chosen_ids,
+    ]
+    assert len(with_partners(found, len(found[0].prompt_ids) + 2)[0].kl_ids) == 2
+    with pytest.raises(UserError, match="expected 2 prompts or more"):
+        with_partners(found[2:], 64)
+    bad = {"prompt": "1+1=", "completion": "2", "label": "good"}
+    with pytest.raises(UserError, match="'label' is 'good', expected true"):
+        read_pairs(write(tmp_path / "q.jsonl", bad), policy, 0, singly=True)
+    with pytest.raises(UserError, match="no 'chosen'"):
+        read_pairs(write(tmp_path / "q.jsonl", rows[0]), policy, 0)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"prompt": "a", "chosen": "b"}, "no 'rejected'"),
+        ({**GOOD, "margin": "much"}, "'margin' is not a finite number"),
         ({"prompt": "a", "chosen": 3, "rejected": "c"}, "'chosen' is a number, expected text"),
         ({"prompt": " ", "chosen": "b", "rejected": "c"}, "'prompt' is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are the same"),

@@ -295,13 +295,35 @@ def test_demonstrations_that_do_not_fit_are_left_out_with_a_note(
     config = make_config(tiny_policy, tmp_path / "run", task=task, num_steps=1)
     problems = sft.load_task(task).problems("train")
     long = [problem for problem in problems if len(problem.solution) == 90]
-    kept = sft.fitting(policy, problems)
+    kept = sft.demonstrate(policy, problems).problems
     assert kept == [problem for problem in problems if problem not in long]
     train(config)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["train_problems"], summary["left_out"]) == (len(kept), len(long))
     if long:
         assert f"1 of {len(problems)} demonstrations do not fit" in capsys.readouterr().out
+
+
+def test_a_warning_below_four_demonstrations(
+    tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for count in (3, 4):
+        (folder := tmp_path / f"data{count}").mkdir()
+        for name, size in (("train", 2 * count), ("test", 1)):
+            rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "solution": "1"} for n in range(size)]
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = TaskConfig(name="jsonl", path=str(folder))
+        problems = sft.load_task(task).problems("train")
+        (folder / "train.jsonl").write_text(
+            "".join(
+                json.dumps({"prompt": p.prompt, "answer": p.answer, "solution": p.solution}) + "\n"
+                for p in problems[:count]
+            )
+        )
+        train(make_config(tiny_policy, tmp_path / f"run{count}", task=task, num_steps=1))
+        said = capsys.readouterr().out
+        assert ("only 3 demonstrations to learn from: expected 4 or more" in said) == (count == 3)
+        assert "only 4" not in said
 
 
 def test_no_demonstration_fits(tiny_policy: PolicyConfig, tmp_path: Path) -> None:

@@ -246,6 +246,8 @@ def test_precisions() -> None:
         "float32": (None, torch.float32),
         "bfloat16_autocast": (torch.bfloat16, torch.float32),
         "bfloat16_master": (None, torch.bfloat16),
+        "float16_autocast": (torch.float16, torch.float32),
+        "float16_master": (None, torch.float16),
     }
     for precision, expected in table.items():
         assert (autocast_dtype(precision), dtype_of(precision)) == expected

@@ -11,7 +11,7 @@ from whet.algo.corrections import BOUNDS, Correction
 from whet.algo.losses import Aggregation, RatioLevel, Surrogate
 
 Overlong = Literal["none", "soft", "hard", "filter"]
-KLKind = Literal["none", "k1_reward", "k2_loss", "k3_loss", "k3_unbiased"]
+KLKind = Literal["none", "log", "k1_reward", "k2_loss", "k3_loss", "k3_unbiased"]
 KL_COEF_RANGE = (1e-5, 10.0)
 """Bounds of the adaptive weight."""
 
@@ -83,9 +83,12 @@ class AlgoConfig:
     """token_mean (DAPO), sequence_mean (GRPO as published), prompt_mean, sequence_sum or constant (Dr. GRPO);
     denominators are global."""
     kl: KLKind = "none"
-    """KL to the reference: k1_reward (in the reward), or as a loss k2_loss, k3_loss (GRPO's), k3_unbiased."""
+    """KL to the reference: log (only measured), k1_reward (in the reward), or as a loss k2_loss, k3_loss (GRPO's),
+    k3_unbiased."""
     kl_coef: float = 0.0
-    """Weight of the KL term; 0 loads no reference."""
+    """Weight of the KL term; 0 loads no reference, unless kl = log asks for one."""
+    kl_stop: float | None = None
+    """The run stops when the KL of a step is above this, in nats per token, or never."""
     kl_target: float | None = None
     """Adapt kl_coef each step so that the KL stays near this (x1.5 above 1.5 times it, x0.8 below its 1.5th part)."""
     ref_refresh_every: int = 0
@@ -124,7 +127,8 @@ class AlgoConfig:
         if self.surrogate in ("clip", "weight"):
             _require(self, "clip_low", 0, 1)
         _require_positive(
-            self, "tau_positive tau_negative kl_target entropy_target entropy_top_share advantage_clip"
+            self,
+            "tau_positive tau_negative kl_target kl_stop entropy_target entropy_top_share advantage_clip",
         )
         _require(self, "entropy_top_share", 0, 1)
         self._check_objective()
@@ -184,14 +188,18 @@ class AlgoConfig:
             )
 
     def _check_kl_and_entropy(self) -> None:
-        if (self.kl == "none") != (self.kl_coef == 0):
+        if (self.kl in ("none", "log")) != (self.kl_coef == 0):
             raise ValueError(
                 f"kl = {self.kl} with kl_coef = {self.kl_coef}: give both or neither (0 loads no reference)"
             )
         if self.kl == "none":
             _leave_out(
-                self, "kl_target ref_refresh_every ref_ema", "with kl = none, which loads no reference"
+                self,
+                "kl_target kl_stop ref_refresh_every ref_ema",
+                "with kl = none, which loads no reference",
             )
+        if self.kl == "log":
+            _leave_out(self, "kl_target", "with kl = log, which has no weight to adapt")
         if self.ref_refresh_every and self.ref_ema is not None:
             raise ValueError(
                 "ref_refresh_every and ref_ema: the reference can follow in one way only; give one"

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import eager
+from whet.algo.kept import keep_only
+from whet.kernels import dispatch, eager
 from whet.kernels.cpu import head as cpu_head
-from whet.kernels.dispatch import kernel_for
+from whet.types import KeptSets
 
 ROW_QUANTUM = 16
 COLUMN_QUANTUM = 16
@@ -40,15 +41,15 @@ def head_logits(
         Logits [M, V'], V' = V rounded up to `COLUMN_QUANTUM`, float32.
     """
     rows, vocab = hidden_MD.shape[0], weight_VD.shape[0]
-    if not cap and cpu_head.can_score(hidden_MD, weight_VD):
+    if not cap and dispatch.runs_cpp(hidden_MD, weight_VD):
         logits = cpu_head.logits(hidden_MD, weight_VD)
         logits[:, num_valid:] = float("-inf")
         return logits / temperature if temperature != 1.0 else logits
     surplus_rows = -rows % ROW_QUANTUM
     if surplus_rows:
         hidden_MD = F.pad(hidden_MD, (0, 0, 0, surplus_rows))
-    if hidden_MD.is_cuda and weight_VD.dtype == torch.bfloat16:
-        logits = torch.mm(hidden_MD.to(torch.bfloat16), weight_VD.t(), out_dtype=torch.float32)
+    if hidden_MD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16):
+        logits = torch.mm(hidden_MD.to(weight_VD.dtype), weight_VD.t(), out_dtype=torch.float32)
     elif weight_VD.dtype == torch.float64:
         logits = F.linear(hidden_MD.double(), weight_VD)
     else:
@@ -93,9 +94,9 @@ def select_logprobs(
         targets_M: int64 ids.
         normaliser_M: The normaliser of `exp_logits`, if it was called; kernels compute their own.
     """
-    if cpu_head.can_select(logits_MV):
+    if logits_MV.dtype == torch.float32 and not logits_MV.requires_grad and dispatch.runs_cpp(logits_MV):
         return cpu_head.select(logits_MV, targets_M)
-    if (kernel := kernel_for(eager.logprob_entropy, logits_MV)) is not None:
+    if (kernel := dispatch.kernel_for(eager.logprob_entropy, logits_MV)) is not None:
         return kernel(logits_MV, targets_M)[:2]
     if normaliser_M is None:
         normaliser_M = exp_logits(logits_MV)[2]
@@ -124,6 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_M: torch.Tensor,
         temperature: float,
         num_valid: int,
+        sets: KeptSets | None,
         chunk: int,
         keeps: bool,
         cap: float,
@@ -135,25 +137,28 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = head_logits(
                 hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid, cap=cap
             )
-            if (kernel := kernel_for(eager.logprob_entropy, logits)) is not None:
+            keep_only(logits, sets, start)
+            if (kernel := dispatch.kernel_for(eager.logprob_entropy, logits)) is not None:
                 logprob, normaliser, entropy = kernel(logits, targets_M[rows])
                 total = normaliser  # the gradient kernel accepts no other
             else:
                 weights, total, normaliser = exp_logits(logits)
                 logprob, _ = select_logprobs(logits, targets_M[rows], normaliser)
+                if sets is not None:
+                    logits.masked_fill_(weights == 0, 0.0)  # in the entropy 0 x -inf would be nan
                 entropy = _entropy(logits, weights, total, normaliser, num_valid)
                 if keeps:
                     kept.append(weights)
             columns.append((logprob, entropy, normaliser, total))
         logprobs, entropies, normalisers, totals = (torch.cat(part) for part in zip(*columns, strict=True))
         ctx.save_for_backward(hidden_MD, weight_VD, targets_M, normalisers, entropies, totals, *kept)
-        ctx.options = (temperature, num_valid, chunk, cap)
+        ctx.options = (temperature, num_valid, sets, chunk, cap)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_MD, weight_VD, targets_M, normaliser_M, entropy_M, total_M, *kept = ctx.saved_tensors
-        temperature, num_valid, chunk, cap = ctx.options
+        temperature, num_valid, sets, chunk, cap = ctx.options
         grad_logprob_M, grad_entropy_M = upstream
         use_entropy = hidden_MD.is_cuda or bool(
             (grad_entropy_M != 0).any()
@@ -173,8 +178,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits = head_logits(
                     hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid, cap=cap
                 )
+                keep_only(logits, sets, start)
                 slope = _slope(logits, temperature, cap) if cap else None
-                if (kernel := kernel_for(eager.logprob_entropy_backward_, logits)) is not None:
+                if (kernel := dispatch.kernel_for(eager.logprob_entropy_backward_, logits)) is not None:
                     dz = kernel(logits, targets, normaliser_M[rows], entropy, *grads, temperature)
                 else:
                     weights, total, _ = exp_logits(logits)
@@ -240,6 +246,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     num_valid: int | None = None,
+    kept: KeptSets | None = None,
     chunk: int | None = None,
     cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,6 +258,7 @@ def token_logprobs(
         targets_M: int64 ids.
         temperature: Temperature at which the tokens were sampled, above 0.
         num_valid: Ids at and above this are outside the support; default: all V.
+        kept: What filters left to draw each target from: both results are over that set; None: everything.
         chunk: Rows of logits held at once; default: by a memory budget.
         cap: Soft cap of the logits; 0 for none.
 
@@ -270,17 +278,134 @@ def token_logprobs(
     valid = vocab if num_valid is None else num_valid
     is_small = targets_M.numel() * vocab * 4 <= cpu_head.KEEP_BYTES
     keeps = chunk is None and is_small and not cap and torch.is_grad_enabled() and not hidden_MD.is_cuda
-    if not cap and cpu_head.can_score(hidden_MD, weight_VD):
+    if not cap and dispatch.runs_cpp(hidden_MD, weight_VD):
+        finish = None if kept is None else partial(keep_only, kept=kept)
         options = {"temperature": temperature, "num_valid": valid, "chunk": rows}
-        return cpu_head.score(hidden_MD, weight_VD, targets_M, **options)
+        return cpu_head.score(hidden_MD, weight_VD, targets_M, keep_only=finish, **options)
     result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(  # pyright: ignore[reportAssignmentType]
         hidden_MD,
         weight_VD,
         targets_M,
         temperature,
         valid,
+        kept,
         max(rows, len(targets_M)) if keeps else rows,
         keeps,
         cap,
+    )
+    return result
+
+
+def _distributions(
+    hidden_MD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    teacher_MD: torch.Tensor,
+    teacher_weight_VD: torch.Tensor,
+    *,
+    temperature: float,
+    num_valid: int,
+    cap: float,
+    teacher_cap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the probabilities p and log p - log q over the valid ids [M, V], and the slope of p's cap, if any."""
+    options = {"temperature": temperature, "num_valid": num_valid}
+    # Columns outside the support are sliced off: 0 x (-inf - -inf) is nan.
+    logits = head_logits(hidden_MD, weight_VD, cap=cap, **options)[:, :num_valid]
+    logp = logits.log_softmax(-1)
+    taught = head_logits(teacher_MD, teacher_weight_VD, cap=teacher_cap, **options)
+    logq = taught[:, :num_valid].log_softmax(-1)
+    return logp.exp(), logp - logq, _slope(logits, temperature, cap) if cap else None
+
+
+class _ReverseKL(torch.autograd.Function):
+    """Chunked KL(p || q): the backward computes the logits again.
+
+    Gradient of a row's policy logits, for upstream g: dz = g p (log p - log q - KL), times the slope of a soft cap.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        teacher_MD: torch.Tensor,
+        teacher_weight_VD: torch.Tensor,
+        temperature: float,
+        num_valid: int,
+        chunk: int,
+        cap: float,
+        teacher_cap: float,
+    ) -> torch.Tensor:
+        options = {
+            "temperature": temperature,
+            "num_valid": num_valid,
+            "cap": cap,
+            "teacher_cap": teacher_cap,
+        }
+        parts = []
+        for start in range(0, hidden_MD.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            probs, gaps, _ = _distributions(
+                hidden_MD[rows], weight_VD, teacher_MD[rows], teacher_weight_VD, **options
+            )
+            parts.append((probs * gaps).sum(-1))
+        divergence_M = torch.cat(parts)
+        ctx.save_for_backward(hidden_MD, weight_VD, teacher_MD, teacher_weight_VD, divergence_M)
+        ctx.options = (options, chunk)
+        return divergence_M
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_MD, weight_VD, teacher_MD, teacher_weight_VD, divergence_M = ctx.saved_tensors
+        options, chunk = ctx.options
+        (grad_M,) = upstream
+        exact = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
+        weight = weight_VD[: options["num_valid"]].to(exact)
+        grad_hidden, grad_weight = torch.empty_like(hidden_MD), torch.zeros_like(weight_VD, dtype=exact)
+        for start in range(0, hidden_MD.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            probs, gaps, slope = _distributions(
+                hidden_MD[rows], weight_VD, teacher_MD[rows], teacher_weight_VD, **options
+            )
+            dz = grad_M[rows, None] * probs * (gaps - divergence_M[rows, None]) / options["temperature"]
+            dz = dz if slope is None else dz * slope
+            grad_hidden[rows] = (dz @ weight).to(grad_hidden.dtype)
+            grad_weight[: weight.shape[0]].addmm_(dz.t(), hidden_MD[rows].to(exact))
+        return grad_hidden, grad_weight.to(weight_VD.dtype), *(None,) * 7
+
+
+def reverse_kl(
+    hidden_MD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    teacher_MD: torch.Tensor,
+    teacher_weight_VD: torch.Tensor,
+    *,
+    temperature: float,
+    num_valid: int,
+    chunk: int | None = None,
+    cap: float = 0.0,
+    teacher_cap: float = 0.0,
+) -> torch.Tensor:
+    """Compute KL(policy || teacher) over the whole vocabulary, differentiably in the policy's hidden states and head.
+
+    Args:
+        hidden_MD: The policy's hidden states of the rows that predict the trained tokens.
+        weight_VD: Its output projection.
+        teacher_MD: The teacher's hidden states of the same rows, of its own width (constants).
+        teacher_weight_VD: Its output projection, of at least `num_valid` rows.
+        temperature: Temperature of both distributions, above 0.
+        num_valid: Ids at and above this are outside the support of both.
+        chunk: Rows of logits held at once; default: by a memory budget.
+        cap: Soft cap of the policy's logits; 0 for none.
+        teacher_cap: The teacher's.
+
+    Returns:
+        Divergences [M] in nats, float32 (float64 for float64 heads).
+    """
+    if hidden_MD.shape[0] == 0:
+        return hidden_MD.sum() * 0.0 + torch.zeros(0, device=hidden_MD.device)
+    rows = chunk or chunk_rows(2 * weight_VD.shape[0], hidden_MD.device)
+    result: torch.Tensor = _ReverseKL.apply(  # pyright: ignore[reportAssignmentType]
+        hidden_MD, weight_VD, teacher_MD, teacher_weight_VD, temperature, num_valid, rows, cap, teacher_cap
     )
     return result

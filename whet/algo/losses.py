@@ -203,6 +203,25 @@ def unbiased_kl(
     return ratio_M * kl_estimate(policy_logprobs_M, ref_logprobs_M, "k3")
 
 
+def teacher_gains(
+    policy_logprobs_M: torch.Tensor, teacher_logprobs_M: torch.Tensor, coef: float
+) -> torch.Tensor:
+    """Return coef (log teacher - log policy) of each sampled token: what on-policy distillation adds to its advantage.
+
+    With the score function its mean is the gradient of -coef KL(policy || teacher) of that one token's distribution,
+    given what was sampled before it: no token is credited with the divergence of later ones.
+
+    Args:
+        policy_logprobs_M: Log-probabilities at which the tokens were sampled (constants).
+        teacher_logprobs_M: The same tokens under the teacher.
+        coef: Weight of the divergence.
+
+    Source: Thinking Machines, "On-Policy Distillation" (2025): per-token reverse KL with discount 0; the same in
+    2306.13649 (GKD, reverse KL on the student's samples). Deviation: the difference is clamped to +-20.
+    """
+    return -coef * log_ratio(policy_logprobs_M.detach(), teacher_logprobs_M)
+
+
 def value_loss(
     values_M: torch.Tensor, start_values_M: torch.Tensor, returns_M: torch.Tensor, *, clip: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ from itertools import compress
 
 import torch
 
+from whet.algo.kept import join_kept
 from whet.algo.losses import Aggregation, aggregation_weight
 from whet.types import Batch, MicroBatch, Segment
 
@@ -26,10 +27,12 @@ class TrainingSequence:
         group: Name of its prompt's group, which has `num_group_tokens` trained tokens.
         num_group_tokens: Trained tokens of all counted sequences of the group.
         sampler_logprobs: Log-probabilities of the trained tokens at sampling time; empty in supervised training.
+        kept: What the sampler's filters left to draw each trained token from; empty without filters.
         turn_rewards: (index of a trained token, reward) paid before the end; part of `advantage`.
         advantages_T: Advantage of each token [advantage].
         proximal_logprobs_T: Recomputed log-probabilities before the update [sampler_logprobs].
         ref_logprobs_T: Log-probabilities under the reference [0].
+        teacher_logprobs_T: Log-probabilities under a teacher; they become part of the advantages.
         policy_weights_T: Factor of the policy loss [1].
         start_values_T: Value estimates before the update [0].
         returns_T: Their targets [0].
@@ -42,10 +45,12 @@ class TrainingSequence:
     group: str = ""
     num_group_tokens: int = 0
     sampler_logprobs: tuple[float, ...] = ()
+    kept: tuple[str, ...] = ()
     turn_rewards: tuple[tuple[int, float], ...] = ()
     advantages_T: torch.Tensor | None = None
     proximal_logprobs_T: torch.Tensor | None = None
     ref_logprobs_T: torch.Tensor | None = None
+    teacher_logprobs_T: torch.Tensor | None = None
     policy_weights_T: torch.Tensor | None = None
     start_values_T: torch.Tensor | None = None
     returns_T: torch.Tensor | None = None
@@ -124,6 +129,7 @@ def pack(
         raise ValueError(
             "a training sequence has an empty prompt: expected at least one token before the completion"
         )
+    # Families, not sequences, are packed: those of one prompt share its rows only within a micro-batch.
     families = _families([(index, sequences[index]) for index in trained], token_budget)
     bins = split_by_budget([_num_rows(family) for family in families], token_budget)
     micro_batches = tuple(
@@ -181,6 +187,7 @@ def _lay_out(families: Sequence[Family]) -> tuple[list[int], list[int], list[int
             first_row, length = len(tokens), len(sequence.completion_ids)
             # A token's hidden state predicts the next one: the last prompt row scores the first completion token.
             predecessors = [prompt_row + prompt_length - 1, *range(first_row, first_row + length - 1)]
+            # Context such as a tool's output is read, but is no target: rows and targets drop the same tokens.
             is_trained = sequence.trained or (True,) * length
             source.extend(compress(predecessors, is_trained))
             targets.extend(compress(sequence.completion_ids, is_trained))
@@ -205,6 +212,7 @@ def _micro_batch(
     weights: list[float] = []
     for row, (_, sequence) in enumerate(sequences):
         count = sequence.num_trained
+        # The counts are the sequence's and its group's own, never the micro-batch's: the split must not show.
         weight = aggregation_weight(count, sequence.num_group_tokens, aggregation)
         rows.extend([row] * count)
         weights.extend([weight] * count)
@@ -223,7 +231,9 @@ def _micro_batch(
     # Float32 first: that is what the sampler computed.
     logprobs = [p for _, s in sequences for p in s.sampler_logprobs or [0.0] * s.num_trained]
     sampler_M = torch.tensor(logprobs, dtype=torch.float32).to(device=device, dtype=dtype)
-    is_recomputed = sequences[0][1].proximal_logprobs_T is not None
+    kept = [row for _, sequence in sequences for row in sequence.kept]
+    assert len(kept) in (0, len(targets)), "some tokens were drawn with filters, others without"
+    is_recomputed = sequences[0][1].proximal_logprobs_T is not None  # all sequences of a step, or none
     long = {"dtype": torch.int64, "device": device}
     return MicroBatch(
         tokens_N=torch.tensor(tokens, **long),
@@ -240,4 +250,5 @@ def _micro_batch(
         policy_weights_M=column("policy_weights_T", 1.0),
         start_values_M=column("start_values_T", 0.0),
         returns_M=column("returns_T", 0.0),
+        kept=join_kept(kept, device) if kept else None,
     )

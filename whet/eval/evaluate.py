@@ -20,11 +20,11 @@ from whet.eval.record import PROGRESS, SUMMARY, describe_weights, write_json, wr
 from whet.eval.show import describe, draw_evaluation, intervals, print_result
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.kernels import choice
+from whet.kernels import dispatch
 from whet.report.markdown import write_report
-from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
+from whet.rewards.base import EPISODE, JUDGE, MODEL, WeightedReward, build_rewards
 from whet.storage.folder import open_run
-from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, load_task
+from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.quarantine import write_quarantine
 from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
@@ -88,8 +88,8 @@ class EvalConfig:
                 f"k = {wrong}: pass@{wrong} needs 1 <= k <= num_samples = {self.num_samples}; draw more samples, or "
                 "use a smaller k"
             )
-        if JUDGE in self.rewards:
-            raise ValueError("rewards.judge: evaluations do not use a judge; leave it out")
+        for name in {JUDGE, MODEL} & self.rewards.keys():
+            raise ValueError(f"rewards.{name}: evaluations do not use a {name}; leave it out")
         task_configs(self)
 
 
@@ -206,7 +206,7 @@ def main(config: EvalConfig, *, resume: bool = False) -> None:
     model = describe_weights(config.policy, policy)
     open_run(folder, dump_yaml(config), resume=resume)
     _write_origin(config, [problem for job in jobs for problem in job.problems])
-    print(f"whet: kernels: {choice.describe()}", flush=True)
+    print(f"whet: kernels: {dispatch.describe()}", flush=True)
     summaries = {job.name: _run(policy, job, model) for job in jobs}
     shown = {
         f"{name} x {summary['num_problems']}"
@@ -255,6 +255,7 @@ def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, tas
         raise UserError(
             f"task {task.name}: two problems have the uid {twice!r}; give every problem a unique one"
         )
+    check_gold(task, wanted, "an evaluation compares answers")
     problems = fitting_problems(policy, wanted, min_new_tokens=1)
     if not problems:
         raise UserError(f"nothing to evaluate: task {task.name} has no problems in split {config.split!r}")

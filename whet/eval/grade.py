@@ -91,8 +91,10 @@ def grade(
     """
     parsed = [policy.schema.parse(text) for _, text, _ in items]
     found: list[tuple[str | None, str | None]] = []
+    is_whole = policy.schema.answer_place == "whole"
     for (_, text, _), response in zip(items, parsed, strict=True):
-        if response.answer is None and answer_from == "anywhere":
+        answer = None if is_whole else response.answer  # a whole text is searched, too
+        if answer is None and answer_from == "anywhere":
             found.append(extract_answer_with_step(text))
         else:
             found.append((response.answer, None if response.answer is None else "schema"))

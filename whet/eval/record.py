@@ -18,6 +18,7 @@ from whet.eval.measure import EvalResult, show_work
 from whet.eval.metrics import summarise
 from whet.generate.policy import Policy, PolicyConfig
 from whet.model.transformer import LanguageModel
+from whet.storage.commit import digest
 from whet.telemetry.log import parse_row
 from whet.telemetry.provenance import describe_model
 from whet.types import Problem, UserError
@@ -143,7 +144,7 @@ def read_eval(folder: str | Path, needed: Sequence[str] = ("uid", "text", "corre
     is_whole = is_whole and all(len(rows) == count for rows in samples.values())
     if not is_whole or greedy.keys() != samples.keys() or len(greedy) != summary["num_problems"]:
         raise UserError(f"{folder / SAMPLES}: completions are missing; evaluate again")
-    if summary.get("samples_sha256", hashed := _digest(folder / SAMPLES)) != hashed:
+    if summary.get("samples_sha256", hashed := digest(folder / SAMPLES)) != hashed:
         raise UserError(
             f"{folder / SAMPLES}: changed since the evaluation wrote it (damaged, or edited); evaluate again"
         )
@@ -232,7 +233,7 @@ def write_summary(
         **show_work(result.work),
         "model": dict(model) if model else None,
         "identity": identity,
-        "samples_sha256": _digest(folder / SAMPLES),
+        "samples_sha256": digest(folder / SAMPLES),
     }
     write_json(folder / SUMMARY, content)
     return content
@@ -315,8 +316,3 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> tuple[int, st
             return size, hashed.hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); free space, then --resume") from None
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import eager
+from whet.kernels import dispatch, eager
 from whet.kernels.cpu import attention as cpu_attention
 from whet.kernels.cpu.attention import TILE
-from whet.kernels.dispatch import kernel_for
 from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
@@ -403,7 +402,7 @@ class Decode:
             tensor.view(-1, channels).index_copy_(0, self._slots_Z, rows_ZC)
         surplus = q_NHC.shape[0] - rows
         is_plain = rule is None or rule.is_plain
-        kernel = kernel_for(eager.decode_attention, q_NHC) if is_plain else None
+        kernel = dispatch.kernel_for(eager.decode_attention, q_NHC) if is_plain else None
         if kernel is not None:
             out = kernel(q_NHC[:rows], keys, values, self._positions + 1)
             return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out

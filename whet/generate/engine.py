@@ -31,11 +31,10 @@ from whet.generate.rows import (
     has_stop,
     note,
     noted,
-    share_params,
 )
 from whet.generate.sampling import SamplingParams
+from whet.kernels import dispatch
 from whet.kernels.cpu import head as cpu_head
-from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.layers import Layers
 from whet.kernels.cpu.ops import CHANNELS
 from whet.model.attention import KEY_QUANTUM, AttentionKind, Packed, round_up
@@ -45,9 +44,13 @@ from whet.telemetry.spans import spanned
 from whet.types import UserError
 
 PREFILL_TOKENS = 8192
+"""Most prompt tokens of one prefill, which bounds its activations; a longer single prompt is read alone."""
 CHECK_EVERY_GPU = 8
+"""Steps between looks at which rows have ended, on a GPU: each look waits for everything launched before it."""
 CHECK_EVERY_TEXT = 4
+"""Steps between searches for stop strings: they decode text on the host, and a late find only costs drawn tokens."""
 SCORE_ROWS = 1024
+"""Rows of logits that `score` holds at once."""
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class Engine:
         attention: 'exact' (rows do not depend on the batch) or 'fast'.
         autocast: Compute dtype of products when it is not the parameters' own (bfloat16 for float32 parameters).
         activations: Where `generate` keeps what it computes, if anywhere.
+        trains: Whether completions will be trained on: `generate` then records what filters left of each distribution.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Engine:
         attention: AttentionKind = "exact",
         autocast: torch.dtype | None = None,
         activations: Activations | None = None,
+        trains: bool = False,
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows = {max_rows}: expected 1 or more")
@@ -100,6 +105,7 @@ class Engine:
         self._attention: AttentionKind = attention
         self._autocast = autocast
         self._activations, self._keeps = activations, False
+        self._trains = trains
         self._cache: KVCache | None = None
         self._head: torch.Tensor | None = None
         self._layers: Layers | None = None
@@ -133,10 +139,21 @@ class Engine:
         for index, request in enumerate(requests):
             self.check(request.prompt_ids, f"prompt {index}")
         began = time.perf_counter()
+        records = self._trains and params.is_filtered and params.temperature > 0
         jobs = [
-            [Job(request=r, seed=seed, params=params, stop_strings=self.stop_strings) for seed in r.seeds]
-            for r in requests
+            [
+                Job(
+                    request=request,
+                    seed=seed,
+                    params=params,
+                    stop_strings=self.stop_strings,
+                    kept=[] if records else None,
+                )
+                for seed in request.seeds
+            ]
+            for request in requests
         ]
+        # The samples of a prompt stay together: adjacent jobs of one request share a prefill.
         waiting = [job for row in jobs for job in row]
         if not waiting:
             return [[] for _ in requests]
@@ -188,6 +205,8 @@ class Engine:
         self.model.eval()
         try:
             with torch.inference_mode(), context:
+                # The fast paths hold addresses of weights and cache. Between sessions the trainer may replace the
+                # weights, so they are collected anew for each one and dropped at its end.
                 self._head = self._head_for_sampling()
                 self._reserve(size)
                 assert self._cache is not None
@@ -229,7 +248,7 @@ class Engine:
 
     def _head_for_sampling(self) -> torch.Tensor:
         weight = self.model.head_weight
-        if cpu_head.can_score(weight, weight):
+        if dispatch.runs_cpp(weight):
             return weight
         return weight if weight.is_cuda or weight.dtype == torch.float64 else weight.float()
 
@@ -238,9 +257,8 @@ class Engine:
         cache = self._cache
         if cache is None or not cache.fits(size) or cache.keys.dtype != dtype:
             self._cache = None
-            is_tiled = self.model.config.head_dim in CHANNELS and cpu.usable(
-                self.model.head_weight, operation="attention"
-            )
+            has_channels = self.model.config.head_dim in CHANNELS
+            is_tiled = has_channels and dispatch.runs_cpp(self.model.head_weight, operation="attention")
             is_tiled = is_tiled and not has_own_rules(self.model.config)
             self._cache = KVCache(self.model.config, size, dtype, self.device, is_tiled=is_tiled)
         else:
@@ -248,9 +266,10 @@ class Engine:
 
     def _run(self, state: Rows, waiting: list[Job], *, is_streamed: bool) -> Iterator[Job]:
         """Schedule, run, take: admit waiting jobs, decode live rows, and yield the jobs that ended."""
-        waiting.reverse()
+        waiting.reverse()  # the next job is the one that `pop` takes
         steps = 0
         while waiting or state.jobs:
+            # Free rows are filled before the next step, which reads all weights whatever the number of rows.
             if waiting and len(state.jobs) < state.num_rows:
                 self.admit(state, waiting)
             else:
@@ -261,7 +280,7 @@ class Engine:
             if self.device.type == "cuda" and steps % CHECK_EVERY_GPU:
                 continue
             live = len(state.jobs)
-            num_done = int(state.done[:live].sum())
+            num_done = int(state.done[:live].sum())  # on a GPU the host waits here
             # To close a hole costs a copy of a row's cache; a row that ended costs a row of every product.
             is_worth_it = num_done * 4 >= live or (waiting and num_done * 8 >= live)
             if num_done and (is_worth_it or (is_streamed and steps % CHECK_EVERY_TEXT == 0)):
@@ -280,6 +299,7 @@ class Engine:
         prompts: list[tuple[Request, list[int]]] = []
         tokens = 0
         while waiting and len(state.jobs) < state.num_rows:
+            # Where the rows run out within a request, its prompt is read again with the samples left over.
             request = waiting[-1].request
             if not prompts or prompts[-1][0] is not request:
                 if prompts and tokens + len(request.prompt_ids) > PREFILL_TOKENS:
@@ -306,11 +326,12 @@ class Engine:
         logits = self._logits(hidden.index_select(0, ends)).repeat_interleave(repeats, dim=0)
         new = slice(first, len(state.jobs))
         state.seeds[new] = torch.tensor([job.seed for job in state.jobs[new]], device=self.device)
+        # The position of the prompt's last token: drawing a token moves the row on to where that token will be read.
         state.positions[new] = torch.tensor(lengths, device=self.device).repeat_interleave(repeats) - 1
         state.limits[new] = torch.tensor([self._limit(job) for job in state.jobs[new]], device=self.device)
         for flags in (state.counts, state.checked, state.done, state.stopped):
             flags[new] = 0
-        if not cpu_head.can_select(logits):
+        if not dispatch.runs_cpp(logits):  # the kernel that draws makes its own noise, the same numbers
             state.draw_noise(new, max(self._limit(job) for job in state.jobs[new]))
         self.stats.prompt_tokens += tokens
         self._append(logits, state, new)
@@ -342,11 +363,11 @@ class Engine:
         """Draw one token for each row and note it; ended rows write into the spare column and do not move on."""
         jobs = state.jobs[rows]
         params = jobs[0].params
-        if are_plain(jobs) and cpu_head.can_select(logits_BV):
+        if are_plain(jobs) and dispatch.runs_cpp(logits_BV):
             where, valid = row_state(state, rows.start, self._stop_ids), self.model.num_valid_tokens
             cpu_head.draw(logits_BV, where, num_valid=valid, temperature=params.temperature)
             return
-        tokens, logprobs = state.draw(rows, logits_BV, has_noise=not cpu_head.can_select(logits_BV))
+        tokens, logprobs = state.draw(rows, logits_BV, has_noise=not dispatch.runs_cpp(logits_BV))
         if any(job.num_top is not None for job in jobs):
             note(logits_BV, tokens, jobs)
         state.take(rows, tokens, logprobs, self._stop_ids)
@@ -355,7 +376,8 @@ class Engine:
     def decode(self, state: Rows) -> None:
         """Draw the next token of every live row."""
         self.stats.decode_steps += 1
-        if self._static is not None and share_params(state.jobs):  # one graph of all of it, drawing included
+        # One graph of all of it, drawing included. Filters are left out: top-p looks at values, which a graph cannot.
+        if self._static is not None and are_plain(state.jobs):
             self._static.run(len(state.jobs), state.jobs[0].params)
             return
         live = slice(0, len(state.jobs))
@@ -388,11 +410,13 @@ class Engine:
         for row, job in enumerate(state.jobs):
             if checked[row] == counts[row] or not job.stop_strings:
                 continue
+            # A stop string may have begun in tokens that were looked at before.
             first = max(0, checked[row] - job.tail)
             window = state.tokens[row, first : counts[row]].tolist()
             state.checked[row] = counts[row]
             if not has_stop(window, job.stop_strings, self._decode):
                 continue
+            # The shortest text that has it: what came after it is cut, however late the search is.
             fresh = range(checked[row] - first + 1, len(window) + 1)
             length = next((n for n in fresh if has_stop(window[:n], job.stop_strings, self._decode)), None)
             if length is not None:
@@ -416,12 +440,15 @@ class Engine:
                 ids=tuple(row_tokens[:count]),
                 logprobs=tuple(row_logprobs[:count]),
                 finish_reason="stop" if stopped[row] else "length",
+                kept=tuple((job.kept or ())[:count]),
             )
             self.stats.new_tokens += count
             if self._keeps and self._activations is not None:
                 own = int(state.bases[row]) + len(job.request.prompt_ids)
                 self._activations.note(job.request, own, job.completion.ids)
         self._cache.leave(ended)
+        # Live rows stay 0..B-1 without gaps, so that a step reads contiguous memory: the last ones move into the holes.
+        # A row's bits depend on nothing but the row, so moving changes no result.
         kept = live - len(ended)
         holes = [row for row in ended if row < kept]
         movers = [row for row in range(kept, live) if not done[row]]

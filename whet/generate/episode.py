@@ -32,6 +32,7 @@ class _Episode:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -45,6 +46,7 @@ class _Episode:
         """Append the policy's tokens."""
         self.ids += done.ids
         self.logprobs += done.logprobs
+        self.kept += done.kept
         self.trained += [True] * len(done.ids)
         self.turn_ends.append(sum(self.trained))
         self.turn_rewards.append(0.0)
@@ -54,6 +56,7 @@ class _Episode:
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.trained += [False] * len(ids)
+        self.kept += [""] * len(ids) if self.kept else []
 
     def completion(self) -> Completion:
         """Return the ended episode."""
@@ -63,6 +66,7 @@ class _Episode:
             logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason,
             trained=() if all(self.trained) else tuple(self.trained),
+            kept=tuple(self.kept),
             turn_ends=tuple(self.turn_ends),
             turn_rewards=tuple(self.turn_rewards),
         )

@@ -9,7 +9,7 @@ import torch
 
 from whet.generate.cache import KVCache
 from whet.generate.rows import Rows
-from whet.kernels.choice import uses
+from whet.kernels import dispatch
 from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.head import RowState
 from whet.kernels.cpu.layers import Layers
@@ -33,7 +33,7 @@ def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
         cache: Its cache.
         dtype: Dtype of products.
     """
-    if not (isinstance(model, LlamaLike) and cache.is_tiled and uses("decode")):
+    if not (isinstance(model, LlamaLike) and cache.is_tiled):
         return False
     if options(model.config) - KNOWN_OPTIONS:
         return False
@@ -41,7 +41,9 @@ def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
     # Under autocast a head's norm gives float32 queries; the fused step would keep them in the products' dtype.
     has_wide_queries = model.config.qk_norm and model.head_weight.dtype != dtype
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
-    return is_plain and not has_wide_queries and cpu.usable(model.model.embed_tokens.weight, *matrices)
+    if not is_plain or has_wide_queries:
+        return False
+    return dispatch.runs_cpp(model.model.embed_tokens.weight, *matrices, operation="decode")
 
 
 def fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> Layers:

@@ -13,6 +13,7 @@ from whet.generate.cache import KVCache
 from whet.generate.rows import Rows
 from whet.generate.sampling import SamplingParams, sample_tokens
 from whet.kernels import dispatch, eager
+from whet.kernels.mode import mode
 from whet.model.attention import Rule
 from whet.model.config import options
 from whet.model.transformer import LanguageModel, LlamaLike
@@ -74,8 +75,7 @@ class StaticDecode:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._rows, :, self._positions] = k_NKC[:count].to(keys.dtype)
         values[self._rows, :, self._positions] = v_NKC[:count].to(values.dtype)
-        attention = dispatch.pick(eager.decode_attention, keys.device, keys.dtype)
-        out = attention(q_NHC[:count], keys, values, self._lengths)
+        out = dispatch.run(eager.decode_attention, q_NHC[:count], keys, values, self._lengths)
         surplus = q_NHC.shape[0] - count
         return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
 
@@ -123,7 +123,7 @@ class DecodeGraphs:
             num_live: Rows 0..num_live-1 are live.
             key: Everything else that determines the launched operations: sampling parameters, adapters on or off.
         """
-        if self._stream is None or num_live > BUCKETS[-1] or dispatch.mode() == "eager":
+        if self._stream is None or num_live > BUCKETS[-1] or mode() == "eager":
             self._step(num_live)
             return
         places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in self._tensors()]
@@ -171,9 +171,10 @@ def can_graph(model: LanguageModel, cache: KVCache) -> bool:
         model: The model.
         cache: Its cache.
     """
+    # Only the kernel reads the rows' lengths on the device; other attention would be recorded with today's.
+    has_kernel = dispatch.kernel_for(eager.decode_attention, cache.keys) is not None
     is_plain = all(not module._forward_hooks for module in model.modules())
-    is_plain = is_plain and not options(model.config) - KNOWN_OPTIONS
-    return is_plain and cache.keys.device.type in dispatch.KERNELS and dispatch.mode() == "triton"
+    return has_kernel and is_plain and not options(model.config) - KNOWN_OPTIONS
 
 
 class StaticSteps:

@@ -1,4 +1,4 @@
-"""Times the C++ kernels against PyTorch on this machine for a model's widths, and uses those that are at least as fast.
+"""Times the C++ kernels against PyTorch on this machine for a model's widths; `dispatch` uses those at least as fast.
 
 A compiler, an instruction set or a virtual machine can make them slow: on one machine they were 30 times slower,
 silently. Timing takes at most half a second; results are stored with the built library, per width.
@@ -20,10 +20,11 @@ import torch
 from whet.generate.engine import Engine
 from whet.generate.rows import Request
 from whet.generate.sampling import SamplingParams
-from whet.kernels import choice, dispatch
-from whet.kernels.choice import OPERATIONS, Choice, Operation
+from whet.kernels import dispatch, eager
 from whet.kernels.cpu import build
 from whet.kernels.cpu import ops as cpu
+from whet.kernels.dispatch import OPERATIONS, Choice, Operation
+from whet.kernels.mode import mode
 from whet.model.attention import Packed
 from whet.model.config import PLAIN_BLOCK, ModelConfig
 from whet.model.transformer import LanguageModel
@@ -49,30 +50,12 @@ def choose_kernels(shape: ModelConfig, dtype: torch.dtype, device: torch.device)
         dtype: Its parameters' dtype.
         device: Its device; there is only a choice on a CPU.
     """
-    if choice.current() is not None or device.type != "cpu" or dtype not in cpu.DTYPES:
+    if dispatch.current() is not None or device.type != "cpu" or dtype not in cpu.DTYPES:
         return
-    if dispatch.mode() not in ("auto", "triton") or build.library() is None:
+    if mode() not in ("auto", "triton") or build.library() is None:
         return
     ratios = on_main(lambda: dict(_known(small(shape), dtype)))
-    choice.take(Choice.of(ratios))
-
-
-def keep_kernels(folder: Path) -> None:
-    """Use the kernels of a run's first start, so that it resumes bitwise.
-
-    Args:
-        folder: Run folder; ignored if it has no environment.json, or another library has been built since (the
-            checkpoint's record then shows that).
-    """
-    if build.library() is None:
-        return
-    try:
-        stored = json.loads((folder / "environment.json").read_text())["kernels_used"]
-        names, library = stored["operations"], stored["library"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if library == build.reason() and set(names) <= set(OPERATIONS):
-        choice.take(Choice(frozenset(names), stored.get("ratios") or {}))
+    dispatch.take(Choice.of(ratios))
 
 
 def small(shape: ModelConfig) -> ModelConfig:
@@ -146,7 +129,7 @@ def measure(shape: ModelConfig, dtype: torch.dtype, *, budget_s: float = BUDGET_
         rounds = 0
         while rounds < 2 or (time.perf_counter() < end and rounds < 20):
             for is_ours, best in sides.items():
-                with choice.taken(Choice() if is_ours else NONE):
+                with dispatch.taken(Choice() if is_ours else NONE):
                     for place, run in enumerate(work):
                         best[place] = min(best[place], _seconds(run))
             rounds += 1
@@ -190,8 +173,7 @@ def _work(shape: ModelConfig, dtype: torch.dtype) -> dict[Operation, Sequence[Ca
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = cpu.linear(x, weight, None)
-    return torch.nn.functional.linear(x, weight) if out is None else out
+    return (dispatch.kernel_for(eager.linear, x, weight) or torch.nn.functional.linear)(x, weight)
 
 
 def _decode(model: LanguageModel) -> None:

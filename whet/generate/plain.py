@@ -18,8 +18,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from whet.generate.cache import KVCache
-from whet.kernels import eager
-from whet.kernels.cpu import ops as cpu
+from whet.kernels import dispatch, eager
 from whet.model.attention import KEY_QUANTUM, MIN_QUERY_ROWS, ROW_QUANTUM, exact_attention, round_up
 from whet.model.config import options
 from whet.model.parts import MLP, Linear, RMSNorm
@@ -54,7 +53,7 @@ def can_step(model: LanguageModel, kv_cache: KVCache) -> bool:
     """
     if kv_cache.is_tiled or kv_cache.values.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return False
-    if options(model.config) - KNOWN_OPTIONS or cpu.usable(model.head_weight):
+    if options(model.config) - KNOWN_OPTIONS or dispatch.runs_cpp(model.head_weight):
         return False
     if any(getattr(module_hooks, f"_global{name}") for name in HOOKS):
         return False

@@ -6,19 +6,20 @@ evaluation uses the same prompts.
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from whet.generate.activations import Activations
 from whet.generate.engine import Engine
 from whet.generate.kernel_speed import choose_kernels
-from whet.generate.scoring import score_micro_batch
+from whet.generate.scoring import hidden_rows, score_micro_batch
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig
 from whet.model.files import read_json
@@ -27,15 +28,17 @@ from whet.model.lora.files import find_model
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
-from whet.model.weights import build_model, load_model, resize_vocabulary, save_model
-from whet.schema import CALLS, SCHEMAS, AnswerType, ResponseSchema
+from whet.model.weights import as_reward_model, build_model, load_model, resize_vocabulary, save_model
+from whet.schema import CALLS, MARKS, SCHEMAS, THINK, AnswerType, ResponseSchema, find_schema
 from whet.types import MicroBatch, Problem, UserError
 
-SchemaName = Literal["inherit", "think_answer", "reasoning_answer", "working_out_solution"]
+INHERIT = "inherit"
 TemplateName = Literal["auto", "chat", "base", "plain"]
 NUM_CHECKED = 300
 MAX_UNKNOWN_SHARE = 0.01
 TOKENIZER_MADE = ("characters", "bytes")
+GPT_OSS_CUE = "<|start|>assistant"
+"""Where gpt-oss's prompts end: the model opens a channel next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +60,19 @@ class PolicyConfig:
     """Give each of the schema's tags its own token (after the existing vocabulary)."""
     padded_vocab_size: int = 0
     """Embedding rows to grow to when tags are added; 0 for just enough. Unused rows are never sampled."""
-    schema: SchemaName = "inherit"
-    """Tags of a response; inherit takes that of `init`, or think_answer."""
+    schema: str = INHERIT
+    """How a response is asked for and read: think_answer, r1, boxed, hashes, none (plain chat), ... or your own .yaml
+    file; inherit takes that of `init`, else one that suits its template (`think_answer`, `r1`; `none` for chats)."""
     template: TemplateName = "auto"
     """Prompt: the model's chat template, 'base' (Question/Answer text), 'plain' (just the question); auto takes the one
     that `init` was trained with, else chat if it has one, else base."""
     tools: tuple[str, ...] = ()
     """Tools for the model to call while thinking: calculator, python (in the sandbox), or your own path.py:function;
     none for no tools if `init` has some."""
-    system_prompt: bool = True
-    """Start with the schema's instruction (plain prompts have none)."""
+    template_values: dict[str, bool | str] = field(default_factory=dict)
+    """Values that the model's chat template reads, such as enable_thinking false, beside those of `init`."""
+    system_prompt: bool | str = True
+    """System message: the schema's (true), none (false), or your own text (plain prompts have none)."""
     max_rows: int = 256
     """Sequences decoded together."""
     attention: Literal["auto", "exact", "fast"] = "auto"
@@ -77,6 +83,8 @@ class PolicyConfig:
     """CPU threads; 0 leaves PyTorch's choice."""
 
     def __post_init__(self) -> None:
+        if self.system_prompt in ("none", ""):
+            object.__setattr__(self, "system_prompt", False)
         if self.max_rows < 1:
             raise ValueError(f"policy.max_rows = {self.max_rows}: expected 1 or more")
         if self.num_threads < 0:
@@ -89,6 +97,8 @@ class PolicyConfig:
             )
         if self.tokenizer == "characters" and not self.alphabet:
             raise ValueError("policy.tokenizer = characters needs policy.alphabet")
+        if self.model.is_reward:
+            raise ValueError("policy.model.is_reward comes from --loss reward; leave it out")
         if self.model.vocab_size != ModelConfig.vocab_size:
             raise ValueError("policy.model.vocab_size comes from the tokenizer; leave it out")
         unread = {
@@ -96,7 +106,16 @@ class PolicyConfig:
             "adapter": (self.init, "policy.init, the adapter's base,", self.adapter),
             "alphabet": (self.tokenizer == "characters", "policy.tokenizer = characters", self.alphabet),
             "padded_vocab_size": (self.tags_as_tokens, "policy.tags_as_tokens", self.padded_vocab_size),
-            "system_prompt": (self.template != "plain", "other templates than plain", not self.system_prompt),
+            "system_prompt": (
+                self.template != "plain",
+                "other templates than plain",
+                self.system_prompt is not True,
+            ),
+            "template_values": (
+                self.template in ("auto", "chat"),
+                "the model's own chat template",
+                self.template_values,
+            ),
         }
         for name, (is_read, reader, is_given) in unread.items():
             if is_given and not is_read:
@@ -109,8 +128,10 @@ class Policy:
     Attributes:
         model: The network.
         tokenizer: Its tokenizer; the chat template in it is the protocol's.
-        schema: Tags and answer type of a response.
-        system_prompt: Whether prompts start with the schema's instruction.
+        schema: How a response is asked for and read.
+        task_schema: That of tasks with answers; another one where the policy was loaded for plain chats.
+        is_plain: Whether it was loaded for plain chats, and neither config nor folder names a schema.
+        system_prompt: Whether prompts start with the schema's system message.
         attention: Attention kernel for sampling and training.
         max_rows: Sequences decoded together.
         autocast: Compute dtype of products if it is not the parameters' own.
@@ -125,6 +146,7 @@ class Policy:
         schema: ResponseSchema,
         *,
         system_prompt: bool = True,
+        task_schema: ResponseSchema | None = None,
         attention: AttentionKind = "exact",
         max_rows: int = 256,
         autocast: torch.dtype | None = None,
@@ -139,6 +161,8 @@ class Policy:
         self.model = model
         self.tokenizer = tokenizer
         self.schema = schema
+        self.task_schema = task_schema or schema
+        self.is_plain = task_schema is not None
         self.system_prompt = system_prompt
         self.attention: AttentionKind = attention
         self.max_rows = max_rows
@@ -157,16 +181,59 @@ class Policy:
         return self.model.head_weight.device
 
     def expect(self, answer_type: AnswerType) -> None:
-        """Adapt the instruction to a task's type of answer."""
+        """Adapt the instruction to a task's type of answer.
+
+        Raises:
+            UserError: If the schema has no place for such an answer.
+        """
+        place = self.schema.answer_place
+        if answer_type == "program" and place in MARKS:
+            raise UserError(
+                f"the schema's answer place is {place}, which cannot hold a program: use --policy.schema think_answer"
+            )
         self.schema = replace(self.schema, answer_type=answer_type)
+
+    def for_tasks(self) -> Policy:
+        """Return the same model as tasks with answers ask it: with `task_schema`."""
+        return Policy(
+            self.model,
+            self.tokenizer,
+            self.task_schema,
+            system_prompt=self.system_prompt,
+            attention=self.attention,
+            max_rows=self.max_rows,
+            autocast=self.autocast,
+            adapter=self.adapter,
+        )
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], **values: bool | str) -> str:
+        """Write the prompt of a conversation: the schema's instruction, the template, the generation cue, the opening
+        tag if the schema has it in the prompt and the template does not write it.
+
+        Args:
+            messages: Maps with 'role' and 'content'; a system message among them replaces the schema's own.
+            values: Further values for the template, such as enable_thinking=False.
+        """
+        return self.tokenizer.render(self._asked(messages), prefix=self._prefix(values), values=values)
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], **values: bool | str) -> tuple[int, ...]:
+        """Return the tokens of `chat_text`."""
+        prefix = self._prefix(values)
+        return tuple(self.tokenizer.encode_prompt(self._asked(messages), prefix=prefix, values=values))
+
+    def _asked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return self.schema.messages(messages, has_system=self.system_prompt)
+
+    def _prefix(self, values: Mapping[str, bool | str]) -> str:
+        """Return the schema's opening tag, or nothing where the template has closed the thinking already."""
+        prefix, closing = self.schema.generation_prefix, self.schema.think_close
+        is_closed = bool(prefix) and self.tokenizer.ending(values).rstrip().endswith(closing)
+        return "" if is_closed else prefix
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
         """Return a problem's prompt tokens, including the schema's opening tag if it is in the prompt."""
         messages = [message.as_dict() for message in problem.messages]
-        messages = messages or [{"role": "user", "content": problem.prompt}]
-        if self.system_prompt and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.schema.system_prompt}, *messages]
-        return tuple(self.tokenizer.encode_prompt(messages, prefix=self.schema.generation_prefix))
+        return self.chat_ids(messages or [{"role": "user", "content": problem.prompt}])
 
     def solution(
         self, problem: Problem, *, thinking: str | None = None
@@ -185,6 +252,9 @@ class Policy:
             calls = problem.meta.get(CALLS) if self.schema.tools else None
             thinking = problem.solution if calls is None else self.schema.render_calls(json.loads(calls))
         text = self.schema.render(thinking, problem.answer)
+        ending = self.tokenizer.ending()
+        if ending[-1:].isspace() and ending.rstrip().endswith(self.schema.generation_prefix or "\n"):
+            text = text.lstrip("\n")  # the template breaks the line after its opening tag
         ids: list[int] = []
         trained: list[bool] = []
         for piece, is_written in self.schema.split_results(text):
@@ -242,12 +312,12 @@ class Policy:
             ids.pop()
         return self.tokenizer.decode_completion(prompt_ids, ids)
 
-    def engine(self, *, stops: bool = True, keeps: bool = False) -> Engine:
+    def engine(self, *, stops: bool = True, trains: bool = False) -> Engine:
         """Create an engine for this model.
 
         Args:
             stops: Whether completions can stop; otherwise each has maximum length.
-            keeps: Keep activations for `score`.
+            trains: Keep what training on the completions needs: activations for `score`, and what filters left.
         """
         return Engine(
             self.model,
@@ -257,11 +327,27 @@ class Policy:
             max_rows=self.max_rows,
             attention=self.attention,
             autocast=self.autocast,
-            activations=self.activations if keeps else None,
+            activations=self.activations if trains else None,
+            trains=trains,
+        )
+
+    def hidden(self, micro: MicroBatch) -> torch.Tensor:
+        """Return the hidden states [M, D] that score a micro-batch's trained tokens; differentiable."""
+        return hidden_rows(
+            self.model,
+            micro,
+            autocast=self.autocast,
+            attention=self.attention,
+            activations=self.activations,
         )
 
     def score(
-        self, micro: MicroBatch, *, temperature: float = 1.0, attention: AttentionKind | None = None
+        self,
+        micro: MicroBatch,
+        *,
+        temperature: float = 1.0,
+        attention: AttentionKind | None = None,
+        hidden_MD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score a micro-batch's trained tokens, under the distribution that `engine` sampled.
 
@@ -269,6 +355,7 @@ class Policy:
             micro: Packed sequences.
             temperature: Temperature at which the tokens were sampled.
             attention: Another attention kernel than the policy's.
+            hidden_MD: Result of `hidden`, where it is there already.
 
         Returns:
             Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
@@ -280,16 +367,27 @@ class Policy:
             autocast=self.autocast,
             attention=attention or self.attention,
             activations=self.activations if attention is None else None,
+            hidden_MD=hidden_MD,
         )
 
     def protocol(self) -> dict[str, object]:
         """Describe the prompt protocol: part of a result's identity."""
-        return {
-            "schema": asdict(self.schema) | {"tools": list(self.schema.tools)},
+        tokenizer = self.tokenizer
+        facts: dict[str, object] = {
+            "schema": self.schema.as_dict(),
             "system_prompt": self.system_prompt,
-            "template": self.tokenizer.chat_template,
-            "tokenizer": self.tokenizer.fingerprint,
+            "template": tokenizer.chat_template,
+            "tokenizer": tokenizer.fingerprint,
         }
+        if tokenizer.template_values:
+            facts["template_values"] = tokenizer.template_values
+        if "strftime_now" in (tokenizer.chat_template or ""):
+            facts["date"] = tokenizer.date
+        if (
+            tokenizer.adds_bos and not tokenizer.prompt_bos
+        ):  # earlier protocols have no such line, and the BOS
+            facts["prompt_bos"] = False
+        return facts
 
     def save(
         self,
@@ -306,13 +404,18 @@ class Policy:
         """
         assert self.adapter is None or not self.adapter.is_applied, "an applied adapter would be left out"
         self.save_protocol(folder)
-        ids = {"bos_id": self.tokenizer.bos_id, "eos_ids": self.stop_ids}
-        save_model(self.model, folder, weights=weights, dtype=dtype, **ids)
+        # transformers scores a text before its padding: an id that also ends texts would move that place.
+        pad_id = None if self.tokenizer.pad_id in self.stop_ids else self.tokenizer.pad_id
+        ends = {"bos_id": self.tokenizer.bos_id, "eos_ids": self.stop_ids, "pad_id": pad_id}
+        save_model(self.model, folder, weights=weights, dtype=dtype, **ends)
 
     def save_protocol(self, folder: Path) -> None:
         """Write only tokenizer and protocol: enough to display completions without the weights."""
         self.tokenizer.save(folder)
-        (folder / "protocol.json").write_text(json.dumps(self.protocol(), indent=1) + "\n")
+        facts = self.protocol()
+        if self.is_plain:
+            del facts["schema"]  # nobody chose it: what comes next takes its own default, as from a hub model
+        (folder / "protocol.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -339,6 +442,10 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = None,
     merge: bool = True,
+    plain: bool = False,
+    date: str = "",
+    is_reward: bool = False,
+    weights: bool = True,
 ) -> Policy:
     """Load or create model, tokenizer and protocol. An adapter's tokenizer and protocol take precedence over its
     base's.
@@ -349,6 +456,11 @@ def load_policy(
         dtype: Parameter dtype.
         autocast: Compute dtype of products if it differs.
         merge: Merge an adapter; False applies it, so that it can be switched off (`policy.adapter.off`).
+        plain: Ask a model that comes without a protocol, where the config names no schema either, as its template
+            alone has it: chats, servers and preference pairs. Tasks with answers ask by a schema.
+        date: Today for the chat template, as YYYY-MM-DD; empty for that of the folder's protocol, else the computer's.
+        is_reward: Make it a reward model, where it is none.
+        weights: False for the prompts alone: the model has its shape and no memory.
 
     Returns:
         The policy, on its device.
@@ -360,28 +472,31 @@ def load_policy(
         torch.set_num_threads(config.num_threads)
     device = resolve_device(config.device)
     folder, adapter = find_model(config.init, config.adapter) if config.init else (None, None)
-    schema, template, system_prompt = _protocol(config, _home(folder, adapter, "protocol.json"))
-    tokenizer = _tokenizer(config, folder, adapter, schema)
-    name = config.template
-    if name == "chat" and tokenizer.chat_template is None:
-        raise UserError("policy.template = chat: the tokenizer has no chat template; use base, plain or auto")
-    if template is None and (name == "base" or (name == "auto" and tokenizer.chat_template is None)):
-        template = BASE_TEMPLATE
-    elif template is None and name == "plain":
-        template = PLAIN_TEMPLATE
-    if template is not None:
-        tokenizer = tokenizer.with_template(template)
+    stored = _stored(_home(folder, adapter, "protocol.json"))
+    chosen = _chosen_schema(config, stored)
+    tokenizer = _tokenizer(config, folder, adapter, _tags(config, chosen or SCHEMAS["think_answer"]))
+    tokenizer = _with_template(config, stored, tokenizer, date)
+    task_schema = _finished(config, chosen or _default_schema(tokenizer), tokenizer)
+    schema = task_schema
+    if plain and chosen is None and not config.tags_as_tokens:
+        schema = _finished(config, _plain_schema(tokenizer), tokenizer)
+    if (tags := _tags(config, task_schema)) and config.tokenizer not in TOKENIZER_MADE:
+        tokenizer = tokenizer.with_tags(tags, padded_vocab_size=config.padded_vocab_size or None)
     if 0 < config.padded_vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"policy.padded_vocab_size = {config.padded_vocab_size}: the tokenizer has {tokenizer.vocab_size} ids"
         )
-    if folder is None:
+    if not weights:
+        rows = max(tokenizer.vocab_size, config.padded_vocab_size)
+        with torch.device("meta"):
+            model = build_model(replace(config.model, vocab_size=rows))
+    elif folder is None:
         shape = replace(config.model, vocab_size=max(tokenizer.vocab_size, config.padded_vocab_size))
         model = build_model(shape)
         init_weights(model, seed)
         model = model.to(device=device, dtype=dtype)
     else:
-        model, _ = load_model(folder, dtype=dtype, device=device)
+        model, _ = load_model(folder, dtype=dtype, device=device, is_reward=None if is_reward else False)
         if adapter is not None:
             model = adapter.fit(model)
             if merge:
@@ -393,13 +508,16 @@ def load_policy(
         if adapter is not None and not merge:
             adapter.fit(model)  # the vocabulary may have grown
             adapter.apply(model)
-    choose_kernels(model.config, model.head_weight.dtype, device)
-    has_system = system_prompt and tokenizer.chat_template != PLAIN_TEMPLATE
+    if is_reward:
+        model = as_reward_model(model)
+    if weights:
+        choose_kernels(model.config, model.head_weight.dtype, device)
     return Policy(
         model,
         tokenizer,
         schema,
-        system_prompt=has_system,
+        system_prompt=_has_system(config, stored, tokenizer),
+        task_schema=None if schema is task_schema else task_schema,
         attention=_attention(config, device),
         max_rows=config.max_rows,
         autocast=autocast,
@@ -418,33 +536,148 @@ def _attention(config: PolicyConfig, device: torch.device) -> AttentionKind:
     return config.attention
 
 
-def _protocol(config: PolicyConfig, folder: Path | None) -> tuple[ResponseSchema, str | None, bool]:
-    """Return schema, template text (None: not fixed yet) and whether there is a system prompt."""
-    stored = None
-    if folder is not None and (folder / "protocol.json").is_file():
-        stored = read_json(folder / "protocol.json")
-    schema = SCHEMAS["think_answer" if config.schema == "inherit" else config.schema]
-    template, system_prompt = None, config.system_prompt
-    if stored is not None:
-        try:
-            if config.schema == "inherit":
-                schema = ResponseSchema(**stored["schema"])
-            if config.template == "auto":
-                template, stored_prompt = stored["template"], stored["system_prompt"]
-                if not isinstance(template, str) or not isinstance(stored_prompt, bool):
-                    raise TypeError("template must be text, system_prompt true or false")
-                system_prompt = stored_prompt and config.system_prompt
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{folder}/protocol.json: malformed ({error})") from None
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The contents of a protocol.json."""
+
+    schema: ResponseSchema | None
+    template: str
+    system_prompt: bool
+    template_values: dict[str, bool | str]
+    date: str
+    prompt_bos: bool
+
+
+def _stored(folder: Path | None) -> _Stored | None:
+    """Read a folder's protocol; None where it has none, as a model from a hub."""
+    if folder is None or not (folder / "protocol.json").is_file():
+        return None
+    facts = read_json(folder / "protocol.json")
+    try:
+        schema = facts.get("schema")  # absent where nobody chose one
+        values = facts.get("template_values", {})
+        stored = _Stored(
+            None if schema is None else ResponseSchema(**schema),
+            facts["template"],
+            facts["system_prompt"],
+            values,
+            facts.get("date", ""),
+            facts.get("prompt_bos", True),
+        )
+        if not isinstance(stored.template, str) or not isinstance(stored.system_prompt, bool):
+            raise TypeError("template must be text, system_prompt true or false")
+        if not all(isinstance(value, bool | str) for value in values.values()):
+            raise TypeError("template_values must be texts, true or false")
+        if stored.date:
+            datetime.date.fromisoformat(stored.date)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder}/protocol.json: malformed ({error})") from None
+    return stored
+
+
+def _chosen_schema(config: PolicyConfig, stored: _Stored | None) -> ResponseSchema | None:
+    """Return the schema that the config or the folder names; None where neither does."""
+    if config.schema != INHERIT:
+        return find_schema(config.schema)
+    return stored.schema if stored is not None else None
+
+
+def _default_schema(tokenizer: Tokenizer) -> ResponseSchema:
+    """Return the schema of tasks with answers for a model that comes without a protocol, by its template's cue."""
+    ending = "" if is_own(tokenizer) else tokenizer.ending().rstrip()
+    if ending.endswith(THINK):  # opened, or closed without a word
+        return SCHEMAS["r1" if ending.endswith(THINK[0]) else "boxed"]
+    return SCHEMAS["gpt_oss" if ending.endswith(GPT_OSS_CUE) else "think_answer"]
+
+
+def _plain_schema(tokenizer: Tokenizer) -> ResponseSchema:
+    """Return the schema of plain chats: nothing is appended; thinking is told apart where the template has it."""
+    if not is_own(tokenizer) and tokenizer.ending().rstrip().endswith(GPT_OSS_CUE):
+        return replace(SCHEMAS["gpt_oss"], instruction="")
+    schema = SCHEMAS["none"]
+    if THINK[1] in (tokenizer.chat_template or ""):
+        return replace(schema, think_open=THINK[0], think_close=THINK[1], opening_in_prompt=False)
+    return schema
+
+
+def is_own(tokenizer: Tokenizer) -> bool:
+    """Say whether the template is one of whet's own, for models without one: question and answer, no conversation."""
+    return tokenizer.chat_template in (None, BASE_TEMPLATE, PLAIN_TEMPLATE)
+
+
+def _finished(config: PolicyConfig, schema: ResponseSchema, tokenizer: Tokenizer) -> ResponseSchema:
+    """Give a schema the config's tools and system message, and fit it to what the template opens itself."""
     if config.tools:
         schema = replace(schema, tools=() if config.tools == ("none",) else config.tools)
-    return schema, template, system_prompt
+    if isinstance(config.system_prompt, str):
+        instruction = "" if schema.instruction_in == "system" else schema.instruction
+        schema = replace(schema, system=config.system_prompt, instruction=instruction)
+    if is_own(tokenizer):
+        return schema
+    ending = tokenizer.ending().rstrip()
+    if ending.endswith(GPT_OSS_CUE) and schema.opening_in_prompt:
+        raise UserError(
+            f"policy.schema: {schema.think_open} cannot stand in the prompt, because the model opens a channel there: "
+            "use --policy.schema gpt_oss, boxed, hashes or none"
+        )
+    if ending.endswith(THINK[1]) and schema.opening_in_prompt:
+        raise UserError(
+            f"policy.schema: {schema.think_open} opens the thinking, but the model's template has closed it already "
+            f"({THINK[0]} {THINK[1]}): use --policy.schema boxed, hashes or none, or --policy.template-values "
+            "enable_thinking true"
+        )
+    if not ending.endswith(THINK[0]):
+        return schema
+    if schema.think_open not in ("", THINK[0]):
+        raise UserError(
+            f"policy.schema: thinking is {schema.think_open}, but the model's template opens it with {THINK[0]}: use "
+            "--policy.schema r1 or think_answer, or --policy.template base"
+        )
+    return replace(schema, think_open=THINK[0], think_close=THINK[1], opening_in_prompt=True)
+
+
+def _tags(config: PolicyConfig, schema: ResponseSchema) -> tuple[str, ...]:
+    """Return the tags that become tokens."""
+    if config.tools:
+        schema = replace(schema, tools=() if config.tools == ("none",) else config.tools)
+    return (*schema.tags, *schema.tool_tags) if config.tags_as_tokens else ()
+
+
+def _with_template(
+    config: PolicyConfig, stored: _Stored | None, tokenizer: Tokenizer, date: str
+) -> Tokenizer:
+    """Give a tokenizer the template that prompts are written with."""
+    name, given = config.template, config.template_values
+    if name == "auto" and stored is not None:
+        values = stored.template_values | given
+        date = date or stored.date
+        return tokenizer.with_template(
+            stored.template, values=values, date=date, prompt_bos=stored.prompt_bos
+        )
+    if name == "chat" and tokenizer.chat_template is None:
+        raise UserError("policy.template = chat: the tokenizer has no chat template; use base, plain or auto")
+    template = tokenizer.chat_template
+    if name == "base" or template is None:
+        template = BASE_TEMPLATE
+    if name == "plain":
+        template = PLAIN_TEMPLATE
+    return tokenizer.with_template(template, values=given, date=date)
+
+
+def _has_system(config: PolicyConfig, stored: _Stored | None, tokenizer: Tokenizer) -> bool:
+    """Say whether prompts have the schema's system message."""
+    if isinstance(config.system_prompt, str):
+        if tokenizer.chat_template == PLAIN_TEMPLATE:
+            raise UserError("policy.system_prompt: this model's prompt is the bare question; leave it out")
+        return True
+    is_stored = stored is None or config.template != "auto" or stored.system_prompt
+    return config.system_prompt and is_stored and tokenizer.chat_template != PLAIN_TEMPLATE
 
 
 def _tokenizer(
-    config: PolicyConfig, folder: Path | None, adapter: Adapter | None, schema: ResponseSchema
+    config: PolicyConfig, folder: Path | None, adapter: Adapter | None, tags: Sequence[str]
 ) -> Tokenizer:
-    tags = (*schema.tags, *schema.tool_tags) if config.tags_as_tokens else ()
+    """Load the tokenizer, or create it with the tags."""
     if config.tokenizer == "characters":
         return Tokenizer.characters(config.alphabet, tags)
     if config.tokenizer == "bytes":
@@ -454,5 +687,4 @@ def _tokenizer(
     if not config.tokenizer and home != folder and folder and (folder / "tokenizer.json").is_file():
         base = Tokenizer.load(folder)  # stop tokens are often defined only in the base's folder
         tokenizer.stop_ids |= {n for n in base.stop_ids if base.token_text(n) == tokenizer.token_text(n)}
-    rows = config.padded_vocab_size or None
-    return tokenizer.with_tags(tags, padded_vocab_size=rows) if tags else tokenizer
+    return tokenizer

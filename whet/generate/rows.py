@@ -8,8 +8,9 @@ from typing import Protocol
 
 import torch
 
+from whet.algo.kept import encode_kept
 from whet.algo.logprobs import select_logprobs
-from whet.generate.sampling import SamplingParams, counter_uniforms, sample_tokens
+from whet.generate.sampling import SamplingParams, counter_uniforms, filter_logits, sample_tokens
 from whet.types import FinishReason
 
 CHARACTER_TOKENS = 4
@@ -29,13 +30,14 @@ class Request:
 class Completion:
     """Generated ids (including the stop token), their log-probabilities (fp32) and why it ended.
 
-    The other fields are for multi-turn episodes, see `whet.types.Sample`.
+    The other fields are for filters and for multi-turn episodes, see `whet.types.Sample`.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     trained: tuple[bool, ...] = ()
+    kept: tuple[str, ...] = ()
     turn_ends: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
 
@@ -98,6 +100,7 @@ class Job:
         stop_strings: Texts that stop it.
         num_top: Record the model's own log-probabilities, with this many alternatives; None records none.
         notes: The recorded tokens.
+        kept: What the filters left to draw each token from, if a trainer needs it; None records nothing.
         cancelled: The result is no longer needed; any thread may set it.
         completion: The result, once it has ended.
         tail: Number of last tokens that may contain a stop string: each has at least one byte, a character may take
@@ -110,6 +113,7 @@ class Job:
     stop_strings: tuple[str, ...] = ()
     num_top: int | None = None
     notes: list[Token] = field(default_factory=list)
+    kept: list[str] | None = None
     cancelled: bool = False
     completion: Completion | None = None
     tail: int = field(init=False)
@@ -120,7 +124,25 @@ class Job:
 
 @dataclass(slots=True)
 class Rows:
-    """State of the live rows, as tensors of fixed capacity; row r of every field belongs to one job."""
+    """State of the live rows, as tensors of fixed capacity; row r of every field belongs to one job.
+
+    Kernels and CUDA graphs hold the tensors' addresses, so every change is in place.
+
+    Attributes:
+        seeds: Seed of each row's noise.
+        positions: Position at which `last` will be read.
+        counts: Tokens drawn so far; also the index of the next one's noise.
+        checked: Tokens that were searched for stop strings.
+        limits: Most tokens to draw.
+        last: The newest token, which no step has read yet.
+        done: Whether the row has ended; it is computed along until `Engine.harvest`, without effect.
+        stopped: Whether a stop id or a stop string ended it, not its limit.
+        noise: Uniforms of all tokens, where `draw_noise` was called.
+        bases: Where activations are kept: the place of position p is base + p.
+        tokens: Drawn tokens, with a spare column for ended rows.
+        logprobs: Their log-probabilities.
+        jobs: The job of each live row.
+    """
 
     seeds: torch.Tensor
     positions: torch.Tensor
@@ -209,13 +231,14 @@ class Rows:
             scale = 1.0 if params.temperature in (0.0, 1.0) else params.temperature  # greedy is scored at 1
             if members is None:  # all rows have the same settings: no gather and scatter
                 logits = logits_BV if scale == 1.0 else logits_BV / scale
-                drawn, scores = sample_tokens(logits, seeds, counts, params, noise)
+                kept = _filtered(logits, params, jobs)
+                drawn, scores = sample_tokens(logits, seeds, counts, params, noise, kept)
                 return drawn, scores.float()
             index = torch.tensor(members, device=logits_BV.device)
             own = None if noise is None else noise[index]
-            tokens[index], scores = sample_tokens(
-                logits_BV[index] / scale, seeds[index], counts[index], params, own
-            )
+            logits = logits_BV[index] / scale
+            kept = _filtered(logits, params, [jobs[member] for member in members])
+            tokens[index], scores = sample_tokens(logits, seeds[index], counts[index], params, own, kept)
             logprobs[index] = scores.float()
         return tokens, logprobs
 
@@ -250,15 +273,10 @@ def has_stop(
     return False
 
 
-def share_params(jobs: Sequence[Job]) -> bool:
-    """Say whether all jobs have the same settings and record nothing."""
-    params = jobs[0].params
-    return all(job.params is params and job.num_top is None for job in jobs)
-
-
 def are_plain(jobs: Sequence[Job]) -> bool:
     """Say whether all jobs have the same settings without filters, and record nothing."""
-    return not jobs[0].params.is_filtered and share_params(jobs)
+    params = jobs[0].params
+    return not params.is_filtered and all(job.params is params and job.num_top is None for job in jobs)
 
 
 def by_params(jobs: Sequence[Job]) -> Iterable[tuple[SamplingParams, list[int] | None]]:
@@ -270,6 +288,17 @@ def by_params(jobs: Sequence[Job]) -> Iterable[tuple[SamplingParams, list[int] |
     for index, job in enumerate(jobs):
         groups.setdefault(job.params, []).append(index)
     return groups.items()
+
+
+def _filtered(logits_BV: torch.Tensor, params: SamplingParams, jobs: Sequence[Job]) -> torch.Tensor | None:
+    """Filter logits and append what is left to the jobs that record it; None if no job does."""
+    if all(job.kept is None for job in jobs):
+        return None
+    kept_BV = filter_logits(logits_BV, params)
+    for job, kept in zip(jobs, encode_kept(kept_BV > float("-inf")), strict=True):
+        if job.kept is not None:
+            job.kept.append(kept)
+    return kept_BV
 
 
 def note(logits_BV: torch.Tensor, tokens_B: torch.Tensor, jobs: Sequence[Job]) -> None:

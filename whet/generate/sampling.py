@@ -49,7 +49,7 @@ class SamplingParams:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether tokens are removed from the distribution (a trainer would have to replay the kept set)."""
+        """Whether tokens are removed from the distribution (a trainer has to renormalise over what was kept)."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -109,18 +109,21 @@ def filter_logits(logits_BV: torch.Tensor, params: SamplingParams) -> torch.Tens
 
 
 def _nucleus_floor(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Return the smallest kept logit of each row [B, 1]; sorts everything only if the guess misses the nucleus."""
+    """Return the smallest kept logit of each row [B, 1]; looks further only in rows whose nucleus the guess misses."""
     probs = torch.softmax(logits_BV, dim=-1)
-    count = min(NUCLEUS_GUESS, logits_BV.shape[1])
-    while True:
-        values, indices = probs.topk(count, dim=-1)
+    last_B1 = torch.empty(len(probs), 1, dtype=torch.int64, device=probs.device)
+    rows = torch.arange(len(probs), device=probs.device)
+    count = min(NUCLEUS_GUESS, probs.shape[1])
+    while len(rows):
+        values, indices = probs[rows].topk(count, dim=-1)
         before = values.double().cumsum(-1) - values.double()
-        kept = before < top_p
-        if count == logits_BV.shape[1] or bool((values.double().sum(-1) >= top_p).all()):
+        last = (before < top_p).long().sum(-1, keepdim=True) - 1
+        last_B1[rows] = indices.gather(1, last)
+        if count == probs.shape[1]:
             break
-        count = min(count * 8, logits_BV.shape[1])
-    last = kept.long().sum(-1, keepdim=True) - 1
-    return logits_BV.gather(1, indices.gather(1, last))
+        rows = rows[values.double().sum(-1) < top_p]
+        count = min(count * 8, probs.shape[1])
+    return logits_BV.gather(1, last_B1)
 
 
 def draw_tokens(
@@ -171,6 +174,7 @@ def sample_tokens(
     index_B: torch.Tensor,
     params: SamplingParams,
     uniforms_B: torch.Tensor | None = None,
+    kept_BV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample the next token of each sequence and score it under the sampled distribution.
 
@@ -180,6 +184,7 @@ def sample_tokens(
         index_B: Index of the token to draw in its completion, 0-based.
         params: Temperature and filters.
         uniforms_B: The `counter_uniforms` of seeds and index, if known.
+        kept_BV: The `filter_logits` of the logits, if known.
 
     Returns:
         Ids [B] and log-probabilities [B] (float32; renormalised over the kept set if filters are on; at temperature 1
@@ -188,10 +193,11 @@ def sample_tokens(
     if params.temperature == 0:
         tokens = logits_BV.argmax(-1)
         return tokens, select_logprobs(logits_BV, tokens)[0]
-    kept = filter_logits(logits_BV, params)
+    if kept_BV is None:
+        kept_BV = filter_logits(logits_BV, params)
     if uniforms_B is None:
         uniforms_B = counter_uniforms(seeds_B, index_B)
     # Sampling and scoring share the same exponentials.
-    weights, _, normaliser = exp_logits(kept)
-    tokens = draw_tokens(kept, uniforms_B, weights)
-    return tokens, select_logprobs(kept, tokens, normaliser)[0]
+    weights, _, normaliser = exp_logits(kept_BV)
+    tokens = draw_tokens(kept_BV, uniforms_B, weights)
+    return tokens, select_logprobs(kept_BV, tokens, normaliser)[0]

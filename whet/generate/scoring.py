@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -40,6 +41,35 @@ def hidden_rows(
     return hidden_ND.index_select(0, micro.source_M)
 
 
+def score_texts(
+    model: LanguageModel,
+    micro: MicroBatch,
+    *,
+    autocast: torch.dtype | None = None,
+    attention: AttentionKind = "exact",
+) -> torch.Tensor:
+    """Score whole sequences with a reward model: its head's number at the last token, differentiable.
+
+    Args:
+        model: A reward model.
+        micro: Packed sequences.
+        autocast: Compute dtype if it is not the parameters' own.
+        attention: Attention kernel.
+
+    Returns:
+        Scores [B] in the order of `micro.indices_B`, float32 (float64 for float64 models).
+    """
+    assert model.score is not None
+    prompts = {segment.prefix for segment in micro.segments if segment.shared}
+    whole = [s for s in micro.segments if s.shared or s.start not in prompts]
+    ends_B = torch.tensor([s.start + s.length - 1 for s in whole], device=micro.tokens_N.device)
+    rows = replace(micro, source_M=ends_B)
+    hidden_BD = hidden_rows(model, rows, autocast=autocast, attention=attention)
+    weight_1D = model.get_parameter("score.weight")
+    wide = torch.float64 if weight_1D.dtype == torch.float64 else torch.float32
+    return hidden_BD.to(wide) @ weight_1D.to(wide)[0]
+
+
 def score_micro_batch(
     model: LanguageModel,
     micro: MicroBatch,
@@ -48,6 +78,7 @@ def score_micro_batch(
     autocast: torch.dtype | None = None,
     attention: AttentionKind = "exact",
     activations: Activations | None = None,
+    hidden_MD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score a micro-batch's trained tokens.
 
@@ -58,12 +89,15 @@ def score_micro_batch(
         autocast: Compute dtype if it is not the parameters' own.
         attention: Attention kernel; 'exact' equals the sampler's.
         activations: The sampler's activations of these tokens, if kept.
+        hidden_MD: Result of `hidden_rows`, where it is there already.
 
     Returns:
-        Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
+        Log-probabilities [M] and entropies [M] in nats, over what the sampler's filters left; differentiable unless
+        autograd is off.
     """
-    options = {"autocast": autocast, "attention": attention}
-    hidden_MD = hidden_rows(model, micro, activations=activations, **options)
+    if hidden_MD is None:
+        options = {"autocast": autocast, "attention": attention}
+        hidden_MD = hidden_rows(model, micro, activations=activations, **options)
     with span("head"):
         return token_logprobs(
             hidden_MD,
@@ -72,4 +106,5 @@ def score_micro_batch(
             temperature=temperature,
             num_valid=model.num_valid_tokens,
             cap=model.config.block.logit_cap,
+            kept=micro.kept,
         )

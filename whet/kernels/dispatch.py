@@ -1,43 +1,152 @@
-"""The table of implementations: which kernel runs which operation on which device.
+"""Which implementation runs an operation here: a C++ kernel, a Triton kernel, or its eager twin in plain PyTorch.
 
-`WHET_KERNELS=eager` in the environment switches every operation to its eager twin; `auto`, the default, follows the
-table, and on a CPU uses the C++ kernels that are measured to be faster than PyTorch; `cpp` uses these without
-measuring; `triton` uses the GPU kernels and CUDA graphs in models, head and sampling, too. Triton is imported only when
-an operation runs on a device that it serves.
+`run(eager.swiglu, gate, up)` runs one operation; `runs_cpp(x)` says whether larger parts that have no twin (attention,
+the head, a whole decoding step) run in C++. `WHET_KERNELS` in the environment decides: `auto`, the default, takes the
+C++ kernels that were measured to be as fast as PyTorch on this CPU, and PyTorch on a GPU; `cpp` takes all of them
+without measuring; `triton` takes the GPU kernels and CUDA graphs, too; `eager` takes no kernel.
+
+`whet.generate.kernel_speed` measures and sets the choice once per process, before the first model computes anything: a
+sampler and a trainer with different choices would not agree to the last bit. Until then all C++ kernels are used.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from whet.kernels import eager
+from whet.kernels.cpu import build
+from whet.kernels.cpu import ops as cpu
+from whet.kernels.mode import VARIABLE, mode
 from whet.types import UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-VARIABLE = "WHET_KERNELS"
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+Operation = Literal["product", "attention", "decode"]
+OPERATIONS: tuple[Operation, ...] = ("product", "attention", "decode")
+"""Products with norms, gates and the head; attention; a whole decoding step in one call, which needs the other two."""
+TIE = 0.95
+"""For large float32 products both are near the machine's peak; timing cannot resolve a smaller difference."""
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def mode() -> Literal["auto", "cpp", "eager", "triton"]:
-    """Read the `WHET_KERNELS` switch.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The operations that run in C++, and their measured speed.
 
-    Raises:
-        UserError: If its value is unknown.
+    Attributes:
+        used: Operations that run on the C++ kernels.
+        ratios: Speed over PyTorch's by operation; empty if nothing was measured.
     """
-    value = os.environ.get(VARIABLE, "auto")
-    if value == "auto" or value == "cpp" or value == "eager" or value == "triton":
-        return value
-    raise UserError(
-        f"{VARIABLE} = {value!r}: expected auto, cpp, eager or triton; unset it or set one of them"
-    )
+
+    used: frozenset[Operation] = frozenset(OPERATIONS)
+    ratios: Mapping[Operation, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ratios: Mapping[Operation, float]) -> Choice:
+        """Use the operations that are at least as fast as PyTorch."""
+        used: set[Operation] = {name for name, ratio in ratios.items() if ratio >= TIE}
+        # The decoding step has its own products and attention: with PyTorch's in the trainer, the bits would differ.
+        if not {"product", "attention"} <= used:
+            used.discard("decode")
+        return cls(frozenset(used), dict(ratios))
+
+
+_current: Choice | None = None
+
+
+def current() -> Choice | None:
+    """Return this process's choice; None if it is not made yet."""
+    return _current
+
+
+def take(choice: Choice | None) -> None:
+    """Set this process's choice."""
+    global _current
+    _current = choice
+
+
+@contextmanager
+def taken(choice: Choice) -> Iterator[None]:
+    """Use another choice within this context, for measurements and tests."""
+    before = _current
+    take(choice)
+    try:
+        yield
+    finally:
+        take(before)
+
+
+def runs_cpp(*tensors: torch.Tensor, operation: Operation = "product") -> bool:
+    """Say whether an operation runs in C++: on the CPU, in float32 or bfloat16, last axis a multiple of 16."""
+    # A choice counts for the whole process: with two, sampler and trainer would differ in the last bits.
+    if torch.compiler.is_compiling() or not _uses(operation):
+        return False
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.dtype not in cpu.DTYPES or tensor.shape[-1] % cpu.QUANTUM:
+            return False
+    return build.library() is not None
+
+
+def _uses(operation: Operation) -> bool:
+    return _current is None or operation in _current.used
+
+
+class Kernel(NamedTuple):
+    """A kernel with the arguments and the result of its eager twin.
+
+    Attributes:
+        function: The kernel.
+        accepts: Says whether it computes with these first arguments.
+    """
+
+    function: Callable[..., Any]
+    accepts: Callable[..., bool]
+
+
+Kernels = Mapping[Callable[..., Any], Kernel]
+"""Kernels by eager twin."""
+
+
+# Beyond device, width and dtype, each kernel refuses what its C++ was not written for; the twin then runs.
+
+
+def _multiplies(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> bool:
+    if x.dim() != 2 or not runs_cpp(x, weight):
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu") in cpu.DTYPES
+    return x.dtype == weight.dtype
+
+
+def _normalises(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> bool:
+    return x.dtype == weight.dtype and runs_cpp(x, weight)
+
+
+def _rotates(x: torch.Tensor, cos: torch.Tensor, *_: Any) -> bool:
+    return cos.dtype == torch.float32 and runs_cpp(x)
+
+
+def _gates(gate: torch.Tensor, up: torch.Tensor) -> bool:
+    return gate.dim() == 2 and gate.dtype == up.dtype and runs_cpp(gate, up)
+
+
+CPP: Kernels = {
+    eager.linear: Kernel(cpu.linear, _multiplies),
+    eager.rms_norm: Kernel(cpu.rms_norm, _normalises),
+    eager.rotate: Kernel(cpu.rotate, _rotates),
+    eager.swiglu: Kernel(cpu.swiglu, _gates),
+}
 
 
 def has_triton() -> bool:
@@ -46,57 +155,123 @@ def has_triton() -> bool:
 
 
 @cache
-def _cuda_kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
+def triton_kernels() -> Kernels:
+    """Import the Triton kernels and return them; empty where they cannot run."""
     if not has_triton():
         return {}
-    from whet.kernels.triton import attention as triton_attention
-    from whet.kernels.triton import layer as triton_layer
-    from whet.kernels.triton import logprobs as triton_logprobs
-    from whet.kernels.triton import nf4 as triton_nf4
+    from whet.kernels.triton import attention, layer, logprobs, nf4
+
+    def accepts(x: torch.Tensor | eager.NF4, *_: Any) -> bool:
+        return isinstance(x, eager.NF4) or x.dtype in TRITON_DTYPES
 
     return {
-        eager.decode_attention: triton_attention.decode_attention,
-        eager.logprob_entropy: triton_logprobs.logprob_entropy,
-        eager.logprob_entropy_backward_: triton_logprobs.logprob_entropy_backward_,
-        eager.rms_norm: triton_layer.rms_norm,
-        eager.swiglu: triton_layer.swiglu,
-        eager.nf4_dequantize: triton_nf4.nf4_dequantize,
+        eager.decode_attention: Kernel(attention.decode_attention, accepts),
+        eager.logprob_entropy: Kernel(logprobs.logprob_entropy, accepts),
+        eager.logprob_entropy_backward_: Kernel(logprobs.logprob_entropy_backward_, accepts),
+        eager.rms_norm: Kernel(layer.rms_norm, accepts),
+        eager.swiglu: Kernel(layer.swiglu, accepts),
+        eager.nf4_dequantize: Kernel(nf4.nf4_dequantize, accepts),
     }
 
 
-# Device type -> a function that imports the device's kernels and returns them by eager twin.
-KERNELS = {"cuda": _cuda_kernels}
+def _requested_triton() -> Kernels:
+    # Not the default: these kernels have not been timed on a GPU yet.
+    if mode() != "triton":
+        return {}
+    if found := triton_kernels():
+        return found
+    raise UserError(
+        f"{VARIABLE} = triton: PyTorch is not built for NVIDIA's GPUs, or Triton is missing: pip install triton"
+    )
 
 
-def pick(twin: Callable[P, R], device: torch.device, dtype: torch.dtype = torch.float32) -> Callable[P, R]:
-    """Return the implementation of an eager twin on a device: `pick(eager.swiglu, x.device, x.dtype)(gate, up)`.
-
-    Args:
-        twin: A function of `whet.kernels.eager`; returned itself if there is no kernel.
-        device: Device of the tensors.
-        dtype: Their dtype; kernels are for float16, bfloat16 and float32.
-    """
-    if device.type not in KERNELS or dtype not in DTYPES or mode() == "eager":
-        return twin
-    return cast("Callable[P, R]", KERNELS[device.type]().get(twin, twin))
+KERNELS: dict[str, Callable[[], Kernels]] = {"cpu": lambda: CPP, "cuda": _requested_triton}
+"""The kernels of each type of device; Triton is imported only when an operation runs on a GPU."""
 
 
-def kernel_for(twin: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R] | None:
-    """Return the kernel of an eager twin if `WHET_KERNELS=triton` requests it; None: use the default path.
+def kernel_for(twin: Callable[P, R], *inputs: Any) -> Callable[P, R] | None:
+    """Return the kernel that runs an operation on these inputs; None if PyTorch does.
 
     Args:
-        twin: A function of `whet.kernels.eager`.
-        tensor: Its input.
+        twin: The operation: a function of `whet.kernels.eager`.
+        inputs: Its first arguments; the first one says where it runs.
 
     Raises:
-        UserError: If it is requested on a GPU without kernels.
+        UserError: If `WHET_KERNELS=triton` requests kernels on a GPU that has none.
     """
-    serves = tensor.device.type in KERNELS and tensor.dtype in DTYPES and not torch.compiler.is_compiling()
-    if not serves or mode() != "triton":
+    device = inputs[0].device.type
+    # A compiler fuses the twin's operations with their neighbours; it cannot look into a kernel.
+    if torch.compiler.is_compiling() or device not in KERNELS:
         return None
-    found = KERNELS[tensor.device.type]()
-    if not found:
-        raise UserError(
-            f"{VARIABLE} = triton: PyTorch is not built for NVIDIA's GPUs, or Triton is missing: pip install triton"
+    kernel = KERNELS[device]().get(twin)
+    return kernel.function if kernel is not None and kernel.accepts(*inputs) else None
+
+
+def run(twin: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run an operation on its kernel, or on its eager twin: `run(eager.swiglu, gate, up)`."""
+    return (kernel_for(twin, *args) or twin)(*args, **kwargs)
+
+
+def describe(choice: Choice | None = None) -> str:
+    """Describe the CPU kernels in a few words: `C++ avx2, 1.4x PyTorch` or `PyTorch (C++ avx2 was 0.8x)`.
+
+    Args:
+        choice: Default: this process's choice.
+    """
+    if build.library() is None:
+        return f"PyTorch ({build.reason().removeprefix('eager: ')})"
+    choice = choice or _current or Choice()
+    name, ratios = f"C++ {build.instruction_set()}", choice.ratios
+    if not choice.used:
+        return (
+            f"PyTorch ({name} was {_mean(ratios.values()):.1f}x)"
+            if ratios
+            else f"PyTorch ({name} has no kernels for this shape)"
         )
-    return cast("Callable[P, R] | None", found.get(twin))
+    speeds = [ratios[operation] for operation in choice.used if operation in ratios]
+    text = f"{name}, {_mean(speeds):.1f}x PyTorch" if speeds else name
+    for operation in OPERATIONS:
+        if operation not in choice.used:
+            text += f"; {operation}: PyTorch"
+            if operation in ratios:
+                why = ", but needs the others" if ratios[operation] >= TIE else ""
+                text += f" (C++ was {ratios[operation]:.1f}x{why})"
+    return text
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return math.exp(sum(map(math.log, numbers)) / len(numbers))
+
+
+def identity() -> str:
+    """Identify what the last bits of a result depend on: the built library and the operations in use."""
+    left_out = [name for name in OPERATIONS if not _uses(name)]
+    return build.reason() + (f" without {', '.join(left_out)}" if left_out else "")
+
+
+def record() -> dict[str, Any]:
+    """Return the choice as a run's environment.json stores it under `kernels_used`."""
+    return {
+        "library": build.reason(),
+        "operations": [name for name in OPERATIONS if build.library() and _uses(name)],
+        "ratios": {} if _current is None else dict(_current.ratios),
+    }
+
+
+def restore(folder: Path) -> None:
+    """Take the choice of a run's first start, so that it resumes bitwise.
+
+    Args:
+        folder: Run folder; ignored if it has no environment.json, or another library has been built since (the
+            checkpoint's record then shows that).
+    """
+    if build.library() is None:
+        return
+    try:
+        stored = json.loads((folder / "environment.json").read_text())["kernels_used"]
+        names, library = stored["operations"], stored["library"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if library == build.reason() and set(names) <= set(OPERATIONS):
+        take(Choice(frozenset(names), stored.get("ratios") or {}))

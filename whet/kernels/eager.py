@@ -270,29 +270,34 @@ def has_bfloat16_products() -> bool:
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of products with a tensor: float32 for bfloat16 without such products."""
-    is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not has_bfloat16_products()
-    return torch.float32 if is_slow else x.dtype
+    """Return the dtype of products with a tensor: float32 on a CPU for float16, and for bfloat16 without such
+    products."""
+    is_slow = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not has_bfloat16_products())
+    return torch.float32 if is_slow and x.device.type == "cpu" else x.dtype
 
 
-def linear(x: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, transposed: bool = False
+) -> torch.Tensor:
     """Return x @ weight.T + bias; differentiable.
 
     Args:
         x: Input [..., D].
-        weight_VD: Weight of the input's dtype.
-        bias_V: Added to the product before it is rounded.
+        weight: Weight [F, D] of the input's dtype; [D, F] if `transposed`.
+        bias: Added to the product before it is rounded.
+        transposed: Whether the weight is stored as GPT-2 stores it.
     """
+    weight = weight.t() if transposed else weight
     rounded = x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x
     wide = product_dtype(rounded)
     if wide == rounded.dtype:
-        return F.linear(x, weight_VD, bias_V)
+        return F.linear(x, weight, bias)
     with torch.autocast("cpu", enabled=False):
-        return _Widened.apply(rounded, weight_VD, bias_V)  # pyright: ignore[reportReturnType]
+        return _Widened.apply(rounded, weight, bias)  # pyright: ignore[reportReturnType]
 
 
 class _Widened(torch.autograd.Function):
-    """A bfloat16 product computed in float32; it saves bfloat16 inputs and the weight itself for the backward pass."""
+    """A 16-bit product computed in float32; it saves 16-bit inputs and the weight itself for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -334,6 +339,11 @@ class NF4:
     scale: torch.Tensor | None
     offset: torch.Tensor | None
     shape: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.codes.device
 
     @property
     def nbytes(self) -> int:

@@ -23,8 +23,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from whet.kernels import eager
+from whet.kernels import dispatch, eager
 from whet.kernels.cpu import attention as cpu_attention
+from whet.kernels.cpu.ops import CHANNELS
 from whet.model.recurrence import Recurrence, Scan
 from whet.types import Segment
 
@@ -495,7 +496,8 @@ class Packed:
         rule: Rule | None = None,
     ) -> torch.Tensor:
         """Return causal attention outputs [N, H, C]; rows past the last sequence (row padding) are zero."""
-        if rule is None and cpu_attention.can_attend(q_NHC, k_NKC, v_NKC):
+        has_channels = q_NHC.shape[2] in CHANNELS and q_NHC.dtype == k_NKC.dtype == v_NKC.dtype
+        if rule is None and has_channels and dispatch.runs_cpp(q_NHC, operation="attention"):
             return cpu_attention.attend(q_NHC, k_NKC, v_NKC, self._kernel_table())
         rule = PLAIN if rule is None else rule
         is_whole = self.kind == "fast" and rule.is_plain

@@ -272,6 +272,9 @@ class ModelConfig:
     """Llama's biases in the feed-forward part."""
     init_std: float = 0.02
     """Standard deviation of random weights (0.02 suits wide models; narrow ones learn faster from more)."""
+    is_reward: bool = False
+    """Whether its head scores texts, one number each, in place of the vocabulary; `whet dpo --loss reward` makes
+    such a model."""
     block: Block = field(default=PLAIN_BLOCK, metadata=INTERNAL)
     """What other families have, from their config.json alone."""
     source: str = field(default="", compare=False, repr=False, metadata=INTERNAL)

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.kernels import eager
+from whet.kernels import dispatch, eager
 from whet.model.config import Experts, ModelConfig
-from whet.model.parts import MLP, Linear, linear, swiglu
+from whet.model.parts import MLP, Linear
 
 ROW_QUANTUM = 16
 """Each expert's rows are padded to a multiple of it: then a row's result does not depend on who else is there."""
@@ -32,9 +32,10 @@ class Router(nn.Module):
         """Return the weights of each token's experts [N, top_k], float32, and which they are."""
         e = self.experts
         if e.score == "sigmoid":
-            scores_NE = eager.row_wise(torch.sigmoid, linear(x_ND.float(), self.weight.float(), None))
+            scores_NE = dispatch.run(eager.linear, x_ND.float(), self.weight.float(), None)
+            scores_NE = eager.row_wise(torch.sigmoid, scores_NE)
         else:
-            scores_NE = linear(x_ND, self.weight, self.bias).float()
+            scores_NE = dispatch.run(eager.linear, x_ND, self.weight, self.bias).float()
         if e.score == "softmax_of_top":
             top, which = scores_NE.topk(e.top_k, dim=-1)
             return top.softmax(-1), which
@@ -79,7 +80,8 @@ class ExpertWeights(nn.Module):
         up, down = self.gate_up_proj[expert], self.down_proj[expert]
         if not self.is_clamped:
             gate, up = eager.linear(x_ND, up).chunk(2, dim=-1)
-            return eager.linear(swiglu(gate.contiguous(), up.contiguous()), down)
+            gated = dispatch.run(eager.swiglu, gate.contiguous(), up.contiguous())
+            return eager.linear(gated, down)
         both = eager.linear(x_ND, up.t(), self.gate_up_proj_bias[expert])
         gate, up = both[..., 0::2].clamp(max=CLAMP), both[..., 1::2].clamp(-CLAMP, CLAMP)
         gated = (up + 1) * gate * eager.row_wise(torch.sigmoid, SHARPNESS * gate)

@@ -711,6 +711,13 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
 }
 """The class that transformers has for a model type, and its reader."""
+CLASSIFIERS: dict[str, str] = {
+    kind: name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    + ("Text" if kind.endswith("_text") else "")
+    + "ForSequenceClassification"
+    for kind, (name, _) in FAMILIES.items()
+}
+"""What transformers calls a reward model of each type, where it has one (granite, olmoe and glm4_moe have none)."""
 WRAPPERS: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
     "mistral3": ("ministral3", "mistral"),
@@ -859,7 +866,7 @@ def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConf
     _refuse_foreign(outer, architecture, where)
     keys = Keys(data, DEFAULTS.get(asked))
     try:
-        config = read(keys)
+        config = replace(read(keys), is_reward=_is_reward(outer, keys, CLASSIFIERS[asked]))
         keys.refuse_unread()
     except KeyError as missing:
         raise UserError(f"{where}: field {missing} is missing") from None
@@ -872,6 +879,18 @@ def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConf
     if outer is not data:
         config = _flagged(config, is_part=True)
     return replace(config, source=json.dumps({**data}))
+
+
+def _is_reward(outer: Mapping[str, Any], c: Keys, classifier: str) -> bool:
+    """Say whether it is a sequence classifier; refuse one of several labels."""
+    num_labels = c.get("num_labels")
+    if classifier not in (outer.get("architectures") or ()):
+        return False
+    if num_labels is None:
+        num_labels = len(c.get("id2label") or (0, 1))
+    if num_labels != 1:
+        raise ValueError(f"a classifier of {num_labels} labels is not supported; a reward model has 1")
+    return True
 
 
 def _refuse_foreign(data: Mapping[str, Any], architecture: str, where: str) -> None:
@@ -897,7 +916,14 @@ def _refuse_foreign(data: Mapping[str, Any], architecture: str, where: str) -> N
         )
 
 
-def to_hf(config: ModelConfig, *, bos_id: int | None, eos_ids: tuple[int, ...], dtype: str) -> dict[str, Any]:
+def to_hf(
+    config: ModelConfig,
+    *,
+    bos_id: int | None,
+    eos_ids: tuple[int, ...],
+    dtype: str,
+    pad_id: int | None = None,
+) -> dict[str, Any]:
     """Write the configuration so that `transformers` (4 and 5) loads the folder.
 
     Args:
@@ -905,6 +931,7 @@ def to_hf(config: ModelConfig, *, bos_id: int | None, eos_ids: tuple[int, ...], 
         bos_id: Beginning-of-sequence id, if any.
         eos_ids: Ids that end a generation.
         dtype: Name of the stored floating-point type, such as 'float32'.
+        pad_id: Padding id of a reward model, if any: transformers scores a text at the last token that is another.
 
     Returns:
         The content of config.json.
@@ -918,12 +945,21 @@ def to_hf(config: ModelConfig, *, bos_id: int | None, eos_ids: tuple[int, ...], 
         "torch_dtype": dtype,
         "use_cache": True,
     }
+    if config.is_reward:
+        shared |= {
+            "num_labels": 1,
+            "id2label": {"0": "score"},
+            "label2id": {"score": 0},
+            "pad_token_id": pad_id,
+        }
     found = json.loads(config.source or "{}")
-    if config.block != PLAIN_BLOCK or found.get("model_type", config.family) != config.family:
+    kind = found.get("model_type", config.family)
+    architecture = CLASSIFIERS[kind] if config.is_reward else FAMILIES[kind][0]
+    if config.block != PLAIN_BLOCK or kind != config.family:
         for name in ("dtype", "auto_map", "quantization_config"):
             found.pop(name, None)
-        return found | {"architectures": [FAMILIES[found["model_type"]][0]]} | shared
-    shared = {"architectures": [FAMILIES[config.family][0]], "model_type": config.family} | shared
+        return found | {"architectures": [architecture]} | shared
+    shared = {"architectures": [architecture], "model_type": config.family} | shared
     if config.family == "gpt2":
         return shared | {
             "activation_function": "gelu_new",

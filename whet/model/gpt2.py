@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.kernels import eager
-from whet.kernels.cpu import ops as cpu
+from whet.kernels import dispatch, eager
 from whet.model.attention import AttentionContext
 from whet.model.config import ModelConfig
-from whet.model.parts import Layer, Linear, embedding
-from whet.model.transformer import LanguageModel
+from whet.model.parts import Layer, embedding
+from whet.model.transformer import LanguageModel, heads
 
 
 class Conv1D(nn.Module):
@@ -26,8 +25,7 @@ class Conv1D(nn.Module):
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Return x W + b."""
-        out = cpu.linear(x_ND, self.weight, self.bias, transposed=True)
-        return eager.linear(x_ND, self.weight.t(), self.bias) if out is None else out
+        return dispatch.run(eager.linear, x_ND, self.weight, self.bias, transposed=True)
 
 
 class GPT2Attention(nn.Module):
@@ -90,14 +88,12 @@ class GPT2Decoder(nn.Module):
 
 
 class GPT2(LanguageModel):
-    """GPT-2 with its tied language-model head."""
+    """GPT-2 with its tied language-model head, or a reward model's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.transformer = GPT2Decoder(config)
-        self.lm_head = (
-            None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.lm_head, self.score = heads(config)
 
     @property
     def head_weight(self) -> torch.Tensor:

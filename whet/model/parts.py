@@ -8,16 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.kernels import eager
-from whet.kernels.cpu import ops as cpu
-from whet.kernels.dispatch import kernel_for
+from whet.kernels import dispatch, eager
 from whet.model.config import ModelConfig
-
-
-def linear(x: torch.Tensor, weight_FD: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
-    """Return x W^T + b, by the C++ kernels where they serve."""
-    out = cpu.linear(x, weight_FD, bias_F)
-    return eager.linear(x, weight_FD, bias_F) if out is None else out
 
 
 class Linear(nn.Linear):
@@ -28,7 +20,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b."""
-        return linear(input, self.weight, self.bias)
+        return dispatch.run(eager.linear, input, self.weight, self.bias)
 
 
 def embedding(num_rows: int, width: int) -> nn.Embedding:
@@ -53,16 +45,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last axis."""
         if self.offset:
-            return self._normalise(x.float(), self.weight.float() + self.offset).to(x.dtype)
-        return self._normalise(x, self.weight)
-
-    def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = cpu.norm(x, weight, self.eps)
-        if out is not None:
-            return out
-        if (kernel := kernel_for(eager.rms_norm, x)) is not None:
-            return kernel(x, weight, self.eps)[0]
-        return eager.rms_norm(x, weight, self.eps)[0]
+            weight = self.weight.float() + self.offset
+            return dispatch.run(eager.rms_norm, x.float(), weight, self.eps)[0].to(x.dtype)
+        return dispatch.run(eager.rms_norm, x, self.weight, self.eps)[0]
 
 
 class Layer(nn.Module):
@@ -109,12 +94,4 @@ class MLP(nn.Module):
         gate_NF, up_NF = self.gate_proj(x_ND), self.up_proj(x_ND)
         if self.is_gelu:
             return self.down_proj(F.gelu(gate_NF, approximate="tanh") * up_NF)
-        return self.down_proj(swiglu(gate_NF, up_NF))
-
-
-def swiglu(gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up."""
-    gated_NF = cpu.swiglu(gate_NF, up_NF)
-    if gated_NF is None:
-        gated_NF = (kernel_for(eager.swiglu, gate_NF) or eager.swiglu)(gate_NF, up_NF)
-    return gated_NF
+        return self.down_proj(dispatch.run(eager.swiglu, gate_NF, up_NF))

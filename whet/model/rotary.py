@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from whet.kernels import eager
-from whet.kernels.cpu import ops as cpu
+from whet.kernels import dispatch, eager
 from whet.model.config import ModelConfig, RopeScaling
 
 FEWEST = 256
@@ -74,12 +73,6 @@ def _stretch(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
 
 
-def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
-    """Apply rotary positions in float32 and return the input's dtype."""
-    out = cpu.rotate(x_NHC, cos_N1C, sin_N1C)
-    return eager.rotate(x_NHC, cos_N1C, sin_N1C) if out is None else out
-
-
 def turn(x_NHC: torch.Tensor, angles: Angles, *, is_interleaved: bool) -> torch.Tensor:
     """Rotate the first channels of each head, as many as the tables have.
 
@@ -91,8 +84,9 @@ def turn(x_NHC: torch.Tensor, angles: Angles, *, is_interleaved: bool) -> torch.
     """
     dims = angles.cos_N1C.shape[-1]
     if dims == x_NHC.shape[-1] and not is_interleaved:
-        return rotate(x_NHC, angles.cos_N1C, angles.sin_N1C)
+        return dispatch.run(eager.rotate, x_NHC, angles.cos_N1C, angles.sin_N1C)
     part, rest = x_NHC[..., :dims], x_NHC[..., dims:]
     if is_interleaved:
         part = torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1)
-    return torch.cat((rotate(part, angles.cos_N1C, angles.sin_N1C), rest), dim=-1)
+    turned = dispatch.run(eager.rotate, part, angles.cos_N1C, angles.sin_N1C)
+    return torch.cat((turned, rest), dim=-1)

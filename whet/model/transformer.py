@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.kernels import eager
+from whet.kernels import dispatch, eager
 from whet.kernels.cpu import ops as cpu
 from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, Rule, round_up
 from whet.model.checkpointing import Recompute
@@ -155,8 +155,10 @@ class LanguageModel(nn.Module):
         config: Shape of the model.
         num_valid_tokens: Ids at and above this are never scored nor sampled (unused rows of a padded
             vocabulary).
+        score: A reward model's head; None in a language model.
         checkpoint_layers: Whether training recomputes layers' activations in the backward pass.
         recompute: What of them, where `checkpoint_layers` is on.
+        loss_scale: Factor of the losses that training backpropagates; 1 outside float16.
         sampling_defaults: What the folder's generation_config.json says of sampling, for what is written.
     """
 
@@ -164,7 +166,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.num_valid_tokens = config.vocab_size
+        self.score: nn.Module | None = None
         self.checkpoint_layers = False
+        self.loss_scale = 1.0
         self.recompute = Recompute()
         self.sampling_defaults: dict[str, Any] = {}
 
@@ -183,7 +187,7 @@ class LanguageModel(nn.Module):
         """
         count = tokens_N.shape[0]
         # The kernels' products do not care how many rows there are; PyTorch's, for shapes that they decline, do.
-        is_free = cpu.usable(self.head_weight) and not self.has_odd_products
+        is_free = dispatch.runs_cpp(self.head_weight) and not self.has_odd_products
         quantum = 1 if is_free else ROW_QUANTUM
         surplus = round_up(count, quantum) - count
         if surplus:
@@ -229,15 +233,22 @@ class LanguageModel(nn.Module):
         return layer(x_ND, *rest)
 
 
+def heads(config: ModelConfig) -> tuple[Linear | None, Linear | None]:
+    """Make what follows the decoder: an untied output head (None: tied), or a reward model's head of one number."""
+    if config.is_reward:
+        return None, Linear(config.hidden_size, 1, bias=False)
+    if config.tie_embeddings:
+        return None, None
+    return Linear(config.hidden_size, config.vocab_size, bias=False), None
+
+
 class LlamaLike(LanguageModel):
-    """A decoder with rotary positions and a language-model head."""
+    """A decoder with rotary positions and a language-model head, or a reward model's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.model = Decoder(config)
-        self.lm_head = (
-            None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.lm_head, self.score = heads(config)
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property

@@ -146,7 +146,7 @@ def _places(stored: str, config: ModelConfig) -> tuple[_Place, ...]:
     name, block = stored, config.block
     if name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
         return ()  # buffers of old checkpoints
-    if config.family == "gpt2" and not name.startswith(("transformer.", "lm_head.")):
+    if config.family == "gpt2" and not name.startswith(("transformer.", "lm_head.", "score.")):
         name = f"transformer.{name}"
     if block.is_part or block.num_ahead:
         if name.removeprefix("model.").startswith(OUTSIDE_TEXT):
@@ -209,7 +209,11 @@ def _as_stored(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict
 
 
 def load_model(
-    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    is_reward: bool | None = False,
 ) -> tuple[LanguageModel, ModelConfig]:
     """Load a model folder, strictly: every parameter once, every shape as configured.
 
@@ -217,17 +221,24 @@ def load_model(
         path: Hugging Face folder, run folder or hub name.
         dtype: Parameter dtype.
         device: Where the parameters live.
+        is_reward: Whether a reward model is expected, or a language model; None for either.
 
     Returns:
         The model in evaluation mode and its configuration.
 
     Raises:
         UserError: If a file is missing or malformed, or not as its manifest says, or tensors are missing, unexpected,
-            repeated or of another shape, or a tied head is another than the embeddings.
+            repeated or of another shape, or a tied head is another than the embeddings, or it is a model of the other
+            kind.
     """
     folder = model_folder(path)
     check_manifest(folder)
     config = _config(folder)
+    if is_reward is not None and config.is_reward != is_reward:
+        got, want = ("a reward model, which scores texts and writes none", "a language model")
+        if is_reward:
+            got, want = "a language model", "a reward model (whet dpo --loss reward trains one)"
+        raise UserError(f"{folder}: {got}; expected {want}")
     if config.max_positions > MAX_POSITIONS:
         what = f"max_positions = {config.max_positions:,}: expected at most {MAX_POSITIONS:,}"
         raise UserError(f"{folder / 'config.json'}: {what}, as a table with a row for each is made; lower it")
@@ -251,13 +262,18 @@ def load_model(
             f"{folder}: config.json ties the head to the embeddings (tie_word_embeddings), but {HEAD!r} is stored with "
             "other numbers; set tie_word_embeddings to false to use it, or delete the tensor"
         )
+    _open_to_training(model)
+    model.sampling_defaults = _sampling_defaults(folder)
+    return model.eval(), config
+
+
+def _open_to_training(model: LanguageModel) -> None:
+    """Make all parameters trainable but the routers' offsets, which no gradient moves."""
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     for router in (part for part in model.modules() if isinstance(part, Router)):
         if router.experts.has_offset:
             router.e_score_correction_bias.requires_grad_(False)
-    model.sampling_defaults = _sampling_defaults(folder)
-    return model.eval(), config
 
 
 class _Loaded:
@@ -396,6 +412,7 @@ def save_model(
     *,
     bos_id: int | None = None,
     eos_ids: tuple[int, ...] = (),
+    pad_id: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     weights: Mapping[str, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
@@ -407,6 +424,7 @@ def save_model(
         folder: Existing or new folder.
         bos_id: Beginning-of-sequence id for the configuration.
         eos_ids: Ids that end a generation.
+        pad_id: Padding id of a reward model that no text ends with.
         shard_bytes: Largest size of one weight file in bytes.
         weights: What is written in place of the model's own parameters: a copy of them that was taken earlier.
         dtype: Dtype of what is written; default: the parameters' own.
@@ -416,7 +434,7 @@ def save_model(
     tensors = {name: parameter.detach().to("cpu", dtype) for name, parameter in weights.items()}
     tensors = _as_stored(tensors, model.config)
     stored_dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=stored_dtype)
+    hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=stored_dtype, pad_id=pad_id)
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
     generation = {
         "bos_token_id": bos_id,
@@ -446,6 +464,21 @@ def save_model(
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
     )
+
+
+def as_reward_model(model: LanguageModel) -> LanguageModel:
+    """Return the model with a reward model's head, at first 0, in place of its output head; the rest is shared."""
+    if model.config.is_reward:
+        return model
+    with torch.device("meta"):
+        scoring = build_model(replace(model.config, is_reward=True))
+    like = model.head_weight
+    head = torch.zeros(1, like.shape[1], dtype=like.dtype, device=like.device)
+    kept = {name: weight for name, weight in model.named_parameters() if not name.startswith("lm_head.")}
+    scoring.load_state_dict({**kept, "score.weight": head}, strict=True, assign=True)
+    _open_to_training(scoring)
+    scoring.sampling_defaults = model.sampling_defaults
+    return scoring.eval()
 
 
 def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> LanguageModel:

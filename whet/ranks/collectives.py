@@ -114,11 +114,6 @@ def all_reduce_max(value: float) -> float:
     return float(tensor[0])
 
 
-def all_agree(flag: bool) -> bool:
-    """Say whether a flag is true on every rank."""
-    return all_reduce_max(float(not flag)) == 0.0
-
-
 def all_gather_values(values: torch.Tensor) -> torch.Tensor:
     """Return the numbers of all ranks, one after the other in the order of ranks.
 

@@ -11,7 +11,7 @@ from whet.eval.compare.compare import plan as compare_plan
 from whet.eval.evaluate import EvalConfig, main, plan
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.recipes.models import GSM8K, STORIES, calculator_policy, demo_policy
+from whet.recipes.models import calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
 
 
@@ -41,8 +41,8 @@ def gsm8k() -> EvalConfig:
     """Any model (--policy.init) on 200 GSM8K test problems x 16 samples at temperature 0.7."""
     return EvalConfig(
         out="runs/gsm8k-eval",
-        policy=PolicyConfig(init=STORIES, system_prompt=False),
-        task=TaskConfig(name="gsm8k", path=GSM8K),
+        policy=PolicyConfig(init="Qwen/Qwen2.5-0.5B", system_prompt=False),
+        task=TaskConfig(name="gsm8k"),
         sampling=SamplingParams(temperature=0.7, top_k=50, max_new_tokens=400),
     )
 
@@ -52,7 +52,7 @@ def math500() -> EvalConfig:
     return EvalConfig(
         out="runs/math500-eval",
         policy=PolicyConfig(init="Qwen/Qwen2.5-0.5B"),
-        task=TaskConfig(name="math", path="HuggingFaceH4/MATH-500"),
+        task=TaskConfig(name="math500"),
         num_problems=0,
         num_samples=4,
         sampling=SamplingParams(temperature=0.7, max_new_tokens=1024),

@@ -9,8 +9,10 @@ from whet.model.config import ModelConfig
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.made.products import Products
 
-STORIES = "../shared/data/models/stories260k"
-GSM8K = "../shared/data/gsm8k"
+OWN = "Qwen/Qwen2.5-0.5B-Instruct"
+"""Where `own` recipes start from, until the user names a model."""
+STORIES = "models/stories260k"
+"""A folder that transformers can read, made from stories260K of karpathy/tinyllamas; the hub has none in that form."""
 
 
 def demo_policy(init: str = "") -> PolicyConfig:

@@ -32,7 +32,7 @@ def qwen25_05b_math() -> RFTConfig:
     return RFTConfig(
         out="runs/qwen2.5-0.5b-math-rft",
         policy=PolicyConfig(init="runs/qwen2.5-0.5b-math-sft", max_rows=256),
-        task=TaskConfig(name="math", path="EleutherAI/hendrycks_math"),
+        task=TaskConfig(name="math"),
         sampling=SamplingParams(max_new_tokens=1024),
         steps_per_round=300,
         optim=OptimConfig(

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whet.cli import Program
-from whet.generate.policy import PolicyConfig
+from whet.generate.policy import INHERIT, PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.recipes.models import GSM8K, calculator_policy, demo_policy
+from whet.recipes.models import OWN, calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.objective.objective import AlgoConfig
+from whet.train.objective.teacher import TeacherConfig
 from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.rl import main
 from whet.train.rl_config import RLConfig, plan
@@ -39,6 +40,16 @@ def grpo() -> AlgoConfig:
     return AlgoConfig(aggregation="sequence_mean", uninformative="keep")
 
 
+def grpo_kl() -> AlgoConfig:
+    """GRPO as published with its KL term: k3 in the loss at weight 0.04 (2402.03300)."""
+    return replace(grpo(), kl="k3_loss", kl_coef=0.04)
+
+
+def grpo_seed001() -> AlgoConfig:
+    """GRPO with the constants of the seed's "reasoning engine": a KL of weight 0.1, clip 0.2."""
+    return replace(grpo(), kl="k3_loss", kl_coef=0.1)
+
+
 def dr_grpo() -> AlgoConfig:
     """Dr. GRPO: no standard deviation, constant length denominator, no KL (2503.20783)."""
     return AlgoConfig(scale="none", aggregation="constant", uninformative="keep")
@@ -52,6 +63,11 @@ def dapo() -> AlgoConfig:
         uninformative="refill",
         overlong="soft",
     )
+
+
+def dapo_seed001() -> AlgoConfig:
+    """DAPO with the seed's overlong penalty: -0.5 for a completion cut off without an answer, not the paper's ramp."""
+    return replace(dapo(), overlong="hard")
 
 
 def gspo() -> AlgoConfig:
@@ -111,12 +127,20 @@ def gdpo() -> AlgoConfig:
     return AlgoConfig(multi_reward="normalise", uninformative="keep")
 
 
+def distill() -> AlgoConfig:
+    """On-policy distillation without group statistics: give a teacher, and rewards of weight 0 for it alone."""
+    return AlgoConfig(baseline="none", scale="none", surrogate="logprob", uninformative="keep")
+
+
 ALGORITHMS: dict[str, Callable[[], AlgoConfig]] = {
     "reinforce": reinforce,
     "rloo": rloo,
     "grpo": grpo,
+    "grpo_kl": grpo_kl,
+    "grpo_seed001": grpo_seed001,
     "dr_grpo": dr_grpo,
     "dapo": dapo,
+    "dapo_seed001": dapo_seed001,
     "gspo": gspo,
     "gmpo": gmpo,
     "cispo": cispo,
@@ -125,6 +149,7 @@ ALGORITHMS: dict[str, Callable[[], AlgoConfig]] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "ppo": ppo,
     "gdpo": gdpo,
+    "distill": distill,
 }
 """Named algorithms as arguments of the one objective: `whet rl RECIPE --algo NAME`."""
 
@@ -147,6 +172,19 @@ def demo() -> RLConfig:
     )
 
 
+def demo_distill() -> RLConfig:
+    """The demo's fine-tuned model learns from its reinforced one alone: one sample a problem, rewards only measured."""
+    return replace(
+        demo(),
+        out="runs/demo-distill",
+        rewards={"correct": 0.0},
+        algo=distill(),
+        teacher=TeacherConfig(init="runs/demo-rl"),
+        num_prompts=64,
+        group_size=1,
+    )
+
+
 def calculator() -> RLConfig:
     """GRPO on products of four-digit numbers, with a calculator: right answers teach the model to call it."""
     return replace(
@@ -162,7 +200,7 @@ def stories260k_gsm8k() -> RLConfig:
     return RLConfig(
         out="runs/stories260k-gsm8k-rl",
         policy=PolicyConfig(init="runs/stories260k-gsm8k-sft"),
-        task=TaskConfig(name="gsm8k", path=GSM8K),
+        task=TaskConfig(name="gsm8k"),
         rewards={"correct": 1.0, "format": 0.5},
         sampling=SamplingParams(max_new_tokens=256),
         algo=AlgoConfig(clip_high=0.28),
@@ -179,7 +217,7 @@ def gpt2_gsm8k() -> RLConfig:
     return RLConfig(
         out="runs/gpt2-gsm8k-rl",
         policy=PolicyConfig(init="runs/gpt2-gsm8k-sft", max_rows=128),
-        task=TaskConfig(name="gsm8k", path="openai/gsm8k"),
+        task=TaskConfig(name="gsm8k"),
         rewards={"correct": 1.0, "format": 0.5},
         sampling=SamplingParams(max_new_tokens=512),
         algo=replace(dapo(), entropy_coef=0.001),
@@ -190,12 +228,29 @@ def gpt2_gsm8k() -> RLConfig:
     )
 
 
-def _hub(slug: str, algo: AlgoConfig, *, lr: float = 1e-6, base: str = "") -> RLConfig:
+def own() -> RLConfig:
+    """Your model and your data: --policy.init MODEL --task.path FILE, by default Qwen2.5-0.5B-Instruct on GSM8K."""
+    return RLConfig(
+        out="runs/own-rl",
+        policy=PolicyConfig(init=OWN, max_rows=64),
+        task=TaskConfig(name="gsm8k"),
+        rewards={"correct": 1.0, "format": 0.1},
+        sampling=SamplingParams(max_new_tokens=512),
+        algo=AlgoConfig(clip_high=0.28),
+        optim=OptimConfig(lr=1e-6, schedule="constant", warmup_steps=5, beta2=0.99),
+        num_steps=100,
+        num_prompts=8,
+        group_size=8,
+        save_every=20,
+    )
+
+
+def _hub(slug: str, algo: AlgoConfig, *, lr: float = 1e-6, base: str = "", schema: str = INHERIT) -> RLConfig:
     """RL on MATH problems from a fine-tuned (or base) hub model, full parameters."""
     return RLConfig(
         out=f"runs/{slug}-math-rl",
-        policy=PolicyConfig(init=base or f"runs/{slug}-math-sft", max_rows=256),
-        task=TaskConfig(name="math", path="EleutherAI/hendrycks_math"),
+        policy=PolicyConfig(init=base or f"runs/{slug}-math-sft", schema=schema, max_rows=256),
+        task=TaskConfig(name="math"),
         rewards={"correct": 1.0, "format": 0.1},
         sampling=SamplingParams(max_new_tokens=1024),
         algo=algo,
@@ -262,8 +317,27 @@ def llama32_3b_math() -> RLConfig:
     return _hub("llama-3.2-3b", dr_grpo())
 
 
+def qwen25_05b_instruct_math() -> RLConfig:
+    """Dr. GRPO on MATH from Qwen2.5-0.5B-Instruct, without priming: its chat template, answers in boxes."""
+    return _hub("qwen2.5-0.5b-instruct", dr_grpo(), base="Qwen/Qwen2.5-0.5B-Instruct", schema="boxed")
+
+
+def llama32_3b_instruct_math() -> RLConfig:
+    """Dr. GRPO on MATH from Llama-3.2-3B-Instruct, without priming: its chat template, answers in boxes."""
+    return _hub("llama-3.2-3b-instruct", dr_grpo(), base="meta-llama/Llama-3.2-3B-Instruct", schema="boxed")
+
+
+def r1_distill_qwen_15b_math() -> RLConfig:
+    """Dr. GRPO on MATH from DeepSeek-R1-Distill-Qwen-1.5B, whose template opens the thinking; longer responses."""
+    base = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+    config = _hub("r1-distill-qwen-1.5b", dr_grpo(), base=base, schema="r1")
+    return replace(config, sampling=replace(config.sampling, max_new_tokens=4096))
+
+
 RECIPES: dict[str, Callable[[], RLConfig]] = {
+    "own": own,
     "demo": demo,
+    "demo-distill": demo_distill,
     "calculator": calculator,
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,
@@ -274,6 +348,9 @@ RECIPES: dict[str, Callable[[], RLConfig]] = {
     "qwen2.5-3b-math-dapo": qwen25_3b_math_dapo,
     "qwen3-0.6b-math": qwen3_06b_math,
     "qwen3-4b-math": qwen3_4b_math,
+    "qwen2.5-0.5b-instruct-math": qwen25_05b_instruct_math,
+    "llama3.2-3b-instruct-math": llama32_3b_instruct_math,
+    "r1-distill-qwen-1.5b-math": r1_distill_qwen_15b_math,
     "llama3.2-1b-math": llama32_1b_math,
     "llama3.2-3b-math": llama32_3b_math,
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig
-from whet.recipes.models import GSM8K, STORIES, calculator_policy, demo_policy, gpt2_policy
+from whet.recipes.models import OWN, STORIES, calculator_policy, demo_policy, gpt2_policy
 from whet.tasks.base import TaskConfig
 from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.sft import SFTConfig, main, plan
@@ -42,7 +42,7 @@ def stories260k_gsm8k() -> SFTConfig:
     return SFTConfig(
         out="runs/stories260k-gsm8k-sft",
         policy=PolicyConfig(init=STORIES, schema="think_answer", template="base", system_prompt=False),
-        task=TaskConfig(name="gsm8k", path=GSM8K),
+        task=TaskConfig(name="gsm8k"),
         optim=OptimConfig(lr=2e-3, warmup_steps=50, beta2=0.98, weight_decay=0.01),
         num_steps=600,
         batch_size=32,
@@ -57,11 +57,26 @@ def gpt2_gsm8k() -> SFTConfig:
     return SFTConfig(
         out="runs/gpt2-gsm8k-sft",
         policy=gpt2_policy(),
-        task=TaskConfig(name="gsm8k", path="openai/gsm8k"),
+        task=TaskConfig(name="gsm8k"),
         optim=OptimConfig(lr=3e-4, warmup_steps=100, weight_decay=0.1, precision="bfloat16_autocast"),
         num_steps=2000,
         batch_size=32,
         validate_every=200,
+    )
+
+
+def own() -> SFTConfig:
+    """Your model and your chats or worked solutions: --policy.init MODEL --task.path FILE, by default
+    Qwen2.5-0.5B-Instruct on GSM8K."""
+    return SFTConfig(
+        out="runs/own-sft",
+        policy=PolicyConfig(init=OWN, max_rows=64),
+        task=TaskConfig(name="gsm8k"),
+        optim=OptimConfig(lr=1e-5, warmup_steps=10, weight_decay=0.01, beta2=0.99),
+        num_steps=200,
+        batch_size=16,
+        validate_every=50,
+        save_every=100,
     )
 
 
@@ -70,7 +85,7 @@ def _hub(name: str, slug: str, *, lr: float, checkpoint_layers: bool) -> SFTConf
     return SFTConfig(
         out=f"runs/{slug}-math-sft",
         policy=PolicyConfig(init=name, schema="think_answer", template="base", max_rows=128),
-        task=TaskConfig(name="math", path="EleutherAI/hendrycks_math"),
+        task=TaskConfig(name="math"),
         optim=OptimConfig(
             lr=lr,
             warmup_steps=30,
@@ -112,6 +127,22 @@ def qwen3_4b_math() -> SFTConfig:
     return replace(config, policy=replace(config.policy, schema="working_out_solution"))
 
 
+def qwen3_4b_priming() -> SFTConfig:
+    """Qwen3-4B-Base shown the format before RL: 600 worked MATH solutions, twice, with the words of Unsloth's
+    notebooks; your own R1 traces with --task.path."""
+    config = qwen3_4b_math()
+    return replace(
+        config,
+        out="runs/qwen3-4b-priming",
+        policy=replace(config.policy, schema="workshop"),
+        optim=replace(config.optim, warmup_steps=5),
+        num_problems=600,
+        batch_size=8,
+        num_steps=2 * 600 // 8,
+        save_every=150,
+    )
+
+
 def llama32_1b_math() -> SFTConfig:
     """Llama-3.2-1B on worked MATH solutions."""
     return _hub("meta-llama/Llama-3.2-1B", "llama-3.2-1b", lr=2e-5, checkpoint_layers=False)
@@ -123,6 +154,7 @@ def llama32_3b_math() -> SFTConfig:
 
 
 RECIPES: dict[str, Callable[[], SFTConfig]] = {
+    "own": own,
     "demo": demo,
     "calculator": calculator,
     "stories260k-gsm8k": stories260k_gsm8k,
@@ -132,6 +164,7 @@ RECIPES: dict[str, Callable[[], SFTConfig]] = {
     "qwen2.5-3b-math": qwen25_3b_math,
     "qwen3-0.6b-math": qwen3_06b_math,
     "qwen3-4b-math": qwen3_4b_math,
+    "qwen3-4b-priming": qwen3_4b_priming,
     "llama3.2-1b-math": llama32_1b_math,
     "llama3.2-3b-math": llama32_3b_math,
 }

@@ -18,7 +18,7 @@ from whet.report.curves import declared
 from whet.report.part import Part, read_part, view
 from whet.report.plots import Series, draw_figures
 from whet.report.samples import Scan, read_samples
-from whet.telemetry.display import escape_controls
+from whet.telemetry.display import escape_controls, one_line
 from whet.telemetry.log import replace_file
 from whet.telemetry.metrics import METRICS, find_metric, format_metric
 
@@ -144,7 +144,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> st
 
 def _cell(text: str) -> str:
     """Write text as literal inline markdown."""
-    return re.sub(r"([\\`*\[\]<>|$&])", r"\\\1", escape_controls(" ".join(text.split())))
+    return re.sub(r"([\\`*\[\]<>|$&])", r"\\\1", one_line(text))
 
 
 def _fence(text: str, language: str = "text", limit: int = MAX_TEXT) -> str:

@@ -88,11 +88,6 @@ def json_for_script(value: Any) -> Markup:
     return Markup(text)
 
 
-def data_uri(path: Path, kind: str = "image/png") -> str:
-    """Return a file's content as a data: address, for images inside a page."""
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None

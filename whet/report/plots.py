@@ -53,6 +53,8 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("implicit rewards", ("dpo/chosen_reward", "dpo/rejected_reward", "dpo/margin")),
         Panel("log-probability of a completion", ("dpo/chosen_logprob", "dpo/rejected_logprob")),
         Panel("loss of the chosen", ("dpo/nll",)),
+        Panel("KL estimate", ("dpo/kl",)),
+        Panel("desirable completions", ("dpo/desirable",), smooth=False),
         Panel("gradient norm", ("dpo/grad_norm",)),
         Panel("consecutive steps skipped", ("dpo/skipped",), smooth=False),
         Panel("learning rate", ("dpo/lr",), smooth=False),
@@ -112,6 +114,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
     "rl_health": (
         Panel("entropy", ("rl/entropy",)),
         Panel("KL to the reference", ("rl/kl",)),
+        Panel("KL to the teacher", ("rl/teacher_kl",)),
         Panel("clipped tokens", ("rl/clip_high", "rl/clip_low")),
         Panel("spread of the ratio", ("rl/ratio_spread",)),
         Panel("gradient norm", ("rl/grad_norm",)),

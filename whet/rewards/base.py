@@ -17,7 +17,9 @@ EPISODE = "episode"
 """Name of an environment's per-turn rewards; they are not a function of the text."""
 JUDGE = "judge"
 """Name of a language model's score (`whet.rewards.judge.judge`)."""
-ELSEWHERE = (EPISODE, JUDGE)
+MODEL = "model"
+"""Name of a reward model's score (`whet.generate.reward_model`)."""
+ELSEWHERE = (EPISODE, JUDGE, MODEL)
 DEADLINE_S = 2.0
 """Deadline of one call of a user's reward."""
 MEMORY_MIB = 2048
@@ -81,7 +83,7 @@ def format_score(schema: ResponseSchema, task: Task) -> Reward:
 
 
 REWARDS: dict[str, Preset] = {
-    "correct": Preset(correctness, best=1.0, worst=0.0),
+    "correct": Preset(correctness, best=1.0, worst=0.0, needs_gold=True),
     "format": Preset(format_score, best=1.0, worst=0.0),
     **PRESETS,
     "program_loads": Preset(program_loads, best=1.0, worst=0.0),
@@ -182,8 +184,8 @@ def build_rewards(
     """Make the rewards of a run.
 
     Args:
-        weights: Weight of built-in rewards by name. 'episode' and 'judge' come without a function: the episode player
-            or the judge supplies their scores.
+        weights: Weight of built-in rewards by name. 'episode', 'judge' and 'model' come without a function: the
+            episode player, the judge or the reward model supplies their scores.
         schema: The schema that prompts and rewards share.
         task: Judges answers.
         own: The user's rewards, as `own_reward` reads them.

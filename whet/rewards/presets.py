@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Protocol, runtime_checkable
 
 from whet.rewards.answers.numbers import Number, parse_literal, parse_number
+from whet.rewards.answers.scripts import fold
 from whet.rewards.steps.audit import audit_steps
 from whet.schema import ResponseSchema
 from whet.types import Problem, Reward, Task, UserError
@@ -68,9 +69,8 @@ BANDS = ((Fraction(1, 10), 2.0), (Fraction(1, 5), 1.5))
 NUMBER_EQUAL, NUMBER_WRONG, NUMBER_NONE, NUMBER_NO_GOLD = 3.5, -1.5, -2.5, 0.0
 # poornachandra24/grpo-vision-reasoning, src/fine_tuning/rewards.py
 LAYOUT = 0.5
-# The workshop's bands divided by five, so that a right answer is worth 1; no number is worst, as in the talk.
-DISTANCE_BANDS = ((Fraction(1, 10), 0.4), (Fraction(1, 5), 0.3))
-DISTANCE_FAR, DISTANCE_NO_NUMBER = -0.5, -1.0
+# The talk's example: for 2 + 2, "4" is worth 1, "5" about .8 for its distance |5 - 4| / 4, a letter -1.
+DISTANCE_NO_NUMBER = -1.0
 # a5c-ai/nanoGPT, reward.py: 1 between the inner two, falling to 0 at the outer two; characters
 LENGTH_BAND = (10, 50, 512, 1024)
 # DAPO's soft overlong penalty (2503.14476, eq. 13) in characters; algo.overlong has it in tokens
@@ -99,16 +99,24 @@ class Preset:
         best: Largest score.
         worst: Smallest score.
         is_reached: True when the ideal completion scores exactly `best`; False if length decides.
+        needs_gold: Whether it compares with a gold answer.
     """
 
     make: Callable[[ResponseSchema, Task], Reward]
     best: float
     worst: float
     is_reached: bool = True
+    needs_gold: bool = False
 
 
 def _raw_answer(schema: ResponseSchema, completion: str) -> str | None:
-    """Return the text of the answer block that ends the completion and follows the thinking; white space kept."""
+    """Return the text of the answer block that ends the completion and follows the thinking; white space kept.
+
+    In another place than tags: the answer of a completion in perfect format.
+    """
+    if schema.answer_place != "tag":
+        parsed = schema.parse(completion)
+        return parsed.answer if parsed.verdict == "perfect" else None
     text = completion.rstrip()
     closed = text.find(schema.think_close)
     if closed < 0 or not text.endswith(schema.answer_close):
@@ -116,6 +124,15 @@ def _raw_answer(schema: ResponseSchema, completion: str) -> str | None:
     start = text.find(schema.answer_open, closed + len(schema.think_close))
     answer = text[start + len(schema.answer_open) : -len(schema.answer_close)]
     return answer or None if start >= 0 else None
+
+
+def _marks(schema: ResponseSchema, name: str) -> tuple[str, ...]:
+    if not schema.marks:
+        raise UserError(
+            f"rewards.{name}: the schema has neither tags nor a mark of the answer; leave it out, or use another "
+            "policy.schema"
+        )
+    return schema.marks
 
 
 def format_exact(schema: ResponseSchema, task: Task) -> Reward:
@@ -134,9 +151,10 @@ def format_approximate(schema: ResponseSchema, task: Task) -> Reward:
     """Return +.5 for every tag that occurs exactly once and -1 for every other, over the three scored tags.
 
     Source: workshop notebook, `match_format_approximately`. Deviation: a schema whose opening tag is not in the
-    prompt has four scored tags; each then counts 3/4, so that best and worst stay 1.5 and -3.
+    prompt has four scored tags; each then counts 3/4, so that best and worst stay 1.5 and -3. The mark of an answer
+    without tags (`\\boxed{`, `####`) counts as one.
     """
-    tags = schema.tags[1:] if schema.opening_in_prompt else schema.tags
+    tags = _marks(schema, "format_approximate")
 
     def score(problem: Problem, completion: str) -> float:
         scores = [TAG_ONCE if completion.count(tag) == 1 else TAG_NOT_ONCE for tag in tags]
@@ -190,16 +208,21 @@ def number_match(schema: ResponseSchema, task: Task) -> Reward:
     """
 
     def score(problem: Problem, completion: str) -> float:
-        opened = completion.find(schema.answer_open, max(completion.find(schema.think_close), 0))
-        digits = _DIGITS.search(completion, opened + len(schema.answer_open)) if opened >= 0 else None
+        text = completion
+        if schema.answer_place == "tag":
+            opened = text.find(schema.answer_open, max(text.find(schema.think_close), 0))
+            start = opened + len(schema.answer_open) if opened >= 0 else len(text)
+        else:
+            text, start = f" {schema.parse(completion).answer or ''}", 1
+        digits = _DIGITS.search(text, start)
         if digits is None:
             return NUMBER_NONE
         truth = parse_literal(problem.answer.strip())
         if truth is None:
             return NUMBER_NO_GOLD
-        start = digits.start() - (completion[digits.start() - 1] == ".")
-        start -= completion[start - 1] == "-"
-        guess = parse_literal(completion[start : digits.end()].rstrip(".,"))
+        start = digits.start() - (text[digits.start() - 1] == ".")
+        start -= text[start - 1] == "-"
+        guess = parse_literal(text[start : digits.end()].rstrip(".,"))
         return NUMBER_EQUAL if guess is not None and guess.value == truth.value else NUMBER_WRONG
 
     return score
@@ -208,12 +231,13 @@ def number_match(schema: ResponseSchema, task: Task) -> Reward:
 def tag_count(schema: ResponseSchema, task: Task) -> Reward:
     """Return .5 when each of the four tags occurs exactly once (an opening tag in the prompt counts), else 0.
 
-    Source: grpo-vision-reasoning, `xmlcount`.
+    Source: grpo-vision-reasoning, `xmlcount`. The mark of an answer without tags counts as one.
     """
+    marks = {*_marks(schema, "tag_count"), *schema.tags}
 
     def score(problem: Problem, completion: str) -> float:
         body = schema.generation_prefix + completion
-        return LAYOUT * all(body.count(tag) == 1 for tag in schema.tags)
+        return LAYOUT * all(body.count(tag) == 1 for tag in marks)
 
     return score
 
@@ -221,8 +245,10 @@ def tag_count(schema: ResponseSchema, task: Task) -> Reward:
 def format_soft(schema: ResponseSchema, task: Task) -> Reward:
     """Return .5 when somewhere a closed thinking block is followed by a closed answer block, else 0.
 
-    Source: grpo-vision-reasoning, `soft_format`.
+    Source: grpo-vision-reasoning, `soft_format`. Where the schema lacks one of the blocks: a perfect format.
     """
+    if schema.answer_place != "tag" or not schema.has_thinking:
+        return format_strict(schema, task)
     seam = re.compile(re.escape(schema.think_close) + r"\s*" + re.escape(schema.answer_open))
 
     def score(problem: Problem, completion: str) -> float:
@@ -249,11 +275,13 @@ def exact_match(schema: ResponseSchema, task: Task) -> Reward:
 
 
 def distance(schema: ResponseSchema, task: Task) -> Reward:
-    """Return 1 for the right answer, .4 and .3 within 10 and 20 %, else -.5 for a number and -1 for none.
+    """Return 1 for the right answer, 1 / (1 + relative error) for another number (.8 for 5 in place of 4), -1 for none.
 
-    The task decides by value what is right.
+    The task decides by value what is right. What has the gold value and is wrong (a countdown's target in place of an
+    expression) is not near: -1.
 
-    Source: the workshop's bands divided by 5; -1 for no number as in the talk.
+    Source: the workshop's talk, which gives .8 for the distance |5 - 4| / 4 and names no formula; this one gives
+        exactly that, and falls to 0 without a bound.
     """
 
     def score(problem: Problem, completion: str) -> float | None:
@@ -261,10 +289,10 @@ def distance(schema: ResponseSchema, task: Task) -> Reward:
         is_correct = task.is_correct(problem, answer)
         if is_correct is None or is_correct:
             return None if is_correct is None else 1.0
-        guess, truth = parse_number(answer or ""), parse_number(problem.answer.strip())
-        if guess is None or truth is None:
+        guess, truth = parse_number(fold(answer or "")), parse_number(fold(problem.answer).strip())
+        if guess is None or truth is None or guess.value == truth.value:
             return DISTANCE_NO_NUMBER
-        return _band(guess, truth, DISTANCE_BANDS, DISTANCE_FAR)
+        return float(1 / (1 + relative_error(guess, truth)))
 
     return score
 
@@ -391,16 +419,18 @@ def steps(schema: ResponseSchema, task: Task) -> Reward:
 PRESETS: dict[str, Preset] = {
     "format_exact": Preset(format_exact, FORMAT_EXACT, FORMAT_EXACT_MISS),
     "format_approximate": Preset(format_approximate, NOTEBOOK_TAGS * TAG_ONCE, NOTEBOOK_TAGS * TAG_NOT_ONCE),
-    "answer_bands": Preset(answer_bands, BANDS_EQUAL, BANDS_NO_NUMBER),
-    "number_match": Preset(number_match, NUMBER_EQUAL, NUMBER_NONE),
+    "answer_bands": Preset(answer_bands, BANDS_EQUAL, BANDS_NO_NUMBER, needs_gold=True),
+    "number_match": Preset(number_match, NUMBER_EQUAL, NUMBER_NONE, needs_gold=True),
     "tag_count": Preset(tag_count, LAYOUT, 0.0),
     "format_soft": Preset(format_soft, LAYOUT, 0.0),
     "format_strict": Preset(format_strict, LAYOUT, 0.0),
-    "exact_match": Preset(exact_match, 1.0, 0.0),
-    "distance": Preset(distance, 1.0, DISTANCE_NO_NUMBER),
+    "exact_match": Preset(exact_match, 1.0, 0.0, needs_gold=True),
+    "distance": Preset(distance, 1.0, DISTANCE_NO_NUMBER, needs_gold=True),
     "length_band": Preset(length_band, 1.0, 0.0, is_reached=False),
     "length_penalty": Preset(length_penalty, 0.0, -1.0, is_reached=False),
-    "cosine_length": Preset(cosine_length, COSINE_RIGHT[0], COSINE_EXCEEDED, is_reached=False),
+    "cosine_length": Preset(
+        cosine_length, COSINE_RIGHT[0], COSINE_EXCEEDED, is_reached=False, needs_gold=True
+    ),
     "repetition": Preset(repetition, 0.0, -1.0, is_reached=False),
     "degenerate": Preset(degenerate, 0.0, DEGENERATE),
     "steps": Preset(steps, 1.0, 0.0, is_reached=False),

@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 from whet.sandbox.graders.functions import TestResult, TestsVerdict, run_function_tests
@@ -280,9 +279,7 @@ class Sandbox:
     def __enter__(self) -> Sandbox:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -116,7 +116,7 @@ def main(config: ServeConfig) -> None:
         raise UserError(f"whet serve needs {error.name}: pip install 'whet[web]'") from None
     key = key_of(config)
     with listen(config.host, config.port) as listener:
-        policy = load_policy(config.policy, seed=0, dtype=getattr(torch, config.precision))
+        policy = load_policy(config.policy, seed=0, dtype=getattr(torch, config.precision), plain=True)
         name = config.name or Path(config.policy.init).expanduser().resolve().name
         with Scheduler(policy, context=config.context, max_waiting=config.max_waiting) as scheduler:
             api = Api(policy, scheduler, name=name, split_thinking=config.split_thinking)

@@ -33,15 +33,14 @@ def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, str]]) -> tuple[
     Raises:
         UserError: If the template fails, or drops a user or system message.
     """
-    if policy.system_prompt and all(message["role"] != "system" for message in messages):
-        messages = [{"role": "system", "content": policy.schema.system_prompt}, *messages]
+    messages = policy.schema.messages(messages, has_system=policy.system_prompt)
     if policy.tokenizer.chat_template == PLAIN_TEMPLATE and len(messages) > 1:
         raise UserError("this model's prompt is the bare question: send one user message and no other")
-    text = policy.tokenizer.render(messages)
+    text = policy.chat_text(messages)
     for index, message in enumerate(messages):
         if message["role"] != "assistant" and message["content"].strip() not in text:
             raise UserError(f"the model's chat template drops message {index} ({message['role']})")
-    return tuple(policy.tokenizer.encode_prompt(messages, prefix=policy.schema.generation_prefix))
+    return policy.chat_ids(messages)
 
 
 def silent_ids(policy: Policy) -> frozenset[int]:
@@ -169,7 +168,7 @@ class ResponseText:
     def __init__(self, schema: ResponseSchema) -> None:
         self._schema = schema
         self.is_thinking = schema.opening_in_prompt
-        self._may_think = not schema.opening_in_prompt
+        self._may_think = schema.has_thinking and not schema.opening_in_prompt
         self._kept = ""
         self._space = ""
         self._answered = False
@@ -202,7 +201,10 @@ class ResponseText:
         schema = self._schema
         if self.is_thinking:
             return (schema.think_close,)
-        return (*((schema.think_open,) if self._may_think else ()), schema.answer_open, schema.answer_close)
+        opening = (schema.think_open,) if self._may_think else ()
+        return (
+            (*opening, schema.answer_open, schema.answer_close) if schema.answer_place == "tag" else opening
+        )
 
     def _pass(self, mark: str) -> None:
         self.is_thinking = mark == self._schema.think_open

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from whet.kernels import choice
+from whet.kernels import dispatch
 from whet.ranks.collectives import world_size
 from whet.types import UserError
 
@@ -119,7 +119,7 @@ def machine() -> dict[str, Any]:
     """Return what, apart from program and data, the last bits of a result depend on."""
     return {
         "threads": torch.get_num_threads(),
-        "kernels": choice.identity(),
+        "kernels": dispatch.identity(),
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "ranks": world_size(),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from whet.config import closest, show
+from whet.config import Renamed, closest, show
 from whet.schema import AnswerType
 from whet.tasks.choice import choice, yes_no
 from whet.tasks.code import Code
 from whet.tasks.gsm8k import GSM8K
 from whet.tasks.gym import Gym
+from whet.tasks.ifeval import IFEval
 from whet.tasks.jsonl import Jsonl
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.made.countdown import countdown
@@ -20,13 +21,23 @@ from whet.tasks.made.letters import letters
 from whet.tasks.made.products import Products
 from whet.tasks.made.sanity import Sanity
 from whet.tasks.math import MATH
-from whet.tasks.mixture import Mixture
+from whet.tasks.mixture import PART, Mixture
+from whet.tasks.sets import HUB_SETS
 from whet.tasks.symbolic import Symbolic
 from whet.tasks.user import UserTask, is_user_task
-from whet.types import Task, UserError
+from whet.types import Problem, Task, UserError
 
 _DRAWN = frozenset({"num_problems", "seed"})
 _MADE = _DRAWN | {"path", "max_bad_rows", "level"}
+_ROWS = frozenset({"path", "max_rows", "max_bad_rows", "symbolic"})
+_COLUMNS = frozenset({"prompt", "answer", "solution"})
+_ON_HUB = frozenset({"config", "split"})
+ROW_SETS = (
+    *("math500", "aime24", "aime25", "amc", "deepscaler", "dapo_math", "openr1_math", "openmathreasoning"),
+    *("numina_math", "big_math", "ultrachat", "tulu3"),
+)
+"""Data sets of `whet.tasks.sets` that are read as rows of any other: by their columns, judged by `answers_equal`."""
+PROGRAMS = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "livecodebench", "code")
 OPTIONS: dict[str, frozenset[str]] = {
     "arithmetic": frozenset(),
     "products": frozenset(),
@@ -35,21 +46,22 @@ OPTIONS: dict[str, frozenset[str]] = {
     "sanity": frozenset(),
     "gsm8k": frozenset({"path", "max_bad_rows", "keep_calculator", "symbolic"}),
     "math": frozenset({"path", "max_bad_rows", "symbolic"}),
-    "humaneval": frozenset({"path", "max_bad_rows"}),
-    "mbpp": frozenset({"path", "max_bad_rows"}),
-    "code": frozenset({"path", "max_bad_rows"}),
+    **dict.fromkeys(PROGRAMS, frozenset({"path", "config", "max_rows", "max_bad_rows"})),
+    "ifeval": frozenset({"path", "max_rows", "max_bad_rows"}),
     "choice": frozenset({"path", "max_bad_rows"}),
     "yes_no": frozenset({"path", "max_bad_rows"}),
     "gym": _DRAWN | {"path"},
-    "jsonl": frozenset(
-        {"path", "max_bad_rows", "prompt_field", "answer_field", "solution_field", "symbolic"}
-    ),
+    "jsonl": _ROWS | _COLUMNS | _ON_HUB,
+    "hub": _ROWS | _COLUMNS | _ON_HUB,
+    **dict.fromkeys(ROW_SETS, _ROWS | _ON_HUB),
     "mixture": frozenset({"weights", "paths"}),
 }
 """Fields of `TaskConfig` that each task reads; setting another one is an error. A mixture also reads its parts' fields,
 except the path."""
 NO_PATH_NEEDED = frozenset({"countdown", "letters"})
 """Tasks that generate their problems if no data is given."""
+FEW_PROBLEMS = 20
+"""Fewer problems to train on are worth a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,23 +69,33 @@ class TaskConfig:
     """The problems to train or test on."""
 
     name: str = "arithmetic"
-    """Generated: arithmetic, products, countdown, letters; 50 fixed sums: sanity; data: gsm8k, math, choice, yes_no,
-    humaneval, mbpp, code, jsonl; gym (reasoning-gym); mixture; your own: path.py:MyTask."""
+    """Generated: arithmetic, products, countdown, letters; 50 fixed sums: sanity; data of the hub: gsm8k, math, aime25,
+    dapo_math and more (docs/tasks.md), or hub with any path; your own: jsonl, choice, yes_no, code, path.py:MyTask;
+    gym (reasoning-gym); mixture."""
     path: str = ""
-    """Folder or file of the data, or hub name (gsm8k, math); gym: comma-separated names of environments."""
+    """Folder or file of the data, or hub name; '' for the hub name of a data set that has one (gsm8k, math, ...). gym:
+    comma-separated names of environments."""
+    config: str = ""
+    """hub: configuration of the data set, where it has several."""
+    split: str = ""
+    """hub: the one split to use, divided into train, dev and test by hash; '' for those called train and test."""
+    max_rows: int = 0
+    """Rows to read of each file or split, from the front; of the hub they are streamed, so that a set that does not fit
+    is never downloaded whole. 0 reads all."""
     max_bad_rows: int = 0
     """Malformed rows per file that are skipped before it is an error."""
     keep_calculator: bool = False
     """gsm8k: keep the calculator annotations <<48/2=24>> in worked solutions."""
-    prompt_field: str = "prompt"
-    """jsonl: column of the question; guessed if not given and unambiguous."""
-    answer_field: str = "answer"
-    """jsonl: column of the gold answer; if not given, taken from the solution."""
-    solution_field: str | None = None
-    """jsonl: column of the worked solution; default 'solution', if present."""
+    prompt: str = ""
+    """jsonl, hub: column of the question, or of the chat; '' is recognised."""
+    answer: str = ""
+    """jsonl, hub: column of the gold answer, with a dot for a nested one; '' is recognised, or taken from the solution;
+    none: replies are learned as they are."""
+    solution: str = ""
+    """jsonl, hub: column of the worked solution, or of the reply; '' is recognised."""
     symbolic: bool = False
-    """gsm8k, math, jsonl: use math-verify (pip install 'whet[math]') for formulas that the built-in comparison cannot
-    decide."""
+    """gsm8k, math, jsonl, hub and its sets: use math-verify (pip install 'whet[math]') for formulas that the built-in
+    comparison cannot decide."""
     num_problems: int = 0
     """Generated tasks, gym: number of problems in all splits together; 0 takes the task's default."""
     level: int = 0
@@ -85,6 +107,13 @@ class TaskConfig:
     paths: dict[str, str] = field(default_factory=dict)
     """mixture: path of each task that reads one, under the same names."""
 
+    # Names of earlier versions in config.yaml, and the values that meant what '' means now.
+    RENAMED = {
+        "prompt_field": Renamed("prompt", "prompt"),
+        "answer_field": Renamed("answer", "answer"),
+        "solution_field": Renamed("solution", None),
+    }
+
     def __post_init__(self) -> None:
         if self.name not in OPTIONS and not is_user_task(self.name):
             near = closest(self.name, list(OPTIONS))
@@ -92,11 +121,12 @@ class TaskConfig:
             raise UserError(
                 f"task.name = {show(self.name)}: expected one of {', '.join(OPTIONS)} or path.py:MyTask{hint}"
             )
-        for name in ("max_bad_rows", "num_problems"):
+        for name in ("max_bad_rows", "max_rows", "num_problems"):
             if getattr(self, name) < 0:
                 raise UserError(f"task.{name} = {getattr(self, name)}: expected 0 or more")
         if _needs_path(self.name) and not self.path:
-            raise UserError(f"task {self.name} needs data: give its folder or file with --task.path")
+            where = "hub name" if self.name == "hub" else "folder or file"
+            raise UserError(f"task {self.name} needs data: give its {where} with --task.path")
         read = {"name"} | _options(self.name)
         if self.name == "mixture":
             _check_parts(self)
@@ -117,7 +147,8 @@ def _options(name: str) -> frozenset[str]:
 
 
 def _needs_path(name: str) -> bool:
-    return name in OPTIONS and "path" in OPTIONS[name] and name not in NO_PATH_NEEDED
+    has_own = name in NO_PATH_NEEDED or name in HUB_SETS
+    return name in OPTIONS and "path" in OPTIONS[name] and not has_own
 
 
 def _task_of(label: str) -> str:
@@ -164,6 +195,32 @@ def _drawn(config: TaskConfig) -> dict[str, int]:
     return {"level": config.level, "num_problems": config.num_problems, "seed": config.seed}
 
 
+def _rows(config: TaskConfig) -> Jsonl:
+    """Make a task of rows: of the user's columns, or of a data set that has a name."""
+    return Jsonl(
+        config.path,
+        name=config.name,
+        known=HUB_SETS.get(config.name),
+        prompt=config.prompt,
+        answer=config.answer,
+        solution=config.solution,
+        config=config.config,
+        split=config.split,
+        max_rows=config.max_rows,
+        max_bad_rows=config.max_bad_rows,
+    )
+
+
+def _code(config: TaskConfig) -> Code:
+    return Code(
+        config.name,
+        config.path,
+        config=config.config,
+        max_rows=config.max_rows,
+        max_bad_rows=config.max_bad_rows,
+    )
+
+
 TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "arithmetic": lambda config: Arithmetic(),
     "products": lambda config: Products(),
@@ -174,19 +231,12 @@ TASKS: dict[str, Callable[[TaskConfig], Task]] = {
         config.path, keep_calculator=config.keep_calculator, max_bad_rows=config.max_bad_rows
     ),
     "math": lambda config: MATH(config.path, max_bad_rows=config.max_bad_rows),
-    "humaneval": lambda config: Code("humaneval", config.path, max_bad_rows=config.max_bad_rows),
-    "mbpp": lambda config: Code("mbpp", config.path, max_bad_rows=config.max_bad_rows),
-    "code": lambda config: Code("code", config.path, max_bad_rows=config.max_bad_rows),
+    **dict.fromkeys(PROGRAMS, _code),
+    "ifeval": lambda config: IFEval(config.path, max_rows=config.max_rows, max_bad_rows=config.max_bad_rows),
     "choice": lambda config: choice(config.path, max_bad_rows=config.max_bad_rows),
     "yes_no": lambda config: yes_no(config.path, max_bad_rows=config.max_bad_rows),
     "gym": lambda config: Gym(config.path, num_problems=config.num_problems, seed=config.seed),
-    "jsonl": lambda config: Jsonl(
-        config.path,
-        prompt_field=config.prompt_field,
-        answer_field=config.answer_field,
-        solution_field=config.solution_field,
-        max_bad_rows=config.max_bad_rows,
-    ),
+    **dict.fromkeys(("jsonl", "hub", *ROW_SETS), _rows),
     "mixture": _mixture,
 }
 
@@ -210,3 +260,43 @@ def answer_type_of(task: Task) -> AnswerType:
         kinds: set[AnswerType] = {answer_type_of(part) for part in task.parts.values()}
         return next(iter(kinds)) if len(kinds) == 1 else "text"
     return getattr(task, "answer_type", "number")
+
+
+def tasks_inside(task: Task) -> dict[str | None, Task]:
+    """Return the tasks that read data: the parts of a mixture by label, and the task inside a symbolic one."""
+    if isinstance(task, Mixture):
+        return {label: next(iter(tasks_inside(part).values())) for label, part in task.parts.items()}
+    return tasks_inside(task.task) if isinstance(task, Symbolic) else {None: task}
+
+
+def check_gold(task: Task, problems: Sequence[Problem], why: str) -> None:
+    """Refuse problems without a gold answer where one is compared.
+
+    Args:
+        task: Their task. One that judges without gold answers says so: `needs_gold = False`.
+        problems: The problems.
+        why: What compares them, for the error.
+
+    Raises:
+        UserError: With the reason and what to do.
+    """
+    for label, part in tasks_inside(task).items():
+        own = [problem for problem in problems if problem.meta.get(PART) == label]
+        without = [problem for problem in own if not problem.answer]
+        if without and getattr(part, "needs_gold", True):
+            reason = getattr(part, "no_gold", "") or f"first: {without[0].prompt[:60]!r}"
+            raise UserError(
+                f"task {label or part.name}: {len(without):,} of {len(own):,} problems have no gold answer, but {why} "
+                f"({reason}); name its column with --task.answer, or leave out what compares answers"
+            )
+
+
+def told_of(task: Task, num_problems: int) -> list[str]:
+    """Return what a program that trains says of its data: what was recognised, and that there is little of it."""
+    lines = [text for part in tasks_inside(task).values() if (text := getattr(part, "recognised", ""))]
+    if num_problems < FEW_PROBLEMS:
+        lines.append(
+            f"warning: only {num_problems} problems to train on: the model will know them by heart before it has "
+            "learned anything from them"
+        )
+    return lines

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from whet.rewards.answers.scripts import VERDICTS, fold
 from whet.tasks.made.draft import Draft, FromRows
 from whet.tasks.read import Row, text_fault
 from whet.types import Problem, Task
@@ -55,9 +56,9 @@ def is_choice(problem: Problem, answer: str) -> bool:
 
 
 def is_yes_no(problem: Problem, answer: str) -> bool:
-    """Say whether an answer is the right one of yes and no; true and false count as these."""
-    word = answer.strip().removesuffix(".").lower() if len(answer) <= MAX_CHARACTERS else ""
-    return word in ("yes", "no", "true", "false") and YES_NO[word] == problem.answer
+    """Say whether an answer is the right one of yes and no, in any known language; true and false count as these."""
+    word = fold(answer).strip().rstrip(".。").lower() if len(answer) <= MAX_CHARACTERS else ""
+    return word in VERDICTS and YES_NO[VERDICTS[word]] == problem.answer
 
 
 def _chosen(answer: str, choices: list[str]) -> int | None:
@@ -129,7 +130,8 @@ def _yes_no_row(row: Row) -> Draft | str:
     if fault := text_fault(row, question):
         return fault
     raw = next((row[name] for name in ANSWER_FIELDS if name in row), None)
-    gold = YES_NO.get(str(raw).strip().lower())
+    word = fold(str(raw)).strip().lower()
+    gold = YES_NO.get(VERDICTS.get(word, word))
     if gold is None:
         return f"'answer' is {str(raw)[:40]!r}, expected yes, no, true, false, 1 or 0"
     return Draft(row[question].strip(), row[question].strip(), gold)

@@ -1,23 +1,32 @@
-"""Programming problems: HumanEval, MBPP, the user's own. Programs run in the sandbox; their tests run in another
-process."""
+"""Programming problems: HumanEval, MBPP, contests, the user's own. Programs run in the sandbox; their tests run in
+another process, or compare what the program writes."""
 
 from __future__ import annotations
 
 import ast
+import base64
+import binascii
 import json
+import pickletools
 import threading
 import warnings
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from whet.sandbox.graders.graders import num_cores
-from whet.sandbox.programs import TestsVerdict, run_tests
+from whet.sandbox.jobs import Verdict
+from whet.sandbox.programs import TestResult, TestsVerdict, run_python, run_tests
 from whet.schema import AnswerType
-from whet.tasks.read import BadRow, Check, Row, check_split, read_jsonl, select_split
+from whet.tasks.hub import TRAIN, Part, read_hub
+from whet.tasks.read import BadRow, Check, Row, check_split, is_hub_name, read_jsonl, select_split
+from whet.tasks.sets import HUB_SETS
 from whet.types import Problem, UserError, problem_uid
 
 TIMEOUT_S = 5.0
@@ -33,6 +42,34 @@ TEST_PERCENT = 5
 FENCE = "```"
 _PARSING = threading.Lock()
 LOADED = ("syntax", "imports", "runs")
+MAX_UNPACKED = 256 * 2**20
+"""Private tests of a contest problem that are larger (in bytes, unpacked) make a bad row."""
+CONTEST_IMPORTS = """from typing import *
+from collections import *
+from itertools import *
+from functools import *
+from heapq import *
+from bisect import *
+from string import *
+from operator import *
+from math import *
+import sys, re, math, random, string, datetime, bisect, heapq, functools, itertools, collections, operator, copy
+"""
+"""What LiveCodeBench puts above every answer (its numpy aside, which the sandbox does not have)."""
+NUMPY = """import types as _types
+def _allclose(a, b, rtol=1e-05, atol=1e-08, equal_nan=False):
+    if isinstance(a, (list, tuple)) or isinstance(b, (list, tuple)):
+        both = isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b)
+        return both and all(_allclose(x, y, rtol, atol) for x, y in zip(a, b))
+    return a == b or abs(a - b) <= atol + rtol * abs(b)
+def _assert_allclose(a, b, rtol=1e-07, atol=0):
+    assert _allclose(a, b, rtol, atol)
+class _Array:
+    pass
+np = _types.SimpleNamespace(ndarray=_Array, float64=float, float32=float, allclose=_allclose)
+np.testing = _types.SimpleNamespace(assert_allclose=_assert_allclose)
+"""
+"""The four names of numpy that the tests of EvalPlus use, for numbers and lists: the sandbox has no numpy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +82,8 @@ class Exam:
         names: Names that the tests take from the program; () for all that they do not define themselves.
         prefix: Start of the function, put before an answer that only continues it.
         keywords: Words that the program should use, for partial credit.
+        cases: Pairs of standard input and expected output, for a whole program; without `tests`.
+        header: Imports that stand above every answer.
     """
 
     setup: str
@@ -52,6 +91,8 @@ class Exam:
     names: tuple[str, ...] = ()
     prefix: str = ""
     keywords: tuple[str, ...] = ()
+    cases: tuple[tuple[str, str], ...] = ()
+    header: str = ""
 
 
 class Code:
@@ -60,7 +101,8 @@ class Code:
     The answer may stand in a Markdown fence. It runs isolated (docs/sandbox.md) and never sees the expected results.
 
     Attributes:
-        name: 'humaneval', 'mbpp' or 'code'.
+        name: 'humaneval', 'humaneval_plus', 'mbpp', 'mbpp_plus', 'livecodebench' or 'code'.
+        needs_gold: False: the tests judge.
         answer_type: 'program'.
         seconds_per_answer: Upper bound of the time to judge an answer.
         bad_rows: Rows skipped so far.
@@ -69,32 +111,53 @@ class Code:
 
     answer_type: AnswerType = "program"
     seconds_per_answer = 3 * TIMEOUT_S
+    needs_gold = False
 
-    def __init__(self, name: str, path: str | Path, *, max_bad_rows: int = 0) -> None:
+    def __init__(
+        self, name: str, path: str | Path = "", *, config: str = "", max_rows: int = 0, max_bad_rows: int = 0
+    ) -> None:
         """Set the location of the data.
 
         Args:
-            name: 'humaneval' (HumanEval.jsonl, only a test split), 'mbpp' (mbpp.jsonl), or 'code': rows with prompt,
-                tests (a list of Python texts), and maybe solution, setup, names, keywords.
-            path: The file, or the folder that holds it (train.jsonl and test.jsonl for 'code'); .gz too.
+            name: A key of `READERS`. 'humaneval' (HumanEval.jsonl) and most others have only a test split. 'code':
+                rows with prompt, tests (a list of Python texts, or of objects with input and output), and maybe
+                solution, setup, names, keywords.
+            path: The file, or the folder that holds it (train.jsonl and test.jsonl for 'code'); .gz too. Or a hub name;
+                '' for that of `whet.tasks.sets`.
+            config: Configuration on the hub.
+            max_rows: Rows to stream from the hub; 0 downloads all.
             max_bad_rows: Bad rows that are tolerated.
         """
         self.name = name
         self._path = Path(path)
-        if not str(path) or not self._path.exists():
+        self._hub: dict[str, Part] = {}
+        if name in HUB_SETS and (not str(path) or is_hub_name(str(path))):
+            parts = HUB_SETS[name].parts
+            self._hub = {ours: replace(part, path=str(path) or part.path) for ours, part in parts.items()}
+        elif is_hub_name(str(path)):
+            self._hub = {TRAIN: Part(path=str(path), split=TRAIN)}
+        elif not str(path) or not self._path.exists():
             raise UserError(f"{str(path)!r}: no such file or folder; check --task.path")
-        self._max_bad_rows = max_bad_rows
-        self._files: dict[Path, list[tuple[Problem, Row]]] = {}
+        if config:
+            self._hub = {ours: replace(part, configs=(config,)) for ours, part in self._hub.items()}
+        self._max_rows, self._max_bad_rows = max_rows, max_bad_rows
+        self._files: dict[Path | Part, list[tuple[Problem, Row]]] = {}
         self._exams: dict[str, Exam] = {}
         self._verdicts: OrderedDict[tuple[str, str], TestsVerdict] = OrderedDict()
         self.bad_rows: list[BadRow] = []
         self.num_repeated = 0
 
     def problems(self, split: str) -> list[Problem]:
-        """Return the problems of 'train', 'dev' or 'test'; HumanEval has only 'test'."""
+        """Return the problems of 'train', 'dev' or 'test'; HumanEval and other benchmarks have only 'test'."""
         check_split(split)
-        if self.name == "humaneval":
-            return [problem for problem, _ in self._file("HumanEval.jsonl")] if split == "test" else []
+        if self._hub and self.name in HUB_SETS:
+            part = self._hub.get(split)
+            return [problem for problem, _ in self._part(part)] if part is not None else []
+        if self._hub:
+            found = [problem for problem, _ in self._part(self._hub[TRAIN])]
+            return select_split(found, split, test_percent=TEST_PERCENT)
+        if self.name in TEST_FILES:
+            return [problem for problem, _ in self._file(TEST_FILES[self.name])] if split == "test" else []
         if self.name == "mbpp":
             numbered = self._file("mbpp.jsonl")
             return [problem for problem, row in numbered if row["task_id"] in MBPP_SPLITS[split]]
@@ -127,14 +190,20 @@ class Code:
         if known is not None and known.status != "infra_error":
             return known
         exam = self._exams[problem.uid]
-        verdict = run_tests(
-            code if _defines(code, exam.names) else exam.prefix + code,
-            exam.tests,
-            setup=exam.setup,
-            names=exam.names,
-            timeout_s=TIMEOUT_S,
-            memory_mib=MEMORY_MIB,
-        )
+        whole = code if _defines(code, exam.names) else exam.prefix + code
+        if exam.header and "from __future__" not in code:
+            whole = exam.header + whole
+        if exam.cases:
+            verdict = run_cases(whole, exam.cases)
+        else:
+            verdict = run_tests(
+                whole,
+                exam.tests,
+                setup=exam.setup,
+                names=exam.names,
+                timeout_s=TIMEOUT_S,
+                memory_mib=MEMORY_MIB,
+            )
         self._verdicts[key] = verdict
         while len(self._verdicts) > NUM_REMEMBERED:
             self._verdicts.popitem(last=False)
@@ -181,21 +250,73 @@ class Code:
             if not path.is_file():
                 raise UserError(f"{self._path}: no {name} there; check --task.path")
         if path not in self._files:
-            required, make, _ = READERS[self.name]
-            check = partial(_unreadable, self.name)
-            rows, bad = read_jsonl(path, required=required, max_bad_rows=self._max_bad_rows, check=check)
-            self.bad_rows += bad
-            found = []
-            for number, row in rows:
-                prompt, answer, exam = make(row)
-                uid = problem_uid(self.name, prompt)
-                self._exams[uid] = exam
-                meta = {"file": path.name, "line": str(number), "id": str(row.get("task_id", number))}
-                problem = Problem(uid=uid, task=self.name, prompt=prompt, answer=answer, meta=meta)
-                found.append((problem, row))
-            self._files[path] = found
-            self.num_repeated += len(found) - len({problem.uid for problem, _ in found})
+            self._files[path] = self._read(path.name, read_jsonl, path)
         return self._files[path]
+
+    def _part(self, part: Part) -> list[tuple[Problem, Row]]:
+        if part not in self._files:
+            self._files[part] = self._read(str(part), partial(read_hub, max_rows=self._max_rows), part)
+        return self._files[part]
+
+    def _read(self, source: str, read: Callable[..., Any], place: Path | Part) -> list[tuple[Problem, Row]]:
+        required, make, _ = READERS[self.name]
+        check = partial(_unreadable, self.name)
+        rows, bad = read(place, required=required, max_bad_rows=self._max_bad_rows, check=check)
+        self.bad_rows += bad
+        found = []
+        for number, row in rows:
+            prompt, answer, exam = make(row)
+            uid = problem_uid(self.name, prompt)
+            self._exams[uid] = exam
+            name = row.get("task_id", row.get("question_id", number))
+            meta = {"file": source, "line": str(number), "id": str(name)}
+            problem = Problem(uid=uid, task=self.name, prompt=prompt, answer=answer, meta=meta)
+            found.append((problem, row))
+        self.num_repeated += len(found) - len({problem.uid for problem, _ in found})
+        return found
+
+
+def run_cases(code: str, cases: Sequence[tuple[str, str]]) -> TestsVerdict:
+    """Run a whole program on standard inputs, and compare what it writes; after a case without time, none is run.
+
+    Args:
+        code: The program.
+        cases: Standard input and expected output of each case.
+    """
+    program: Verdict | None = None
+    results: list[TestResult] = []
+    for given, expected in cases:
+        if results and results[-1].status == "tle":
+            results.append(results[-1])
+            continue
+        verdict = run_python(code, stdin=given, timeout_s=TIMEOUT_S, memory_mib=MEMORY_MIB)
+        program = program or verdict
+        is_right = verdict.status == "ok" and same_output(verdict.stdout, expected)
+        status = verdict.status if verdict.status != "ok" else "ok" if is_right else "wrong"
+        results.append(TestResult(status=status, message=verdict.message, seconds=verdict.seconds))
+    assert program is not None
+    return TestsVerdict(program=program, results=tuple(results))
+
+
+def same_output(written: str, expected: str) -> bool:
+    """Compare what a program wrote line by line: white space does not matter, and 0.50 is 0.5.
+
+    Source: LiveCodeBench's `grade_stdio` (arXiv:2403.07974).
+    """
+    lines, wanted = ([line.split() for line in text.strip().splitlines()] for text in (written, expected))
+    return len(lines) == len(wanted) and all(
+        len(line) == len(goal) and all(map(_same_word, line, goal))
+        for line, goal in zip(lines, wanted, strict=True)
+    )
+
+
+def _same_word(word: str, goal: str) -> bool:
+    if word == goal:
+        return True
+    try:
+        return Decimal(word) == Decimal(goal)
+    except InvalidOperation:
+        return False
 
 
 def program_of(answer: str) -> str:
@@ -254,11 +375,12 @@ def _names_in(code: str) -> set[str]:
 def _human_eval(row: Row) -> tuple[str, str, Exam]:
     """Read HumanEval: `check(candidate)` becomes one test per assertion if its body consists of assertions."""
     prompt, entry = row["prompt"], row["entry_point"]
-    check = next(node for node in _parse(row["test"]).body if isinstance(node, ast.FunctionDef))
+    functions = [node for node in _parse(row["test"]).body if isinstance(node, ast.FunctionDef)]
+    check = next((node for node in functions if node.name == "check"), *functions[:1])
     tests = [f"check({entry})"]
     if all(isinstance(part, ast.Assert) for part in check.body):
         tests = [f"candidate = {entry}\n{ast.unparse(part)}" for part in check.body]
-    exam = Exam(f"{prompt}\n    pass\n{row['test']}", tuple(tests), (entry,), prompt)
+    exam = Exam(f"{prompt}\n    pass\n{_without_numpy(row['test'])}", tuple(tests), (entry,), prompt)
     question = f"Complete this Python function.\n\n{FENCE}python\n{prompt}{FENCE}"
     return question, prompt + row["canonical_solution"], exam
 
@@ -271,12 +393,75 @@ def _mbpp(row: Row) -> tuple[str, str, Exam]:
     return question, code, Exam(row["test_setup_code"], tuple(tests), tuple(n for n in names if n in used))
 
 
+def _mbpp_plus(row: Row) -> tuple[str, str, Exam]:
+    """Read MBPP+: its one test is a text that calls the function with many inputs."""
+    question, code, exam = _mbpp({**row, "text": row["prompt"], "test_setup_code": ""})
+    setup = "\n".join(row.get("test_imports") or [])
+    return question, code, replace(exam, setup=setup, tests=(_without_numpy(row["test"]),))
+
+
+def _without_numpy(test: str) -> str:
+    """Put our own four names of numpy in the place of its import."""
+    return test.replace("import numpy as np", NUMPY, 1)
+
+
+def _contest(row: Row) -> tuple[str, str, Exam]:
+    """Read LiveCodeBench: standard input and output, or calls of a method of the class `Solution`.
+
+    Source: `lcb_runner/benchmarks/code_generation.py` and `evaluation/testing_util.py` of LiveCodeBench. Deviations: no
+    program has numpy; a program is stopped after 5 s a case, theirs after 6 s; private tests are not unpickled, the
+    one text in the pickle is read.
+    """
+    cases = [*json.loads(row["public_test_cases"]), *_private(row["private_test_cases"])]
+    kinds = {case["testtype"] for case in cases}
+    starter = row.get("starter_code") or ""
+    ask = "Write a Python program that reads standard input and writes standard output."
+    if starter.strip():
+        ask = f"Complete this Python class.\n\n{FENCE}python\n{starter}\n{FENCE}"
+    question = f"{row['question_content']}\n\n{ask}"
+    if kinds == {"stdin"}:
+        pairs = tuple((case["input"], case["output"]) for case in cases)
+        return question, "", Exam("", (), cases=pairs, header=CONTEST_IMPORTS)
+    if kinds != {"functional"}:
+        raise ValueError(f"tests of the kinds {sorted(kinds)}")
+    name = json.loads(row["metadata"])["func_name"]
+    if not str(name).isidentifier():
+        raise ValueError("func_name is not a name")
+    tests = tuple(
+        f"got = Solution().{name}(*{[json.loads(line) for line in case['input'].splitlines()]!r})\n"
+        f"got = list(got) if isinstance(got, tuple) else got\nassert got == {json.loads(case['output'])!r}"
+        for case in cases
+    )
+    return question, "", Exam("", tests, ("Solution",), header=CONTEST_IMPORTS)
+
+
+def _private(text: str) -> list[dict[str, str]]:
+    """Read private tests: JSON, or base64 of zlib of a pickle of JSON text, whose one text is taken out of it."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_UNPACKED)
+    except (binascii.Error, zlib.error) as error:
+        raise ValueError(f"private tests are neither JSON nor packed ({error})") from error
+    if unpacker.unconsumed_tail:
+        raise ValueError(f"private tests are larger than {MAX_UNPACKED:,} bytes")
+    texts = [value for code, value, _ in pickletools.genops(data) if "UNICODE" in code.name]
+    if len(texts) != 1 or not isinstance(texts[0], str):
+        raise ValueError("private tests are no pickle of one text")
+    return json.loads(texts[0])
+
+
 def _own(row: Row) -> tuple[str, str, Exam]:
+    pairs = tuple((case["input"], case["output"]) for case in row["tests"] if isinstance(case, dict))
     exam = Exam(
         row.get("setup", ""),
-        tuple(row["tests"]),
+        () if pairs else tuple(row["tests"]),
         tuple(row.get("names", ())),
         keywords=tuple(row.get("keywords", ())),
+        cases=pairs,
     )
     return row["prompt"], row.get("solution", ""), exam
 
@@ -284,6 +469,10 @@ def _own(row: Row) -> tuple[str, str, Exam]:
 def _fault(row: Row, name: str) -> str | None:
     """Return what is wrong with the row's tests."""
     tests = row.get(name)
+    if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
+        sides = [test.get(side) for test in tests for side in ("input", "output")]
+        is_text = all(isinstance(side, str) for side in sides)
+        return None if is_text else f"{name!r}: expected texts as 'input' and 'output' of every case"
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
         return f"{name!r}: expected a list of Python texts, at least one"
     for test in (*tests, row.get("setup", "")):
@@ -310,12 +499,23 @@ def _unreadable(name: str, row: Row) -> str | None:
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
         return f"its program or tests cannot be read ({type(error).__name__}: {str(error)[:80]})"
     texts = (prompt, answer, exam.setup, exam.prefix, *exam.tests, *exam.names, *exam.keywords)
+    texts += tuple(text for case in exam.cases for text in case)
     return None if all(isinstance(text, str) for text in texts) else "a field of the row is not text"
 
 
 READERS: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, str, Exam]], Check | None]] = {
     "humaneval": (("prompt", "entry_point", "canonical_solution", "test"), _human_eval, None),
+    "humaneval_plus": (("prompt", "entry_point", "canonical_solution", "test"), _human_eval, None),
     "mbpp": (("text", "code"), _mbpp, lambda row: _fault(row, "test_list") or _number_fault(row)),
+    "mbpp_plus": (("prompt", "code", "test"), _mbpp_plus, lambda row: _fault(row, "test_list")),
+    "livecodebench": (("question_content", "public_test_cases", "private_test_cases"), _contest, None),
     "code": (("prompt",), _own, lambda row: _fault(row, "tests")),
 }
 """Name -> (required fields, reader of a row, further conditions)."""
+TEST_FILES = {
+    "humaneval": "HumanEval.jsonl",
+    "humaneval_plus": "HumanEvalPlus.jsonl",
+    "mbpp_plus": "MbppPlus.jsonl",
+    "livecodebench": "test.jsonl",
+}
+"""Name -> its file in a folder, for those with a test split only."""

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 from whet.rewards.answers.equal import answers_equal
-from whet.tasks.read import BadRow, Row, check_path, check_split, read_part, select_split
+from whet.tasks.hub import Part, check_path, read_part
+from whet.tasks.read import BadRow, Row, check_split, is_hub_name, select_split
+from whet.tasks.sets import HUB_SETS
 from whet.types import Problem, problem_uid
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")
@@ -25,15 +27,17 @@ class GSM8K:
 
     name = "gsm8k"
 
-    def __init__(self, path: str | Path, *, keep_calculator: bool = False, max_bad_rows: int = 0) -> None:
+    def __init__(
+        self, path: str | Path = "", *, keep_calculator: bool = False, max_bad_rows: int = 0
+    ) -> None:
         """Set the location of the data; rows are read when a split is requested.
 
         Args:
-            path: Folder with train.jsonl and test.jsonl (.gz too), or a hub name such as 'openai/gsm8k'.
+            path: Folder with train.jsonl and test.jsonl (.gz too), or a hub name; '' for 'openai/gsm8k'.
             keep_calculator: Whether solutions keep their `<<...>>`.
             max_bad_rows: Bad rows per file that are tolerated.
         """
-        self._path = str(path)
+        self._path = str(path) or HUB_SETS["gsm8k"].path
         check_path(self._path, "openai/gsm8k")
         self._keep_calculator = keep_calculator
         self._max_bad_rows = max_bad_rows
@@ -52,9 +56,11 @@ class GSM8K:
 
     def _file(self, part: str) -> list[Problem]:
         if part not in self._files:
+            known = HUB_SETS["gsm8k"]
+            there = known.parts[part] if self._path == known.path else Part(path=self._path, split=part)
             source, rows, bad = read_part(
                 self._path,
-                part,
+                there if is_hub_name(self._path) else None,
                 names=[f"{part}.jsonl"],
                 required=("question", "answer"),
                 max_bad_rows=self._max_bad_rows,

@@ -1,171 +1,282 @@
-"""The task `jsonl`: the user's question-answer or chat data, as JSON lines or parquet."""
+"""Questions, chats and plain text from rows of any columns: the user's files, and data sets of the hub."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from whet.rewards.answers.equal import answers_equal
-from whet.rewards.answers.extract import extract_answer
-from whet.schema import AnswerType, ResponseSchema
-from whet.tasks.read import BadRow, Row, first_row, read_file, select_files, text_fault
+from whet.schema import AnswerType
+from whet.tasks.columns import Columns, Content, read_row, recognise
+from whet.tasks.hub import TEST, TRAIN, Part, find_parts, hub_rows
+from whet.tasks.read import (
+    TEST_PERCENT,
+    BadRow,
+    Row,
+    check_split,
+    first_row,
+    is_hub_name,
+    read_file,
+    select_files,
+    select_split,
+    sift,
+)
+from whet.tasks.sets import HubSet, known_set
 from whet.types import Problem, UserError, problem_uid
 
-PROMPT_FIELDS = ("prompt", "question", "problem")
-MESSAGES = "messages"
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")
-READER = ResponseSchema(opening_in_prompt=False)
+SHOWN = 160
+"""Characters of the sample row that `Jsonl.recognised` shows of each field."""
+TOOLS, CALLS = "tools", "tool_calls"
+"""Labels in a problem's `meta`: JSON list of tool definitions, and of the calls that its reply makes."""
 
 
 class Jsonl:
-    """Problems from a file, or from a folder with train.jsonl and test.jsonl (or .parquet).
+    """Problems from a file, from a folder with train and test files, or from the hub.
 
-    A file is split by hash of the prompt: 5 % 'dev', 5 % 'test'. In a folder, 'dev' is 5 % of train.jsonl.
-    A row is (prompt, answer, optional solution), or `messages`: the first user message is the prompt, the
-    last assistant message holds solution and answer. If the answer is inside a worked text (`messages`,
-    a solution without an answer column, an answer with '####' without a solution column), it is taken from
-    there: the answer block, else what follows '####', else what `extract_answer` finds. Repeated rows are
-    dropped; one prompt with several solutions stays several problems.
+    A file is split by hash of the prompt: 5 % 'dev', 5 % 'test'. In a folder, 'dev' is 5 % of the train file. On the
+    hub the splits train and test are used, or one split, which is split like a file.
+
+    A row is a question with an answer, a worked solution or a reply; a chat, whose last assistant message is the reply
+    and all before it the question; or plain text. If the answer is inside a worked text or a reply, it is taken from
+    there: the answer block, else what follows '####', else what the text calls its answer. Where one row of the data
+    has none, and `max_bad_rows` does not leave it out, all replies are learned as they are, and no problem has an
+    answer. Repeated rows are dropped; one prompt with several solutions stays several problems.
 
     Attributes:
-        name: 'jsonl'.
+        name: 'jsonl', or the name of the data set.
         bad_rows: Rows skipped so far.
         num_duplicates: Repeated rows dropped so far.
+        recognised: What each column was taken for, and a sample row; '' before anything was read.
+        no_gold: Why problems have no answer; '' where they have one.
     """
 
-    name = "jsonl"
     answer_type: AnswerType = "text"
 
     def __init__(
         self,
         path: str | Path,
         *,
-        prompt_field: str = "prompt",
-        answer_field: str = "answer",
-        solution_field: str | None = None,
+        name: str = "jsonl",
+        known: HubSet | None = None,
+        prompt: str = "",
+        answer: str = "",
+        solution: str = "",
+        config: str = "",
+        split: str = "",
+        max_rows: int = 0,
         max_bad_rows: int = 0,
     ) -> None:
         """Set the location of the data; rows are read when a split is requested.
 
         Args:
-            path: A .jsonl, .jsonl.gz, .parquet, .csv or .json file, or a folder.
-            prompt_field: Column of the question; default: the only one among `PROMPT_FIELDS` and messages.
-            answer_field: Column of the gold answer; default: the answer is taken from the solution.
-            solution_field: Column of the worked solution; default: 'solution', if present.
+            path: A .jsonl, .jsonl.gz, .parquet, .csv or .json file, a folder, or a hub name; '' for that of `known`.
+            name: Name of the task.
+            known: A data set with a name: its columns, and which of its rows are used.
+            prompt: Column of the question, or of the chat; '' is recognised (`whet.tasks.columns`).
+            answer: Column of the gold answer; 'none' learns replies as they are.
+            solution: Column of the worked solution or reply.
+            config: Configuration on the hub.
+            split: Split on the hub, if it is to be only one.
+            max_rows: Rows to read of each file or split, from the front; of the hub they are streamed. 0 reads all.
             max_bad_rows: Bad rows per file that are tolerated.
         """
-        self._path = Path(path)
-        if not str(path) or not self._path.exists():
-            raise UserError(f"{str(path)!r}: no such file or folder; check --task.path")
-        self._fields = (prompt_field, answer_field, solution_field)
+        self.name = name
+        place = Path(path) if str(path) else None
+        is_local = place is not None and place.exists()
+        # Only a folder that has no train or test file of ours is left to `datasets`.
+        self._path = (
+            place if is_local and (place is None or place.is_file() or not _is_hub_folder(place)) else None
+        )
+        if self._path is None and not is_local and str(path) and not is_hub_name(str(path)):
+            raise UserError(
+                f"{str(path)!r}: no such file or folder, and not a hub name such as 'openai/gsm8k'; check --task.path"
+            )
+        if self._path is not None and (config or split):
+            option = "config" if config else "split"
+            raise UserError(
+                f"task.{option} is for data sets of the hub; {path} is a file or folder: leave it out"
+            )
+        self._hub = str(path)
+        self._known = known or (known_set(self._hub) if not (prompt or answer or solution) else None)
+        self._columns = {"prompt": prompt, "answer": answer, "solution": solution}
+        if self._known is not None:
+            self._columns = {
+                option: given or getattr(self._known, option) for option, given in self._columns.items()
+            }
+        self._config, self._split = config, split
+        on_hub = self._known if self._path is None else None
+        self._max_rows = max_rows or (on_hub.max_rows if on_hub else 0)
         self._max_bad_rows = max_bad_rows
-        self._files: dict[Path, list[Problem]] = {}
+        self._files: dict[Any, list[Problem]] = {}
+        self._parts: dict[str, Part] | None = None
         self.bad_rows: list[BadRow] = []
         self.num_duplicates = 0
+        self.recognised = self.no_gold = ""
 
     def problems(self, split: str) -> list[Problem]:
         """Return all problems of 'train', 'dev' or 'test'."""
-        return select_files(self._path, split, self._file, ENDINGS)
+        if self._path is not None:
+            return select_files(self._path, split, self._file, ENDINGS)
+        check_split(split)
+        if self._parts is None:
+            self._parts = self._found_parts()
+        if split == TEST and TEST in self._parts:
+            return list(self._part(self._parts[TEST]))
+        if TRAIN not in self._parts:
+            return []
+        percent = 0 if TEST in self._parts else TEST_PERCENT
+        return select_split(self._part(self._parts[TRAIN]), split, test_percent=percent)
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool:
         """Judge an extracted final answer."""
-        return answer is not None and answers_equal(answer, problem.answer)
+        return answer is not None and bool(problem.answer) and answers_equal(answer, problem.answer)
+
+    def _found_parts(self) -> dict[str, Part]:
+        """Return what to read on the hub: as the table has it, unless something else is asked for."""
+        known = self._known
+        if known is None or (self._hub and self._hub != known.path):
+            return find_parts(self._hub, self._config, self._split)
+        parts = dict(known.parts)
+        if self._config:
+            parts = {ours: replace(part, configs=(self._config,)) for ours, part in parts.items()}
+        if self._split:
+            parts = {TRAIN: replace(next(iter(parts.values())), split=self._split)}
+        return parts
+
+    def _part(self, part: Part) -> list[Problem]:
+        """Read a part of the hub."""
+        if part not in self._files:
+            rows = hub_rows(part, max_rows=self._max_rows)
+            first = next(rows, None)
+            if first is None:
+                raise UserError(f"{part}: no rows; check --task.path")
+            present = first[2] if isinstance(first[2], dict) else {}
+            self._files[part] = self._read(
+                str(part), self._prepared(present) or present, chain([first], rows)
+            )
+        return self._files[part]
 
     def _file(self, path: Path) -> list[Problem]:
         if path not in self._files:
-            prompt, answer, solution = columns = self._columns(path)
-            worked = solution if self._fields[2] or answer is None else None
-            rows, bad = read_file(
-                path,
-                required=[name for name in (prompt, answer, worked) if name not in (None, MESSAGES)],
-                max_bad_rows=self._max_bad_rows,
-                check=lambda row: found if isinstance(found := _contents(row, columns), str) else None,
-            )
-            self.bad_rows += bad
-            contents = [(number, _contents(row, columns)) for number, row in rows]
-            self._files[path] = self._unique(path.name, contents)
+            present = first_row(path)
+            self._files[path] = self._read(path.name, self._prepared(present) or present, path)
         return self._files[path]
 
-    def _columns(self, path: Path) -> tuple[str, str | None, str | None]:
-        """Determine the columns of prompt, answer and solution, from the first row that is an object."""
-        prompt, answer, solution = self._fields
-        present = first_row(path)
-        there = f"there are: {', '.join(present)[:200]}"
-        if prompt not in present and present:
-            found = [name for name in (*PROMPT_FIELDS, MESSAGES) if name in present]
-            if len(found) != 1:
-                what = (
-                    f"{' and '.join(map(repr, found))} could each be the prompt"
-                    if found
-                    else f"no {prompt!r}"
-                )
-                raise UserError(f"{path.name}: {what}; name the column with --task.prompt-field ({there})")
-            prompt = found[0]
-        if prompt == MESSAGES:
-            return prompt, None, None
-        solution = solution or ("solution" if "solution" in present else None)
-        if answer in present or not present:
-            return prompt, answer, solution
-        if answer != "answer" or solution is None:
-            raise UserError(f"{path.name}: no {answer!r}; name the column with --task.answer-field ({there})")
-        return prompt, None, solution
+    def _prepared(self, row: Row) -> Row | None:
+        prepare = self._known.prepare if self._known is not None else None
+        return row if prepare is None else prepare(row)
 
-    def _unique(self, source: str, contents: Sequence[tuple[int, Any]]) -> list[Problem]:
+    def _read(self, source: str, present: Row, rows: Path | Iterable[tuple[Any, ...]]) -> list[Problem]:
+        """Read rows into problems: a file's, or those that `sift` takes."""
+        columns = recognise(present, source, **self._columns) if present else None
+
+        def check(row: Row) -> Any:
+            prepared = self._prepared(row)
+            assert columns is not None
+            return (
+                () if prepared is None else read_row(prepared, columns)
+            )  # () stands for a row that is not used
+
+        if isinstance(rows, Path):
+            options: Any = {"max_bad_rows": self._max_bad_rows, "check": check, "max_rows": self._max_rows}
+            found, bad = read_file(rows, required=(), **options)
+        else:
+            found, bad = sift(source, rows, (), self._max_bad_rows, check)  # pyright: ignore[reportArgumentType]
+        contents = [(number, content) for number, content in found if content != ()]
+        if columns is not None:
+            contents, left_out = self._settled(source, columns, contents, self._max_bad_rows - len(bad))
+            bad += left_out
+            sample = contents[0][1] if contents else None
+            self.recognised = _shown(source, columns, sample, self.no_gold)
+        self.bad_rows += bad
+        if not contents:
+            raise UserError(f"{source}: no rows that can be used; check --task.path")
+        return self._unique(source, contents)
+
+    def _settled(
+        self, source: str, columns: Columns, contents: list[tuple[int, Content]], num_tolerated: int
+    ) -> tuple[list[tuple[int, Content]], list[BadRow]]:
+        """Decide for the whole data whether answers are taken from replies: all of them have one, or none is parsed."""
+        if columns.answer:
+            return [(number, content.parsed()) for number, content in contents], []
+        without = [(number, content) for number, content in contents if not content.answer]
+        column = "the last assistant message" if columns.kind == "chat" else repr(columns.solution)
+        if not without or (len(without) <= num_tolerated and len(without) < len(contents)):
+            reason = f"no final answer found in {column}"
+            word = "line" if source.endswith((".jsonl", ".jsonl.gz")) else "row"
+            bad = [BadRow(f"{source} {word} {number}", reason, number) for number, _ in without]
+            return [(number, content.parsed()) for number, content in contents if content.answer], bad
+        if columns.kind == "text" or not any(content.reply for _, content in contents):
+            what = "they are plain text" if columns.kind == "text" else "no column holds one"
+            self.no_gold = f"{source}: {what}"
+        elif columns.is_verbatim:
+            self.no_gold = f"{source}: replies are learned as they are"
+        else:
+            remedy = f", or leave out such rows with --task.max-bad-rows {len(without)}"
+            self.no_gold = (
+                f"{source}: {len(without):,} of {len(contents):,} rows have no final answer in {column} (first: "
+                f"{without[0][0]})" + (remedy if len(without) < len(contents) else "")
+            )
+        return [(number, content.verbatim()) for number, content in contents], []
+
+    def _unique(self, source: str, contents: Sequence[tuple[int, Content]]) -> list[Problem]:
         problems: dict[str, Problem] = {}
-        seen: set[tuple[str, str, str]] = set()
+        seen: set[Content] = set()
         for number, content in contents:
             if content in seen:
                 self.num_duplicates += 1
                 continue
             seen.add(content)
-            prompt, answer, solution = content
-            prompt_uid = problem_uid(self.name, prompt)
-            uid = prompt_uid if prompt_uid not in problems else problem_uid(self.name, "\x00".join(content))
+            prompt_uid = uid = problem_uid(self.name, content.key)
+            if uid in problems:
+                said = (content.key, content.answer, content.solution, content.reply)
+                uid = problem_uid(self.name, "\x00".join(said[: 4 if content.reply else 3]))
             meta = {"file": source, "line": str(number), "prompt_uid": prompt_uid}
+            meta |= {name: text for name, text in ((TOOLS, content.tools), (CALLS, content.calls)) if text}
             problems[uid] = Problem(
-                uid=uid, task=self.name, prompt=prompt, answer=answer, solution=solution, meta=meta
+                uid=uid,
+                task=self.name,
+                prompt=content.prompt,
+                answer=content.answer,
+                solution=content.solution,
+                messages=content.messages,
+                reply=content.reply,
+                meta=meta,
             )
         return list(problems.values())
 
 
-def _contents(row: Row, columns: tuple[str, str | None, str | None]) -> tuple[str, str, str] | str:
-    """Return (prompt, answer, solution) of a row, or what is wrong with it."""
-    prompt_field, answer_field, solution_field = columns
-    if prompt_field == MESSAGES:
-        return _from_messages(row.get(MESSAGES))
-    prompt = row[prompt_field]
-    if answer_field is None:
-        assert solution_field is not None
-        return _from_worked(prompt, row[solution_field], repr(solution_field))
-    if solution_field is None and "####" in row[answer_field]:
-        return _from_worked(prompt, row[answer_field], repr(answer_field))
-    solution = row.get(solution_field) if solution_field is not None else None
-    if solution in (None, ""):
-        return prompt, row[answer_field].strip(), ""
-    return text_fault(row, str(solution_field)) or (prompt, row[answer_field].strip(), str(solution).strip())
+def _is_hub_folder(folder: Path) -> bool:
+    """Say whether a folder is a copy of a data set of the hub: it has no train or test file of the forms read here."""
+    names = ("train", "test")
+    plain = any((folder / f"{name}{end}").is_file() for name in names for end in ENDINGS)
+    return folder.is_dir() and not plain and not any(folder.glob("t*-*-of-*.parquet")) and _has_card(folder)
 
 
-def _from_messages(messages: Any) -> tuple[str, str, str] | str:
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        return "'messages' is not a list of objects"
-    users = [message for message in messages if message.get("role") == "user"]
-    assistants = [message for message in messages if message.get("role") == "assistant"]
-    if not users or not assistants:
-        return f"'messages' has no {'assistant' if users else 'user'} message"
-    for message in (users[0], assistants[-1]):
-        if fault := text_fault(message, "content"):
-            return f"'messages', {message['role']}: {fault}"
-    return _from_worked(users[0]["content"], assistants[-1]["content"], "the last assistant message")
+def _has_card(folder: Path) -> bool:
+    return (folder / "README.md").is_file()
 
 
-def _from_worked(prompt: str, text: str, source: str) -> tuple[str, str, str] | str:
-    """Split a worked text into solution and answer: by its blocks, by '####', else by `extract_answer`."""
-    parsed = READER.parse(text)
-    if parsed.answer:
-        return prompt, parsed.answer, (parsed.thinking or "").strip()
-    solution, mark, last = text.rpartition("####")
-    if mark and last.strip():
-        return prompt, last.strip(), solution.strip()
-    answer = extract_answer(text)
-    return (prompt, answer, text) if answer else f"no final answer found in {source}"
+def _shown(source: str, columns: Columns, sample: Content | None, no_gold: str) -> str:
+    """Say what was recognised, with one row."""
+    lines = [f"{source}: {columns}"]
+    if no_gold:
+        lines.append(f"without gold answers: {no_gold.removeprefix(f'{source}: ')}")
+    if sample is not None:
+        asked = (
+            f"{len(sample.messages)} messages, last {sample.prompt!r}"
+            if sample.messages
+            else repr(sample.prompt)
+        )
+        parts = {
+            "question": asked if sample.prompt else "",
+            "answer": repr(sample.answer) if sample.answer else "",
+        }
+        parts |= {"solution": repr(sample.solution) if sample.solution else ""}
+        parts |= {"reply": repr(sample.reply) if sample.reply else ""}
+        lines += [f"  {name}: {text[:SHOWN]}" for name, text in parts.items() if text]
+    return "\n".join(lines)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from whet.tasks.mixture import Mixture
+from whet.tasks.base import tasks_inside
 from whet.tasks.read import BadRow
-from whet.tasks.symbolic import Symbolic
 from whet.telemetry.log import replace_file
 from whet.types import Task
 
@@ -27,7 +26,7 @@ def write_quarantine(folder: Path, source: Task | Sequence[BadRow]) -> str:
         One readable line: how many rows were skipped, how many of them are empty, and how many are repeated; '' if
         none.
     """
-    parts: Sequence[Any] = _parts(source)
+    parts: Sequence[Any] = [source] if isinstance(source, Sequence) else [*tasks_inside(source).values()]
     rows = [row for part in parts for row in _bad_rows(part)]
     names = ("num_duplicates", "num_repeated")  # dropped, and kept
     num_repeated = sum(getattr(part, name, 0) for part in parts for name in names)
@@ -42,13 +41,6 @@ def write_quarantine(folder: Path, source: Task | Sequence[BadRow]) -> str:
     if num_repeated:
         sentences.append(f"{num_repeated:,} rows of the data are repeated")
     return "; ".join(sentences)
-
-
-def _parts(source: Any) -> list[Any]:
-    """Return the tasks that read files: the parts of a mixture, and the task inside a symbolic one."""
-    if isinstance(source, Mixture):
-        return [part for task in source.parts.values() for part in _parts(task)]
-    return _parts(source.task) if isinstance(source, Symbolic) else [source]
 
 
 def _bad_rows(part: Any) -> list[BadRow]:

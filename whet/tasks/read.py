@@ -6,11 +6,13 @@ import csv
 import gzip
 import hashlib
 import json
+import math
 import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +20,17 @@ from whet.types import Problem, UserError
 
 Row = dict[str, Any]
 Split = Literal["train", "dev", "test"]
-Check = Callable[[Row], "str | None"]
-"""Returns what is wrong with a row, or None."""
+Check = Callable[[Row], Any]
+"""Returns what is wrong with a row as text; None keeps the row, anything else is kept in its place."""
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_RAW = 2000
 DEV_PERCENT = TEST_PERCENT = 5
+SMALL = 200
+"""Below this number of different prompts, 5 % by hash may leave a handful to test on: `select_split` takes more."""
+LEAST_HELD_OUT, LEAST_SHARE = 10, 5
+"""Of a small set, dev and test have at least 10 prompts each, or a fifth."""
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
-HUB_CONFIGS = {"openai/gsm8k": "main"}  # data sets that need the name of a configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +51,13 @@ class BadRow:
 
 
 def read_jsonl(
-    path: str | Path, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
-) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    path: str | Path,
+    *,
+    required: Sequence[str],
+    max_bad_rows: int = 0,
+    check: Check | None = None,
+    max_rows: int = 0,
+) -> tuple[list[tuple[int, Any]], list[BadRow]]:
     """Read a JSON-lines file (.gz too); blank lines are skipped, bad rows are set aside up to a limit.
 
     Args:
@@ -55,6 +65,7 @@ def read_jsonl(
         required: Fields that must hold text that is not blank.
         max_bad_rows: How many bad rows are tolerated.
         check: Further conditions; called on rows that have the required fields.
+        max_rows: Rows to read, from the front; 0 reads all.
 
     Returns:
         (1-based line number, row) of the good rows, and the bad rows.
@@ -64,12 +75,17 @@ def read_jsonl(
     """
     path = Path(path)
     rows = ((f"{path.name} line {number}", number, _parse(line), line) for number, line in _lines(path))
-    return _sift(path.name, rows, required, max_bad_rows, check)
+    return sift(path.name, rows, required, max_bad_rows, check, max_rows)
 
 
 def read_json_array(
-    path: str | Path, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
-) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    path: str | Path,
+    *,
+    required: Sequence[str],
+    max_bad_rows: int = 0,
+    check: Check | None = None,
+    max_rows: int = 0,
+) -> tuple[list[tuple[int, Any]], list[BadRow]]:
     """Read a file that is one JSON array; otherwise as `read_jsonl`, with row numbers for line numbers."""
     path = Path(path)
     try:
@@ -77,15 +93,20 @@ def read_json_array(
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path.name}: not JSON ({error})") from error
     if not isinstance(values, list):
-        raise UserError(f"{path.name}: expected a JSON array of rows, got {_kind(values)}")
+        raise UserError(f"{path.name}: expected a JSON array of rows, got {kind_of(values)}")
     numbered = enumerate(values, 1)
-    rows = ((f"{path.name} row {number}", number, _object(value), value) for number, value in numbered)
-    return _sift(path.name, rows, required, max_bad_rows, check)
+    rows = ((f"{path.name} row {number}", number, as_row(value), value) for number, value in numbered)
+    return sift(path.name, rows, required, max_bad_rows, check, max_rows)
 
 
 def read_csv(
-    path: str | Path, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
-) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    path: str | Path,
+    *,
+    required: Sequence[str],
+    max_bad_rows: int = 0,
+    check: Check | None = None,
+    max_rows: int = 0,
+) -> tuple[list[tuple[int, Any]], list[BadRow]]:
     """Read a CSV file with a line of column names; otherwise as `read_jsonl`, with row numbers for line numbers."""
     path = Path(path)
 
@@ -99,12 +120,17 @@ def read_csv(
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"{path.name}: not CSV in UTF-8 ({error})") from error
 
-    return _sift(path.name, rows(), required, max_bad_rows, check)
+    return sift(path.name, rows(), required, max_bad_rows, check, max_rows)
 
 
 def read_parquet(
-    path: str | Path, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
-) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    path: str | Path,
+    *,
+    required: Sequence[str],
+    max_bad_rows: int = 0,
+    check: Check | None = None,
+    max_rows: int = 0,
+) -> tuple[list[tuple[int, Any]], list[BadRow]]:
     """Read a parquet file; otherwise as `read_jsonl`, with row numbers for line numbers.
 
     Raises:
@@ -113,7 +139,7 @@ def read_parquet(
     path = Path(path)
     numbered = enumerate(_parquet_rows(path), 1)
     rows = ((f"{path.name} row {n}", n, row, row if isinstance(row, dict) else b"") for n, row in numbered)
-    return _sift(path.name, rows, required, max_bad_rows, check)
+    return sift(path.name, rows, required, max_bad_rows, check, max_rows)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row | str]:
@@ -142,40 +168,18 @@ def _parquet_row(batch: Any) -> Row | str:
 
 
 def read_file(
-    path: Path, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
-) -> tuple[list[tuple[int, Row]], list[BadRow]]:
+    path: Path,
+    *,
+    required: Sequence[str],
+    max_bad_rows: int = 0,
+    check: Check | None = None,
+    max_rows: int = 0,
+) -> tuple[list[tuple[int, Any]], list[BadRow]]:
     """Read a file by its ending: .parquet, .csv, .json (one array, or lines), else JSON lines."""
     read = {".parquet": read_parquet, ".csv": read_csv}.get(path.suffix, read_jsonl)
     if _is_array(path):
         read = read_json_array
-    return read(path, required=required, max_bad_rows=max_bad_rows, check=check)
-
-
-def read_hub(
-    name: str, split: str, *, required: Sequence[str], max_bad_rows: int = 0, check: Check | None = None
-) -> tuple[list[tuple[int, Row]], list[BadRow]]:
-    """Read a split of a hub data set with the `datasets` package; otherwise as `read_jsonl`.
-
-    Raises:
-        UserError: If the package is missing or the data set cannot be loaded.
-    """
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        message = f"data set {name!r}: no such folder; to read it from the hub, pip install 'whet[hf]'"
-        raise UserError(message) from error
-    try:
-        values: Iterable[Any] = datasets.load_dataset(name, HUB_CONFIGS.get(name), split=split)
-    except Exception as error:  # network errors of many libraries
-        text = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise UserError(
-            f"data set {name!r}, split {split!r}: could not be loaded from the hub ({text})"
-        ) from error
-    rows = (
-        (f"{name} {split} row {number}", number, _object(value), value)
-        for number, value in enumerate(values, 1)
-    )
-    return _sift(f"{name} {split}", rows, required, max_bad_rows, check)
+    return read(path, required=required, max_bad_rows=max_bad_rows, check=check, max_rows=max_rows)
 
 
 def first_row(path: Path) -> Row:
@@ -210,21 +214,41 @@ def split_of(uid: str, *, dev_percent: float, test_percent: float) -> Split:
     Returns:
         The split.
     """
-    place = int(hashlib.sha256(f"split\x00{uid}".encode()).hexdigest()[:8], 16) / 2**32 * 100
+    place = _place(uid)
     if place < test_percent:
         return "test"
     return "dev" if place < test_percent + dev_percent else "train"
 
 
+def _place(uid: str) -> float:
+    """Return where the hash puts a problem, in [0, 100)."""
+    return int(hashlib.sha256(f"split\x00{uid}".encode()).hexdigest()[:8], 16) / 2**32 * 100
+
+
 def select_split(problems: Iterable[Problem], split: str, *, test_percent: float = 0) -> list[Problem]:
-    """Keep the problems of a split; `DEV_PERCENT` of all are 'dev'; equal prompts stay together."""
+    """Keep the problems of a split; `DEV_PERCENT` of all are 'dev'; equal prompts stay together.
+
+    Of fewer than `SMALL` prompts, 'dev' and 'test' have at least `LEAST_HELD_OUT` each, or a fifth where that is less:
+    those that the hash puts first. Larger sets go by the hash alone, so that no problem's split depends on the others.
+    """
     check_split(split)
-    uids = ((problem, problem.meta.get("prompt_uid", problem.uid)) for problem in problems)
-    return [
-        problem
-        for problem, uid in uids
-        if split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent) == split
-    ]
+    uids = [(problem, problem.meta.get("prompt_uid", problem.uid)) for problem in problems]
+    splits: dict[str, Split] = {
+        uid: split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent)
+        for uid in dict.fromkeys(uid for _, uid in uids)
+    }
+    if len(splits) < SMALL:
+        _hold_out_more(splits, ("test", "dev") if test_percent else ("dev",))
+    return [problem for problem, uid in uids if splits[uid] == split]
+
+
+def _hold_out_more(splits: dict[str, Split], parts: Sequence[Split]) -> None:
+    """Move prompts of a small set from train to the parts that have too few, in the order of the hash."""
+    order = iter(sorted((uid for uid, split in splits.items() if split == "train"), key=_place))
+    for part in parts:
+        lacking = min(LEAST_HELD_OUT, len(splits) // LEAST_SHARE) - list(splits.values()).count(part)
+        for uid in islice(order, max(0, lacking)):
+            splits[uid] = part
 
 
 def select_files(
@@ -261,48 +285,8 @@ def check_split(split: str) -> None:
         raise UserError(f"split {split!r}: expected train, dev or test")
 
 
-def check_path(path: str, example: str) -> None:
-    """Refuse a path that is neither a folder nor, by its form, a hub name."""
-    if not Path(path).is_dir() and not _is_hub_name(path):
-        raise UserError(
-            f"{path!r}: no such folder, and not a hub name such as {example!r}; check --task.path"
-        )
-
-
-def read_part(
-    path: str,
-    part: str,
-    *,
-    names: Sequence[str],
-    required: Sequence[str],
-    max_bad_rows: int = 0,
-    check: Check | None = None,
-) -> tuple[str, list[tuple[int, Row]], list[BadRow]]:
-    """Read 'train' or 'test' of a data set in a folder or on the hub; otherwise as `read_jsonl`.
-
-    Args:
-        path: Folder or hub name.
-        part: 'train' or 'test'.
-        names: File names to look for in a folder, best first; .json is read as one array.
-        required: Fields that must hold text that is not blank.
-        max_bad_rows: How many bad rows are tolerated.
-        check: Further conditions.
-
-    Returns:
-        Name of the source, then the good and the bad rows.
-    """
-    if _is_hub_name(path):
-        rows, bad = read_hub(path, part, required=required, max_bad_rows=max_bad_rows, check=check)
-        return path, rows, bad
-    files = [Path(path) / f"{name}{end}" for name in names for end in ("", ".gz")]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        raise UserError(f"{path}: no {' or '.join(names)} there; check --task.path")
-    read = read_json_array if ".json" in file.suffixes else read_jsonl
-    return file.name, *read(file, required=required, max_bad_rows=max_bad_rows, check=check)
-
-
-def _is_hub_name(path: str) -> bool:
+def is_hub_name(path: str) -> bool:
+    """Say whether a path is, by its form, the name of a data set on the hub, and no file or folder."""
     return (
         not Path(path).exists() and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None
     )
@@ -331,7 +315,7 @@ def _parse(line: bytes) -> Row | str | None:
     if not line.strip():
         return None
     try:
-        return _object(json.loads(line.decode("utf-8").rstrip()))
+        return as_row(json.loads(line.decode("utf-8").rstrip()))
     except UnicodeDecodeError as error:
         return f"not UTF-8 (byte {error.start})"
     except json.JSONDecodeError as error:
@@ -340,15 +324,29 @@ def _parse(line: bytes) -> Row | str | None:
         return f"not JSON that can be read ({type(error).__name__})"
 
 
-def _object(value: Any) -> Row | str:
-    return dict(value) if isinstance(value, Mapping) else f"expected an object {{...}}, got {_kind(value)}"
+def as_row(value: Any) -> Row | str:
+    """Return an object as a row, or what it is instead."""
+    return dict(value) if isinstance(value, Mapping) else f"expected an object {{...}}, got {kind_of(value)}"
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Say in words what a JSON value is."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     names = {"str": "text", "int": "a number", "float": "a number", "list": "a list", "dict": "an object"}
     return names.get(type(value).__name__, type(value).__name__)
+
+
+def is_number(value: Any) -> bool:
+    """Say whether a value is a number that can stand for its text: not a truth value, not NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def as_text(value: Any) -> str:
+    """Return text, or a number as people write it: 53, not 53.0."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    return str(value)
 
 
 def text_fault(row: Row, name: str) -> str | None:
@@ -357,7 +355,7 @@ def text_fault(row: Row, name: str) -> str | None:
         return f"no {name!r}"
     value = row[name]
     if not isinstance(value, str):
-        return f"{name!r} is {_kind(value)}, expected text"
+        return f"{name!r} is {kind_of(value)}, expected text"
     if not value.strip():
         return f"{name!r} is empty"
     if "\x00" in value:
@@ -382,26 +380,43 @@ def as_raw(value: Any) -> str:
         return ""
 
 
-def _sift(
+def sift(
     source: str,
     rows: Iterable[tuple[str, int, Row | str | None, Any]],
     required: Sequence[str],
     max_bad_rows: int,
     check: Check | None,
-) -> tuple[list[tuple[int, Row]], list[BadRow]]:
-    """Separate good rows from bad ones; all are read before an error, so that it can say how many to allow."""
-    good: list[tuple[int, Row]] = []
+    max_rows: int = 0,
+) -> tuple[list[tuple[int, Any]], list[BadRow]]:
+    """Separate good rows from bad ones; all are read before an error, so that it can say how many to allow.
+
+    Args:
+        source: Name of the data.
+        rows: Where each row stands, its number, the row (or what is wrong with it, or None for a blank line), and its
+            raw form.
+        required: Fields that must hold text that is not blank.
+        max_bad_rows: How many bad rows are tolerated.
+        check: Further conditions.
+        max_rows: Rows to read, from the front; 0 reads all.
+
+    Returns:
+        The good and the bad rows, as `read_jsonl` does.
+    """
+    good: list[tuple[int, Any]] = []
     bad: list[BadRow] = []
     for where, number, row, raw in rows:
         if row is None:
             continue
         reason = row if isinstance(row, str) else _first_fault(row, required)
         if reason is None and check is not None and not isinstance(row, str):
-            reason = check(row)
+            found = check(row)
+            reason, row = (found, row) if isinstance(found, str) else (None, row if found is None else found)
         if reason is not None:
             bad.append(BadRow(where, reason, number, as_raw(raw) if len(bad) < max_bad_rows else ""))
-        elif not isinstance(row, str):
+        else:
             good.append((number, row))
+        if max_rows and len(good) + len(bad) >= max_rows:
+            break
     if len(bad) > max_bad_rows:
         more = f" (and {len(bad) - 1} more bad rows)" if len(bad) > 1 else ""
         remedy = "fix the rows or allow them" if more else "fix the row or allow it"

@@ -96,7 +96,7 @@ class UserTask:
                 raise UserError(
                     f"{self._file}: problems({split!r})[{place}] is {_kind(problem)}, expected a whet.types.Problem"
                 )
-            for field in ("uid", "prompt", "answer"):
+            for field in ("uid",) if problem.reply else ("uid", "prompt", "answer"):
                 if not isinstance(getattr(problem, field), str) or not getattr(problem, field).strip():
                     raise UserError(
                         f"{self._file}: problems({split!r})[{place}].{field} is {_kind(getattr(problem, field))}, "

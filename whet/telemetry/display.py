@@ -12,7 +12,6 @@ import time
 import unicodedata
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Protocol, TextIO
 
 from rich import box
@@ -34,6 +33,8 @@ NUM_BINS = 240
 REFRESH_HZ = 4
 PLAIN_LINES = 40
 PLAIN_SECONDS = 30.0
+LONG_PHASE_S = 3.0
+"""A phase that has lasted this long is named on the panel; shorter ones would only flicker."""
 HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"})
 
 
@@ -49,6 +50,15 @@ class Display(Protocol):
         """
         ...
 
+    def begin(self, phase: str, detail: Callable[[], str] | None = None) -> None:
+        """Name what is done from now on, so that a long step shows that it is alive.
+
+        Args:
+            phase: What, such as 'sample'.
+            detail: Says how far it is; called from another thread.
+        """
+        ...
+
     def note(self, text: str, *, warning: bool = False) -> None:
         """Print lines that stay, such as a validation result or a warning."""
         ...
@@ -59,9 +69,7 @@ class Display(Protocol):
 
     def __enter__(self) -> Display: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 def open_display(
@@ -112,6 +120,7 @@ class LiveDisplay:
         self._title = escape_controls(title)
         self._progress = _Progress(total_steps, headline)
         self._lock = threading.Lock()
+        self._phase: _Phase | None = None
         self._console = console or Console()
         # The refresh thread keeps the clock going through a long step; update() only stores numbers.
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=REFRESH_HZ)
@@ -121,6 +130,11 @@ class LiveDisplay:
         """Show the metrics of a step at the next refresh."""
         with self._lock:
             self._progress.observe(step, values)
+
+    def begin(self, phase: str, detail: Callable[[], str] | None = None) -> None:
+        """Show the phase below the bar while it lasts."""
+        with self._lock:
+            self._phase = _Phase(phase, detail)
 
     def note(self, text: str, *, warning: bool = False) -> None:
         """Print lines above the panel."""
@@ -137,15 +151,15 @@ class LiveDisplay:
     def __enter__(self) -> LiveDisplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _render(self) -> RenderableType:
         with self._lock:
             now = time.monotonic()
             body: list[RenderableType] = [self._progress_row(now)]
+            if self._phase is not None and now - self._phase.began >= LONG_PHASE_S:
+                body.append(Text(self._phase.text(now), style="dim"))
             if self._progress.headline:
                 body += [Text(), self._metric_rows()]
         return Panel(
@@ -226,6 +240,9 @@ class PlainDisplay:
         self._shown_step: int | None = None
         self._shown_at = 0.0
         self._unit = unit
+        self._phase: _Phase | None = None
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
         self._print(f"{title}  {total_steps:,} {unit}{'' if total_steps == 1 else 's'}")
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
@@ -257,19 +274,38 @@ class PlainDisplay:
                 )
             )
 
+    def begin(self, phase: str, detail: Callable[[], str] | None = None) -> None:
+        """Name the phase after 30 silent seconds, then each time after twice as many."""
+        self._phase = _Phase(phase, detail)
+        if self._watcher is None and self._stream is not None:
+            self._watcher = threading.Thread(target=self._watch, name="display", daemon=True)
+            self._watcher.start()
+
     def note(self, text: str, *, warning: bool = False) -> None:
         """Print lines."""
         self._print(f"warning: {text}" if warning else text)
 
     def close(self) -> None:
-        """Do nothing: every line is already flushed."""
+        """Stop telling of phases; every line is already flushed."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        told, due = self._phase, PLAIN_SECONDS
+        while not self._closed.wait(PLAIN_SECONDS / 30):
+            now, phase = time.monotonic(), self._phase
+            if phase is None:
+                continue
+            if phase is not told:
+                told, due = phase, PLAIN_SECONDS
+            if now - phase.began >= due:
+                due *= 2
+                step, total = self._progress.step + 1, self._progress.total_steps
+                self._print(f"{self._unit} {min(step, total):,}/{total:,}  {phase.text(now)}")
 
     def __enter__(self) -> PlainDisplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _print(self, text: str) -> None:
@@ -280,6 +316,19 @@ class PlainDisplay:
                 file=self._stream,
                 flush=True,
             )
+
+
+class _Phase:
+    """What is done at present, and since when."""
+
+    def __init__(self, name: str, detail: Callable[[], str] | None) -> None:
+        self.began = time.monotonic()
+        self._name, self._detail = name, detail
+
+    def text(self, now: float) -> str:
+        """Write it as 'sample: 84 of at most 256 tokens, 0:31'."""
+        told = f" {self._detail()}," if self._detail is not None else ""
+        return f"{self._name}:{told} {_clock(now - self.began)}"
 
 
 class _Progress:
@@ -368,6 +417,11 @@ def escape_controls(text: str) -> str:
         else _escape(character)
         for character in text
     )
+
+
+def one_line(text: str) -> str:
+    """Write text in one line: white space becomes single spaces, and what a terminal would interpret is escaped."""
+    return escape_controls(" ".join(text.split()))
 
 
 def _escape(character: str) -> str:

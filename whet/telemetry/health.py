@@ -86,11 +86,12 @@ def _rl_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the problems of the last row of reinforcement learning, by key."""
     row = rows[-1]
     problems = _non_finite_problems("rl", row)
-    if max(_last(rows, "rl/reward_std", 10), default=1) < 1e-9:
+    taught = "rl/teacher_kl" in row  # then equal rewards are no lack of signal
+    if not taught and max(_last(rows, "rl/reward_std", 10), default=1) < 1e-9:
         problems["std"] = (
             "rl/reward_std is 0 for 10 steps: no learning signal; check rewards, tags and difficulty"
         )
-    if _mean(rows, "rl/zero_variance_groups") > 0.9:
+    if not taught and _mean(rows, "rl/zero_variance_groups") > 0.9:
         problems["groups"] = (
             "over 90% of groups have equal rewards: use problems of medium difficulty, or more samples"
         )
@@ -191,7 +192,10 @@ def dead_reason(values: Mapping[str, float]) -> str:
 
 def _non_finite_problems(stage: str, row: Mapping[str, Any]) -> dict[str, str]:
     """Return a problem if loss or gradient is NaN or infinite (null in a row that was read back)."""
-    for name in (f"{stage}/grad_norm", f"{stage}/loss", f"{stage}/value_grad_norm"):
+    names = [f"{stage}/grad_norm", f"{stage}/loss", f"{stage}/value_grad_norm"]
+    for name in (
+        names[1:] if row.get(f"{stage}/overflows") else names
+    ):  # the loss scale deals with an overflow
         value = row.get(name, 0.0)
         if value is None or not math.isfinite(value):
             return {"finite": f"{name} is not finite: lower lr, clip gradients, or leave fp16"}

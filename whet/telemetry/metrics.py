@@ -33,6 +33,10 @@ METRICS: dict[str, Metric] = {
     "sft/skipped": Metric(
         "steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"
     ),
+    "sft/loss_scale": Metric("1", "factor of the loss in float16's backward passes", ",.0f"),
+    "sft/overflows": Metric(
+        "updates", "updates of this step left out because float16 gradients overflowed", ".0f"
+    ),
     "sft/grad_norm": Metric("1", "gradient norm before clipping"),
     "sft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
     "sft/tokens": Metric("tokens", "trained tokens so far", ",.0f"),
@@ -40,9 +44,11 @@ METRICS: dict[str, Metric] = {
     "sft/peak_memory_gib": Metric(
         "GiB", "most memory held so far: PyTorch's on a GPU, resident on a CPU", ".2f"
     ),
-    "dpo/loss": Metric("1", "mean loss of a pair, including the fine-tuning term", ".4f"),
+    "dpo/loss": Metric(
+        "1", "mean loss of a pair (kto: of a completion), including the fine-tuning term", ".4f"
+    ),
     "dpo/validation_loss": Metric("1", "the same on held-out pairs", ".4f"),
-    "dpo/accuracy": _share("pairs whose chosen completion has the higher implicit reward"),
+    "dpo/accuracy": _share("pairs whose chosen completion has the higher implicit (or the model's) reward"),
     "dpo/validation_accuracy": _share("the same on held-out pairs"),
     "dpo/margin": Metric("score", "mean implicit reward of the chosen minus that of the rejected completion"),
     "dpo/chosen_reward": Metric("score", "mean implicit reward of the chosen completions: beta x log-ratio"),
@@ -50,9 +56,15 @@ METRICS: dict[str, Metric] = {
     "dpo/chosen_logprob": Metric("nats", "mean log-probability of a whole chosen completion", ".1f"),
     "dpo/rejected_logprob": Metric("nats", "mean log-probability of a whole rejected completion", ".1f"),
     "dpo/nll": Metric("nats/token", "mean over pairs of the chosen completion's nats per token"),
+    "dpo/desirable": _share("kto: completions of the step that are desirable"),
+    "dpo/kl": Metric("nats", "kto: mean log-ratio of completions of other prompts, at least 0", ".4f"),
     "dpo/lr": Metric("1", "learning rate of this step", ".2e"),
     "dpo/skipped": Metric(
         "steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"
+    ),
+    "dpo/loss_scale": Metric("1", "factor of the loss in float16's backward passes", ",.0f"),
+    "dpo/overflows": Metric(
+        "updates", "updates of this step left out because float16 gradients overflowed", ".0f"
     ),
     "dpo/grad_norm": Metric("1", "gradient norm before clipping"),
     "dpo/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
@@ -69,6 +81,10 @@ METRICS: dict[str, Metric] = {
     "rft/lr": Metric("1", "learning rate of this step", ".2e"),
     "rft/skipped": Metric(
         "steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"
+    ),
+    "rft/loss_scale": Metric("1", "factor of the loss in float16's backward passes", ",.0f"),
+    "rft/overflows": Metric(
+        "updates", "updates of this step left out because float16 gradients overflowed", ".0f"
     ),
     "rft/grad_norm": Metric("1", "gradient norm before clipping"),
     "rft/tokens_per_second": Metric("tokens/s", "all tokens per second of wall time", ",.0f"),
@@ -114,6 +130,7 @@ METRICS: dict[str, Metric] = {
     "rl/unscorable": Metric("samples", "unscorable samples; they are dropped from every denominator", ".0f"),
     "rl/entropy": Metric("nats/token", "entropy of the policy on the tokens that reach the backward pass"),
     "rl/kl": Metric("nats/token", "divergence from the reference model", ".4f"),
+    "rl/teacher_kl": Metric("nats/token", "divergence from the teacher, on the policy's own samples", ".4f"),
     "rl/kl_coef": Metric("1", "current weight of the KL term", ".2e"),
     "rl/entropy_coef": Metric("1", "current weight of the entropy bonus", ".2e"),
     "rl/ratio_spread": Metric(
@@ -145,6 +162,10 @@ METRICS: dict[str, Metric] = {
     "rl/loss": Metric("1", "surrogate loss; its sign and size say nothing about health", ".4f"),
     "rl/lr": Metric("1", "learning rate of this step", ".2e"),
     "rl/skipped": Metric("steps", "consecutive steps skipped because loss or gradient was not finite", ".0f"),
+    "rl/loss_scale": Metric("1", "factor of the loss in float16's backward passes", ",.0f"),
+    "rl/overflows": Metric(
+        "updates", "updates of this step left out because float16 gradients overflowed", ".0f"
+    ),
     "rl/grad_norm": Metric("1", "gradient norm before clipping"),
     "rl/tokens_per_second": Metric("tokens/s", "completion tokens per second of the whole step", ",.0f"),
     "rl/generate_seconds": Metric("s", "time to sample", ".2f"),

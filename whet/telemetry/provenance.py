@@ -49,8 +49,7 @@ def describe_environment() -> dict[str, Any]:
     import numpy
     import torch
 
-    from whet.kernels import choice
-    from whet.kernels.cpu import build
+    from whet.kernels import dispatch
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
@@ -61,11 +60,7 @@ def describe_environment() -> dict[str, Any]:
         "numpy": numpy.__version__,
         "platform": platform.platform(),
         "kernels": _kernels(cuda),
-        "kernels_used": {
-            "library": build.reason(),
-            "operations": [name for name in choice.OPERATIONS if build.library() and choice.uses(name)],
-            "ratios": dict(chosen.ratios) if (chosen := choice.current()) else {},
-        },
+        "kernels_used": dispatch.record(),
         "cpu": cpu_name(),
         "num_cpus": os.cpu_count(),
         "num_torch_threads": torch.get_num_threads(),
@@ -79,11 +74,12 @@ def describe_environment() -> dict[str, Any]:
 
 def _kernels(cuda: str | None) -> str:
     """Return the kernels in use: on the GPU if there is one and no CPU model was loaded."""
-    from whet.kernels import choice, dispatch
+    from whet.kernels import dispatch
+    from whet.kernels.mode import mode
 
-    if cuda is not None and choice.current() is None:
-        return f"{'Triton' if dispatch.mode() == 'triton' else 'PyTorch'} on {cuda}"
-    return choice.describe()
+    if cuda is not None and dispatch.current() is None:
+        return f"{'Triton' if mode() == 'triton' else 'PyTorch'} on {cuda}"
+    return dispatch.describe()
 
 
 def _git_commit(root: Path) -> str | None:

@@ -1,29 +1,56 @@
-"""`whet dpo`: preference optimisation on pairs of completions. DPO, IPO and RPO are arguments."""
+"""`whet dpo`: learning from preferences. DPO, IPO, RPO, KTO, ORPO and reward models are arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from whet.algo.packing import TrainingSequence, pack, split_by_budget
-from whet.algo.preference import PreferenceLoss, agreement, dpo_loss, ipo_loss, log_ratios, mean_nll
+from whet.algo.preference import (
+    OPTIONS_READ,
+    PreferenceLoss,
+    agreement,
+    apo_down_loss,
+    apo_zero_loss,
+    dpo_loss,
+    hinge_loss,
+    ipo_loss,
+    kto_loss,
+    log_ratios,
+    mean_nll,
+    orpo_loss,
+    reward_loss,
+    robust_loss,
+)
 from whet.config import align
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.generate.policy import Policy, PolicyConfig
+from whet.generate.reward_model import messages_of
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.generate.scoring import score_texts
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard, sum_gradients
 from whet.storage.checkpoint import Resume
-from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.quarantine import write_quarantine
 from whet.tasks.read import BadRow
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.trackers import TrackConfig
 from whet.train.data.harvest import check_sampling, gather_rows, load_rows, sample_judged, write_rows
-from whet.train.data.pairs import Pair, Pairing, is_held_out, read_pairs
+from whet.train.data.pairs import (
+    Pair,
+    Pairing,
+    encode_conversations,
+    is_held_out,
+    is_on_hub,
+    read_pairs,
+    singles,
+    with_partners,
+)
 from whet.train.fit import FIT_ATTENTION, Fit, StepResult
 from whet.train.optim.precision import resolve_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
@@ -45,11 +72,19 @@ def pair_micro_batches(pairs: Sequence[Pair], token_budget: int, device: torch.d
         device: Device of the tensors.
 
     Returns:
-        Micro-batches in which `indices_B` is 2 i for the chosen and 2 i + 1 for the rejected completion of pair i.
+        Micro-batches in which `indices_B` is 2 i for the chosen and 2 i + 1 for the rejected completion of pair i; one
+        that is not there is left out.
     """
     micro_batches = []
     for members in split_by_budget([pair.num_tokens for pair in pairs], token_budget):
         sides = [2 * member + side for member in members for side in (0, 1)]
+        sides = [
+            side
+            for side in sides
+            if (pairs[side // 2].rejected_ids if side % 2 else pairs[side // 2].chosen_ids)
+        ]
+        if not sides:
+            continue
         sequences = [
             TrainingSequence(
                 prompt_ids=pairs[side // 2].prompt_ids,
@@ -63,32 +98,37 @@ def pair_micro_batches(pairs: Sequence[Pair], token_budget: int, device: torch.d
     return micro_batches
 
 
-def pair_logprobs(
-    policy: Policy, micro: MicroBatch, config: OptimConfig
-) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """Score a micro-batch of pairs.
+def side_values(policy: Policy, micro: MicroBatch) -> dict[int, torch.Tensor]:
+    """Score the completions of a micro-batch.
 
     Returns:
-        Indices of its pairs, and the summed log-probabilities of their chosen and rejected completions, float64.
+        By index (see `pair_micro_batches`) the summed log-probability of each, or a reward model's score; float64.
     """
+    if policy.model.config.is_reward:
+        scores_B = score_texts(
+            policy.model, micro, autocast=policy.autocast, attention=FIT_ATTENTION
+        ).double()
+        return dict(zip(micro.indices_B, scores_B.unbind(), strict=True))
     logprobs_M, _ = policy.score(micro, attention=FIT_ATTENTION)
     parts = logprobs_M.double().split(torch.bincount(micro.sequence_M).tolist())
-    sums = {side: part.sum() for side, part in zip(micro.indices_B, parts, strict=True)}
-    members = sorted(side // 2 for side in sums if side % 2 == 0)
-    chosen_B = torch.stack([sums[2 * member] for member in members])
-    return members, chosen_B, torch.stack([sums[2 * member + 1] for member in members])
+    return {side: part.sum() for side, part in zip(micro.indices_B, parts, strict=True)}
+
+
+def pair_values(policy: Policy, micro: MicroBatch) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Score a micro-batch of pairs; return their indices and `side_values` of chosen and rejected completions."""
+    values = side_values(policy, micro)
+    members = sorted(side // 2 for side in values if side % 2 == 0)
+    chosen_B = torch.stack([values[2 * member] for member in members])
+    return members, chosen_B, torch.stack([values[2 * member + 1] for member in members])
 
 
 PAIRS = "pairs.jsonl"
 ROLLOUT_FIELDS = ("task", "num_problems", "num_samples", "max_pairs_per_problem", "sampling")
-METRICS: tuple[str, ...] = (
-    "dpo/accuracy",
-    "dpo/margin",
-    "dpo/chosen_reward",
-    "dpo/rejected_reward",
-    "dpo/chosen_logprob",
-    "dpo/rejected_logprob",
+LOSS_FIELDS = (
+    *("beta", "label_smoothing", "per_token", "sft_coef"),
+    *("desirable_weight", "undesirable_weight", "center_coef"),
 )
+"""Options of which each loss reads some."""
 PORTION = 512
 """Pairs per update of the progress bar while reference log-probabilities are computed."""
 
@@ -104,8 +144,10 @@ class DPOConfig:
     policy: PolicyConfig
     """The model to start from; its initial state is also the reference."""
     pairs: str = ""
-    """JSON-lines file with prompt, chosen and rejected (texts or chat messages); empty to create pairs from
-    rollouts."""
+    """File (JSON lines, JSON, CSV, parquet), hub data set or ultrafeedback: rows with prompt, chosen and rejected
+    (texts or chat messages), for kto also prompt, completion and label; empty to create pairs from rollouts."""
+    pairs_split: str = ""
+    """Split of a hub data set of pairs; empty for train, or the only one."""
     max_bad_rows: int = 0
     """Malformed rows of that file that are skipped before it is an error."""
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -119,15 +161,22 @@ class DPOConfig:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling settings."""
     loss: PreferenceLoss = "dpo"
-    """dpo (logistic) or ipo (squared distance to a finite gap)."""
+    """dpo (logistic), ipo (squared distance to a finite gap), hinge, robust, apo_zero or apo_down: pairs, against the
+    reference; orpo: pairs, without one; kto: completions by themselves; reward: trains a reward model on pairs."""
     beta: float = 0.1
-    """Strength of the pull to the reference, above 0 (for ipo the paper's tau)."""
+    """Strength of the pull to the reference, above 0 (for ipo the paper's tau; for orpo the weight of the odds)."""
     label_smoothing: float = 0.0
-    """dpo: assumed share of mislabelled pairs, 0 to 0.5."""
+    """dpo, robust: assumed share of mislabelled pairs, 0 to 0.5."""
     per_token: bool = False
     """Compare log-ratios per token instead of per completion (TRL's ipo and sigmoid_norm)."""
     sft_coef: float = 0.0
     """Weight of the chosen completion's mean negative log-probability per token (RPO's alpha)."""
+    desirable_weight: float = 1.0
+    """kto: weight of desirable completions; weight x number should be about equal on both sides."""
+    undesirable_weight: float = 1.0
+    """kto: weight of undesirable completions."""
+    center_coef: float = 0.0
+    """reward: weight of the squared sum of a pair's scores, which keeps their mean near 0 (0.01 is usual)."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6, beta2=0.99))
     """Optimizer, schedule and precision."""
     num_steps: int = 100
@@ -155,12 +204,20 @@ class DPOConfig:
             raise ValueError(
                 f"beta = {self.beta}: expected above 0 (at 0 nothing ties the policy to its reference)"
             )
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ValueError(
+                "loss = robust with label_smoothing = 0 is dpo: give the share of mislabelled pairs"
+            )
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing = {self.label_smoothing}: expected 0 to below 0.5")
-        if self.label_smoothing and self.loss == "ipo":
-            raise ValueError("label_smoothing is read by loss = dpo only; leave it out")
-        if not self.sft_coef >= 0:
-            raise ValueError(f"sft_coef = {self.sft_coef}: expected 0 or more")
+        for name in ("sft_coef", "desirable_weight", "undesirable_weight", "center_coef"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
+        defaults = {item.name: item.default for item in fields(self)}
+        for name in LOSS_FIELDS:
+            if name not in OPTIONS_READ[self.loss] and getattr(self, name) != defaults[name]:
+                readers = ", ".join(loss for loss, names in OPTIONS_READ.items() if name in names)
+                raise ValueError(f"{name} is read by loss = {readers} only; leave it out")
         if not 0 <= self.validation_share < 1:
             raise ValueError(f"validation_share = {self.validation_share}: expected 0 to below 1")
         if self.num_problems < 0 or self.max_bad_rows < 0:
@@ -169,6 +226,8 @@ class DPOConfig:
             )
         if not self.pairs and self.max_bad_rows:
             raise ValueError("max_bad_rows is read with a file of pairs only; leave it out")
+        if self.pairs_split and not is_on_hub(self.pairs):
+            raise ValueError("pairs_split is read with a hub data set of pairs only; leave it out")
         check_sampling(self.sampling, self.num_samples)
         if not self.pairs and self.num_samples < 2:
             raise ValueError(
@@ -204,7 +263,9 @@ def _overrides(name: str, value: Any, default: Any) -> list[str]:
     return [f"--{name.replace('_', '-')} {default}"]
 
 
-def scorer(policy: Policy, pairs: Sequence[Pair], num_pairs: float, config: DPOConfig) -> Score:
+def scorer(
+    policy: Policy, pairs: Sequence[Pair], num_pairs: float, config: DPOConfig, *, kl: float = 0.0
+) -> Score:
     """Return a function that maps a micro-batch of these pairs to its share of the mean loss and metrics.
 
     Args:
@@ -212,37 +273,151 @@ def scorer(policy: Policy, pairs: Sequence[Pair], num_pairs: float, config: DPOC
         pairs: This rank's pairs, indexed by the micro-batches.
         num_pairs: Pairs of all micro-batches and ranks: the denominator.
         config: The objective.
+        kl: KTO's estimate of the KL to the reference.
     """
 
     def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
-        members, chosen_B, rejected_B = pair_logprobs(policy, micro, config.optim)
-        own = [pairs[member] for member in members]
+        if config.loss == "kto":
+            loss_B, metrics = _score_singles(policy, pairs, micro, config, kl)
+        else:
+            loss_B, metrics = _score_pairs(policy, pairs, micro, config)
+        shares = {name: float(values_B.detach().sum()) / num_pairs for name, values_B in metrics.items()}
+        return loss_B.sum() / num_pairs, shares
 
-        def column(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=chosen_B.device)
+    return score
 
-        chosen_length_B = column([len(pair.chosen_ids) for pair in own])
-        rejected_length_B = column([len(pair.rejected_ids) for pair in own])
+
+Scored = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Losses, and metrics by name."""
+
+
+def _score_pairs(policy: Policy, pairs: Sequence[Pair], micro: MicroBatch, config: DPOConfig) -> Scored:
+    """Return loss and metrics of each pair of a micro-batch."""
+    members, chosen_B, rejected_B = pair_values(policy, micro)
+    own = [pairs[member] for member in members]
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=chosen_B.device)
+
+    if config.loss == "reward":
+        gap_B = chosen_B - rejected_B
+        margins_B = column([pair.margin for pair in own])
+        loss_B = reward_loss(chosen_B, rejected_B, margins_B, center_coef=config.center_coef)
+        columns = (agreement(gap_B), gap_B, chosen_B, rejected_B)
+        names: list[str] = ["dpo/accuracy", *REWARDS]
+        return loss_B, dict(zip(names, columns, strict=True))
+    chosen_length_B = column([len(pair.chosen_ids) for pair in own])
+    rejected_length_B = column([len(pair.rejected_ids) for pair in own])
+    nll_B = mean_nll(chosen_B, chosen_length_B)
+    if config.loss == "orpo":
+        ratios = (chosen_B / chosen_length_B, rejected_B / rejected_length_B)
+        loss_B = orpo_loss(*ratios, beta=config.beta)
+        chosen_ratio_B, rejected_ratio_B = ratios
+    else:
         chosen_ratio_B = log_ratios(chosen_B, column([pair.ref_chosen_logprob for pair in own]))
         rejected_ratio_B = log_ratios(rejected_B, column([pair.ref_rejected_logprob for pair in own]))
         ratios = (chosen_ratio_B, rejected_ratio_B)
         if config.per_token:
             ratios = (chosen_ratio_B / chosen_length_B, rejected_ratio_B / rejected_length_B)
-        if config.loss == "ipo":
-            loss_B = ipo_loss(*ratios, beta=config.beta)
-        else:
-            loss_B = dpo_loss(*ratios, beta=config.beta, label_smoothing=config.label_smoothing)
-        nll_B = mean_nll(chosen_B, chosen_length_B)
-        gap_B = chosen_ratio_B - rejected_ratio_B
-        rewards = (config.beta * gap_B, config.beta * chosen_ratio_B, config.beta * rejected_ratio_B)
-        metrics = dict(zip(METRICS, (agreement(gap_B), *rewards, chosen_B, rejected_B), strict=True))
-        if config.sft_coef:
-            loss_B = loss_B + config.sft_coef * nll_B
-            metrics["dpo/nll"] = nll_B
-        shares = {name: float(values_B.detach().sum()) / num_pairs for name, values_B in metrics.items()}
-        return loss_B.sum() / num_pairs, shares
+        loss_B = _ratio_loss(config)(*ratios)
+    gap_B = chosen_ratio_B - rejected_ratio_B
+    rewards = (config.beta * gap_B, config.beta * chosen_ratio_B, config.beta * rejected_ratio_B)
+    columns = (agreement(gap_B), *rewards, chosen_B, rejected_B)
+    names = ["dpo/accuracy", *REWARDS, *LOGPROBS]
+    metrics = dict(zip(names, columns, strict=True))
+    if config.sft_coef:
+        loss_B = loss_B + config.sft_coef * nll_B
+    if _shows_nll(config):
+        metrics["dpo/nll"] = nll_B
+    return loss_B, metrics
 
-    return score
+
+def _ratio_loss(config: DPOConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the loss of the log-ratios of chosen and rejected completions."""
+    smoothed = {"beta": config.beta, "label_smoothing": config.label_smoothing}
+    table: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "dpo": partial(dpo_loss, **smoothed),
+        "robust": partial(robust_loss, **smoothed),
+        "ipo": partial(ipo_loss, beta=config.beta),
+        "hinge": partial(hinge_loss, beta=config.beta),
+        "apo_zero": partial(apo_zero_loss, beta=config.beta),
+        "apo_down": partial(apo_down_loss, beta=config.beta),
+    }
+    return table[config.loss]
+
+
+def _score_singles(
+    policy: Policy, completions: Sequence[Pair], micro: MicroBatch, config: DPOConfig, kl: float
+) -> Scored:
+    """Return KTO's loss and metrics of each completion of a micro-batch; rewards and log-probabilities by label."""
+    values = side_values(policy, micro)
+    policy_B = torch.stack(list(values.values()))
+    wide = {"dtype": torch.float64, "device": policy_B.device}
+    own = [completions[side // 2] for side in values]
+    refs = [pair.ref_chosen_logprob if pair.chosen_ids else pair.ref_rejected_logprob for pair in own]
+    ratios_B = log_ratios(policy_B, torch.tensor(refs, **wide))
+    is_desirable_B = torch.tensor([side % 2 == 0 for side in values], device=policy_B.device)
+    loss_B = kto_loss(
+        ratios_B,
+        is_desirable_B,
+        kl,
+        beta=config.beta,
+        desirable_weight=config.desirable_weight,
+        undesirable_weight=config.undesirable_weight,
+    )
+    up_B, down_B = is_desirable_B.double(), (~is_desirable_B).double()
+    gains_B = (ratios_B - kl) * (up_B - down_B)
+    rewards_B = config.beta * ratios_B
+    columns = {
+        "dpo/accuracy": agreement(gains_B),
+        "dpo/desirable": up_B,
+        "dpo/chosen_reward": rewards_B * up_B,
+        "dpo/rejected_reward": rewards_B * down_B,
+        "dpo/chosen_logprob": policy_B * up_B,
+        "dpo/rejected_logprob": policy_B * down_B,
+    }
+    return loss_B, columns
+
+
+REWARDS: tuple[str, ...] = ("dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward")
+LOGPROBS: tuple[str, ...] = ("dpo/chosen_logprob", "dpo/rejected_logprob")
+
+
+def _shows_nll(config: DPOConfig) -> bool:
+    return bool(config.sft_coef) or config.loss == "orpo"
+
+
+def metric_names(config: DPOConfig) -> list[str]:
+    """Return the names of the metrics that `scorer` gives for a loss."""
+    if config.loss == "kto":
+        return ["dpo/accuracy", "dpo/desirable", *REWARDS[1:], *LOGPROBS]
+    names = ["dpo/accuracy", *REWARDS, *(() if config.loss == "reward" else LOGPROBS)]
+    return [*names, "dpo/nll"] if _shows_nll(config) else names
+
+
+def by_label(sums: dict[str, float]) -> dict[str, float]:
+    """Turn KTO's sums over all completions into means over the desirable and the undesirable ones, with their gap."""
+    share = {"chosen": sums["dpo/desirable"], "rejected": 1.0 - sums["dpo/desirable"]}
+    means = {
+        name: value / share[side] if side in share else value
+        for name, value in sums.items()
+        if share.get(side := name.removeprefix("dpo/").partition("_")[0], 1.0) > 0
+    }
+    if {"dpo/chosen_reward", "dpo/rejected_reward"} <= means.keys():
+        means["dpo/margin"] = means["dpo/chosen_reward"] - means["dpo/rejected_reward"]
+    return means
+
+
+@torch.no_grad()
+def mismatch_kl(policy: Policy, completions: Sequence[Pair], tokens: int) -> float:
+    """Sum the log-ratios of the mismatched completions of this rank, in nats."""
+    partners = [pair.partner for pair in completions]
+    sums = [
+        float(value) - completions[side // 2].ref_kl_logprob
+        for micro in pair_micro_batches(partners, tokens, policy.device)
+        for side, value in side_values(policy, micro).items()
+    ]
+    return sum(sums)
 
 
 def train_step(
@@ -251,28 +426,38 @@ def train_step(
     """Backpropagate the mean loss over all pairs of the step, on all ranks."""
     trained = sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in pairs)
     read = sum(pair.num_tokens for pair in pairs)
-    num_pairs, num_trained_tokens, num_tokens = all_reduce_sum(len(pairs), trained, read)
-    score = scorer(policy, pairs, num_pairs, config)
+    longest = max((pair.num_tokens for pair in pairs), default=0)
     budget = budget or TokenBudget(config.optim.token_budget, policy.model.parameters())
+    mismatch = 0.0
+    if config.loss == "kto":
+        mismatch = budget.run(lambda tokens: mismatch_kl(policy, pairs, tokens), longest)
+    num_pairs, num_trained_tokens, num_tokens, mismatch = all_reduce_sum(len(pairs), trained, read, mismatch)
+    kl = max(mismatch / max(num_pairs, 1.0), 0.0)
+    score = scorer(policy, pairs, num_pairs, config, kl=kl)
     totals = budget.run(
         lambda tokens: forward_backward(
             pair_micro_batches(pairs, tokens, policy.device), score, policy.model
         ),
-        longest=max((pair.num_tokens for pair in pairs), default=0),
+        longest=longest,
     )
     sum_gradients(policy.model.parameters())
-    names = [*METRICS, "dpo/nll"] if config.sft_coef else METRICS
+    names = metric_names(config)
     loss, *sums = all_reduce_sum(totals["loss"], *(totals.get(name, 0.0) for name in names))
-    return StepResult(
-        loss, int(num_trained_tokens), int(num_tokens), dict(zip(names, sums, strict=True)), pairs
-    )
+    metrics = dict(zip(names, sums, strict=True))
+    if config.loss == "kto":
+        metrics = by_label(metrics) | {"dpo/kl": kl}
+    return StepResult(loss, int(num_trained_tokens), int(num_tokens), metrics, pairs)
 
 
 @torch.no_grad()
 def validate(policy: Policy, pairs: Sequence[Pair], config: DPOConfig) -> dict[str, float]:
     """Return loss and accuracy on held-out pairs."""
     mine = [pairs[index] for index in shard(len(pairs))]
-    score = scorer(policy, mine, len(pairs), config)
+    kl = 0.0
+    if config.loss == "kto":
+        (mismatch,) = all_reduce_sum(mismatch_kl(policy, mine, config.optim.token_budget))
+        kl = max(mismatch / len(pairs), 0.0)
+    score = scorer(policy, mine, len(pairs), config, kl=kl)
     found = [score(micro) for micro in pair_micro_batches(mine, config.optim.token_budget, policy.device)]
     loss, accuracy = all_reduce_sum(
         sum(float(loss) for loss, _ in found), sum(metrics["dpo/accuracy"] for _, metrics in found)
@@ -285,6 +470,7 @@ def with_reference(policy: Policy, pairs: Sequence[Pair], config: OptimConfig) -
     """Fill in the pairs' reference log-probabilities, from the policy itself."""
     scored: list[Pair] = []
     total = max(len(pairs), 1)
+    names = ("ref_chosen_logprob", "ref_rejected_logprob")
     with open_display(
         "dpo: reference log-probabilities", total, (), enabled=rank() == 0, unit="completion"
     ) as display:
@@ -292,12 +478,12 @@ def with_reference(policy: Policy, pairs: Sequence[Pair], config: OptimConfig) -
         for start in range(0, len(pairs), PORTION):
             part = list(pairs[start : start + PORTION])
             for micro in pair_micro_batches(part, config.token_budget, policy.device):
-                members, chosen_B, rejected_B = pair_logprobs(policy, micro, config)
-                sums = zip(members, chosen_B.tolist(), rejected_B.tolist(), strict=True)
-                for member, chosen, rejected in sums:
-                    part[member] = replace(
-                        part[member], ref_chosen_logprob=chosen, ref_rejected_logprob=rejected
-                    )
+                for side, value in side_values(policy, micro).items():
+                    part[side // 2] = replace(part[side // 2], **{names[side % 2]: float(value)})
+            partners = [pair.partner for pair in part]
+            for micro in pair_micro_batches(partners, config.token_budget, policy.device):
+                for side, value in side_values(policy, micro).items():
+                    part[side // 2] = replace(part[side // 2], ref_kl_logprob=float(value))
             scored += part
             advance(len(part))
     return scored
@@ -314,7 +500,15 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
         pairing = Pairing(config.max_pairs_per_problem, config.seed)
         if config.pairs:
             bad_rows: list[BadRow] = []
-            pairs, left_out = read_pairs(config.pairs, policy, config.max_bad_rows, bad_rows)
+            pairs, left_out = read_pairs(
+                config.pairs,
+                policy,
+                config.max_bad_rows,
+                bad_rows,
+                split=config.pairs_split,
+                singly=config.loss == "kto",
+                whole=config.loss == "reward",
+            )
             if rank() == 0 and (said := write_quarantine(folder, bad_rows)):
                 print(f"whet: {said}", flush=True)
             if left_out:
@@ -325,6 +519,7 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
             task = load_task(config.task)
             policy.expect(answer_type_of(task))
             problems = take_problems(task, "train", config.num_problems)
+            check_gold(task, problems, "pairs are made of right and wrong answers")
             judged = sample_judged(
                 policy,
                 task,
@@ -334,8 +529,21 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
                 seed=sequence_seed("dpo", config.seed),
                 title=f"dpo {task.name}: sampling",
             )
-            pairs = [pair for problem, row in judged for pair in pairing(problem, row)]
-        rows = gather_rows([pair.as_row() for pair in with_reference(policy, pairs, config.optim)])
+            found = [(problem, pair) for problem, row in judged for pair in pairing(problem, row)]
+            pairs = [pair for _, pair in found]
+            if config.loss == "reward":
+                prefix, texts = policy.schema.generation_prefix, ("chosen", "rejected")
+                pairs = [
+                    encode_conversations(
+                        policy, messages_of(problem), *(prefix + getattr(pair, name) for name in texts)
+                    )
+                    for problem, pair in found
+                ]
+        if config.loss == "kto":
+            pairs = _matched(pairs, policy)
+        if config.loss not in ("orpo", "reward"):  # these have no reference
+            pairs = with_reference(policy, pairs, config.optim)
+        rows = gather_rows([pair.as_row() for pair in pairs])
         if not rows and config.pairs:
             raise UserError(
                 f"{config.pairs}: no pair fits in the context of {policy.model.config.max_positions} tokens"
@@ -346,6 +554,13 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
             write_rows(path, rows)
         barrier()
     return [Pair.from_row(row) for row in load_rows(path)]
+
+
+def _matched(pairs: Sequence[Pair], policy: Policy) -> list[Pair]:
+    """Split this rank's pairs into completions with their mismatched partners, dealt over the ranks anew."""
+    rows = gather_rows([one.as_row() for one in singles(pairs)])
+    everywhere = with_partners([Pair.from_row(row) for row in rows], policy.model.config.max_positions)
+    return [everywhere[index] for index in shard(len(everywhere))]
 
 
 def plan(config: DPOConfig) -> str:
@@ -383,7 +598,7 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
     """
     tracking = begin(config)
     config = resolve_precision(config)
-    policy = load_trained(config)
+    policy = load_trained(config, plain=bool(config.pairs), is_reward=config.loss == "reward")
     if policy.schema.tools:
         raise UserError(
             "this model calls tools, and pairs do not say which tokens a tool wrote; --policy.tools none"
@@ -406,7 +621,8 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
         tracking,
         best="dpo/validation_loss",
         headline=("dpo/loss", "dpo/accuracy", "dpo/margin", "dpo/validation_accuracy"),
-        records=not config.optim.update_in_backward,  # weights that moved before the record began
+        # Not of weights that moved before the record began, nor of what has no log-probabilities.
+        records=not config.optim.update_in_backward and config.loss != "reward",
     )
     fit = Fit(
         run,

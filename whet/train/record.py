@@ -128,11 +128,11 @@ def fit_batch(
 
 
 def as_sequences(batch: Sequence[TrainingSequence | Pair]) -> list[TrainingSequence]:
-    """Return the sequences that a model reads: for a pair the chosen, then the rejected completion."""
+    """Return the sequences that a model reads: for a pair the chosen, then the rejected completion, if there."""
     sequences: list[TrainingSequence] = []
     for item in batch:
         if isinstance(item, Pair):
-            both = (item.chosen_ids, item.rejected_ids)
+            both = [ids for ids in (item.chosen_ids, item.rejected_ids) if ids]
             sequences += [TrainingSequence(prompt_ids=item.prompt_ids, completion_ids=ids) for ids in both]
         else:
             sequences.append(item)

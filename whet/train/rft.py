@@ -14,7 +14,7 @@ from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard
 from whet.storage.checkpoint import Resume
-from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
 from whet.telemetry.trackers import TrackConfig
 from whet.train.data.harvest import (
     Row,
@@ -140,6 +140,7 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     policy = load_trained(config)
     policy.expect(answer_type_of(task))
     wanted = take_problems(task, "train", config.num_problems)
+    check_gold(task, wanted, "rejection sampling keeps right answers")
     problems = fitting_problems(policy, wanted, min_new_tokens=config.sampling.max_new_tokens)
     held_out: list[Problem] = []
     if config.validation_problems:

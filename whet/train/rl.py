@@ -42,6 +42,8 @@ from whet.types import Group, Problem, Task, UserError
 HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
 APPROX_GAP_LIMIT = 0.1
 SOLVED = 0.99
+HOT = 1.5
+"""Sampling temperatures above this are warned of: from 2 on, models write gibberish."""
 
 
 def main(config: RLConfig, *, resume: Resume = False) -> None:
@@ -74,10 +76,10 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
     config = resolve_precision(config)
     setup = load_rl(config)
     policy, task = setup.policy, setup.task
-    warnings = audit_parts(setup)
+    warnings = [*audit_parts(setup), *heat_warnings(config.sampling.temperature)]
     folder = open_folder(config, resume=resume)
     write_origin(config, setup.problems, task)
-    probe = probe_policy(policy, temperature=config.sampling.temperature)
+    probe = probe_policy(policy, config.sampling)
     held_out = _held_out(config, policy, task)
     kept, notes = select_problems(
         policy,
@@ -120,7 +122,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
             for step in run.steps():
                 with span("step"):
                     began = time.monotonic()
-                    run.beat("sample")
+                    run.beat("sample", source.how_far)
                     collected = source.next(step, partial(objective.add, progress=run.progress))
                     groups = trained_groups(collected, config)
                     metrics = sampled_metrics(collected, config, step, judge, failures)
@@ -145,6 +147,16 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
                 yield done
     run.write_summary({"sampler_vs_trainer": str(probe)})
     return policy
+
+
+def heat_warnings(temperature: float) -> list[str]:
+    """Return a warning for a sampling temperature at which little of what is written makes sense."""
+    if temperature <= HOT:
+        return []
+    return [
+        f"sampling.temperature = {temperature:g}: above {HOT} rollouts turn into gibberish, which teaches nothing; 1.0 "
+        "to 1.2 is usual (for more variety raise group_size; sampling.min_p = 0.1 removes the unlikely tokens)"
+    ]
 
 
 def _held_out(config: RLConfig, policy: Policy, task: Task) -> list[Problem]:
@@ -324,6 +336,13 @@ class Trust:
             raise UserError(
                 f"step {step}: sampler and trainer differ by {gap:.2f} nats per token on average, expected at most "
                 f"{APPROX_GAP_LIMIT}; use policy.attention = exact or a higher precision"
+            )
+        limit, kl = self._config.algo.kl_stop, values.get("rl/kl", 0.0)
+        if limit is not None and kl > limit:
+            raise UserError(
+                f"step {step}: the KL to the reference is {kl:.3f} nats per token, above algo.kl_stop = {limit:g}; "
+                "lower optim.lr, give the KL a weight (algo.kl_coef), or go on from the last checkpoint with a higher "
+                "limit"
             )
         self.dead_steps = self.dead_steps + 1 if values["rl/groups_with_signal"] == 0 else 0
         if self.dead_steps >= self._config.max_dead_steps and values["rl/correct"] < SOLVED:

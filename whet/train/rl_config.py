@@ -9,10 +9,11 @@ from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig, check_com
 from whet.config import align
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.rewards.base import JUDGE, parse_own
+from whet.rewards.base import JUDGE, MODEL, parse_own
 from whet.rewards.judge.judge import JudgeConfig
 from whet.tasks.base import TaskConfig
 from whet.telemetry.trackers import TrackConfig
+from whet.train.objective.teacher import TeacherConfig
 from whet.train.optim.safety import SafetyConfig
 from whet.train.optim.step import OptimConfig
 from whet.train.rollout.curriculum import CurriculumConfig
@@ -36,18 +37,24 @@ class RLConfig:
     """Weight of each built-in reward by name; 'episode' is what the task's environment pays."""
     reward: tuple[str, ...] = ()
     """Rewards of your own: path.py:function, weight 1, or path.py:function=0.5."""
+    reward_model: str = ""
+    """Reward model whose score is the reward 'model', of weight 1 unless rewards.model says otherwise: run folder of
+    whet dpo --loss reward, folder or hub name of a sequence classifier with one label."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """The language model behind the reward 'judge'; a held-out gold metric stops the run where the two part."""
     control: Literal["none", "random_reward"] = "none"
     """random_reward: a coin decides every reward. What then still rises was not learned from rewards."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How rollouts are drawn; filters (top-k, top-p, min-p) are refused in training."""
+    """How rollouts are drawn; with filters (top-k, top-p, min-p) the trained log-probabilities are renormalised over
+    what the sampler kept of each token's distribution."""
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     """The objective."""
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     """What is done when the policy that sampled is not the one that is trained."""
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     """What runs at the same time in a step."""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """A teacher that the samples are pulled to, beside the rewards or alone."""
     value: ValueConfig = field(default_factory=ValueConfig)
     """The critic; read with algo.baseline = value."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6, schedule="constant", beta2=0.99))
@@ -85,6 +92,10 @@ class RLConfig:
     """Seed of data order and of every sample."""
 
     def __post_init__(self) -> None:
+        if self.reward_model and MODEL not in self.rewards:
+            object.__setattr__(self, "rewards", {**self.rewards, MODEL: 1.0})
+        if MODEL in self.rewards and not self.reward_model:
+            raise ValueError("rewards.model needs reward_model: name the model that scores")
         for name in (
             "num_steps",
             "num_prompts",
@@ -108,13 +119,9 @@ class RLConfig:
             raise ValueError(
                 "sampling.temperature = 0: greedy rollouts have no ratio and no variety; use 1.0 for training"
             )
-        if self.sampling.is_filtered:
+        if self.algo.ref_ema is not None and self.optim.precision.endswith("_master"):
             raise ValueError(
-                "sampling.top_k, top_p, min_p: filters make the trained ratio wrong; leave them out in training"
-            )
-        if self.algo.ref_ema is not None and self.optim.precision == "bfloat16_master":
-            raise ValueError(
-                "algo.ref_ema with optim.precision = bfloat16_master: bfloat16 cannot hold its small moves; use "
+                f"algo.ref_ema with optim.precision = {self.optim.precision}: 16 bits cannot hold its small moves; use "
                 "ref_refresh_every, or float32 parameters"
             )
         if self.validation_samples > 1 and not self.validation_problems:
@@ -122,6 +129,7 @@ class RLConfig:
                 "validation_samples is read with validation_problems; leave it out, or give some"
             )
         self._check_judge()
+        self._check_teacher()
         check_combination(
             self.algo,
             self.off_policy,
@@ -145,6 +153,26 @@ class RLConfig:
             raise ValueError(
                 "rewards.judge needs validation_problems: judges are pleased sooner or later, and only held-out right "
                 "answers show it; expected 1 or more (200 is good)"
+            )
+
+    def _check_teacher(self) -> None:
+        """Refuse settings under which a teacher would teach nothing, or something else."""
+        if not self.teacher.is_given:
+            return
+        if self.algo.uninformative != "keep":
+            raise ValueError(
+                f"algo.uninformative = {self.algo.uninformative} with a teacher: groups of equal rewards carry its "
+                "signal, too; set it to keep"
+            )
+        if self.teacher.url and self.sampling.temperature != 1:
+            raise ValueError(
+                f"sampling.temperature = {self.sampling.temperature} with teacher.url: a server scores at temperature "
+                "1; sample at 1, or load the teacher here (teacher.init)"
+            )
+        if self.algo.surrogate == "geometric" and self.teacher.kind == "sampled":
+            raise ValueError(
+                "teacher.kind = sampled with algo.surrogate = geometric: it clips by the sign of one advantage per "
+                "completion, a teacher gives one per token; use clip"
             )
 
     @property

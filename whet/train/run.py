@@ -91,6 +91,7 @@ class Run:
         self._folder = Path(config.out)
         self._recorder = Recorder(self._folder, stage, policy, enabled=records)
         self._skipped = Skipped(config.safety.max_skipped)
+        self._num_overflows = 0
         self._history: list[dict[str, float]] = []
         self._end = config.num_steps
         self._values: Mapping[str, float] = {}
@@ -98,7 +99,7 @@ class Run:
     @property
     def is_skipped(self) -> bool:
         """Whether the last update was left out, since something in it was not finite."""
-        return self._skipped.count > 0
+        return self._skipped.count > 0 or self._num_overflows > 0
 
     def restore(self, resume: Resume, tensors: Mapping[str, torch.Tensor] | None = None) -> Held | None:
         """Load the weights, the optimizer and the counters of a checkpoint.
@@ -158,9 +159,10 @@ class Run:
             # Not in `end_step`: whoever follows the steps also gets the one that was saved before the stop.
             self.session.stop_if_asked(self.step)
 
-    def beat(self, phase: str) -> None:
-        """Tell the heartbeat what is done next."""
+    def beat(self, phase: str, detail: Callable[[], str] | None = None) -> None:
+        """Tell heartbeat and display what is done next; `detail` says how far it is."""
         self.session.beat(phase, self.step)
+        self.display.begin(phase, detail)
 
     def is_due(self, every: int) -> bool:
         """Return whether something that is done every so many steps follows the step that was just counted."""
@@ -192,6 +194,14 @@ class Run:
         """
         self.step += 1
         names = (f"{self.stage}/{name}" for name in FINITE)
+        metrics: dict[str, float] = {}
+        # An overflow of float16's scaled gradients is how the scale is found: neither a fault nor a skip that counts.
+        self._num_overflows, self.optimizer.num_overflows = self.optimizer.num_overflows, 0
+        if self.optimizer.loss_scale is not None:
+            metrics[f"{self.stage}/loss_scale"] = self.optimizer.loss_scale
+        if self._num_overflows:
+            metrics[f"{self.stage}/overflows"] = float(self._num_overflows)
+            names = (f"{self.stage}/{name}" for name in FINITE if name != "grad_norm")
         skipped = self._skipped.count_step({name: outcome[name] for name in names if name in outcome})
 
         def held() -> Held:
@@ -199,7 +209,7 @@ class Run:
             return {**self.optimizer.tensors(), **tensors}, state
 
         self._recorder.end(self.step, outcome, held, is_skipped=bool(skipped))
-        return {f"{self.stage}/skipped": float(skipped)} if skipped else {}
+        return metrics | ({f"{self.stage}/skipped": float(skipped)} if skipped else {})
 
     def log_opening(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics of the state after `step`, before the first step that follows it."""
@@ -226,7 +236,10 @@ class Run:
             self.display.note(warning, warning=True)
         self._history = [*self._history, {"step": self.step, **values}][-HISTORY_ROWS:]
         self.display.update(self.step, values)
-        if self.is_skipped:
+        if self._num_overflows:
+            text = f"step {self.step}: gradients overflowed in float16, the update was left out; "
+            self.display.note(f"{text}loss scale {self.optimizer.loss_scale:g} from here on")
+        if self._skipped.count:
             self.display.note(self._skipped.tell(self.step, REMEDY), warning=True)
 
     def end_step(self, held: Callable[[], Held], groups: Sequence[Group] = ()) -> TrainStep:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -19,8 +19,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from whet.config import dump_yaml
-from whet.generate.kernel_speed import keep_kernels
 from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device
+from whet.kernels import dispatch
+from whet.model.files import read_json
 from whet.model.weights import load_model
 from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
 from whet.report.markdown import write_report
@@ -28,6 +29,7 @@ from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
 from whet.storage.commit import DiskFullError, commit_folder
 from whet.storage.folder import open_run
+from whet.tasks.base import told_of
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
 from whet.telemetry.provenance import write_environment, write_provenance
@@ -127,21 +129,39 @@ DOUBLE_S = {False: 0.5, True: 3.0}
 """Seconds in which a second signal is the same one: torchrun sends on what its process group has got already."""
 
 
-def load_trained(config: RunConfig) -> Policy:
+def load_trained(config: RunConfig, *, plain: bool = False, is_reward: bool = False) -> Policy:
     """Load the policy that a run trains, in its precision; recomputation and compilation are applied.
+
+    Args:
+        config: The run's settings.
+        plain: Whether it trains on plain chats or pairs, which a model without a protocol is asked as its template has
+            it.
+        is_reward: Make it a reward model.
 
     Raises:
         UserError: If something is missing, malformed or does not fit together.
     """
-    policy = load_policy(config.policy, seed=config.seed, **dtypes(config.optim.precision))
+    kinds, date = dtypes(config.optim.precision), written_date(Path(config.out))
+    policy = load_policy(
+        config.policy, seed=config.seed, plain=plain, date=date, is_reward=is_reward, **kinds
+    )
     prepare_model(policy.model, config.optim)
     return policy
+
+
+def written_date(folder: Path) -> str:
+    """Return the date that a run's prompts were written with, for a resume on another day; '' before its first
+    checkpoint, or if its template has none."""
+    paths = (folder / "protocol.json", *sorted(folder.glob("checkpoints/*/protocol.json")))
+    path = next((path for path in paths if path.is_file()), None)
+    date = read_json(path).get("date", "") if path is not None else ""
+    return date if isinstance(date, str) else ""
 
 
 def begin(config: RunConfig) -> Tracking:
     """Fix kernels and the order of sums, and load the trackers: a missing package ends the run before it starts."""
     refuse_reentry("a training")  # in a worker that imports the script which trains, it would start itself
-    keep_kernels(Path(config.out))
+    dispatch.restore(Path(config.out))
     sameness = config.safety.sameness(resolve_device(config.policy.device))
     set_deterministic(sameness, compiles=config.optim.compile)
     return Tracking(config.track, Path(config.out), enabled=rank() == 0)
@@ -160,7 +180,7 @@ def open_folder(config: RunConfig, *, resume: Resume) -> Path:
     return folder
 
 
-def write_origin(config: RunConfig, problems: Iterable[Problem], source: Task | None) -> None:
+def write_origin(config: RunConfig, problems: Sequence[Problem], source: Task | None) -> None:
     """Write provenance.json (the run's id, hashes of everything that it depends on) and quarantine.jsonl.
 
     Args:
@@ -170,8 +190,9 @@ def write_origin(config: RunConfig, problems: Iterable[Problem], source: Task | 
     """
 
     def write() -> None:
-        if source is not None and (said := write_quarantine(Path(config.out), source)):
-            print(f"whet: {said}", flush=True)
+        if source is not None:
+            said = [*told_of(source, len(problems)), write_quarantine(Path(config.out), source)]
+            print("".join(f"whet: {text}\n" for text in said if text), end="", flush=True)
         write_provenance(
             Path(config.out),
             base=config.policy.init,
@@ -197,7 +218,8 @@ def restore_model(config: RunConfig, policy: Policy, resume: Resume) -> Loaded |
     if rank() and step:
         found = load_step(folder, step, sameness=sameness)
     if found is not None:
-        model, _ = load_model(found.folder, dtype=parameter_dtype(config.optim.precision))
+        dtype = parameter_dtype(config.optim.precision)
+        model, _ = load_model(found.folder, dtype=dtype, is_reward=policy.model.config.is_reward)
         policy.model.load_state_dict(model.state_dict())
     return found
 

@@ -16,13 +16,14 @@ from whet.eval.audit.audit import preflight
 from whet.eval.evaluate import fitting_problems
 from whet.generate.engine import Engine, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.reward_model import RewardModel, messages_of
 from whet.generate.rows import Sampler
 from whet.generate.sampling import SamplingParams
 from whet.ranks.collectives import world_size
-from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards
+from whet.rewards.base import EPISODE, JUDGE, MODEL, REWARDS, Item, ManyScores, WeightedReward, build_rewards
 from whet.rewards.judge.judge import LOCAL, AskBatch, Judge, JudgeConfig
 from whet.schema import ResponseSchema
-from whet.tasks.base import answer_type_of, load_task
+from whet.tasks.base import answer_type_of, check_gold, load_task
 from whet.tasks.mixture import PART
 from whet.tasks.tools import environment_for
 from whet.train.rl_config import RLConfig
@@ -100,6 +101,25 @@ def _chat(system: str, user: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
+def model_scores(path: str, policy: Policy) -> ManyScores:
+    """Return a function that scores completions with a reward model, which reads question and reply, tags included.
+
+    Args:
+        path: What `RewardModel` loads.
+        policy: The policy whose completions are scored; the model computes on its device, in its products' dtype.
+
+    Raises:
+        UserError: If the model cannot be loaded.
+    """
+    dtype = policy.autocast or policy.model.head_weight.dtype
+    scorer, prefix = RewardModel(path, device=policy.device, dtype=dtype), policy.schema.generation_prefix
+
+    def score(items: Sequence[Item]) -> list[float | None]:
+        return scorer.score([(messages_of(problem), prefix + text) for problem, text in items])
+
+    return score
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLSetup:
     """The parts of a run.
@@ -110,7 +130,8 @@ class RLSetup:
         task: The task.
         problems: Problems of the train split that fit the context.
         num_left_out: Those that do not.
-        rewards: The rewards, without the judge behind 'judge'.
+        rewards: The rewards, without the judge behind 'judge' and the model behind 'model'.
+        score: The reward model behind 'model'; None without one.
     """
 
     config: RLConfig
@@ -119,6 +140,7 @@ class RLSetup:
     problems: list[Problem]
     num_left_out: int
     rewards: list[WeightedReward]
+    score: ManyScores | None = None
 
     def first_problems(self) -> list[tuple[int, Problem]]:
         """Return the problems of the first step, each with its epoch; a curriculum and refills are left out."""
@@ -144,12 +166,13 @@ class RLSetup:
         )
 
     def open_judge(self, folder: Path) -> AbstractContextManager[tuple[list[WeightedReward], Judge | None]]:
-        """Put the judge behind the reward of that name; its scores are kept in a folder.
+        """Put judge and reward model behind the rewards of their names; the judge's scores are kept in a folder.
 
         Raises:
             UserError: If the judge cannot be had, or cannot tell a perfect completion from an empty one.
         """
-        return open_judge(self.config.judge, self.rewards, folder, self.policy.schema, self.problems[0])
+        scored = [replace(r, many=self.score) if r.name == MODEL else r for r in self.rewards]
+        return open_judge(self.config.judge, scored, folder, self.policy.schema, self.problems[0])
 
 
 def load_rl(config: RLConfig) -> RLSetup:
@@ -168,10 +191,18 @@ def load_rl(config: RLConfig) -> RLSetup:
     kept = fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
     if not kept:
         raise UserError(f"task {task.name}: no problem of the train split fits the context")
+    if comparing := [name for name in config.rewards if name in REWARDS and REWARDS[name].needs_gold]:
+        check_gold(task, kept, f"the reward {comparing[0]!r} compares answers")
     rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
     left_out = len(problems) - len(kept)
     return RLSetup(
-        config=config, policy=policy, task=task, problems=kept, num_left_out=left_out, rewards=rewards
+        config=config,
+        policy=policy,
+        task=task,
+        problems=kept,
+        num_left_out=left_out,
+        rewards=rewards,
+        score=model_scores(config.reward_model, policy) if config.reward_model else None,
     )
 
 
@@ -192,12 +223,14 @@ def check_fit(config: RLConfig, policy: Policy, task: Task) -> None:
 
 
 def audit_parts(setup: RLSetup) -> list[str]:
-    """Audit each part of the task in short; return what failed where that is only to be shown."""
+    """Audit each part of the task in short; return what is to be shown: doubts, and failures that shall not stop."""
     failures = []
+    if setup.config.teacher.is_given and not any(setup.config.reward_weights.values()):
+        return failures  # the teacher teaches alone: rewards of weight 0 tell nothing apart
     for part in {problem.meta.get(PART): None for problem in setup.problems}:
         own = [problem for problem in setup.problems if problem.meta.get(PART) == part]
         try:
-            preflight(setup.task, setup.rewards, setup.policy.schema, own)
+            failures += preflight(setup.task, setup.rewards, setup.policy.schema, own)
         except UserError as error:
             if setup.config.preflight == "stop":
                 raise

@@ -1,4 +1,5 @@
-"""`whet sft`: supervised fine-tuning on worked solutions; only completion tokens are trained."""
+"""`whet sft`: supervised fine-tuning on worked solutions, conversations or plain texts; only what the assistant wrote
+is trained."""
 
 from __future__ import annotations
 
@@ -19,6 +20,15 @@ from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.tools import environment_for
 from whet.telemetry.spans import span
 from whet.telemetry.trackers import TrackConfig
+from whet.train.data.demonstrations import (
+    Demonstrations,
+    TooLong,
+    Turns,
+    demonstrate,
+    demonstration,
+    kind_of,
+    learn_ends,
+)
 from whet.train.fit import FIT_ATTENTION, Fit, StepResult
 from whet.train.optim.precision import resolve_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
@@ -26,21 +36,28 @@ from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.rollout.order import data_order
 from whet.train.run import Run
 from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
-from whet.types import MicroBatch, Problem, UserError
+from whet.types import MicroBatch, Problem, Task, UserError
 
 CACHED_DEMONSTRATIONS = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
-    """Supervised fine-tuning on worked solutions."""
+    """Supervised fine-tuning on worked solutions, conversations or plain texts."""
 
     out: str
     """Output folder."""
     policy: PolicyConfig
     """The model to start from."""
     task: TaskConfig = field(default_factory=TaskConfig)
-    """The task, with worked solutions."""
+    """The task: problems with worked solutions, conversations, or texts."""
+    num_problems: int = 0
+    """Rows of the train split to learn from, drawn by hash; 0 for all."""
+    turns: Turns = "all"
+    """Turns of the assistant that a conversation teaches: all, or the last."""
+    too_long: TooLong = "skip"
+    """A conversation or text that does not fit in the context: skip it, or cut whole turns (of a text tokens) off its
+    end; worked solutions are always skipped."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer, schedule and precision."""
     num_steps: int = 300
@@ -48,7 +65,7 @@ class SFTConfig:
     batch_size: int = 32
     """Sequences per optimizer step, over all ranks."""
     empty_thinking_share: float = 0.0
-    """Share of demonstrations with empty thinking (the answer comes immediately), redrawn each epoch."""
+    """Share of worked solutions with empty thinking (the answer comes immediately), redrawn each epoch."""
     validation_problems: int = 256
     """Problems of the dev split for the validation loss; 0 for none."""
     validate_every: int = 100
@@ -70,21 +87,40 @@ class SFTConfig:
             raise ValueError(
                 "policy.attention is read only by programs that sample; sft trains with the fast kernel"
             )
+        if self.num_problems < 0:
+            raise ValueError(f"num_problems = {self.num_problems}: expected 0 (all) or more")
         if not 0 <= self.empty_thinking_share <= 1:
             raise ValueError(f"empty_thinking_share = {self.empty_thinking_share}: expected 0 to 1")
 
 
-def demonstration(policy: Policy, problem: Problem, *, empty: bool = False) -> TrainingSequence:
-    """Turn a problem and its worked solution into a training sequence."""
-    ids, trained = policy.solution(problem, thinking="" if empty else None)
-    return TrainingSequence(prompt_ids=policy.prompt_ids(problem), completion_ids=ids, trained=trained)
+def rows_of(config: SFTConfig, task: Task) -> list[Problem]:
+    """Return the rows of the train split that a run learns from."""
+    return (
+        take_problems(task, "train", config.num_problems) if config.num_problems else task.problems("train")
+    )
 
 
-def fitting(policy: Policy, problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems whose demonstration fits into the context: answers are never silently truncated."""
-    policy.check_alphabet(problems, solutions=True)
-    room = policy.model.config.max_positions
-    return [problem for problem in problems if demonstration(policy, problem).num_tokens <= room]
+def demonstrations_of(config: SFTConfig, policy: Policy, problems: Sequence[Problem]) -> Demonstrations:
+    """Find what a run learns from the rows of its train split.
+
+    Raises:
+        UserError: If nothing of them fits in the context, or a setting has nothing to act on.
+    """
+    found = demonstrate(policy, problems, turns=config.turns, too_long=config.too_long)
+    if not found.problems:
+        raise UserError(f"no demonstration fits in the context of {policy.model.config.max_positions} tokens")
+    kinds = {kind_of(problem) for problem in found.problems}
+    for name, is_set, what in (
+        ("empty_thinking_share", config.empty_thinking_share > 0, "solution"),
+        ("turns", config.turns != "all", "chat"),
+        ("too_long", config.too_long != "skip", "chat text"),
+    ):
+        if is_set and not kinds & set(what.split()):
+            rows = {"solution": "worked solution", "chat": "conversation"}.get(
+                what, "conversation or plain text"
+            )
+            raise UserError(f"{name} is not read: no row is a {rows}; leave it out")
+    return found
 
 
 def is_empty(config: SFTConfig, epoch: int, problem: Problem) -> bool:
@@ -182,24 +218,30 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     policy = load_trained(config)
     policy.expect(answer_type_of(task))
     environment_for(policy.schema, task)  # fails here, before anything is created, if a tool is missing
-    problems = task.problems("train")
-    kept = fitting(policy, problems)
-    if not kept:
-        raise UserError(f"no demonstration fits in the context of {policy.model.config.max_positions} tokens")
+    problems = rows_of(config, task)
+    learnt = demonstrations_of(config, policy, problems)
+    kept = learnt.problems
     held_out = (
-        fitting(policy, take_problems(task, "dev", config.validation_problems))
+        demonstrate(
+            policy,
+            take_problems(task, "dev", config.validation_problems),
+            turns=config.turns,
+            too_long=config.too_long,
+        ).problems
         if config.validation_problems
         else []
     )
+    notes = [*learnt.notes, *learn_ends(policy, learnt.end_ids)]
     open_folder(config, resume=resume)
     write_origin(config, kept, task)
-    encoded: dict[tuple[str, bool], TrainingSequence] = {}
+    encoded: dict[tuple[int, bool], TrainingSequence] = {}
 
     def encode(epoch: int, problem: Problem) -> TrainingSequence:
         empty = is_empty(config, epoch, problem)
-        sequence = encoded.get((problem.uid, empty)) or demonstration(policy, problem, empty=empty)
+        # Two conversations may begin alike, and have one uid; the objects in `kept` live as long as the cache.
+        sequence = encoded.get((id(problem), empty)) or demonstration(policy, problem, empty=empty)
         if len(encoded) < CACHED_DEMONSTRATIONS:
-            encoded[problem.uid, empty] = sequence
+            encoded[id(problem), empty] = sequence
         return sequence
 
     def train_batch(drawn: Sequence[tuple[int, Problem]], budget: TokenBudget) -> StepResult:
@@ -225,16 +267,15 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
         policy,
         train_batch,
         validate if held_out else None,
-        longest=lambda: max(demonstration(policy, problem).num_tokens for problem in kept),
+        longest=lambda: learnt.longest,
         on_step=on_step,
     )
     if resume:
         fit.restore(resume)
-    left_out = len(problems) - len(kept)
-    note = f"{left_out} of {len(problems)} demonstrations do not fit the context; skipped"
+    left_out = learnt.num_left_out
+    if left_out:
+        notes.insert(0, f"{left_out} of {len(problems)} demonstrations do not fit the context; skipped")
     with tracking:
-        fit.train(
-            data_order(task, kept, config.seed), title=f"sft {task.name}", notes=[note] if left_out else []
-        )
+        fit.train(data_order(task, kept, config.seed), title=f"sft {task.name}", notes=notes)
     run.write_summary({"train_problems": len(kept), "left_out": left_out})
     return policy

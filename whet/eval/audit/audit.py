@@ -19,7 +19,7 @@ from whet.eval.audit.dispute import Disputed, dispute, dispute_samples, has_math
 from whet.eval.evaluate import take_problems
 from whet.eval.grade import judge_answers
 from whet.rewards.base import WeightedReward, best_total, build_rewards, score_completion, score_completions
-from whet.schema import SCHEMAS, ResponseSchema
+from whet.schema import ResponseSchema, find_schema
 from whet.storage.folder import open_run
 from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.selftest import hostile_answers, mutated_answer, rewritten_answers
@@ -47,7 +47,7 @@ class AuditConfig:
     task: TaskConfig = field(default_factory=TaskConfig)
     """The task."""
     schema: str = "think_answer"
-    """Tags of a response: think_answer, reasoning_answer or working_out_solution."""
+    """How a response is asked for and read: a preset such as think_answer, r1, boxed, or your own .yaml file."""
     rewards: dict[str, float] = field(default_factory=lambda: {"correct": 1.0, "format": 0.1})
     """Weight of each built-in reward by name."""
     reward: tuple[str, ...] = ()
@@ -62,8 +62,6 @@ class AuditConfig:
     def __post_init__(self) -> None:
         if self.num_problems < 0:
             raise ValueError(f"num_problems = {self.num_problems}: expected 0 (all) or more")
-        if self.schema not in SCHEMAS:
-            raise ValueError(f"schema = {self.schema!r}: expected one of {', '.join(SCHEMAS)}")
 
 
 @dataclass(slots=True)
@@ -94,6 +92,9 @@ class Check:
         self.num_cases += 1
         if not holds:
             self.failures.append(failure())
+
+
+IDLE = "an empty completion pays no more than a wrong answer"
 
 
 @dataclass(slots=True)
@@ -132,15 +133,18 @@ class _Auditor:
         # A changed answer may be right if several are, but not in most cases.
         self.mutated = Check("a near miss counts as wrong and pays less", tolerated=NEAR_MISSES)
         self.hostile = Check("a hostile answer counts as wrong and pays less")
-        self.empty = Check("an empty completion pays no more than a wrong answer, and less than a right one")
+        self.empty = Check("an empty completion pays less than a right one")
+        # A small reward for short completions pays an empty one more than a wrong one: that may be what is wanted.
+        self.idle = Check(IDLE, is_required=False)
         self.limit_s = float(getattr(task, "seconds_per_answer", SECONDS_PER_CALL))
         self.quick = Check(f"no judgement takes longer than {self.limit_s:g} s")
-        checks = [self.gold, self.paying, self.spelled, self.mutated, self.hostile, self.empty, self.quick]
+        checks = [self.gold, self.paying, self.spelled, self.mutated, self.hostile, self.empty]
+        checks += [self.idle, self.quick]
         self.audit = Audit(checks, maximum=best_total(self.rewards) if self.is_whole else None)
 
     def try_problem(self, problem: Problem, *, is_measured: bool) -> None:
         """Test every claim on one problem."""
-        ideal = self.schema.render(problem.solution or "...", problem.answer)
+        ideal = self._render(problem.answer, problem.solution)
         best = self._total(problem, ideal)
         self._try_gold(problem, best, ideal)
         if best is None:
@@ -151,7 +155,7 @@ class _Auditor:
                 self._is_right(problem, spelling) is True,
                 lambda text=spelling: f"{problem.uid}: {_show(text)} for {_show(problem.answer)}",
             )
-        nothing = self._total(problem, self.schema.render("...", "no answer"))
+        nothing = self._total(problem, self._render("no answer"))
         pays = self.is_whole and (nothing is None or nothing < best - TOLERANCE)
         if self.is_whole:
             self.paying.add(
@@ -165,7 +169,7 @@ class _Auditor:
             *((self.hostile, name, text) for name, text in hostile),
         ]:
             verdict = self._is_right(problem, text)
-            total = self._total(problem, self.schema.render("...", text))
+            total = self._total(problem, self._render(text))
             check.add(
                 verdict is not True and (total is None or total < best - TOLERANCE or not pays),
                 lambda n=name, t=text, v=verdict, s=total: (
@@ -194,16 +198,23 @@ class _Auditor:
 
     def _try_empty(self, problem: Problem, best: float, wrong: float | None) -> None:
         empty = self._total(problem, "")
-        self.empty.add(
-            not self.is_whole
-            or empty is not None
-            and empty < best - TOLERANCE
-            and (wrong is None or empty <= wrong + TOLERANCE),
-            lambda: (
-                f"an empty completion of problem {problem.uid} scores {_number(empty)}, a wrong one {_number(wrong)}, "
-                f"a perfect one {best:g}; expected empty <= wrong and empty < perfect: fix the rewards or weights"
-            ),
+        scores = (
+            f"an empty completion of problem {problem.uid} scores {_number(empty)}, a wrong one {_number(wrong)}, "
+            f"a perfect one {best:g}"
         )
+        self.empty.add(
+            not self.is_whole or empty is not None and empty < best - TOLERANCE,
+            lambda: f"{scores}; expected empty < perfect: fix the rewards or weights",
+        )
+        self.idle.add(
+            not self.is_whole or empty is None or wrong is None or empty <= wrong + TOLERANCE,
+            lambda: f"{scores}: a model that is mostly wrong may learn to say nothing",
+        )
+
+    def _render(self, answer: str, solution: str = "") -> str:
+        """Write a completion in the right format; where the whole text is the answer, it is nothing else."""
+        is_whole = self.schema.answer_place == "whole" and not self.schema.has_thinking
+        return self.schema.render("" if is_whole else solution or "...", answer)
 
     def _no_score(self, problem: Problem, ideal: str) -> str:
         """Return which reward gives a perfect completion no score, and why; '' if all give one."""
@@ -220,7 +231,7 @@ class _Auditor:
         return total
 
     def _is_right(self, problem: Problem, answer: str) -> bool | None:
-        seen = self.schema.parse(self.schema.render("...", answer)).answer  # as the rewards see it
+        seen = self.schema.parse(self._render(answer)).answer  # as the rewards see it
         return self._timed(lambda: judge_answers(self.task, [(problem, seen)]), answer)[0]
 
     def _timed(self, call: Callable[[], T], text: str) -> T:
@@ -273,18 +284,27 @@ def audit_task(
 
 def preflight(
     task: Task, rewards: Sequence[WeightedReward], schema: ResponseSchema, problems: Sequence[Problem]
-) -> None:
-    """Stop a run whose rewards cannot tell right from wrong, by an audit on a few problems.
+) -> list[str]:
+    """Stop a run whose rewards cannot tell right from wrong, by an audit on a few problems that have a gold answer.
+
+    Returns:
+        What does not refute the rewards, but should be known before the run.
 
     Raises:
         UserError: With the first failure of a required claim.
     """
-    audit = audit_task(task, rewards, schema, problems[:NUM_PREFLIGHT], num_measured=0)
+    shown = [problem for problem in problems if problem.answer][:NUM_PREFLIGHT]
+    if not shown:  # no completion is known to be right
+        return []
+    audit = audit_task(task, rewards, schema, shown, num_measured=0)
     for check in audit.checks:
         if check.is_refuted:
             raise UserError(
                 f"preflight: {check.failures[0]} (claim: {check.name}; see `whet audit`, or --preflight warn)"
             )
+    return [
+        f"preflight: {check.failures[0]}" for check in audit.checks if check.name == IDLE and check.failures
+    ]
 
 
 def plan(config: AuditConfig) -> str:
@@ -300,7 +320,7 @@ def main(config: AuditConfig) -> None:
     """
     folder = Path(config.out or time.strftime("runs/audit-%Y%m%d-%H%M%S"))
     task = load_task(config.task)
-    schema = SCHEMAS[config.schema]
+    schema = find_schema(config.schema)
     rewards = build_rewards(config.rewards, schema, task, config.reward)
     problems = take_problems(task, config.split, config.num_problems)
     audit = audit_task(task, rewards, schema, problems)

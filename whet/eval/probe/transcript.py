@@ -118,8 +118,10 @@ def transcribe(
 
 def _spans(text: str, schema: ResponseSchema) -> tuple[range, range]:
     """Return the character ranges of thinking and answer, without their tags."""
-    opened = text.find(schema.think_open)
-    closed = text.find(schema.think_close)
+    if not schema.has_thinking:
+        opened = closed = -1
+    else:
+        opened, closed = text.find(schema.think_open), text.find(schema.think_close)
     is_open = opened >= 0 and (closed < 0 or opened < closed)
     if not is_open and not schema.opening_in_prompt:
         thinking = range(0)
@@ -128,6 +130,10 @@ def _spans(text: str, schema: ResponseSchema) -> tuple[range, range]:
             opened + len(schema.think_open) if is_open else 0, len(text) if closed < 0 else closed
         )
     after = closed + len(schema.think_close) if closed >= 0 else 0
+    if schema.answer_place != "tag":
+        answer = schema.parse(text).answer or ""
+        start = text.rfind(answer, after) if answer else -1
+        return thinking, range(start, start + len(answer)) if start >= 0 else range(0)
     end = text.rfind(schema.answer_close, after)
     start = text.rfind(schema.answer_open, after, max(end, after))
     if start < 0:

@@ -7,7 +7,8 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,13 +16,15 @@ import numpy as np
 
 from whet.cli import Program
 from whet.config import dump_yaml
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.inspect.data.overlap import VIEWS, Overlap, Texts, View, compare, fold_prompts
 from whet.model.text.tokenizer import Tokenizer
 from whet.report.plots import COLOURS, MUTED, STYLE
 from whet.storage.folder import open_run
-from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.mixture import Mixture
-from whet.telemetry.display import escape_controls
+from whet.telemetry.display import escape_controls, one_line
+from whet.train.data.demonstrations import TOOL_CALLS, demonstration, kind_of, render_conversation
 from whet.train.rollout.curriculum import percentile
 from whet.types import Problem, Task, UserError
 
@@ -50,8 +53,13 @@ class DataReportConfig:
     """Words per n-gram of shorter prompts; those with fewer words are only compared as a whole."""
     overlap_share: float = 0.5
     """A held-out prompt counts as overlapping if at least this share of its n-grams occurs in training prompts."""
+    policy: PolicyConfig | None = None
+    """Show a problem as this model reads it, and what fine-tuning trains of it; its weights are not read."""
     num_shown: int = 5
     """Number of worst pairs and repeated prompts to show."""
+    num_rendered: int = 2
+    """Conversations and texts to show as they are learnt: rendered by the tokenizer's chat template, with token ids;
+    needs a tokenizer."""
     fail_on_overlap: bool = False
     """End with exit status 2 if a dev or test prompt, as written, overlaps with train."""
 
@@ -62,8 +70,54 @@ class DataReportConfig:
             )
         if not 0 < self.overlap_share <= 1:
             raise ValueError(f"overlap_share = {self.overlap_share}: expected above 0, at most 1")
-        if self.num_shown < 0:
-            raise ValueError(f"num_shown = {self.num_shown}: expected 0 or more")
+        for name in ("num_shown", "num_rendered"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive tokens of a demonstration that are all trained, or all only read.
+
+    Attributes:
+        is_trained: Whether fine-tuning trains them.
+        text: As it is decoded, special tokens included.
+        ids: The tokens.
+    """
+
+    is_trained: bool
+    text: str
+    ids: list[int]
+
+
+def parts_of(policy: Policy, problem: Problem) -> list[Part]:
+    """Return what fine-tuning reads and trains of a problem, from the first token to the last."""
+    sequence = demonstration(policy, problem)
+    prompt = list(sequence.prompt_ids)
+    trained = [False] * len(prompt) + list(sequence.trained or [True] * len(sequence.completion_ids))
+    ids = [*prompt, *sequence.completion_ids]
+    parts: list[Part] = []
+    for is_trained, run in groupby(range(len(ids)), key=trained.__getitem__):
+        places = list(run)
+        own = ids[places[0] : places[-1] + 1]
+        text = policy.tokenizer.decode_completion(ids[: places[0]], own)
+        parts.append(Part(is_trained, text, own))
+    return parts
+
+
+def _print_parts(parts: Sequence[Part]) -> None:
+    """Print the exact text (read: dim, trained: bold), then the ids; between marks where there are no colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    words = {True: "trained", False: "read"}
+    console.print(Text("A training problem as the model reads it", style="bold"))
+    for part in parts:
+        console.print(Text(f"--- {words[part.is_trained]}, {len(part.ids)} tokens", style="cyan"))
+        lines = "\n".join(map(escape_controls, part.text.split("\n")))
+        console.print(Text(lines, style="bold" if part.is_trained else "dim"), soft_wrap=True)
+        console.print(Text(f"ids {' '.join(map(str, part.ids))}", style="dim"), soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +167,18 @@ def main(config: DataReportConfig) -> None:
         for split in HELD_OUT
         for view in VIEWS
     }
+    parts = _rendered(config, task, splits["train"])
     open_run(folder, dump_yaml(config), resumable=False)
     content = _content(config, task, splits, lengths, repeated, overlaps)
     (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
     _draw_lengths({split: prompts for split, (prompts, _) in lengths.items()}, _unit(config), folder)
     sheets = list(_sheets(config, content))
-    _write_markdown(folder, config, sheets)
+    _write_markdown(folder, config, sheets, content["rendered"])
     _print(sheets)
+    _print_rendered(content["rendered"])
+    if parts:
+        (folder / "rendered.json").write_text(json.dumps([asdict(part) for part in parts], indent=1) + "\n")
+        _print_parts(parts)
     print(f"report: {folder / 'report.md'}")
     flagged = {split: content["overlap"][split]["text"]["overlapping"] for split in HELD_OUT}
     if config.fail_on_overlap and any(flagged.values()):
@@ -127,6 +186,15 @@ def main(config: DataReportConfig) -> None:
             f"{count:,} of {len(splits[split]):,} {split}" for split, count in flagged.items()
         )
         raise UserError(f"{found} prompts overlap with train; see {folder / 'report.md'}, and remove them")
+
+
+def _rendered(config: DataReportConfig, task: Task, problems: Sequence[Problem]) -> list[Part]:
+    """Return the first training problem as the policy reads it; [] without a policy."""
+    if config.policy is None or not problems:
+        return []
+    policy = load_policy(config.policy, seed=0, weights=False)
+    policy.expect(answer_type_of(task))
+    return parts_of(policy, problems[0])
 
 
 def _unit(config: DataReportConfig) -> str:
@@ -222,7 +290,43 @@ def _content(
             for split, problems in splits.items()
         },
         "overlap": {split: {view: overlap_of(split, view) for view in VIEWS} for split in HELD_OUT},
+        "rendered": render_rows(config, splits["train"]),
     }
+
+
+def render_rows(config: DataReportConfig, problems: Sequence[Problem]) -> list[list[dict[str, Any]]]:
+    """Render the first conversations and texts of a split as `whet sft` learns them.
+
+    Returns:
+        For each sequence its pieces: text, token ids, and whether they are learnt.
+    """
+    rows = [row for row in problems if row.reply or TOOL_CALLS in row.meta]
+    if config.tokenizer == "bytes" or not rows:
+        return []
+    tokenizer = Tokenizer.load(config.tokenizer)
+    found: list[list[dict[str, Any]]] = []
+    for row in rows[: config.num_rendered]:
+        if kind_of(row) == "text":
+            ids = tokenizer.encode_document(row.reply)
+            found.append(_pieces(tokenizer, ids, (False, *(True,) * (len(ids) - 1))))
+            continue
+        for passage in render_conversation(tokenizer, row):
+            found.append(
+                _pieces(tokenizer, *tokenizer.encode_marked(passage.text, passage.spans(list(passage.turns))))
+            )
+    return found
+
+
+def _pieces(tokenizer: Tokenizer, ids: Sequence[int], learnt: Sequence[bool]) -> list[dict[str, Any]]:
+    """Cut a sequence where learning begins or ends."""
+    pieces: list[dict[str, Any]] = []
+    done = 0
+    for is_learnt, run in groupby(learnt):
+        own = list(ids[done : done + len(list(run))])
+        text = tokenizer.decode_completion(ids[:done], own)
+        pieces.append({"learnt": is_learnt, "text": text, "ids": own})
+        done += len(own)
+    return pieces
 
 
 def _percentiles(lengths: Sequence[int]) -> dict[str, int]:
@@ -305,7 +409,7 @@ def _view(view: View) -> str:
 
 
 def _short(text: str, width: int) -> str:
-    line = escape_controls(" ".join(text.split()))
+    line = one_line(text)
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
@@ -331,7 +435,49 @@ def _print(sheets: Sequence[Sheet]) -> None:
             console.print(Text(sheet.remark, style="dim"))
 
 
-def _write_markdown(folder: Path, config: DataReportConfig, sheets: Sequence[Sheet]) -> None:
+RENDERED = "As learnt: the exact text and token ids, what is trained in ⟦⟧"
+
+
+def _print_rendered(rendered: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Print the sequences; what is trained stands in brackets, and in colour where there is any."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    for number, pieces in enumerate(rendered):
+        if not number:
+            console.print(Text(RENDERED, style="italic"))
+        for name in ("text", "ids"):
+            line = Text()
+            for piece in pieces:
+                value = piece["text"] if name == "text" else " ".join(map(str, piece["ids"]))
+                shown = "\n".join(escape_controls(part) for part in value.split("\n"))
+                style = "green" if piece["learnt"] else "dim"
+                line.append(f"⟦{shown}⟧" if piece["learnt"] else shown, style=style)
+                line.append(" " if name == "ids" else "")
+            console.print(line, soft_wrap=True)
+
+
+def _rendered_markdown(rendered: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Write the sequences as literal blocks."""
+    blocks = [f"## {RENDERED}"] if rendered else []
+    for pieces in rendered:
+        for name in ("text", "ids"):
+            parts = [p["text"] if name == "text" else " ".join(map(str, p["ids"])) for p in pieces]
+            joined = (" " if name == "ids" else "").join(
+                f"⟦{part}⟧" if piece["learnt"] else part for part, piece in zip(parts, pieces, strict=True)
+            )
+            blocks.append("\n".join(f"    {escape_controls(line)}" for line in joined.split("\n")))
+            blocks.append("<!-- -->")
+    return blocks
+
+
+def _write_markdown(
+    folder: Path,
+    config: DataReportConfig,
+    sheets: Sequence[Sheet],
+    rendered: Sequence[Sequence[Mapping[str, Any]]],
+) -> None:
     """Write report.md; data is escaped in its cells."""
     blocks = [
         f"# Data of {config.task.name}",
@@ -342,6 +488,7 @@ def _write_markdown(folder: Path, config: DataReportConfig, sheets: Sequence[She
             lines = [f"| {' | '.join(sheet.head)} |", "|---" * len(sheet.head) + "|"]
             lines += [f"| {' | '.join(map(_cell, row))} |" for row in sheet.rows]
             blocks += [f"## {sheet.title}", "\n".join(lines), sheet.remark]
+    blocks += _rendered_markdown(rendered)
     text = "\n\n".join(block for block in blocks if block) + "\n"
     (folder / "report.md").write_text(text, encoding="utf-8", errors="backslashreplace")
 

@@ -85,6 +85,8 @@ def main(config: DiagnoseConfig) -> None:
             def say(text: str) -> None:
                 lines = escape_controls(text).splitlines()
                 status.update(escape(lines[0]))
+                if not console.is_terminal and lines[0].endswith("..."):
+                    print(lines[0], flush=True)
                 file.writelines(f"{time.strftime('%F %T')}  {line}\n" for line in lines)
                 file.flush()
 

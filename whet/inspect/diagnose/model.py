@@ -9,13 +9,18 @@ from dataclasses import replace
 
 import psutil
 import torch
+import torch.nn.functional as F
 
+from whet.algo.kept import join_kept, keep_only
+from whet.algo.logprobs import COLUMN_QUANTUM
 from whet.algo.packing import TrainingSequence, pack
 from whet.inspect.diagnose.step import Component, Subject
 from whet.inspect.memory.phases import GIB, parameter_sizes
 from whet.kernels.cpu.build import reason
 from whet.model.config import ModelConfig
 from whet.telemetry.provenance import describe_environment
+from whet.train.optim.precision import has_bfloat16
+from whet.train.optim.step import AUTOCAST, PARAMETERS
 
 GPT2_PROMPT = "P: rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1    M:"
 GPT2_IDS = (
@@ -24,7 +29,7 @@ GPT2_IDS = (
 )
 """The 46 ids of that prompt under GPT-2's published merges, and the id that identifies that vocabulary."""
 GPT2_END = (50_256, "<|endoftext|>")
-PACKING = {"float32": 1e-4, "bfloat16_autocast": 0.1, "bfloat16_master": 0.1}
+PACKING = {"float32": 1e-4} | dict.fromkeys((*AUTOCAST, *PARAMETERS), 0.1)
 """Largest accepted difference of a log-probability, in nats, if only the other sequences of the micro-batch differ: the
 order of a sum may change, so it is rounding of the precision."""
 CAUSAL = 1e-5
@@ -60,8 +65,8 @@ def environment(subject: Subject) -> Component:
         "seed": run.seed,
         **describe_environment(),
     }
-    if device.type == "cuda" and optim.precision != "float32":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cuda" and optim.precision.startswith("bfloat16"):
+        native = has_bfloat16(device)
         part.check("bfloat16 in hardware", native, native, "yes: emulated it is slow", otherwise="warn")
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     free = load < cores + 0.5
@@ -234,12 +239,16 @@ def _scored_plainly(subject: Subject, sequences: Sequence[TrainingSequence]) -> 
     """Score trained tokens by a float64 softmax over whole rows of logits."""
     rows: list[list[float]] = []
     for sequence in sequences:
-        logits_TV = _logits(subject, [sequence])[0, :, : subject.policy.model.num_valid_tokens].double()
-        logprobs_TV = (logits_TV / subject.temperature).log_softmax(-1)
-        first = len(sequence.prompt_ids) - 1
+        logits_TV = _logits(subject, [sequence])[0].double() / subject.temperature
+        logits_TV[:, subject.policy.model.num_valid_tokens :] = float("-inf")
+        logits_TV = F.pad(logits_TV, (0, -logits_TV.shape[1] % COLUMN_QUANTUM), value=float("-inf"))
         trained = sequence.trained or [True] * len(sequence.completion_ids)
         places = [place for place, is_trained in enumerate(trained) if is_trained]
-        rows.append([float(logprobs_TV[first + n, sequence.completion_ids[n]]) for n in places])
+        scored_MV = logits_TV[[len(sequence.prompt_ids) - 1 + place for place in places]]
+        if sequence.kept:
+            keep_only(scored_MV, join_kept(sequence.kept, scored_MV.device))
+        logprobs_MV = scored_MV.log_softmax(-1)
+        rows.append([float(logprobs_MV[m, sequence.completion_ids[n]]) for m, n in enumerate(places)])
     return rows
 
 

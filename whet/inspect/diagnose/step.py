@@ -28,8 +28,8 @@ from whet.train.rollout.order import data_order
 from whet.train.rollout.rollout import Rollout
 from whet.train.session import load_trained
 from whet.train.setup import RLSetup, load_rl
-from whet.train.sft import SFTConfig, demonstration, fitting, is_empty, train_step
-from whet.types import Group, UserError
+from whet.train.sft import SFTConfig, demonstration, demonstrations_of, is_empty, rows_of, train_step
+from whet.types import Group
 
 # Results of a diagnosis: components, each with facts, checks, tables and bars.
 
@@ -169,9 +169,7 @@ class Subject:
     def _demonstrations(self, run: SFTConfig) -> list[TrainingSequence]:
         task = load_task(run.task)
         self.policy.expect(answer_type_of(task))
-        kept = fitting(self.policy, task.problems("train"))
-        if not kept:
-            raise UserError("no demonstration of the train split fits the context")
+        kept = demonstrations_of(run, self.policy, rows_of(run, task)).problems
         drawn = data_order(task, kept, run.seed).next(run.batch_size)
         self.problems = [problem for _, problem in drawn]
         return [demonstration(self.policy, p, empty=is_empty(run, epoch, p)) for epoch, p in drawn]
@@ -180,7 +178,7 @@ class Subject:
         """Sample and score the first step's groups."""
         self.problems = [problem for _, problem in setup.first_problems()]
         with tempfile.TemporaryDirectory() as scratch, setup.open_judge(Path(scratch)) as (rewards, _):
-            self.rollout = setup.first_rollout(self.policy.engine(), rewards)
+            self.rollout = setup.first_rollout(self.policy.engine(trains=True), rewards)
         groups, weights = self.rollout.groups, run.reward_weights
         informative = is_informative(groups, run.algo, weights)
         self.num_informative = sum(informative)
@@ -327,7 +325,8 @@ def captured(subject: Subject, *, apply: bool) -> Iterator[list[Update]]:
         named = dict(model.named_parameters())
         update = None
         if not found:
-            gradients = {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None}
+            scale = optimizer.loss_scale or 1.0
+            gradients = {n: p.grad.detach() / scale for n, p in named.items() if p.grad is not None}
             before = {n: w.clone() for n, w in subject.weights().items()} if apply else {}
             update = Update(lr, 0.0, gradients, before, {})
             found.append(update)

@@ -41,7 +41,7 @@ def variants(subject: Subject, *, compiles: bool) -> list[Variant]:
     """Return every applicable switch for this recipe, each alone."""
     run, optim = subject.run, subject.run.optim
     found = []
-    if optim.precision != "bfloat16_master":
+    if optim.precision in ("float32", "bfloat16_autocast"):
         other, word = ("float32", "without ") if optim.precision != "float32" else ("bfloat16_autocast", "")
         found.append(Variant(name=f"{word}bfloat16 autocast", optim=replace(optim, precision=other)))
     if isinstance(run, RLConfig) and subject.policy.attention == "exact":

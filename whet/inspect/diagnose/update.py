@@ -9,7 +9,7 @@ from typing import Any
 
 from whet.inspect.diagnose.objective import log_ratios, outside_clip, total_norm
 from whet.inspect.diagnose.step import Component, Subject, Update, share
-from whet.train.optim.step import OptimConfig
+from whet.train.optim.step import PARAMETERS, OptimConfig
 from whet.train.rl_config import RLConfig
 
 
@@ -119,8 +119,8 @@ def _changes(subject: Subject, update: Update, lr: float) -> tuple[list[dict[str
         lr: Expected learning rate.
 
     Returns:
-        One row per tensor; the learning rate that fits the change best; and the largest deviation of a weight's change
-        from AdamW's first step, in units of `lr`.
+        One row per tensor; and of those that AdamW updates the learning rate that fits the change best, and the largest
+        deviation of a weight's change from AdamW's first step, in units of `lr`.
     """
     optim = subject.run.optim
     factor = min(1.0, optim.max_grad_norm / (total_norm(update.gradients) + 1e-6))
@@ -129,14 +129,16 @@ def _changes(subject: Subject, update: Update, lr: float) -> tuple[list[dict[str
     for name, gradient in update.gradients.items():
         old, g = update.before[name].double(), factor * gradient.double()
         change = update.after[name].double() - old
+        row = {"tensor": name, "L2": float(change.norm()), "norm": float(old.norm())}
+        relative = row["L2"] / row["norm"] if row["norm"] else math.inf
+        rows.append(row | {"largest": float(change.abs().max()), "relative": relative})
+        if name in subject.optimizer.muon_names:
+            continue  # its change is no function of single gradients
         unit = -g / (g.abs() + optim.eps) - (optim.weight_decay * old if old.dim() >= 2 else 0.0)
         dot, square = dot + float((change * unit).sum()), square + float((unit * unit).sum())
         # A float32 weight moves in units of its last bit.
         wrong = ((change - lr * unit).abs() - 2**-23 * old.abs()).max()
         excess = max(excess, float(wrong) / lr)
-        row = {"tensor": name, "L2": float(change.norm()), "norm": float(old.norm())}
-        relative = row["L2"] / row["norm"] if row["norm"] else math.inf
-        rows.append(row | {"largest": float(change.abs().max()), "relative": relative})
     return rows, dot / max(square, 1e-300), excess
 
 
@@ -154,12 +156,12 @@ def _after_update(part: Component, subject: Subject) -> None:
         part.facts["loss after the step, nats per token"] = -sum(map(math.fsum, scores)) / sum(
             map(len, scores)
         )
-    if subject.run.optim.precision == "bfloat16_master":
-        part.facts["bfloat16 weights that changed"] = share(subject.changed())
+    if (kind := subject.run.optim.precision) in PARAMETERS:
+        part.facts[f"{kind.removesuffix('_master')} weights that changed"] = share(subject.changed())
 
 
 def learning_rate_at(optim: OptimConfig, step: int, num_steps: int) -> float:
-    """Return the schedule's learning rate by its definition: linear warm-up to lr, then cosine, linear or constant."""
+    """Return the schedule's learning rate by its definition: linear warm-up to lr, then the shape."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     done = (step - optim.warmup_steps) / max(1, num_steps - 1 - optim.warmup_steps)
@@ -167,6 +169,17 @@ def learning_rate_at(optim: OptimConfig, step: int, num_steps: int) -> float:
         "constant": 1.0,
         "linear": 1 - min(1.0, done),
         "cosine": (1 + math.cos(math.pi * min(1.0, done))) / 2,
+        "wsd": 1 - math.sqrt(max(0.0, 1 - (1 - min(1.0, done)) / optim.decay_share)),
+        "cosine_restarts": _restarted(optim, min(1.0, done)),
     }
     low = 1.0 if optim.schedule == "constant" else optim.final_lr_share
     return optim.lr * (low + (1 - low) * left[optim.schedule])
+
+
+def _restarted(optim: OptimConfig, done: float) -> float:
+    """Return the height of the cosine that the run is in: cycle k is `cycle_factor` times as long as cycle k - 1."""
+    lengths = [optim.cycle_factor**number for number in range(optim.num_cycles)]
+    ends = [sum(lengths[: number + 1]) / sum(lengths) for number in range(len(lengths))]
+    index = next((number for number, end in enumerate(ends) if done < end - 1e-12), len(ends) - 1)
+    start = ends[index] - lengths[index] / sum(lengths)
+    return (1 + math.cos(math.pi * (done - start) / (ends[index] - start))) / 2

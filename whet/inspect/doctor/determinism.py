@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.torch import load_file
 
-from whet.telemetry.display import escape_controls
+from whet.telemetry.display import one_line
 from whet.telemetry.log import as_number, read_metrics, read_rows
 from whet.telemetry.metrics import METRICS
 from whet.types import UserError
@@ -128,7 +128,7 @@ def check_determinism(program: str, recipe: str) -> bool:
     console.print(_table(again))
     bad = [cell for cell in again if cell.difference]
     if bad:
-        print(_line(f"not the same twice: {bad[0].where} differs first: {bad[0].difference}"))
+        print(one_line(f"not the same twice: {bad[0].where} differs first: {bad[0].difference}"))
     else:
         print(f"the same twice: {len(again)} comparisons of {NUM_STEPS} steps, all bitwise equal")
     print("\nfor information (another order of sums; bitwise equality is not promised):")
@@ -136,7 +136,7 @@ def check_determinism(program: str, recipe: str) -> bool:
         far = [cell for cell in cells if cell.difference]
         last = [f"{cell.where} {cell.difference}" for cell in far if cell.where in first.files]
         text = f"differs first in {far[0].where}: {far[0].difference}" if far else "bitwise equal"
-        print(_line(f"{label}: {'; '.join([text, *last])}"))
+        print(one_line(f"{label}: {'; '.join([text, *last])}"))
     return not bad
 
 
@@ -238,11 +238,9 @@ def _table(cells: Sequence[Cell]) -> Table:
         table.add_column(name, no_wrap=name != "the second time")
     for cell in cells:
         text = (
-            Text(f"differs: {_line(cell.difference)}", style="bold red") if cell.difference else Text("equal")
+            Text(f"differs: {one_line(cell.difference)}", style="bold red")
+            if cell.difference
+            else Text("equal")
         )
         table.add_row(cell.where, cell.digest, text)
     return table
-
-
-def _line(text: str) -> str:
-    return escape_controls(" ".join(text.split()))

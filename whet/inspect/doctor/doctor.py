@@ -19,13 +19,13 @@ from whet.config import show
 from whet.generate.kernel_speed import measure, small
 from whet.inspect.doctor.determinism import check_determinism
 from whet.inspect.doctor.hang import check_hang
-from whet.kernels import choice
+from whet.kernels import dispatch
 from whet.kernels.cpu import build
 from whet.model.config import ModelConfig
 from whet.sandbox.attacks.attacks import all_attacks
 from whet.sandbox.attacks.battery import Finding, run_battery
 from whet.sandbox.programs import Sandbox
-from whet.telemetry.display import escape_controls
+from whet.telemetry.display import one_line
 from whet.types import UserError
 
 SHOWN_HOW = 60
@@ -108,9 +108,9 @@ def check_kernels() -> bool:
     console = Console()
     console.print(f"CPU targets: {', '.join(build.runnable())} (choose one with {build.VARIABLE})")
     if build.library() is None:
-        console.print(f"kernels: {choice.describe()}", soft_wrap=True)
+        console.print(f"kernels: {dispatch.describe()}", soft_wrap=True)
         return False
-    table = Table("width", "numbers", *choice.OPERATIONS, "kernels", box=SIMPLE_HEAD)
+    table = Table("width", "numbers", *dispatch.OPERATIONS, "kernels", box=SIMPLE_HEAD)
     for width in WIDTHS:
         shape = small(
             ModelConfig(
@@ -123,9 +123,9 @@ def check_kernels() -> bool:
         )
         for dtype in (torch.float32, torch.bfloat16):
             ratios = measure(shape, dtype)
-            cells = [f"{ratios[name]:.1f}x" for name in choice.OPERATIONS]
+            cells = [f"{ratios[name]:.1f}x" for name in dispatch.OPERATIONS]
             name = str(dtype).removeprefix("torch.")
-            table.add_row(str(width), name, *cells, choice.describe(choice.Choice.of(ratios)))
+            table.add_row(str(width), name, *cells, dispatch.describe(dispatch.Choice.of(ratios)))
     console.print(table)
     console.print("speed of the C++ kernels over PyTorch's own; slower ones are not used", soft_wrap=True)
     return True
@@ -162,16 +162,12 @@ def check_sandbox(backend: Literal["auto", "bwrap", "landlock"], only: str, num_
         console.print(_table(findings))
         breaches = [finding for finding in findings if finding.breach]
         for finding in breaches:
-            print(f"not contained: {finding.name} ({finding.group}): {_line(finding.breach)}")
+            print(f"not contained: {finding.name} ({finding.group}): {one_line(finding.breach)}")
         print(
             f"{sandbox.backend}: {len(findings)} checks, {len(breaches)} breaches, "
             f"{time.monotonic() - start:.1f} s"
         )
     return not breaches
-
-
-def _line(text: str) -> str:
-    return escape_controls(" ".join(text.split()))
 
 
 def _table(findings: Sequence[Finding]) -> Table:
@@ -180,7 +176,7 @@ def _table(findings: Sequence[Finding]) -> Table:
     for name, width in (("attack", 28), ("group", 12), ("contained", 9), ("ms", 5), ("how", None)):
         table.add_column(name, no_wrap=True, min_width=width, justify="right" if name == "ms" else "left")
     for finding in findings:
-        how = _line(finding.breach or finding.how)
+        how = one_line(finding.breach or finding.how)
         table.add_row(
             finding.name,
             finding.group,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.telemetry.display import escape_controls
+from whet.telemetry.display import one_line
 from whet.telemetry.heartbeat import FOLDER, birth
 from whet.telemetry.log import as_number, parse_row
 from whet.types import UserError
@@ -78,13 +78,13 @@ def check_hang(runs: Sequence[str]) -> bool:
     found = {run: read_ranks(Path(run)) for run in runs}
     console = Console()
     for run, ranks in found.items():
-        console.print(Text(_line(run), style="bold"))
+        console.print(Text(one_line(run), style="bold"))
         console.print(_table(ranks))
         for line in findings(ranks):
-            print(_line(line))
+            print(one_line(line))
         for rank in ranks:
             if not rank.is_well and (text := _tail(rank.stacks)):
-                print(f"\n{_line(str(rank.stacks))}, last lines:\n{text}")
+                print(f"\n{one_line(str(rank.stacks))}, last lines:\n{text}")
     return all(rank.is_well for ranks in found.values() for rank in ranks)
 
 
@@ -188,12 +188,12 @@ def _table(ranks: Sequence[Rank]) -> Table:
         style = "" if rank.is_well else "bold red"
         table.add_row(
             str(rank.number),
-            Text(_line(rank.state), style=style),
-            Text(_line(rank.phase)),
+            Text(one_line(rank.state), style=style),
+            Text(one_line(rank.phase)),
             str(rank.step),
             f"{rank.silent_s:.0f}",
             rank.alive,
-            Text(_line(rank.collective)),
+            Text(one_line(rank.collective)),
         )
     return table
 
@@ -207,8 +207,4 @@ def _tail(path: Path) -> str:
     except OSError:
         return ""
     lines = text.strip().split("\n\n")[-1].splitlines()
-    return "\n".join(f"  {_line(line)}" for line in lines[:SHOWN_LINES])
-
-
-def _line(text: str) -> str:
-    return escape_controls(" ".join(text.split()))
+    return "\n".join(f"  {one_line(line)}" for line in lines[:SHOWN_LINES])

@@ -119,7 +119,7 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
         objective = Objective.of(run, policy, value=replace(run.value, warmup_steps=0))
         policy.max_rows = work.rows
         policy.activations = Activations(int(work.kept_gib * 2**30)) if work.kept_bytes else None
-        engine = policy.engine(stops=False, keeps=True)
+        engine = policy.engine(stops=False, trains=True)
         groups = _longest_groups(run, engine, work)
         engine.release(above=KEPT_CACHE)
         found["rollout"] = meter.restart()
@@ -165,6 +165,7 @@ def _longest_groups(run: RLConfig, engine: Engine, work: Workload) -> list[Group
             prompt_ids=prompt,
             completion_ids=done.ids,
             sampler_logprobs=done.logprobs,
+            kept=done.kept,
             text="",
             finish_reason="length",
             reward=float(index % 2),

@@ -112,7 +112,7 @@ class Workload:
     @property
     def parameter_bytes(self) -> int:
         """Bytes per parameter, gradient, and (in bfloat16) activation between layers."""
-        return 2 if self.precision == "bfloat16_master" else 4
+        return 2 if self.precision.endswith("_master") else 4
 
     @property
     def product_bytes(self) -> int:
@@ -127,13 +127,16 @@ class Workload:
     @property
     def is_native(self) -> bool:
         """Whether C++ kernels compute norms, the head and products that read the residual stream."""
-        return self.has_kernels and self.shape.hidden_size % QUANTUM == 0
+        is_known = self.has_kernels and not self.precision.startswith("float16")
+        return is_known and self.shape.hidden_size % QUANTUM == 0
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of activations that the sampler keeps (`whet.generate.activations`), with longest sequences."""
         is_fused = self.is_native and self.has_native_gate and self.has_native_attention
-        is_plain = self.checkpoint is None and self.precision != "bfloat16_autocast" and is_known(self.shape)
+        is_plain = (
+            self.checkpoint is None and not self.precision.endswith("_autocast") and is_known(self.shape)
+        )
         if not (is_fused and is_plain):
             return 0
         prompt = self.length - self.num_trained
@@ -237,7 +240,7 @@ def norm_bytes(work: Workload, num_readers: int) -> int:
         num_readers: Products that read it.
     """
     residual = work.parameter_bytes
-    copies = 2 * num_readers if work.precision == "bfloat16_autocast" else residual * (num_readers > 0)
+    copies = 2 * num_readers if work.precision.endswith("_autocast") else residual * (num_readers > 0)
     return residual + copies
 
 
@@ -489,7 +492,7 @@ def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
 
 def state_bytes(work: Workload, sizes: Sequence[int]) -> int:
     """Return the bytes of moments and of master weights beyond the parameters."""
-    masters = 2 * sum(sizes) if work.precision == "bfloat16_master" else 0
+    masters = {"bfloat16_master": 2, "float16_master": 4}.get(work.precision, 0) * sum(sizes)
     packed = [n for n in sizes if work.adam_bits == 8 and n >= MIN_NUMBERS]
     return masters + 8 * (sum(sizes) - sum(packed)) + sum(2 * (n + 4 * -(-n // BLOCK)) for n in packed)
 
@@ -558,7 +561,7 @@ def _rollout(work: Workload) -> dict[str, int]:
     if work.is_native:  # the prompts' logits, repeated for each row
         prefill = max(prefill, logits + work.num_prompts * vocabulary * 4)
     parts = {"activations": states + max(decode, prefill)}
-    if work.precision == "bfloat16_master" and work.device == "cpu" and not work.is_native:
+    if work.precision.endswith("_master") and work.device == "cpu" and not work.is_native:
         parts["float32 head"] = 4 * shape.vocab_size * shape.hidden_size
     return parts
 
@@ -667,8 +670,8 @@ def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
         copies = 0
     elif work.adam_bits == 8:
         copies = 4 * CHUNK_COPIES * min(max(sizes), adam8bit.CHUNK)
-    elif (
-        work.precision == "bfloat16_master"
+    elif work.precision.endswith(
+        "_master"
     ):  # weights and, if PyTorch updates them, the gradient, original and scaled
         copies = (4 if has_kernels else 12) * min(max(sizes), CHUNK[work.device])
     else:
@@ -691,7 +694,7 @@ def _batch_bytes(work: Workload) -> int:
 
 def _copies(work: Workload, count: int) -> dict[str, int]:
     """Return the bytes of autocast's copies of the weights, which the graph keeps (none in inference mode)."""
-    is_kept = work.precision == "bfloat16_autocast" and work.checkpoint != "layer"
+    is_kept = work.precision.endswith("_autocast") and work.checkpoint != "layer"
     if not is_kept or work.is_native or work.widens:
         return {}
     shape = work.shape

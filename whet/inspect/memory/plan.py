@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from whet.cli import Program
 from whet.config import load_yaml, show
-from whet.generate.policy import PolicyConfig, load_policy, resolve_device
+from whet.generate.policy import INHERIT, PolicyConfig, load_policy, resolve_device
 from whet.inspect.memory.meter import compare, measure
 from whet.inspect.memory.phases import (
     GIB,
@@ -24,14 +24,14 @@ from whet.inspect.memory.phases import (
     sharded_budget,
 )
 from whet.kernels import eager
-from whet.kernels.cpu import ops as cpu
+from whet.kernels.cpu import build
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig
 from whet.model.families import from_hf
 from whet.model.files import find_files, is_hub_name, read_json
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import model_folder
-from whet.schema import SCHEMAS
+from whet.schema import find_schema
 from whet.telemetry.display import escape_controls
 from whet.train.fit import FIT_ATTENTION
 from whet.train.optim.precision import resolve_precision
@@ -211,7 +211,7 @@ def policy_shape(policy: PolicyConfig) -> ModelConfig:
     if policy.init:
         shape = find_shape(policy.init)
         return replace(shape, vocab_size=max(shape.vocab_size, policy.padded_vocab_size))
-    schema = SCHEMAS["think_answer" if policy.schema == "inherit" else policy.schema]
+    schema = find_schema("think_answer" if policy.schema == INHERIT else policy.schema)
     schema = replace(schema, tools=() if policy.tools == ("none",) else policy.tools)
     tags = (*schema.tags, *schema.tool_tags) if policy.tags_as_tokens else ()
     if policy.tokenizer == "characters":
@@ -241,7 +241,7 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         precision=run.optim.precision,
         device=device,
         attention=FIT_ATTENTION,
-        has_kernels=device == "cpu" and cpu.library() is not None,
+        has_kernels=device == "cpu" and build.library() is not None,
         checkpoint=run.optim.checkpoint_kind if run.optim.checkpoint_layers else None,
         offload_inputs=run.optim.offload_inputs,
         adam_bits=run.optim.adam_bits,

@@ -21,6 +21,7 @@ from whet.inspect.replay.step import Stage, TrainConfig, load_before, replay_ste
 from whet.telemetry.display import escape_controls
 from whet.train.dpo import DPOConfig
 from whet.train.optim.safety import set_deterministic
+from whet.train.optim.step import Precision
 from whet.train.record import Kind, Recorded, describe_machine, find_record, read_record, weights_before
 from whet.train.rft import RFTConfig
 from whet.train.rl_config import RLConfig
@@ -43,7 +44,7 @@ class ReplayConfig:
     """Run folder of sft, rft, dpo or rl."""
     step: int = 0
     """The step, from 1; runs record the first one after each checkpoint, and every fault. 0 for the newest."""
-    precision: Literal["recorded", "float32", "bfloat16_autocast", "bfloat16_master"] = "recorded"
+    precision: Literal["recorded"] | Precision = "recorded"
     """Precision of the step here."""
     token_budget: int = 0
     """Tokens per micro-batch here; 0 as recorded."""

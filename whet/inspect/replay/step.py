@@ -19,7 +19,7 @@ from whet.algo.packing import TrainingSequence
 from whet.eval.grade import grade
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.weights import load_model
-from whet.rewards.base import EPISODE, JUDGE, WeightedReward, build_rewards, score_completions
+from whet.rewards.base import EPISODE, JUDGE, MODEL, WeightedReward, build_rewards, score_completions
 from whet.storage.checkpoint import Loaded
 from whet.storage.commit import UNREADABLE, verify_folder
 from whet.tasks.base import answer_type_of, load_task
@@ -438,7 +438,7 @@ def _rewards_stage(
                 opened = open_judge(judge, rewards, Path(scratch), policy.schema, pairs[0][0])
                 rewards = stack.enter_context(opened)[0]
             rewards = [_as_recorded(reward, pairs, ask_judge=ask_judge) for reward in rewards]
-            kept = [r.name for r in rewards if r.name == EPISODE or (r.name == JUDGE and not ask_judge)]
+            kept = [r.name for r in rewards if _is_kept(r.name, ask_judge)]
             notes += [f"'{name}' as recorded" for name in kept]
             scored = score_completions(rewards, [(problem, sample.text) for problem, sample in pairs])
         totals = [_total(policy, config, s, total) for (_, s), (_, total) in zip(pairs, scored, strict=True)]
@@ -446,11 +446,16 @@ def _rewards_stage(
     return replace(stage, difference=math.inf) if unequal else stage
 
 
+def _is_kept(name: str, ask_judge: bool) -> bool:
+    """Say whether a reward's recorded scores are taken: it is no function of the text, or needs another model."""
+    return name in (EPISODE, MODEL) or (name == JUDGE and not ask_judge)
+
+
 def _as_recorded(
     reward: WeightedReward, pairs: Sequence[tuple[Problem, Sample]], *, ask_judge: bool
 ) -> WeightedReward:
     """Make a reward that is not a function of the text return its recorded scores."""
-    if reward.name != EPISODE and (reward.name != JUDGE or ask_judge):
+    if not _is_kept(reward.name, ask_judge):
         return reward
     scores = [sample.rewards.get(reward.name) for _, sample in pairs]
     return replace(reward, many=lambda _: list(scores))

@@ -29,8 +29,8 @@ from whet.train.rollout.order import data_order
 from whet.train.rollout.source import KEPT_CACHE
 from whet.train.session import load_trained
 from whet.train.setup import load_rl
-from whet.train.sft import SFTConfig, demonstration, fitting, is_empty, train_step
-from whet.types import Group, Problem, Sample, UserError
+from whet.train.sft import SFTConfig, demonstration, demonstrations_of, is_empty, rows_of, train_step
+from whet.types import Group, Problem, Sample
 
 LR = 0.0
 """Zero, so that every step is the same work at every point; AdamW takes the same time."""
@@ -149,9 +149,7 @@ class FineTuning(Steps):
         super().__init__(load_trained(run))
         task = load_task(run.task)
         self.policy.expect(answer_type_of(task))
-        kept = fitting(self.policy, task.problems("train"))
-        if not kept:
-            raise UserError("no demonstration of the train split fits the context")
+        kept = demonstrations_of(run, self.policy, rows_of(run, task)).problems
         drawn = data_order(task, kept, run.seed).next(run.batch_size)
         self._first = [demonstration(self.policy, p, empty=is_empty(run, epoch, p)) for epoch, p in drawn]
         every = [demonstration(self.policy, problem) for problem in kept]
@@ -204,7 +202,7 @@ class Reinforcement(Steps):
     def _prepare(self, run: RLConfig, *, longest: bool) -> Work:
         optimizer = Optimizer(self.policy.model, run.optim)
         objective = Objective.of(run, self.policy)
-        engine = self.policy.engine(stops=not longest)
+        engine = self.policy.engine(stops=not longest, trains=True)
         sample = self._longest_groups(run, engine) if longest else self._first_groups(run, engine)
 
         def work(mark: Mark) -> dict[str, float]:
@@ -285,6 +283,7 @@ def _group(uid: str, prompt_ids: tuple[int, ...], row: Sequence[Completion]) -> 
             prompt_ids=prompt_ids,
             completion_ids=done.ids,
             sampler_logprobs=done.logprobs,
+            kept=done.kept,
             text="",
             finish_reason="length",
         )

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 
@@ -33,6 +33,7 @@ from whet.inspect.sweep.worker import Answer, Worker
 from whet.report.page import json_for_script
 from whet.storage.folder import open_run
 from whet.telemetry.display import escape_controls
+from whet.train.optim.step import parameter_dtype
 from whet.train.rl_config import RLConfig
 from whet.types import UserError
 
@@ -167,7 +168,7 @@ class Sweep:
         self._config, self._say, self._make = config, say, make
         self._plain, self._run = run, with_reference(run) if config.mode == "grpo" else run
         self._rounds = config.rounds or ROUNDS[config.mode]
-        self._workers: dict[tuple[bool, bool], Worker] = {}
+        self._workers: dict[tuple[bool, torch.dtype], Worker] = {}
         self._memory: dict[Point, Answer] = {}
         self._is_substituted = False
         self._one_model: dict[str, int] | None = None
@@ -186,9 +187,7 @@ class Sweep:
     def __enter__(self) -> Sweep:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -276,7 +275,7 @@ class Sweep:
         """Query a worker; retry a failure in a fresh one if this one holds memory of earlier points."""
         request = {"what": what, "program": self._config.of, "run": to_dict(run), "count": self._config.steps}
         request["memory_bytes"] = self._memory_bytes
-        key = (run.optim.compile, run.optim.precision == "bfloat16_master")
+        key = (run.optim.compile, parameter_dtype(run.optim.precision))
         while True:
             is_fresh = not self._workers
             if key not in self._workers:

@@ -23,6 +23,7 @@ import torch
 from whet.config import from_dict
 from whet.generate.policy import resolve_device
 from whet.inspect.sweep.steps import Reinforcement, Steps, load, memory_errors
+from whet.sandbox.graders.graders import num_cores
 from whet.sandbox.reentry import end_with_parent, refuse_reentry
 from whet.telemetry.provenance import describe_environment
 from whet.train.optim.safety import is_out_of_memory
@@ -172,11 +173,6 @@ def free_memory() -> int:
         # Cached files are given up at need.
         free = min(free, int(group[0]) - int(group[1]) + sum(map(int, files)))
     return free
-
-
-def num_cores() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _text(path: str) -> str:

@@ -8,15 +8,9 @@ from typing import Any
 
 import torch
 
-from whet.kernels.cpu.ops import CHANNELS, _threads, _wide, call, recorded, usable
+from whet.kernels.cpu.ops import _threads, _wide, call, recorded
 
 TILE = 16
-
-
-def can_attend(q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> bool:
-    """Say whether the kernels can attend with these tensors."""
-    same = q_NHC.dtype == k_NKC.dtype == v_NKC.dtype
-    return same and q_NHC.shape[-1] in CHANNELS and usable(q_NHC, operation="attention")
 
 
 class _Attend(torch.autograd.Function):
@@ -31,7 +25,7 @@ class _Attend(torch.autograd.Function):
             out = attended.view(q.shape)
             ctx.save_for_backward(q, k, v, out, lse, segments)
             return out
-        out = torch.zeros_like(q)
+        out = torch.zeros_like(q)  # rows outside all segments (row padding) are never written
         lse = torch.empty(q.shape[:2])
         count, (heads, channels), kv_heads = segments.shape[0], q.shape[1:], k.shape[1]
         call("attend", _wide(q), q, k, v, out, lse, heads, kv_heads, channels, segments, count, _threads())
@@ -42,6 +36,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, segments = ctx.saved_tensors
         grad, dq = upstream[0].contiguous(), torch.zeros_like(q)
+        # Float32 for any dtype: a key's gradient is a sum over all queries that see it, also those of other segments.
         dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
         shape = q.shape[1], k.shape[1], q.shape[2]
         count = segments.shape[0]

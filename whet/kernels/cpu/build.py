@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from whet.config import cache_folder
-from whet.kernels.dispatch import mode
+from whet.kernels.mode import mode
 from whet.types import UserError
 
 VARIABLE = "WHET_KERNELS_ARCH"

@@ -114,6 +114,7 @@ class Layers:
         self._shape = _Shape(num_rows, self._width, *heads, eps, 0)
         memory = torch.empty(call("layers_memory", ctypes.byref(self._shape)), dtype=torch.uint8)
         x = torch.empty(num_rows, self._width, dtype=embeddings.dtype)
+        # The structures below hold plain addresses: whatever they point to is kept alive by `_kept`.
         parts = x, embeddings, norm, cos, sin, memory
         self._outside = _Outside(*(part.data_ptr() for part in parts))
         self._kept: list[Any] = [parts, layers, caches]
@@ -149,6 +150,7 @@ class Layers:
             places_M: Places for the kept results (`keep`), below 0 for none; None keeps nothing.
         """
         count = tokens_M.shape[0]
+        # Threads are read anew: a caller may have changed their number since. No result depends on it.
         self._shape.rows, self._shape.threads = count, _threads()
         out = torch.empty(count, self._width, dtype=self._embeddings.dtype)
         wide = _wide(out), int(self._dtype == torch.float32)

@@ -1,8 +1,8 @@
 """The C++ kernels as functions of tensors, and their gradients.
 
 Every function gives a row the same bits whatever other rows are in the call and however many threads run, so that a
-sampler and a trainer that both call them agree exactly. `usable` says which tensors they accept; for all others the
-caller runs its eager code. Weights are packed into panels once (`panels`), and again when they change.
+sampler and a trainer that both call them agree exactly. `whet.kernels.dispatch` says which tensors they accept, and
+runs the eager twins on all others. Weights are packed into panels once (`panels`), and again when they change.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from whet.kernels.choice import Operation, uses
-from whet.kernels.cpu.build import library
+from whet.kernels.cpu import build
 from whet.kernels.eager import product_dtype
 
 QUANTUM = 16
 ENOUGH = 8192
-"""Minimum of numbers per thread."""
+"""Minimum of numbers per thread: waking a thread costs more than a little work."""
 SMALL, MANY_ROWS = 1024, 256
 """Up to this width, and from this many rows on, packing a weight for its input's gradient pays off (float32)."""
 CHANNELS = (16, 32, 64, 128)
@@ -67,7 +66,7 @@ RESULTS = {"packed_size": c_long, "layers_memory": c_long, "squares": c_double}
 
 
 def _functions() -> dict[str, Any]:
-    loaded = library()
+    loaded = build.library()
     found: dict[str, Any] = {}
     for name, arguments in SIGNATURES.items() if loaded is not None else ():
         function = getattr(loaded, f"whet_{name}")
@@ -93,16 +92,6 @@ def call(name: str, *arguments: Any) -> Any:
     return _table[name](*plain)
 
 
-def usable(*tensors: torch.Tensor, operation: Operation = "product") -> bool:
-    """Say whether the kernels should run on tensors: on the CPU, float32 or bfloat16, last axis a multiple of 16."""
-    if torch.compiler.is_compiling() or not uses(operation):
-        return False
-    for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.dtype not in DTYPES or tensor.shape[-1] % QUANTUM:
-            return False
-    return library() is not None
-
-
 def _wide(tensor: torch.Tensor) -> int:
     return int(tensor.dtype == torch.float32)
 
@@ -120,7 +109,7 @@ def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _threads(work: int = sys.maxsize) -> int:
-    """Return the number of threads for this many numbers: waking threads costs more than a little work."""
+    """Return the number of threads for this many numbers."""
     return max(1, min(torch.get_num_threads(), work // ENOUGH))
 
 
@@ -149,7 +138,7 @@ def panels(weight_FD: torch.Tensor, dtype: torch.dtype, *, transposed: bool = Fa
 
 
 def _pack(weight_FD: torch.Tensor, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
-    source = weight_FD.contiguous()
+    source = weight_FD.contiguous()  # a transposed weight is copied once here, not at each product
     rows, width = source.shape
     if packed is None:
         packed = torch.empty(call("packed_size", _wide_dtype(dtype), rows, width), dtype=dtype)
@@ -282,22 +271,18 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(
-    x_ND: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool = False
-) -> torch.Tensor | None:
-    """Return x W^T + b by the kernels, in autocast's dtype if that is on; None if they cannot be used."""
-    if x_ND.dim() != 2 or not usable(x_ND, weight):
-        return None
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x_ND.dtype
-    if dtype not in DTYPES or (dtype != weight.dtype and not torch.is_autocast_enabled("cpu")):
-        return None
-    needs_grad = x_ND.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, transposed: bool = False
+) -> torch.Tensor:
+    """Return x @ weight.T + bias, in autocast's dtype if that is on; see `whet.kernels.eager.linear`."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    needs_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if needs_grad and torch.is_grad_enabled():
-        return _Linear.apply(x_ND, weight, bias, dtype, transposed)  # pyright: ignore[reportReturnType]
+        return _Linear.apply(x, weight, bias, dtype, transposed)  # pyright: ignore[reportReturnType]
     # Skip autograd: its bookkeeping takes as long as a small product.
-    x = x_ND.to(dtype).contiguous()
     packed = panels(weight, dtype, transposed=transposed)
     columns = weight.shape[1] if transposed else weight.shape[0]
-    return product(x, packed, columns, bias=None if bias is None else bias.to(dtype))
+    rounded = None if bias is None else bias.to(dtype)
+    return product(x.to(dtype).contiguous(), packed, columns, bias=rounded)
 
 
 class _Norm(torch.autograd.Function):
@@ -306,6 +291,7 @@ class _Norm(torch.autograd.Function):
         x = x.contiguous()
         width = x.shape[-1]
         rows = x.numel() // width
+        # A tape has the sampler's own results, with the bits that would be computed here.
         if (found := recorded()) is not None:
             out, rstd = found
             assert out is not None
@@ -338,11 +324,12 @@ class _Norm(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype), None
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """Return the root-mean-square norm of the last axis times `weight`; None if the kernels cannot be used."""
-    if x.dtype != weight.dtype or not usable(x, weight):
-        return None
-    return _Norm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the residual, normalise by the root mean square and scale; see `whet.kernels.eager.rms_norm`."""
+    total = x if residual is None else x + residual
+    return _Norm.apply(total, weight, eps), total  # pyright: ignore[reportReturnType]
 
 
 class _Rotate(torch.autograd.Function):
@@ -366,10 +353,8 @@ def _rotated(x_NHC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: fl
     return out
 
 
-def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor | None:
-    """Apply rotary positions to heads, cos and sin in float32; None if the kernels cannot be used."""
-    if not usable(x_NHC) or cos_N1C.dtype != torch.float32:
-        return None
+def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions to heads; see `whet.kernels.eager.rotate`."""
     cos, sin = cos_N1C.contiguous(), sin_N1C.contiguous()
     return _Rotate.apply(x_NHC, cos, sin)  # pyright: ignore[reportReturnType]
 
@@ -396,10 +381,8 @@ class _Gate(torch.autograd.Function):
         return grad_gate, grad_up
 
 
-def swiglu(gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor | None:
-    """Return silu(gate) * up; None if the kernels cannot be used."""
-    if gate_NF.dim() != 2 or gate_NF.dtype != up_NF.dtype or not usable(gate_NF, up_NF):
-        return None
+def swiglu(gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up; see `whet.kernels.eager.swiglu`."""
     return _Gate.apply(gate_NF, up_NF)  # pyright: ignore[reportReturnType]
 
 

@@ -22,6 +22,8 @@ def _split(
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.minimum(tl.load(lengths_ptr + row), num_keys).to(tl.int32)
     start = split * SPLIT
+    # A split behind the row's length writes nothing, and `_merge` reads nothing of it: which splits there are depends
+    # on the row's length alone, so neither the batch nor the cache's capacity shows in the bits.
     if start < length:
         query, channel = tl.arange(0, QUERIES), tl.arange(0, CHANNELS)
         pair = row * tl.num_programs(1) + head
@@ -39,6 +41,7 @@ def _split(
             real = seen[:, None] & (channel[None, :] < C)
             k = tl.load(k_ptr + at, mask=real, other=0.0)
             v = tl.load(v_ptr + at, mask=real, other=0.0).to(tl.float32)
+            # Three TF32 products are float32 to about 2^-21; one keeps only 10 bits of the mantissa.
             scores = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="tf32x3") * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
             new = tl.maximum(top, tl.max(scores, 1))
@@ -64,6 +67,7 @@ def _merge(
     pair = row * (HEADS // REP) + head // REP
     top, total = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32)
     out = tl.zeros([CHANNELS], tl.float32)
+    # From first to last: another order would give other bits.
     for split in range((length + SPLIT - 1) // SPLIT):
         at = (pair * num_splits + split).to(tl.int64) * REP + head % REP
         part_top = tl.load(top_ptr + at)

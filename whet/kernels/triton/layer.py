@@ -54,7 +54,7 @@ def _rms_backward(
         grad = tl.load(grad_ptr + at, mask=real, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_ptr + row)
         scaled = tl.load(total_ptr + at, mask=real, other=0.0).to(tl.float32) * inverse
-        grad_weight += grad * scaled
+        grad_weight += grad * scaled  # float32 over all rows of this program; the host adds the programs up
         inner = grad * weight
         grad_x = inverse * (inner - scaled * (tl.sum(inner * scaled, 0) / D))
         grad_x += tl.load(extra_ptr + at, mask=real, other=0.0).to(tl.float32)

@@ -25,6 +25,8 @@ def _forward(
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
         z = tl.load(z_ptr + column, mask=column < V, other=float("-inf"))
+        # The moment is taken around the running maximum, so that logits near 10,000 lose nothing. Where a block has
+        # no finite logit, -inf - -inf would be nan: hence `base`, `centred` and `moved`.
         new = tl.maximum(top, tl.max(z, 0))
         base = tl.where(new == float("-inf"), 0.0, new)
         centred = tl.where(z == float("-inf"), 0.0, z - base)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,8 +42,14 @@ MAX_TEMPLATE_CHARS = 64 * 2**10
 MAX_RENDERED_CHARS = 2**22
 MAX_RANGE = 100_000
 MAX_RENDER_S = 10.0
+TODAY = "_today"
+"""Key of the date in a template's values: a fixed one, so that prompts do not change overnight."""
 TRIAL_S, TRIAL_MIB = 2.0, 512
 """Limits of the first rendering of an untrusted template, in a separate process."""
+MARKS = ("_generation_opens", "_generation_closes")
+"""Names whose values a generation block is written between."""
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+"""The start of a generation block in a template."""
 
 
 def failure(source: str, values: Mapping[str, Any]) -> str:
@@ -80,13 +88,18 @@ def check_template(source: str) -> None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Render `{% generation %}` blocks (which mark assistant text for trainers) as their body."""
+    """Render `{% generation %}` blocks (which mark assistant text for trainers) as their body, between the values of
+    `MARKS`: nothing, unless `render_marked` gives them."""
 
     tags = {"generation"}
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        opened, closed = (jinja2.nodes.Output([jinja2.nodes.Name(name, "load")]) for name in MARKS)
+        return jinja2.nodes.Scope(
+            [opened, *body, closed]
+        )  # as in transformers, what a block sets ends with it
 
 
 class _Unfolded(CodeGenerator):
@@ -161,7 +174,6 @@ def _compile(source: str) -> jinja2.Template:
     del sandbox.globals["lipsum"]
     sandbox.filters["tojson"] = _to_json
     sandbox.globals["raise_exception"] = _raise_exception
-    sandbox.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     return sandbox.from_string(source)
 
 
@@ -172,7 +184,8 @@ def render_template(source: str, values: Mapping[str, Any]) -> str:
 
     Args:
         source: Jinja source.
-        values: Names that the template sees: messages, add_generation_prompt, bos_token, eos_token, ...
+        values: Names that the template sees: messages, add_generation_prompt, bos_token, eos_token, ...; and under
+            `TODAY` the date of its function strftime_now, as YYYY-MM-DD.
 
     Returns:
         The text.
@@ -193,7 +206,10 @@ def render_template(source: str, values: Mapping[str, Any]) -> str:
     deadline = time.monotonic() + MAX_RENDER_S
     pieces, num_chars = [], 0
     try:
-        for piece in _compile(source).generate(tools=None, documents=None, range=bounded_range, **values):
+        today = datetime.datetime.fromisoformat(values.get(TODAY) or datetime.date.today().isoformat())
+        functions = {"range": bounded_range, "strftime_now": today.strftime}
+        given = {"tools": None, "documents": None, **values, **functions}
+        for piece in _compile(source).generate(given):
             pieces.append(piece)
             num_chars += len(piece)
             if num_chars > MAX_RENDERED_CHARS or time.monotonic() > deadline:
@@ -201,3 +217,41 @@ def render_template(source: str, values: Mapping[str, Any]) -> str:
     except Exception as error:  # anything that an untrusted template may raise
         raise UserError(f"chat template fails: {type(error).__name__}: {str(error)[:200]}") from error
     return "".join(pieces)
+
+
+def render_marked(source: str, values: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
+    """Render, and find what the template's generation blocks wrote.
+
+    Args:
+        source: Jinja source.
+        values: As for `render_template`.
+
+    Returns:
+        The text of `render_template`, and (start, end) of each generation block in it, in characters; None if the
+        template has no such blocks, or changes what they wrote (trims it, say), so that it cannot be found again.
+
+    Raises:
+        UserError: If the template fails or exceeds a limit.
+    """
+    text = render_template(source, values)
+    if not GENERATION.search(source):
+        return text, None
+    # No text of a conversation holds marks that nobody could know before.
+    secret = secrets.token_hex(8)
+    opened, closed = f"\x02{secret}\x02", f"\x03{secret}\x03"
+    marked = render_template(source, {**values, **dict(zip(MARKS, (opened, closed), strict=True))})
+    plain, spans, depth = "", [], 0
+    for piece in re.split(f"({opened}|{closed})", marked):
+        if piece == opened:
+            if depth == 0:
+                spans.append((len(plain), len(plain)))
+            depth += 1
+        elif piece == closed:
+            depth -= 1
+            if depth == 0:
+                spans[-1] = (spans[-1][0], len(plain))
+        else:
+            plain += piece
+    if plain != text or depth != 0:
+        return text, None
+    return text, [span for span in spans if span[0] < span[1]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,27 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from whet.model.files import find_files, read_json, read_text
-from whet.model.text.template import PLAIN_TEMPLATE, check_template, render_template, try_template
+from whet.model.text.template import (
+    BASE_TEMPLATE,
+    PLAIN_TEMPLATE,
+    TODAY,
+    check_template,
+    render_marked,
+    render_template,
+    try_template,
+)
 from whet.types import UserError
 
 MAX_ID = 2**24
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 FILES = ("tokenizer.json", *CONFIGS, "chat_template.jinja")
+RESERVED = ("messages", "add_generation_prompt", "strftime_now", "range", TODAY)
+MARK = "\u2402words\u2403"
+"""Stands for words of a message where what the template writes around them is looked for."""
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+Values = Mapping[str, bool | str]
+"""Further values for a chat template, such as enable_thinking."""
 
 
 class Tokenizer:
@@ -32,10 +48,14 @@ class Tokenizer:
         unk_id: Id of characters outside the vocabulary, or None.
         pad_id: Id for padding, or None (also if the config names one that tokenizer.json lacks).
         stop_ids: Every id that ends a generation: `eos_id` and those of generation_config.json.
-        adds_bos: Whether prompts start with `bos_id`.
+        adds_bos: Whether texts start with `bos_id`.
+        prompt_bos: Whether a prompt whose template does not write `bos_id` starts with it all the same. False for the
+            template of a chat model, as in transformers and vLLM; True for whet's own templates.
         special_ids: Control tokens; they keep their text in `decode`.
         vocab_size: Highest decodable id, plus 1.
         chat_template: Jinja source, or None.
+        template_values: Further values that the template reads, such as enable_thinking.
+        date: The template's today, as YYYY-MM-DD.
     """
 
     def __init__(
@@ -46,6 +66,9 @@ class Tokenizer:
         adds_bos: bool = False,
         chat_template: str | None = None,
         stop_ids: Iterable[int] = (),
+        template_values: Values | None = None,
+        date: str = "",
+        prompt_bos: bool | None = None,
     ) -> None:
         """Wrap a backend.
 
@@ -55,6 +78,9 @@ class Tokenizer:
             adds_bos: Whether prompts start with BOS even if the post-processor adds none.
             chat_template: Jinja source.
             stop_ids: Further ids that end a generation.
+            template_values: Further values for the template.
+            date: The template's today; empty for the computer's.
+            prompt_bos: None: True with whet's own templates only.
 
         Raises:
             UserError: If a role's token is unknown, an id is absurd, or the template is too long.
@@ -87,13 +113,30 @@ class Tokenizer:
         if chat_template is not None:
             check_template(chat_template)
         self.chat_template = chat_template
-        self._template_is_checked = False
+        self.template_values = dict(template_values or {})
+        for name in self.template_values:
+            if not re.search(rf"\b{re.escape(name)}\b", chat_template or "") or name in RESERVED:
+                raise UserError(
+                    f"policy.template_values.{name}: the model's chat template does not read it; leave it out"
+                )
+        self.date = date or datetime.date.today().isoformat()
+        own = chat_template in (None, BASE_TEMPLATE, PLAIN_TEMPLATE)
+        self.prompt_bos = self.adds_bos and (own if prompt_bos is None else prompt_bos)
+        self._endings: dict[tuple[tuple[str, bool | str], ...], str] = {}
+        self._template_is_checked = self._turns_are_checked = self._turns_are_tried = False
         self._decoder, self._num_stripped = _space_keeping(backend.decoder)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the tokenizer.json that `save` writes: same fingerprint, same ids."""
         return hashlib.sha256(self._backend.to_str(pretty=True).encode()).hexdigest()
+
+    def difference(self, other: Tokenizer) -> str:
+        """Return how another tokenizer's ids differ in their texts; '' if they are the same."""
+        if self._texts == other._texts:
+            return ""
+        index = min(n for n in self._texts | other._texts if self._texts.get(n) != other._texts.get(n))
+        return f"id {index} is {self._texts.get(index)!r:.40} here and {other._texts.get(index)!r:.40} there"
 
     def encode(self, text: str) -> list[int]:
         """Turn text into ids; control tokens spelt out in the text become their single id; BOS is never added.
@@ -140,46 +183,164 @@ class Tokenizer:
         """Decode one id as inside a text (keeping a leading space)."""
         return self._spell([index])
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, prefix: str = "") -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, prefix: str = "", values: Values | None = None
+    ) -> str:
         """Write the prompt: messages through the chat template, the generation cue, then `prefix`.
 
         Args:
             messages: Maps with 'role' and 'content'.
-            prefix: Forced start of the response (`ResponseSchema.generation_prefix`).
+            prefix: Forced start of the response (`ResponseSchema.generation_prefix`); not written twice where the
+                template's cue ends with it.
+            values: Further values for the template, besides `template_values`.
 
         Returns:
             The prompt as text.
 
         Raises:
-            UserError: If there is no template, it fails, it exceeds a limit, or it rewrites earlier messages.
+            UserError: If there is no template, it fails, or it exceeds a limit.
         """
         if self.chat_template is None:
             raise UserError(
                 "this tokenizer has no chat template; give it one (for a base model: BASE_TEMPLATE)"
             )
         if not self._template_is_checked:
-            self._check_prefix(messages)
-        return self._render(messages, cue=True) + prefix
+            try_template(self.chat_template, [self._values(messages, True, values)])
+            self._template_is_checked = True
+        text = self._render(messages, cue=True, values=values)
+        is_open = bool(prefix) and self.ending(values).rstrip().endswith(prefix)
+        return text if is_open else text + prefix
 
-    def encode_prompt(self, messages: Sequence[Mapping[str, str]], prefix: str = "") -> list[int]:
-        """Render and encode; with `adds_bos` there is exactly one leading BOS, whether or not the template wrote it."""
-        ids = self.encode(self.render(messages, prefix=prefix))
-        if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+    def ending(self, values: Values | None = None) -> str:
+        """Return what the template writes after the user's words in a prompt; '' if it fails.
+
+        Args:
+            values: Further values for the template.
+        """
+        key = tuple(sorted((values or {}).items()))
+        if key not in self._endings:
+            try:
+                text = self.render([{"role": "user", "content": MARK}], values=values)
+            except UserError:  # it needs other messages, or is no template: whoever renders is told
+                text = ""
+            self._endings[key] = text.rpartition(MARK)[2] if MARK in text else ""
+        return self._endings[key]
+
+    def encode_prompt(
+        self, messages: Sequence[Mapping[str, Any]], prefix: str = "", values: Values | None = None
+    ) -> list[int]:
+        """Render and encode; with `prompt_bos` there is one leading BOS, whether or not the template wrote it."""
+        ids = self.encode(self.render(messages, prefix=prefix, values=values))
+        if self.prompt_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
 
-    def encode_next(self, text: str, prefix: str = "") -> list[int]:
-        """Encode a further user message after a reply: the template's text, then `prefix`."""
-        mark = "\u2402reply\u2403"
-        turns = (("user", "0"), ("assistant", mark), ("user", text))
-        rendered = self.render([{"role": role, "content": said} for role, said in turns])
-        if mark not in rendered:
-            raise UserError("chat template drops earlier replies: multi-turn episodes need them")
-        return self.encode(rendered.rpartition(mark)[2] + prefix)
+    def encode_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Render whole messages without a generation cue, and encode them; BOS as in `encode_prompt`."""
+        self.render(messages[:-1])  # checks the template once
+        ids = self.encode(self._render(messages, cue=False))
+        if self.prompt_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
 
-    def with_template(self, template: str) -> Tokenizer:
-        """Return a copy with another chat template."""
-        return self._copy(self._backend, template)
+    def encode_marked(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Encode a rendered conversation, and find the tokens of parts of it.
+
+        Args:
+            text: The whole text; it starts with BOS as in `encode_prompt`.
+            spans: (start, end) of the parts in characters, ascending.
+
+        Returns:
+            The ids, and True for those with at least one character of a part (as transformers' assistant masks have
+            it); a control token that begins before a part is not of it, though it may swallow white space there.
+        """
+        self.encode(text)  # raises what is to be said of text that has no ids
+        found = self._aligned.encode(text, add_special_tokens=False)
+        marked = []
+        place = 0
+        for index, (start, end) in zip(found.ids, found.offsets, strict=True):
+            while place < len(spans) and spans[place][1] <= start:
+                place += 1
+            inside = place < len(spans) and spans[place][0] < max(end, start + 1)
+            marked.append(inside and not (index in self.special_ids and start < spans[place][0]))
+        ids = list(found.ids)
+        if self.prompt_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids, marked = [self.bos_id, *ids], [False, *marked]
+        return tuple(ids), tuple(marked)
+
+    def encode_document(self, text: str) -> tuple[int, ...]:
+        """Encode a text that stands alone: BOS where the tokenizer writes one, the text, EOS where there is one."""
+        ids = self.encode(text)
+        if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        return tuple(ids if self.eos_id is None or ids[-1:] == [self.eos_id] else [*ids, self.eos_id])
+
+    def render_turn(
+        self, messages: Sequence[Mapping[str, Any]], *, cue: bool, values: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """Render a conversation as it stands: no prefix, and no demand that later messages leave earlier ones alone.
+
+        Args:
+            messages: Maps as chat templates take them.
+            cue: Whether the assistant speaks next.
+            values: Further names that the template sees, such as tools.
+
+        Returns:
+            The text, and the (start, end) of its generation blocks (`render_marked`).
+
+        Raises:
+            UserError: If there is no template, it fails, or it exceeds a limit.
+        """
+        if self.chat_template is None:
+            raise UserError(
+                "this tokenizer has no chat template; give it one (for a base model: BASE_TEMPLATE)"
+            )
+        given = {**self._values(messages, cue), **(values or {})}
+        if not self._turns_are_tried:
+            try_template(self.chat_template, [given])
+            self._turns_are_tried = True
+        return render_marked(self.chat_template, given)
+
+    @functools.cached_property
+    def ends(self) -> tuple[str, ...]:
+        """Texts of the control tokens, longest first: one of them ends a turn, if the template writes an end."""
+        texts = {self._texts[index] for index in self.special_ids | self.stop_ids if index in self._texts}
+        return tuple(sorted(texts, key=lambda text: (-len(text), text)))
+
+    @functools.cached_property
+    def _aligned(self) -> tokenizers.Tokenizer:
+        """The backend without its post-processor, which would cut spaces off the tokens' places in the text."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+        return backend
+
+    def encode_next(self, text: str, prefix: str = "") -> list[int]:
+        """Encode a further user message after a reply: the template's text, then `prefix`.
+
+        Raises:
+            UserError: If the template drops replies, or rewrites earlier messages.
+        """
+        turns = (("user", "0"), ("assistant", MARK), ("user", text))
+        rendered = self.render([{"role": role, "content": said} for role, said in turns], prefix=prefix)
+        if MARK not in rendered:
+            raise UserError("chat template drops earlier replies: multi-turn episodes need them")
+        if not self._turns_are_checked:
+            self._check_prefix()
+            self._turns_are_checked = True
+        return self.encode(rendered.rpartition(MARK)[2])
+
+    def with_template(
+        self,
+        template: str | None,
+        *,
+        values: Values | None = None,
+        date: str = "",
+        prompt_bos: bool | None = None,
+    ) -> Tokenizer:
+        """Return a copy with another chat template, values that it reads, and its date."""
+        return self._copy(self._backend, template, values or {}, date, prompt_bos)
 
     def with_tags(self, tags: Sequence[str], *, padded_vocab_size: int | None = None) -> Tokenizer:
         """Return a copy in which each tag is one control token, with ids after the existing vocabulary, in order.
@@ -195,7 +356,7 @@ class Tokenizer:
         """
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.add_special_tokens(_tokens(tags))
-        grown = self._copy(backend, self.chat_template)
+        grown = self._copy(backend, self.chat_template, self.template_values, self.date, self.prompt_bos)
         if padded_vocab_size is not None and grown.vocab_size > padded_vocab_size:
             raise UserError(
                 f"tags {list(tags)} need {grown.vocab_size:,} embedding rows; there are {padded_vocab_size:,}"
@@ -297,9 +458,24 @@ class Tokenizer:
             stops = json.dumps({"eos_token_id": sorted(self.stop_ids)})
             (folder / "generation_config.json").write_text(stops + "\n", encoding="utf-8")
 
-    def _copy(self, backend: tokenizers.Tokenizer, template: str | None) -> Tokenizer:
-        options = {"roles": self._roles, "adds_bos": self.adds_bos, "stop_ids": self.stop_ids}
-        return Tokenizer(backend, chat_template=template, **options)
+    def _copy(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: str | None,
+        values: Values,
+        date: str,
+        prompt_bos: bool | None,
+    ) -> Tokenizer:
+        return Tokenizer(
+            backend,
+            roles=self._roles,
+            adds_bos=self.adds_bos,
+            chat_template=template,
+            stop_ids=self.stop_ids,
+            template_values=values,
+            date=date,
+            prompt_bos=prompt_bos,
+        )
 
     def _strip(self, text: str) -> str:
         head = text[: self._num_stripped]
@@ -321,25 +497,33 @@ class Tokenizer:
     def _decode_run(self, texts: list[str]) -> str:
         return self._decoder.decode(texts) if self._decoder is not None else " ".join(texts)
 
-    def _render(self, messages: Sequence[Mapping[str, str]], *, cue: bool) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], *, cue: bool, values: Values | None = None
+    ) -> str:
         assert self.chat_template is not None
-        return render_template(self.chat_template, self._values(messages, cue))
+        return render_template(self.chat_template, self._values(messages, cue, values))
 
-    def _values(self, messages: Sequence[Mapping[str, str]], cue: bool) -> dict[str, Any]:
-        return {"messages": list(messages), "add_generation_prompt": cue, **self._roles}
+    def _values(
+        self, messages: Sequence[Mapping[str, Any]], cue: bool, values: Values | None = None
+    ) -> dict[str, Any]:
+        fixed = {
+            "messages": list(messages),
+            "add_generation_prompt": cue,
+            TODAY: self.date,
+        }
+        return {**self._roles, **self.template_values, **(values or {}), **fixed}
 
-    def _check_prefix(self, messages: Sequence[Mapping[str, str]]) -> None:
-        """Refuse a template that renders messages differently when the generation cue or a reply follows."""
+    def _check_prefix(self) -> None:
+        """Refuse a template that renders a message differently when the generation cue or a reply follows."""
         assert self.chat_template is not None
-        replied = [*messages, {"role": "assistant", "content": "0"}]
-        try_template(self.chat_template, [self._values(messages, cue=True), self._values(replied, cue=False)])
-        plain, reply = self._render(messages, cue=False), self._render(replied, cue=False)
-        if not (self._render(messages, cue=True).startswith(plain) and reply.startswith(plain)):
+        asked = [{"role": "user", "content": "0"}]
+        replied = [*asked, {"role": "assistant", "content": "0"}]
+        plain, reply = self._render(asked, cue=False), self._render(replied, cue=False)
+        if not (self._render(asked, cue=True).startswith(plain) and reply.startswith(plain)):
             raise UserError(
                 "chat template is not prefix-preserving: what follows a message changes its text, "
-                "so that training and sampling would differ; fix the template"
+                "so that the turns of an episode would differ from what was sampled; fix the template"
             )
-        self._template_is_checked = True
 
 
 def _tokens(texts: Sequence[str]) -> list[AddedToken]:

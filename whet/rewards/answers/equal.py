@@ -16,9 +16,13 @@ Policy, where public graders differ:
 - *Brackets*: `(1,2)` and `[1,2]` differ (intervals); from three members on they are vectors, and are equal.
 - *Equations*: `x = 5` is 5, and so is `x = 2+3 = 5`; `2+4 = 5` equals nothing. Relations in one variable are
   intervals; others are compared up to a factor. `2/3 ≈ 0.67` counts as 2/3, and as 0.67 if correctly rounded.
+- *Scripts*: digits and punctuation of any script count as ASCII ones; Chinese numerals are numbers, yes and no of other
+  languages are yes and no (`whet.rewards.answers.scripts`). `1.234,56` and `1.234.567` are European; `1,5` is 1.5 if
+  the other side is a decimal that is not an integer; `1.234` is always 1.234 and `1,234` always 1234.
 - *Words*: case, articles and punctuation do not count; number words ("twelve") are numbers, `(B) the cube` is B.
 - *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched; only its boxes,
-  one pair of answer tags, or a leading "the answer is" are removed. Several boxes are a list of several answers.
+  one pair of answer tags, or a leading "the answer is" are removed. Several boxes are a list of several answers: where
+  the gold answer is a set, a list or a tuple, exactly as many boxes as it has members may hold one each.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from __future__ import annotations
 import re
 
 from whet.rewards.answers.expression import Node
-from whet.rewards.answers.extract import boxed_list, from_box
+from whet.rewards.answers.extract import LONGEST_TAIL, Boxed, all_boxes, boxed_list, from_box
 from whet.rewards.answers.identity import constant_rounds_to, decimal_tolerance, expressions_equal, same_curve
 from whet.rewards.answers.latex import WORD_CLOSE, WORD_OPEN, clean
 from whet.rewards.answers.numbers import (
@@ -36,6 +40,7 @@ from whet.rewards.answers.numbers import (
     same_clock_time,
     spelled_number,
 )
+from whet.rewards.answers.scripts import ANSWER_IS, FOREIGN, VERDICTS, fold, numeral_in_digits
 from whet.rewards.answers.structure import (
     NAME,
     UNORDERED_KINDS,
@@ -58,7 +63,7 @@ _PLAIN = re.compile(r"[-+]?[0-9.,]{1,40}(?:[eE][-+]?[0-9]{1,3})?(?:/[0-9.]{1,40}
 _SINGLE = re.compile(r"\{([A-Za-z0-9])\}|(?<=_)\{([A-Za-z0-9]+)\}")
 _IDLE_SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _IDLE_PROSE = re.compile(rf"(?<![a-z0-9])(?:a|an|the)(?=\s[a-z]{{3}})|[\s\"'`.,!?{WORD_OPEN}{WORD_CLOSE}]")
-_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice) )?\(?([A-Ja-j])[).:]?")
+_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice) |[选選][项項]? ?)?\(?([A-Ja-j])[).:]?")
 _LABELLED = re.compile(
     r"(?:\(([A-J])\) +(?=[A-Za-z0-9])|([A-J])[).:] +(?=[A-Za-z]))(?!.*(?:\b(?:or|and)\b|\([A-J]\)))[A-Za-z0-9 ,.'$%-]+"
 )
@@ -66,11 +71,12 @@ _LABELLED = re.compile(
 _LABEL = re.compile(
     r"\W{0,4}(?:the )?(?:final |correct )?ans(?:wer)?\*{0,2}(?: is:?|[:=])\*{0,2} ?(?=\S)", re.IGNORECASE
 )
+_FOREIGN_LABEL = re.compile(rf"\W{{0,4}}(?:{ANSWER_IS}) ?(?=\S)")
 _SENTENCE = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z\s,.'!?:-]*")
 _NO_MARKS = str.maketrans("", "", WORD_OPEN + WORD_CLOSE)
-_VERDICTS = frozenset({"yes", "no", "true", "false"})
+_ENGLISH_VERDICTS = frozenset({"yes", "no", "true", "false"})
 _FUNCTION = re.compile(r"[A-Za-z] ?\( ?[a-z] ?\)")
-_PROSE = re.compile(r"[^\\^_=+*/<>|{}()\[\]]*[A-Za-z][^\\^_=+*/<>|{}()\[\]]*")
+_PROSE = re.compile(rf"[^\\^_=+*/<>|{{}}()\[\]]*[A-Za-z{FOREIGN}][^\\^_=+*/<>|{{}}()\[\]]*")
 _RESIDUE = re.compile(r"((?:(?!mod).)+?) ?mod ?((?:(?!mod).)+)")
 _SET_SIGNS = frozenset({"union", "∩", "∖"})
 _REALS = frozenset({"ℝ", "(-∞,∞)", "(-∞,+∞)", "allrealnumbers", "allreals", "allrealx"})
@@ -92,10 +98,14 @@ def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_nu
     left, right = prediction.strip(), gold.strip()
     if not left or not right:
         return False
+    boxes = _boxes_of(prediction) if len(left) <= LONGEST_TAIL else ()
+    if boxes and not plain_number and _boxes_equal(boxes, right, ordered):
+        return True
     if _PLAIN.fullmatch(left) and _PLAIN.fullmatch(right):  # fast path, for most answers of most tasks
         first, second = parse_number(left), parse_number(right)
         if first is not None and second is not None:
             return numbers_equal(first, second)
+    left, right = fold(left), fold(right)
     if plain_number and not is_plain_number(left):
         return False
     if left == right:
@@ -114,6 +124,26 @@ def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_nu
     if _SENTENCE.fullmatch(left) and _SENTENCE.fullmatch(right) and _words_equal(left, right):
         return True
     return _values_equal(parse_value(left), parse_value(right), ordered)
+
+
+def _boxes_of(prediction: str) -> tuple[str, ...]:
+    """Return the contents of a prediction's boxes if it has several."""
+    if isinstance(prediction, Boxed):
+        return prediction.boxes
+    return all_boxes(prediction) if prediction.count("oxed") > 1 else ()
+
+
+def _boxes_equal(boxes: tuple[str, ...], gold: str, ordered: bool) -> bool:
+    """Say whether boxes are the members of a gold answer of several, one each and none more."""
+    if not 2 <= len(boxes) <= MAX_UNORDERED or max(map(len, (gold, *boxes))) > MAX_CHARACTERS:
+        return False
+    right = parse_value(clean(_stated(fold(gold))))
+    if not isinstance(right, Sequence) or right.kind not in ("bare", "set", "any", "tuple"):
+        return False
+    if len(right.items) != len(boxes) or right.brackets not in ("", "()"):
+        return False
+    items = tuple(parse_value(_as_digits(clean(fold(box)))) for box in boxes)
+    return _sequences_equal(Sequence("bare", items), right, ordered)
 
 
 def is_plain_number(text: str) -> bool:
@@ -140,13 +170,15 @@ def _stated(text: str) -> str:
         return (boxed_list(text) if text.count("oxed") > 1 else from_box(text)) or text
     if text.startswith("<answer>") and text.endswith("</answer>") and text.count("<answer>") == 1:
         return text[8:-9]
-    label = _LABEL.match(text)
+    label = _LABEL.match(text) or _FOREIGN_LABEL.match(text)
     return text[label.end() :] if label else text
 
 
 def _as_digits(text: str) -> str:
-    """Write a number word ("twelve") in digits; leave anything else."""
+    """Write a number word ("twelve", 十二) in digits; leave anything else."""
     words = text.strip(WORD_OPEN + WORD_CLOSE + " ")
+    if not words.isascii():
+        return numeral_in_digits(words) or text
     return (spelled_number(words) or text) if words[:1].isalpha() else text
 
 
@@ -296,8 +328,9 @@ def _leaves_equal(left: Leaf, right: Leaf) -> bool:
     if _squeeze(left.text) == _squeeze(right.text):
         return True
     texts = [" ".join(side.text.translate(_NO_MARKS).split()) for side in (left, right)]
-    if _VERDICTS.intersection(text.lower() for text in texts):
-        return texts[0].lower() == texts[1].lower()
+    verdicts = [VERDICTS.get(text.lower()) for text in texts]
+    if all(verdicts) or _ENGLISH_VERDICTS.intersection(text.lower() for text in texts):
+        return verdicts[0] == verdicts[1]
     if _choices_equal(*texts) or same_clock_time(*texts):
         return True
     residues = _RESIDUE.fullmatch(texts[0]), _RESIDUE.fullmatch(texts[1])

@@ -1,7 +1,8 @@
 """Find the final answer in a completion: tags, box, phrase, `####`, formula, choice, last number.
 
 The chain is tags, then the last box, then "the answer is", then `####`, then the last number; before that last resort a
-number is taken with the formula around it, and a lone option letter or verdict counts.
+number is taken with the formula around it, and a lone option letter or verdict counts. Text in other scripts is folded
+first (`whet.rewards.answers.scripts`), so that every step sees ASCII digits and punctuation.
 
 Completions are untrusted and may be 128 KB of one repeated tag, so every step is one linear pass (`find`,
 `rfind`, or a scan whose alternatives cannot overlap); there is no `.*?` anywhere.
@@ -12,6 +13,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+
+from whet.rewards.answers.scripts import (
+    ABOUT,
+    ANSWER_IS,
+    BECAUSE,
+    FINAL_VERBS,
+    FOREIGN,
+    FOREIGN_LETTER,
+    HEDGED,
+    JOINED,
+    SCALED,
+    SCALES,
+    UNITS,
+    VERDICTS,
+    WORD,
+    fold,
+)
 
 ANSWER_OPEN = "<answer>"
 ANSWER_CLOSE = "</answer>"
@@ -27,14 +45,22 @@ LONGEST_FORMULA = 2000
 
 LONGEST_GAP = 60
 """Longest gap (in characters) between two boxes of one list."""
+LONGEST_SCALED = 60
+"""Longest number with Chinese scale words (in characters)."""
 LONGEST_REMARK = 100
 """Longest line (in characters) that counts as an answer without saying so."""
 
 _PHRASE = re.compile(r"answer\*{0,3}(?: is| ?[:=])[:*]{0,3}", re.IGNORECASE)
+_FOREIGN_PHRASE = re.compile(ANSWER_IS)
 _SURE = re.compile(r"(?:for sure|definitely|clearly|certainly) \(?([A-J])\)?(?=[,.]|$)")
-_ASIDE = re.compile(r",? (?:because|since) |, (?:which|so|as|it|obviously|of course)(?: |$)")
+_ASIDE = re.compile(rf",? (?:because|since) |, (?:which|so|as|it|obviously|of course)(?: |$)|{BECAUSE}")
 _ONLY_BOXES = re.compile(r"[\s$]*(?:\\[(\[]\s*)?\\boxed ?\{[^{}]*\}[\s$]*(?:and|,)[\s$]*\\boxed")
 """A text that starts with boxes. Two may be a change of mind, three are a list."""
+_CORRECTION = re.compile(
+    r"\b(?:wait|actually|rather|instead|mistaken?|incorrect|wrong|correction|sorry|no[,:;])|不[对對]|[错錯][误誤了]|更正|等等",
+    re.IGNORECASE,
+)
+"""Words between two boxes that take the first one back."""
 _VERB = re.compile(r" (?:is|are|equals) ")
 _WORDS_INSIDE = re.compile(
     r"\\[a-zA-Z]{0,12}(?:text|rm|box|name)[a-z]{0,12} ?\{[^{}]*\}|\\(?:begin|end) ?\{[A-Za-z*]*\}(?:\{[lcr|]*\})?"
@@ -50,18 +76,27 @@ _PROSE_IN_MATH = re.compile(
 )
 _EVIDENCE = re.compile(r"[0-9A-Za-z]|\\(?:infty|pi|emptyset|varnothing)|[∞π∅]")
 _NAMED = re.compile(r"[A-Za-z](?:_\{?[A-Za-z0-9]\}?|\([a-z]\))?|[^A-Za-z]*")
-_LIST = re.compile(r",(?![0-9]{3})|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
+_LIST = re.compile(
+    rf",(?![0-9]{{3}})|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|{JOINED.pattern.replace('?P<any>', '?:')}"
+)
 _RESULT = re.compile(r"[-+\u2212\\$(]?[^A-Za-z,=<>]*[0-9][^A-Za-z,=<>]*")
 _LETTER = re.compile(
-    r"(?:option|choice|it's|it is) (?:is )?[(*]{0,3}([A-J])(?![A-Za-z'])|(?<![A-Za-z0-9_])\(([A-J])\)"
+    r"(?:(?:option|choice|it's|it is) (?:is )?|[选選](?:[择擇项項])?(?:是|为|為)?:? ?)[(*]{0,3}([A-J])(?![A-Za-z'])"
+    r"|(?<![A-Za-z0-9_])\(([A-J])\)"
 )
 _LABELLED = re.compile(r"\(?([A-J])[).:] [A-Za-z]")
-_VERDICT = re.compile(r"\(?[A-Ja-j]\)?|yes|no|true|false", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"\n|[.!?](?=[\s\"*]|$)")
+_VERDICT = re.compile(rf"\(?[A-Ja-j]\)?|{'|'.join(map(re.escape, VERDICTS))}", re.IGNORECASE)
+_SENTENCE_END = re.compile(rf"\n|[.!?](?=[\s\"*{FOREIGN}]|$)|[。！？؟]")
+_COUNTED = re.compile(rf"(?:{ABOUT})? ?([-+\u2212$]?[0-9][0-9.,/]*) ?(%|{WORD})?")
+"""A number with a counter or a currency behind it: `42个`, `约 42 元`."""
+_SAYS = re.compile(rf"[是为為有得剩需](?:{ABOUT})? ?$")
+_MEASURES = frozenset({*UNITS.split(), *SCALES})
 _NUMBER = re.compile(
     r"(?<![A-Za-z_0-9.^])"
     r"(?:(?<!\))[-+\u2212])?[$]?"
-    r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|(?<![0-9,(\[])[0-9]+,[0-9]{2}(?![0-9,)\]])|[0-9]+)?(?:(?<![0-9,])\.[0-9]+|(?<=[0-9])(?:\.[0-9]+)?)"
+    r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[1-9][0-9]{0,2}(?:\.[0-9]{3})+,[0-9]{1,2}(?![0-9,.])"
+    r"|[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}(?![0-9,.])"
+    r"|(?<![0-9,(\[])[0-9]+,[0-9]{1,2}(?![0-9,)\]])|[0-9]+)?(?:(?<![0-9,])\.[0-9]+|(?<=[0-9])(?:\.[0-9]+)?)"
     r"(?:/[0-9]+(?:\.[0-9]+)?)?(?:[ ]?\\?%)?"
 )
 _NUMBER_CHARACTERS = frozenset("0123456789.,/+-\u2212$%\\ ")
@@ -86,11 +121,51 @@ def from_box(text: str) -> str | None:
     if max(text.rfind("\\boxed"), text.rfind("\\fbox")) < 0:
         return None
     contents, bare_at, braced_at = _boxes(text)
+    outer = _outer(contents)
     hope = text.rfind("I hope it is correct")
     if hope > 0 and "final answer is" in text[max(bare_at, braced_at) : hope].lower():
         return (from_phrase(text[:hope]) or "").strip('\\" ') or None
     content = _bare_box(text, bare_at) if bare_at > braced_at else None
-    return content or _joined(text, contents)
+    if content or len(outer) < 2:
+        return content or _joined(text, contents)
+    answer = _joined(text, contents)
+    return Boxed(answer, _together(text, outer)) if answer else None
+
+
+class Boxed(str):
+    """The answer of a text with several boxes: the last one, which knows all, for a gold answer of several values.
+
+    Attributes:
+        boxes: The contents of all boxes in their order; none if the text takes one back.
+    """
+
+    boxes: tuple[str, ...]
+
+    def __new__(cls, answer: str, boxes: Sequence[str]) -> Boxed:
+        """Make the answer.
+
+        Args:
+            answer: What it is where the gold answer is a single value.
+            boxes: The contents of the boxes.
+        """
+        self = super().__new__(cls, answer)
+        self.boxes = tuple(boxes)
+        return self
+
+
+def all_boxes(text: str) -> tuple[str, ...]:
+    """Return the contents of all outer boxes that are closed, in their order; none if the text takes one back."""
+    text = _with_backslash(text)
+    return _together(text, _outer(_boxes(text)[0]))
+
+
+def _together(text: str, outer: list[tuple[int, int, int]]) -> tuple[str, ...]:
+    """Return the contents of boxes that can be the parts of one answer: no box corrects the one before."""
+    for left, right in pairwise(outer):
+        gap = text[left[2] + 1 : right[0]]
+        if _CORRECTION.search(gap) or (len(gap) <= LONGEST_GAP and "then" in gap):
+            return ()
+    return tuple(text[start:end].strip() for _, start, end in outer)
 
 
 def boxed_list(text: str) -> str | None:
@@ -100,16 +175,14 @@ def boxed_list(text: str) -> str | None:
         text: A short text.
 
     Returns:
-        The list; None when no boxes are closed, or more than `LONGEST_GAP` characters or a "then" lie between two.
+        The list; None when no boxes are closed, or more than `LONGEST_GAP` characters lie between two, or a "then" or
+        a correction does.
     """
-    contents = _boxes(_with_backslash(text))[0]
-    outer = [
-        box for box in contents if not any(start <= box[0] and box[2] < end for _, start, end in contents)
-    ]
-    gaps = [text[left[2] + 1 : right[0]] for left, right in pairwise(outer)]
-    if len(outer) < 2 or any(len(gap) > LONGEST_GAP or "then" in gap for gap in gaps):
+    text = _with_backslash(text)
+    outer = _outer(_boxes(text)[0])
+    if len(outer) < 2 or any(right[0] - left[2] - 1 > LONGEST_GAP for left, right in pairwise(outer)):
         return None
-    return ", ".join(text[start:end].strip() for _, start, end in outer)
+    return ", ".join(_together(text, outer)) or None
 
 
 def _with_backslash(text: str) -> str:
@@ -144,6 +217,15 @@ def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int, int]:
     return contents, bare_at, braced_at
 
 
+def _outer(contents: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Leave out boxes inside of boxes; `contents` is in the order of the closing braces."""
+    outer: list[tuple[int, int, int]] = []
+    for box in reversed(contents):
+        if not outer or box[2] < outer[-1][0]:
+            outer.append(box)
+    return outer[::-1]
+
+
 def _joined(text: str, boxes: list[tuple[int, int, int]]) -> str | None:
     r"""Return the last box; boxes in one row (`\boxed{1}, \boxed{2}`) are one answer of several parts."""
     if text.count("\\boxed") > 2 and _ONLY_BOXES.match(text):
@@ -176,11 +258,12 @@ def _bare_box(text: str, start: int) -> str | None:
 def from_phrase(text: str) -> str | None:
     """Return what follows the last "answer is" or "answer:" in its sentence, without `$` and bold marks."""
     start = -1
-    for match in _PHRASE.finditer(text):
-        start = match.end()
+    for pattern in (_PHRASE, _FOREIGN_PHRASE):
+        for match in pattern.finditer(text):
+            start = max(start, match.end())
     if start < 0:
         return None
-    start += len(text[start : start + 16]) - len(text[start : start + 16].lstrip(" *#:\n"))
+    start += len(text[start : start + 16]) - len(text[start : start + 16].lstrip(" *#:\n\u00a0\u202f"))
     if text.startswith("$", start):
         fence = "$$" if text.startswith("$$", start) else "$"
         end = text.find(fence, start + len(fence))
@@ -191,6 +274,9 @@ def from_phrase(text: str) -> str | None:
                 return (text[start + len(fence) : end].strip() + (f" {tail}" if tail else "")) or None
     stop = _SENTENCE_END.search(text, start)
     answer = text[start : stop.start() if stop else len(text)].strip().strip("*").rstrip(". ")
+    for verb in FINAL_VERBS:
+        answer = answer.removesuffix(verb)
+    answer = answer.rstrip(" *")
     if answer.count("$") == 2 and answer[0] == answer[-1] == "$":
         answer = answer[1:-1].strip()
     return _conclusion(answer) or None
@@ -204,6 +290,8 @@ def _conclusion(answer: str) -> str:
     sure = _SURE.match(answer)
     if sure is not None:
         return sure[1]
+    if FOREIGN_LETTER.search(answer):
+        return _foreign_conclusion(answer)
     if not answer[:1].isalpha() or answer.count(" ") < 3:
         return answer
     verbs = [match.end() for match in _VERB.finditer(answer)]
@@ -213,6 +301,22 @@ def _conclusion(answer: str) -> str:
         match.group() for match in _NUMBER.finditer(answer[:LONGEST_FORMULA]) if match.group().strip("-+$")
     ]
     return numbers[0].strip() if len(numbers) == 1 else answer
+
+
+def _foreign_conclusion(answer: str) -> str:
+    """Drop a counter ("42个") and what else stands around the only number, unless it negates or bounds it."""
+    if HEDGED.search(answer[:LONGEST_FORMULA]):
+        return answer
+    counted = _COUNTED.fullmatch(answer)
+    if counted is not None:
+        is_measure = counted[2] is not None and counted[2] in _MEASURES
+        is_scaled = is_measure or SCALED.match(answer, counted.start(1)) is not None
+        return answer[counted.start(1) :] if is_scaled or counted[2] == "%" else counted[1].rstrip(".,/")
+    numbers = [match for match in _NUMBER.finditer(answer[:LONGEST_FORMULA]) if match.group().strip("-+$")]
+    if len(numbers) != 1 or "\\" in answer or "=" in answer or SCALED.search(answer[:LONGEST_FORMULA]):
+        return answer
+    is_said = answer.count(" ") >= 3 or _SAYS.search(answer, 0, numbers[0].start()) is not None
+    return numbers[0].group().strip() if is_said else answer
 
 
 def from_hashes(text: str) -> str | None:
@@ -271,7 +375,8 @@ def _is_formula(text: str, prose: re.Pattern[str] = _PROSE) -> bool:
         _EVIDENCE.search(text) is not None
         and "$" not in text
         and "#" not in text
-        and prose.search(_WORDS_INSIDE.sub(" ", text)) is None
+        and prose.search(words := _WORDS_INSIDE.sub(" ", text)) is None
+        and (words.isascii() or FOREIGN_LETTER.search(JOINED.sub(" ", words)) is None)
     )
 
 
@@ -279,13 +384,13 @@ def _right_side(formula: str) -> str | None:
     r"""Keep the 5 of `x = 5`, `2 + 3 = 5` and `a = b = 5`."""
     formula = _unfenced(formula.strip())
     sides = formula.split("=")
-    result = sides[-1].strip().rstrip(". ")
+    result = sides[-1].strip().rstrip(".。 ")
     if _LIST.search(formula):
-        return formula or None
+        return formula.rstrip("。") or None
     is_named = len(sides) > 2 or _NAMED.fullmatch(re.sub(r"\\[A-Za-z]+", "", sides[0].strip())) is not None
     if len(sides) > 1 and is_named and _RESULT.fullmatch(re.sub(r"\\[A-Za-z]+", "", result)):
         return result
-    return formula or None
+    return formula.rstrip("。") or None
 
 
 def from_choice(text: str) -> str | None:
@@ -295,7 +400,7 @@ def from_choice(text: str) -> str | None:
     """
     whole = text.strip()
     tail = whole[-LONGEST_FORMULA:]
-    line = tail.rpartition("\n")[2].strip(" *_.")
+    line = tail.rpartition("\n")[2].strip(" *_.。！")
     if _VERDICT.fullmatch(line):
         return line
     _, closed, rest = tail.rpartition("</think>")
@@ -333,7 +438,16 @@ def from_last_number(text: str) -> str | None:
     if number is None:  # the last digits belong to a word: look further left
         return _earlier_number(text, start)
     cut = start == floor > 0 and number.start() <= 1
-    return None if cut else number.group().strip()
+    return None if cut else _with_scale(text, end) or number.group().strip()
+
+
+def _with_scale(text: str, end: int) -> str | None:
+    """Return the number whose last digit, or whose scale word, is at `end`: 3万, 3万5千, 3分之1."""
+    before = max(0, end - LONGEST_SCALED)
+    for match in SCALED.finditer(text[before : end + 4]):
+        if match.start() <= end - before < match.end():
+            return match.group().strip()
+    return None
 
 
 def _earlier_number(text: str, end: int) -> str | None:
@@ -376,6 +490,7 @@ def extract_answer_with_step(
     unknown = [name for name in steps if name not in STEPS]
     if unknown:
         raise ValueError(f"extraction steps {unknown} are unknown, expected some of {list(STEPS)}")
+    text = fold(text)
     for name in steps:
         answer = STEPS[name](text)
         if answer is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from whet.rewards.answers.expression import FUNCTIONS, OF_MEMBERS
+from whet.rewards.answers.scripts import JOINED, PERCENT, fold
 
 WORD_OPEN, WORD_CLOSE = "❮", "❯"
 SET_OPEN, SET_CLOSE = "⦃", "⦄"
@@ -25,7 +26,7 @@ _CHARACTERS: dict[int, str] = {
     ),
     **dict.fromkeys([0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF], ""),
     **dict.fromkeys(map(ord, "−–—﹣－‐‑"), "-"),
-    **dict.fromkeys(map(ord, "£€¥₹"), ""),
+    **dict.fromkeys(map(ord, "£€¥₹₩₽＄฿₫₴₺"), ""),
     **dict.fromkeys(
         map(ord, "❮❯⦃⦄⟦⟧¶"), "?"
     ),  # reserved for our markers; untrusted text must not contain them
@@ -41,6 +42,7 @@ _CHARACTERS: dict[int, str] = {
     ord("∏"): "\\prod",
     ord("∫"): "\\int",
     ord("¢"): " cents",
+    **dict(zip(map(ord, "！＜＞「」『』《》。"), '!<>"""""".', strict=True)),
 }
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _ON_THE_LINE = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉", "0123456789+-n0123456789")
@@ -144,7 +146,7 @@ _COLUMNS = re.compile(r" *\{[ lcr|]*\}")
 _LOST_BACKSLASH = {"\x08oxed": "\\boxed", "\x0crac": "\\frac"}
 """What Python makes of `\\boxed` and `\\frac` in a string that is not raw."""
 _PERCENT = re.compile(
-    rf" ?{WORD_OPEN} ?(?:percentage|percent|pct) ?{WORD_CLOSE}| ?(?:percentage|percent|pct)(?![A-Za-z])"
+    rf" ?{WORD_OPEN} ?(?:percentage|percent|pct) ?{WORD_CLOSE}| ?(?:percentage|percent|pct|{PERCENT})(?![A-Za-z])"
 )
 _LAYOUT = re.compile(r"\\(?:begin|end) ?\{ ?(?:cases|aligned|align|gathered|split|equation)\*? ?\}")
 _INFIX = re.compile(r"\{([^{}]{1,80})\\(choose|over)(?![A-Za-z])([^{}]{1,80})\}")
@@ -156,6 +158,8 @@ _INFINITY = re.compile(r"(?<![A-Za-z])infinity(?![A-Za-z])", re.IGNORECASE)
 _END_TOKEN = re.compile(r"<\|[A-Za-z_]{1,20}\|>")
 _ROW_GAP = re.compile(ROW_BREAK + r"\[[0-9.a-z]{1,8}\]")
 _BRACKETS = frozenset("([{" + SET_OPEN)
+_JOINS = (" oder ", " ou ", " und ", " et ")
+"""The words of `JOINED` that ASCII can write."""
 _SPACES = re.compile(r"[ \t]+")
 
 
@@ -172,8 +176,11 @@ def clean(text: str) -> str:
         for lost, command in _LOST_BACKSLASH.items():
             text = text.replace(lost, command)
     if not text.isascii():
+        text = fold(text).rstrip("。 ")
         text = _RAISED.sub(lambda match: "^{" + match.group().translate(_ON_THE_LINE) + "}", text)
         text = _LOWERED.sub(lambda match: "_{" + match.group().translate(_ON_THE_LINE) + "}", text)
+    if not text.isascii() or any(word in text for word in _JOINS):
+        text = JOINED.sub(lambda match: " or " if match["any"] else " and ", text)
     text = text.translate(_CHARACTERS).strip()
     if "<|" in text:
         text = _END_TOKEN.sub(" ", text)
@@ -203,7 +210,7 @@ def _finish(text: str) -> str:
     if "^" in text or "°" in text:
         text = _TIMES_TEN.sub("*", _DEGREE.sub("°", text))
     text = text.replace("**", "^").replace("&", ",")
-    if "p" in text:
+    if "p" in text or "rozent" in text or not text.isascii():
         text = _PERCENT.sub("%", text)
     if "=" in text:
         text = _NOT_EQUAL.sub("≠", text.replace(">=", "≥").replace("<=", "≤").replace("==", "="))

@@ -1,7 +1,7 @@
 """Written numbers -> exact fractions, by a strict ASCII grammar.
 
-`int` and `float` accept what no grader should (`1_0`, Arabic digits, 'nan', 'inf') and raise on 5,000 digits; this
-parser does neither.
+`int` and `float` accept what no grader should (`1_0`, 'nan', 'inf') and raise on 5,000 digits; this parser does
+neither. Digits of other scripts are folded before (`whet.rewards.answers.scripts`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _CLOCK = re.compile(
     r"([0-9]{1,2}) ?: ?([0-5][0-9])(?: ?: ?([0-5][0-9]))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE
 )
 _SPACED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
-_DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
+_DECIMAL_COMMA = re.compile(r"[+-]?(?:[0-9]+|[1-9][0-9]{0,2}(?:(?:\.[0-9]{3})+|(?: [0-9]{3})+)),[0-9]+")
+_DOTTED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def parse_number(text: str) -> Number | None:
         return _parse_repeating(text)
     if " " in text and _SPACED.fullmatch(text):
         return parse_literal(text.replace(" ", ""))
-    return None
+    return parse_literal(text.replace(".", "")) if text.count(".") > 1 and _DOTTED.fullmatch(text) else None
 
 
 def _parse_fraction(text: str) -> Number | None:
@@ -138,9 +139,9 @@ def _parse_repeating(text: str) -> Number | None:
 
 
 def parse_decimal_comma(text: str) -> Number | None:
-    """Read the European `1,22` as 1.22; the caller must know that the other side is a decimal."""
+    """Read the European `1,22` and `1.234,56`; the caller must know that the other side is a decimal."""
     return (
-        parse_literal(text.replace(",", "."))
+        parse_literal(re.sub("[. ]", "", text).replace(",", "."))
         if len(text) <= MAX_DIGITS and _DECIMAL_COMMA.fullmatch(text)
         else None
     )

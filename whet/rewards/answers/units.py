@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+from whet.rewards.answers import scripts
 from whet.rewards.answers.latex import UNIT_LETTERS, WORD_CLOSE, WORD_OPEN
+from whet.rewards.answers.scripts import FOREIGN_LETTER, HEDGED, POWERS
 
 _SPELLINGS = """
 cm centimeter centimeters centimetre centimetres cms|mm millimeter millimeters millimetre millimetres
@@ -24,9 +26,9 @@ st nd rd th|people person persons|point points|time times|way ways|kj|kw|kn|mhz|
 nanometer nanometers|acre acres
 """
 _CANONICAL: dict[str, str] = {}
-for _line in _SPELLINGS.replace("\n", "|").split("|"):
+for _line in (_SPELLINGS + scripts.UNITS).replace("\n", "|").split("|"):
     for _word in _line.split():
-        _CANONICAL[_word] = _line.split()[0]
+        _CANONICAL.setdefault(_word, _line.split()[0])
 
 SCALES: dict[str, int] = {
     "hundred": 10**2,
@@ -34,8 +36,11 @@ SCALES: dict[str, int] = {
     "million": 10**6,
     "billion": 10**9,
     "trillion": 10**12,
+    **scripts.SCALES,
 }
 _MODIFIERS = frozenset(["per", "square", "cubic", "sq", "cu", "squared", "cubed"])
+LONGEST_UNIT = 24
+"""Longest words of other languages (in characters) that are taken for a unit."""
 _RESERVED_WORDS = (
     "or and not no mod if but is nor with to versus vs plus minus than pi i e x y z infinity oo inf nan"
 )
@@ -50,7 +55,12 @@ _MARKED_TAIL = re.compile(
     rf"(?: ?[/*]? ?{WORD_OPEN}[^{WORD_OPEN}{WORD_CLOSE}]*{WORD_CLOSE}(?: ?\^ ?\{{?-?[1-3]\}}?)?)+$"
 )
 _SYMBOL = re.compile(r"π|(?<![A-Za-z\\])[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]")
-_WORDS = re.compile(r"[A-Za-z]+")
+_WORDS = re.compile(scripts.WORD)
+_FOREIGN_TAIL = re.compile(
+    rf"(?P<core>.*[0-9)}}π°%])(?P<gap> ?)"
+    rf"(?P<unit>{scripts.WORD}\.?(?: ?\^ ?\{{?[23]\}}?)?(?:(?: ?/ ?| ){scripts.WORD}){{0,3}})",
+    re.DOTALL,
+)
 _TRIG = re.compile(r"sin|cos|tan|sec|csc|cot|log|ln|exp|sqrt")
 
 
@@ -75,13 +85,15 @@ def split_unit(text: str) -> tuple[str, str]:
         if match and match.start() > 0 and text[match.start() - 1] not in "_^(,{":
             return text[: match.start()].rstrip(), match.group()
         return text, ""
+    if not text.isascii() and FOREIGN_LETTER.search(text):
+        return _split_foreign(text)
     match = _TAIL.fullmatch(text) if text[-1:].isalnum() or text[-1:] in ".}" else None
     if match is None or not match["core"].strip(" +-"):
         return text, ""
     unit = match["unit"]
     words = [word.lower() for word in _WORDS.findall(unit)]
     is_number = not _WORDS.search(match["core"])
-    if _RESERVED.intersection(words) or _TRIG.search(unit):
+    if _RESERVED.intersection(words) or _TRIG.search(unit) or HEDGED.search(unit):
         return text, ""
     if len(words[0]) == 1 and (unit[0] not in UNIT_LETTERS or _SYMBOL.search(match["core"])):
         return text, ""
@@ -99,12 +111,30 @@ def split_unit(text: str) -> tuple[str, str]:
     return text, ""
 
 
+def _split_foreign(text: str) -> tuple[str, str]:
+    """Cut off words of another language: known units behind anything, others behind a plain number."""
+    match = _FOREIGN_TAIL.fullmatch(text)
+    if match is None or not match["core"].strip(" +-") or HEDGED.search(match["unit"]):
+        return text, ""
+    words = [word.lower() for word in _WORDS.findall(match["unit"])]
+    known = all(_canonical(word) in _CANONICAL or word in SCALES for word in words)
+    is_number = not _WORDS.search(match["core"]) and (match["gap"] or FOREIGN_LETTER.match(match["unit"]))
+    if _RESERVED.intersection(words) or not (known or (is_number and len(match["unit"]) <= LONGEST_UNIT)):
+        return text, ""
+    return match["core"].rstrip(), match["unit"]
+
+
+def _canonical(word: str) -> str:
+    """Return a unit without the "square" or "cubic" that is written together with it."""
+    for power in POWERS:
+        word = word.removeprefix(power)
+    return _CANONICAL.get(word, word)
+
+
 def unit_words(unit: str) -> frozenset[str]:
     """Return the canonical words of a unit, without powers and modifiers (`square cm` and `cm^2` agree)."""
     words = [str(word).lower() for word in _WORDS.findall(unit)]
-    return frozenset(
-        _CANONICAL.get(word, word) for word in words if word not in _MODIFIERS and word not in SCALES
-    )
+    return frozenset(_canonical(word) for word in words if word not in _MODIFIERS and word not in SCALES)
 
 
 def unit_scale(unit: str) -> int:

@@ -148,6 +148,7 @@ def training_sequences(groups: Sequence[Group], algo: AlgoConfig) -> list[Traini
                     sampler_logprobs=tuple(compress(sample.sampler_logprobs, sample.trained))
                     if sample.trained
                     else sample.sampler_logprobs,
+                    kept=tuple(compress(sample.kept, sample.trained)) if sample.trained else sample.kept,
                     trained=sample.trained,
                     # A critic learns from when a reward came; without one the sum of an episode is its outcome.
                     turn_rewards=_paid_early(sample) if algo.baseline == "value" else (),

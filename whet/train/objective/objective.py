@@ -15,11 +15,13 @@ import torch
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.algo.corrections import correction_weights
+from whet.algo.logprobs import reverse_kl
 from whet.algo.losses import (
     kl_estimate,
     log_ratio,
     loss_denominator,
     policy_loss,
+    teacher_gains,
     unbiased_kl,
     value_loss,
     weighted_sum,
@@ -27,7 +29,8 @@ from whet.algo.losses import (
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy
 from whet.generate.sampling import sequence_seed
-from whet.generate.scoring import score_micro_batch
+from whet.generate.scoring import hidden_rows, score_micro_batch
+from whet.model.transformer import LanguageModel
 from whet.ranks.collectives import all_gather_values, all_reduce_sum, sum_gradients
 from whet.telemetry.spans import span, spanned
 from whet.train.objective.advantage import token_advantages, training_sequences
@@ -39,8 +42,10 @@ from whet.train.objective.tally import (
     gap_sums,
     mean_of,
     sampler_metrics,
+    teacher_metrics,
     value_sums,
 )
+from whet.train.objective.teacher import ServerTeacher, TeacherConfig, load_teacher
 from whet.train.optim.safety import TokenBudget, rehearse
 from whet.train.optim.step import OptimConfig, Optimizer, forward_backward
 from whet.train.rl_config import RLConfig
@@ -79,8 +84,10 @@ def keep_top_entropy(
         share: Share of tokens to keep.
         dtype: Dtype of the weights.
     """
+    # The empty tensor: a rank without sequences has nothing to concatenate, and must take part all the same.
     mine = torch.cat([*(part.cpu() for part in entropies), torch.zeros(0, dtype=dtype)])
     everywhere = all_gather_values(mine)
+    # 0.07 x 100 is a little above 7 in floating point; without the subtraction that would be 8 tokens.
     count = max(1, math.ceil(share * everywhere.numel() - 1e-9))
     if not everywhere.numel():
         return list(sequences)
@@ -159,6 +166,7 @@ class Parts:
         if fresh:
             self._num_cut = len(self._groups)
             self._parts.append(self._prepare(fresh))
+            # The longest sequence of all parts, not of this one: after an out-of-memory error all run again.
             self._budget.run(self._run, longest([s for part, _ in self._parts for s in part]))
 
     def _run(self, tokens: int) -> None:
@@ -173,7 +181,7 @@ class Parts:
 
 
 class Objective:
-    """The objective of one run, with a reference and a critic if the arguments need them.
+    """The objective of one run, with a reference, a critic and a teacher if the arguments need them.
 
     Args:
         policy: The policy to train; reference and critic start as copies of its current state.
@@ -185,6 +193,7 @@ class Objective:
         max_length: Longest completion in tokens, the constant of Dr. GRPO.
         seed: Seed of the order of minibatches.
         part_groups: Groups per part, see `Parts`; 0 to process all groups of a step together.
+        teacher: The teacher that samples are pulled to.
 
     Attributes:
         num_tokens_read: Tokens, including prompts, read by the last step's training passes, over all ranks.
@@ -202,6 +211,7 @@ class Objective:
         value: ValueConfig | None = None,
         seed: int = 0,
         part_groups: int = 0,
+        teacher: TeacherConfig | None = None,
     ) -> None:
         self._policy = policy
         self._algo = algo
@@ -214,6 +224,9 @@ class Objective:
         self._coefficients = Coefficients(algo)
         self._reference = Reference(policy.model, algo) if algo.kl != "none" else None
         self._critic = Critic(policy, self._value, optim) if algo.baseline == "value" else None
+        self._teaches = teacher or TeacherConfig()
+        self._teacher = load_teacher(self._teaches, policy)
+        # Their gradients are dropped when a pass runs out of memory and starts over with smaller micro-batches.
         trained = [policy.model, *([self._critic] if self._critic is not None else [])]
         self._budget = TokenBudget(optim.token_budget, [p for part in trained for p in part.parameters()])
         kept = self._prepare_groups, self._backpropagate, self._budget
@@ -248,6 +261,7 @@ class Objective:
             value=value or config.value,
             seed=config.seed,
             part_groups=part_groups(config.overlap, config.num_prompts),
+            teacher=config.teacher,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -307,7 +321,7 @@ class Objective:
         self.num_tokens_read = 0.0
         gather = self._prepare_groups if self._parts is None else self._parts.gather
         sequences, tally = gather(groups)
-        teaching = {sequence.group for sequence in sequences if has_advantage(sequence)}
+        teaching = {s.group for s in sequences if self._divergence_in_loss or has_advantage(s)}
         metrics = {"rl/groups_with_signal": all_reduce_sum(len(teaching))[0]}
         is_warmup = self._critic is not None and step < self._value.warmup_steps
         results: list[dict[str, float]] = []
@@ -324,6 +338,8 @@ class Objective:
         metrics |= sampler_metrics(tally, has_correction=self._off_policy.correction != "none")
         if self._critic is not None:
             metrics |= critic_metrics(tally)
+        if self._teacher is not None and not self._divergence_in_loss:
+            metrics |= teacher_metrics(tally)
         if self._reference is not None:
             self._reference.follow(self._policy.model, step + 1)
             metrics["rl/kl_coef"] = self._coefficients.kl
@@ -332,6 +348,7 @@ class Objective:
         if algo.has_entropy_bonus:
             metrics["rl/entropy_coef"] = self._coefficients.entropy
         kl, entropy = metrics.get("rl/kl", 0.0), metrics.get("rl/entropy", math.nan)
+        # One nan would stay in an adaptive coefficient for the rest of the run.
         if results and math.isfinite(kl) and math.isfinite(entropy):
             self._coefficients.end_step(kl=kl, entropy=entropy)
         return metrics
@@ -342,7 +359,11 @@ class Objective:
 
     @property
     def _kl_in_loss(self) -> bool:
-        return self._algo.kl not in ("none", "k1_reward")
+        return self._algo.kl not in ("none", "log", "k1_reward")
+
+    @property
+    def _divergence_in_loss(self) -> bool:
+        return self._teacher is not None and self._teaches.kind == "full"
 
     def _prepare_groups(self, groups: Sequence[Group]) -> tuple[list[TrainingSequence], Tally]:
         return self._prepare(training_sequences(groups, self._algo))
@@ -351,7 +372,8 @@ class Objective:
         """Compute everything that the objective needs before its first update, and the per-token advantages."""
         algo, tally = self._algo, Tally()
         needs_policy = self._is_recomputed or algo.entropy_top_share < 1
-        if needs_policy or self._reference is not None or self._critic is not None:
+        frozen = self._reference, self._critic, None if self._divergence_in_loss else self._local_teacher
+        if needs_policy or any(part is not None for part in frozen):
             measured, tally = self._budget.run(
                 lambda tokens: self._measure_all(sequences, needs_policy, tokens), longest(sequences)
             )
@@ -364,7 +386,33 @@ class Objective:
         if algo.is_token_level:
             with span("advantage_computation"):
                 sequences = token_advantages(sequences, algo, self._value, self._coefficients.kl)
+        if isinstance(self._teacher, ServerTeacher):
+            found = self._teacher.score(sequences)
+            sequences = [
+                replace(s, teacher_logprobs_T=logprobs_T)
+                for s, logprobs_T in zip(sequences, found, strict=True)
+            ]
+        if self._teacher is not None and not self._divergence_in_loss:
+            sequences = [self._taught(sequence, tally) for sequence in sequences]
         return sequences, tally
+
+    @property
+    def _local_teacher(self) -> LanguageModel | None:
+        return self._teacher if isinstance(self._teacher, LanguageModel) else None
+
+    def _taught(self, sequence: TrainingSequence, tally: Tally) -> TrainingSequence:
+        """Add what a teacher says about each sampled token to its advantage."""
+        assert sequence.teacher_logprobs_T is not None
+        logprobs_T = sequence.proximal_logprobs_T
+        if logprobs_T is None:
+            logprobs_T = torch.tensor(sequence.sampler_logprobs, dtype=torch.float32)
+        pair = logprobs_T.double().cpu(), sequence.teacher_logprobs_T.double().cpu()
+        tally.add(
+            {"teacher_kl": float(kl_estimate(*pair, "k3").sum()), "teacher_tokens": float(len(logprobs_T))}
+        )
+        gains_T = teacher_gains(*pair, self._teaches.coef)
+        own = sequence.advantage if sequence.advantages_T is None else sequence.advantages_T.double().cpu()
+        return replace(sequence, advantages_T=own + gains_T)
 
     @spanned("measure_logprobs")
     @torch.no_grad()
@@ -376,6 +424,8 @@ class Objective:
         tally = Tally()
         for micro in self._pack(sequences, token_budget):
             columns = self._measure(micro, needs_policy, tally)
+            # A micro-batch orders its sequences by length; `indices_B` leads back to the step's order. None of them is
+            # without a trained token, so each has a stretch of the columns.
             ends = torch.bincount(micro.sequence_M).cumsum(0).tolist()
             for index, start, end in zip(micro.indices_B, [0, *ends], ends, strict=False):
                 measured[index] = {name: column_M[start:end] for name, column_M in columns.items()}
@@ -389,20 +439,24 @@ class Objective:
             if self._is_recomputed:
                 low, high = self._off_policy.bounds
                 kind = self._off_policy.correction
+                # The loss's ratio then starts at 1, and the gap between sampler and trainer is a weight of its own.
                 columns["proximal_logprobs_T"] = logprobs_M
                 columns["policy_weights_T"], active_M = correction_weights(
                     logprobs_M, micro.sampler_logprobs_M, micro.sequence_M, kind, low=low, high=high
                 )
                 tally.add(gap_sums(logprobs_M, micro.sampler_logprobs_M))
                 tally.add({"correction_active": float(active_M.sum())})
-        if self._reference is not None:
-            columns["ref_logprobs_T"], _ = score_micro_batch(
-                self._reference.model,
-                micro,
-                temperature=self._temperature,
-                autocast=self._policy.autocast,
-                attention=self._policy.attention,
-            )
+        frozen = {"ref_logprobs_T": None if self._reference is None else self._reference.model}
+        frozen["teacher_logprobs_T"] = None if self._divergence_in_loss else self._local_teacher
+        for name, model in frozen.items():
+            if model is not None:
+                columns[name], _ = score_micro_batch(
+                    model,
+                    micro,
+                    temperature=self._temperature,
+                    autocast=self._policy.autocast,
+                    attention=self._policy.attention,
+                )
         if self._critic is not None:
             columns["start_values_T"] = self._critic.values(micro)
         return columns
@@ -474,6 +528,7 @@ class Objective:
         if num_scored_tokens == 0:
             return {}
         names = ["loss", "entropy", "kl", "clip_high", "clip_low", "ratio_spread"]
+        names += ["teacher_kl"] if self._divergence_in_loss else []
         loss, *counts = all_reduce_sum(*(totals.get(name, 0.0) for name in names))
         norm = optimizer.step(lr, loss=loss)
         shares = {
@@ -482,7 +537,7 @@ class Objective:
         return {"rl/loss": loss, **shares, "rl/grad_norm": norm}
 
     def _teaching(self, counted: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-        needs_all = self._kl_in_loss or self._algo.has_entropy_bonus
+        needs_all = self._kl_in_loss or self._divergence_in_loss or self._algo.has_entropy_bonus
         return [s for s in counted if needs_all or has_advantage(s)]
 
     @spanned("policy_loss_backward")
@@ -506,7 +561,9 @@ class Objective:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return a micro-batch's share of the objective, and its sums for the metrics."""
         algo = self._algo
-        logprobs_M, entropy_M = self._policy.score(micro, temperature=self._temperature)
+        hidden_MD = self._policy.hidden(micro) if self._divergence_in_loss else None
+        given: dict[str, Any] = {"hidden_MD": hidden_MD, "temperature": self._temperature}
+        logprobs_M, entropy_M = self._policy.score(micro, **given)
         policy_M, high_M, low_M = policy_loss(
             logprobs_M,
             micro.proximal_logprobs_M,
@@ -523,12 +580,17 @@ class Objective:
         # `where` before the product: a rejected token's loss may be inf or nan, and 0 x inf is nan.
         used_M = micro.policy_weights_M != 0
         loss_M = torch.where(used_M, policy_M, 0.0) * micro.policy_weights_M
+        # Penalties come after the policy's weights: they hold for every scored token, whatever its correction.
         if algo.kl == "k3_unbiased":
             kl_M = unbiased_kl(logprobs_M, micro.ref_logprobs_M, micro.sampler_logprobs_M)
             loss_M = loss_M + self._coefficients.kl * kl_M
         elif algo.kl in ("k2_loss", "k3_loss"):
             estimator = "k2" if algo.kl == "k2_loss" else "k3"
             loss_M = loss_M + self._coefficients.kl * kl_estimate(logprobs_M, micro.ref_logprobs_M, estimator)
+        divergence_M = None
+        if hidden_MD is not None:
+            divergence_M = self._divergence(micro, hidden_MD)
+            loss_M = loss_M + self._teaches.coef * divergence_M
         if self._coefficients.entropy:
             loss_M = loss_M - self._coefficients.entropy * entropy_M
         with torch.no_grad():
@@ -542,8 +604,29 @@ class Objective:
             }
             if self._reference is not None:
                 sums["kl"] = kl_estimate(logprobs_M, micro.ref_logprobs_M, "k3")
+            if divergence_M is not None:
+                sums["teacher_kl"] = divergence_M
             totals = add_up(sums)
+        # A plain sum: weights and denominator count over the whole step and all ranks, so no split of the step into
+        # micro-batches changes the gradient.
         return weighted_sum(loss_M, micro.weights_M, denominator), totals
+
+    def _divergence(self, micro: MicroBatch, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """Return KL(policy || teacher) over the whole vocabulary, of each trained token's distribution."""
+        teacher, policy = self._local_teacher, self._policy
+        assert teacher is not None
+        with torch.no_grad():
+            teacher_MD = hidden_rows(teacher, micro, autocast=policy.autocast, attention=policy.attention)
+        return reverse_kl(
+            hidden_MD,
+            policy.model.head_weight,
+            teacher_MD,
+            teacher.head_weight,
+            temperature=self._temperature,
+            num_valid=policy.model.num_valid_tokens,
+            cap=policy.model.config.block.logit_cap,
+            teacher_cap=teacher.config.block.logit_cap,
+        )
 
     def _update_critic(self, counted: Sequence[TrainingSequence], lr: float, tally: Tally) -> None:
         """Run one update of the critic on all tokens of a minibatch, with half the mean squared error."""
@@ -558,10 +641,11 @@ class Objective:
                 values_M, micro.start_values_M, micro.returns_M, clip=self._value.clip
             )
             sums.add(value_sums(values_M, micro.start_values_M, micro.returns_M, clipped_M))
+            # Without a token on any rank the loss is 0, not nan.
             return weighted_sum(loss_M, torch.ones_like(loss_M), max(num_tokens, 1.0)), {}
 
         def backpropagate(tokens: int) -> None:
-            sums.clear()
+            sums.clear()  # of an attempt that ran out of memory
             forward_backward(self._pack(counted, tokens), score, critic.trunk)
 
         with span("value_loss_backward"):
@@ -569,4 +653,9 @@ class Objective:
         tally.join(sums)
         sum_gradients(critic.parameters())
         if num_tokens:
-            tally.add({"value_norm": critic.optimizer.step(lr), "value_updates": 1.0})
+            norm = critic.optimizer.step(lr)
+            if (
+                not critic.optimizer.num_overflows
+            ):  # otherwise its loss scale is lower now, and no update was done
+                tally.add({"value_norm": norm, "value_updates": 1.0})
+            critic.optimizer.num_overflows = 0

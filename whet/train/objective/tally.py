@@ -127,6 +127,12 @@ def critic_metrics(tally: Tally) -> dict[str, float]:
     }
 
 
+def teacher_metrics(tally: Tally) -> dict[str, float]:
+    """Return the mean divergence from the teacher of the sampled tokens, over all ranks."""
+    divergence, tokens = tally.reduced("teacher_kl", "teacher_tokens")
+    return {"rl/teacher_kl": divergence / tokens} if tokens else {}
+
+
 def mean_of(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the updates that have it; loss and norm are 0 if none has."""
     means = {"rl/loss": 0.0, "rl/grad_norm": 0.0}

@@ -1,10 +1,15 @@
-"""The AdamW update of one tensor on its own device, by the C++ kernels or by PyTorch's fused kernel."""
+"""The update of one tensor on its own device: AdamW by the C++ kernels or by PyTorch's, Muon, and the loss scale."""
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch
 
+from whet.kernels.cpu import build
 from whet.kernels.cpu import ops as cpu
+from whet.kernels.eager import product_dtype
 
 EVERYTHING = slice(None)
 CHUNK = {"cpu": 2**18, "cuda": 2**24}
@@ -14,7 +19,7 @@ CHUNK = {"cpu": 2**18, "cuda": 2**24}
 def suits_kernel(gradient: torch.Tensor) -> bool:
     """Say whether the C++ kernels can read a gradient."""
     is_plain = gradient.dtype in cpu.DTYPES and gradient.is_contiguous()
-    return is_plain and gradient.device.type == "cpu" and cpu.library() is not None
+    return is_plain and gradient.device.type == "cpu" and build.library() is not None
 
 
 def sum_of_squares(gradient: torch.Tensor) -> float:
@@ -30,6 +35,8 @@ def sum_of_squares(gradient: torch.Tensor) -> float:
 class Master:
     """The weights that the optimizer updates: the parameter itself, or float32 weights that round to it.
 
+    Float16 parameters have a float32 copy: their weights do not share upper bits.
+
     The float32 weights of a bfloat16 parameter are stored as the parameter plus 16 more bits: 4 bytes per weight
     instead of 6, and exact. A float32 number is its nearest bfloat16 number plus the lower half of its own bits, read
     as a signed integer, in steps of its last place. A number halfway between two bfloat16 numbers rounds away from zero
@@ -44,9 +51,9 @@ class Master:
         self._parameter = parameter.detach()
         self._low: torch.Tensor | None = None
         self._whole = self._parameter
-        if is_offloaded:
-            dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
-            self._whole = self._parameter.to("cpu", dtype, copy=True)
+        if is_offloaded or parameter.dtype == torch.float16:
+            dtype = torch.float32 if parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
+            self._whole = self._parameter.to("cpu" if is_offloaded else parameter.device, dtype, copy=True)
         elif parameter.dtype == torch.bfloat16:
             self._low = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
 
@@ -138,7 +145,7 @@ def adamw(
     wide = gradient.to(master.dtype)
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         [master],
-        [wide * factor if factor < 1 else wide],
+        [wide * factor if factor != 1 else wide],
         [first],
         [second],
         [],
@@ -151,3 +158,85 @@ def adamw(
         amsgrad=False,
         maximize=False,
     )
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+
+
+def muon(
+    weights_AB: torch.Tensor,
+    gradient_AB: torch.Tensor,
+    momentum_AB: torch.Tensor,
+    *,
+    lr: float,
+    decay: float,
+    momentum: float,
+    scale: Literal["rms", "spectral"],
+) -> None:
+    """Update a matrix in place by its orthogonalised Nesterov momentum.
+
+    Args:
+        weights_AB: Weights [rows, columns].
+        gradient_AB: Gradient in the dtype of the weights.
+        momentum_AB: Running mean of the gradients.
+        lr: Learning rate.
+        decay: Decoupled weight decay.
+        momentum: Decay of the running mean.
+        scale: Size of the update, see `OptimConfig.muon_scale`.
+
+    Source: kellerjordan.github.io/posts/muon (2024) for the iteration and 'spectral'; 2502.16982 section 2.2 for 'rms'
+    and the weight decay. As `torch.optim.Muon`, but the iteration is in float32 on a CPU without bfloat16 products.
+    """
+    rows, columns = weights_AB.shape
+    momentum_AB.lerp_(gradient_AB, 1 - momentum)
+    update_AB = orthogonalise(gradient_AB.lerp(momentum_AB, momentum))
+    size = 0.2 * math.sqrt(max(rows, columns)) if scale == "rms" else math.sqrt(max(1, rows / columns))
+    weights_AB.mul_(1 - lr * decay)
+    weights_AB.add_(update_AB, alpha=-lr * size)
+
+
+def orthogonalise(matrix_AB: torch.Tensor) -> torch.Tensor:
+    """Move all singular values of a matrix to about 1 (0.7 to 1.2) by five Newton-Schulz steps."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrix_AB.bfloat16()
+    x = x.to(product_dtype(x))
+    if is_tall := x.shape[0] > x.shape[1]:
+        x = x.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+class LossScale:
+    """The dynamic factor of float16's losses: halved when gradients overflow, doubled after 2,000 updates without.
+
+    Attributes:
+        value: The factor, a power of 2, float32.
+        num_good: Updates since it changed, int64.
+
+    Source: 1710.03740 section 3.2; numbers and behaviour of `torch.amp.GradScaler`.
+    """
+
+    FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+    def __init__(self) -> None:
+        self.value = torch.tensor(self.FIRST)
+        self.num_good = torch.tensor(0)
+
+    def update(self, *, is_finite: bool) -> None:
+        """Take note of an update, or of one left out because its gradients were not finite."""
+        if not is_finite:
+            self.value *= self.BACKOFF
+            self.num_good.zero_()
+            return
+        self.num_good += 1
+        if self.num_good == self.INTERVAL:
+            self.value *= self.GROWTH
+            self.num_good.zero_()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the state as named tensors, for a checkpoint."""
+        return {"loss_scale": self.value, "loss_scale/num_good": self.num_good}

@@ -25,11 +25,14 @@ from whet.model.weights import build_model
 from whet.ranks.collectives import on_main, rank
 from whet.train.optim.step import Precision, autocast_dtype, parameter_dtype
 from whet.train.session import RunConfig
+from whet.types import UserError
 
 C = TypeVar("C", bound=RunConfig)
 CANDIDATES: tuple[Precision, ...] = ("float32", "bfloat16_master", "bfloat16_autocast")
+WITHOUT_BFLOAT16: tuple[Precision, ...] = ("float32", "float16_master", "float16_autocast")
+"""Candidates on a GPU whose bfloat16 is emulated: those before compute capability 8.0 (V100, T4, RTX 20)."""
 ADVANTAGE = 1.25
-"""Minimum speed-up of bfloat16 over float32, because it loses digits."""
+"""Minimum speed-up of 16 bits over float32, because they lose digits."""
 NUM_SEQUENCES, LENGTH, VOCABULARY, REPEATS = 4, 128, 4096, 3
 
 
@@ -43,16 +46,22 @@ def _shape(policy: PolicyConfig) -> ModelConfig:
 def resolve_precision(config: C, find_shape: Callable[[PolicyConfig], ModelConfig] = _shape) -> C:
     """Return the config with auto replaced by a precision: that of its run folder, or the fastest one here.
 
-    Precisions that the rest of the config refuses are skipped.
+    Precisions that the rest of the config refuses are skipped. bfloat16 is refused on a GPU that only emulates it.
 
     Args:
         config: Settings of a run.
         find_shape: Returns the shape of its model.
 
     Raises:
-        UserError: If the model's config.json cannot be loaded.
+        UserError: If the model's config.json cannot be loaded, or the GPU has no bfloat16.
     """
-    if config.optim.precision != "auto":
+    wanted = config.optim.precision
+    if wanted.startswith("bfloat16") and not has_bfloat16(device := resolve_device(config.policy.device)):
+        raise UserError(
+            f"optim.precision = {wanted}: {torch.cuda.get_device_name(device)} only emulates bfloat16, slowly; use "
+            f"{wanted.replace('bfloat16', 'float16')}, which scales the loss"
+        )
+    if wanted != "auto":
         return config
 
     def choose() -> str:
@@ -91,6 +100,13 @@ def _fastest(config: RunConfig, shape: ModelConfig) -> Precision:
     return precision
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Say whether a device computes in bfloat16: all CPUs (by way of float32), AMD's GPUs, NVIDIA's from Ampere on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def measure(shape: ModelConfig, device: torch.device) -> dict[Precision, float]:
     """Time forward and backward of one layer and a head of a model's widths.
 
@@ -109,7 +125,7 @@ def measure(shape: ModelConfig, device: torch.device) -> dict[Precision, float]:
     sequences = [TrainingSequence(prompt_ids=(row[0],), completion_ids=tuple(row[1:])) for row in drawn]
     (micro,) = pack(sequences, token_budget=NUM_SEQUENCES * length, device=device).micro_batches
     runs: dict[Precision, Callable[[], None]] = {}
-    for precision in CANDIDATES:
+    for precision in CANDIDATES if has_bfloat16(device) else WITHOUT_BFLOAT16:
         model = build_model(shape)
         init_weights(model, 0)
         model.to(device, parameter_dtype(precision))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import os
 import sys
@@ -14,35 +15,56 @@ from weakref import WeakMethod
 
 import torch
 
-from whet.kernels.cpu.build import library
+from whet.kernels.cpu import build
 from whet.kernels.cpu.ops import forget
 from whet.model.checkpointing import CheckpointKind, Recompute
+from whet.model.gpt2 import Conv1D
 from whet.model.transformer import LanguageModel
 from whet.ranks.collectives import world_size
 from whet.telemetry.spans import span, spanned
 from whet.train.optim.adam8bit import MIN_NUMBERS, Moments
-from whet.train.optim.optimizer import CHUNK, Master, adamw, suits_kernel, sum_of_squares
+from whet.train.optim.optimizer import CHUNK, LossScale, Master, adamw, muon, suits_kernel, sum_of_squares
 from whet.types import MicroBatch, UserError
 
 M_MMAP_THRESHOLD = -3
 LARGE_BYTES = 32 * 2**20
 """Upper limit of glibc's adaptive mmap threshold; each tensor beyond it has its own pages."""
-Precision = Literal["auto", "float32", "bfloat16_autocast", "bfloat16_master"]
-Schedule = Literal["cosine", "linear", "constant"]
+Precision = Literal[
+    "auto", "float32", "bfloat16_autocast", "bfloat16_master", "float16_autocast", "float16_master"
+]
+Schedule = Literal["cosine", "linear", "constant", "wsd", "cosine_restarts"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+DYNAMIC = {"auto": None, "yes": True, "no": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW, its learning-rate schedule and the precision of the step."""
+    """AdamW or Muon, the learning-rate schedule and the precision of the step."""
 
     lr: float = 1e-3
     """Peak learning rate."""
     schedule: Schedule = "cosine"
-    """Shape after the warm-up: cosine or linear down to `lr * final_lr_share`, or constant."""
+    """Shape after the warm-up: cosine or linear down to `lr * final_lr_share`; constant; wsd: constant, then a decay
+    over the last decay_share; cosine_restarts: num_cycles cosines, each from the peak."""
     warmup_steps: int = 10
     """Steps of linear warm-up; step 0 already has lr / warmup_steps, never 0."""
     final_lr_share: float = 0.1
     """Learning rate at the last step as a share of the peak."""
+    decay_share: float = 0.2
+    """With schedule = wsd: share of the steps after the warm-up in which the learning rate falls."""
+    num_cycles: int = 2
+    """With schedule = cosine_restarts: number of cosines."""
+    cycle_factor: float = 1.0
+    """With schedule = cosine_restarts: length of each cosine over that of the one before."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: orthogonalised momentum for the layers' matrices; AdamW for embeddings, head, norms and biases."""
+    muon_lr: float | None = None
+    """Peak learning rate of Muon's matrices; None: lr, which suits muon_scale = rms."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's momentum."""
+    muon_scale: Literal["rms", "spectral"] = "rms"
+    """Size of Muon's update of a matrix [rows, columns]: rms: times 0.2 sqrt(max(rows, columns)), the size of AdamW's,
+    so that its learning rate and weight decay fit; spectral: times sqrt(max(1, rows / columns))."""
     beta1: float = 0.9
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
@@ -57,7 +79,8 @@ class OptimConfig:
     """Tokens per micro-batch; results do not depend on it."""
     precision: Precision = "float32"
     """float32; bfloat16_autocast (float32 parameters, bfloat16 products); bfloat16_master (bfloat16 model,
-    float32 master weights); or auto: the fastest for the model's widths on the run's device, measured at start-up."""
+    float32 master weights); float16_autocast and float16_master: the same in float16 with a dynamic loss scale, for
+    GPUs without bfloat16; or auto: the fastest for the model's widths on the run's device, measured at start-up."""
     checkpoint_layers: bool = False
     """Recompute each layer's activations in the backward pass (less memory, more time)."""
     checkpoint_kind: CheckpointKind = "layer"
@@ -73,6 +96,14 @@ class OptimConfig:
     """Keep moments and master weights in host memory, and update there (with a GPU)."""
     compile: bool = False
     """Compile the per-token parts of the layers with torch.compile."""
+    compile_mode: CompileMode = "default"
+    """torch.compile's mode; reduce-overhead uses CUDA graphs, max-autotune measures kernels."""
+    compile_backend: str = "inductor"
+    """torch.compile's backend."""
+    compile_dynamic: Literal["auto", "yes", "no"] = "yes"
+    """Compile for any number of tokens at once (yes), for each number (no), or for any after the second (auto)."""
+    compile_fullgraph: bool = False
+    """Fail where a part cannot be compiled as one graph, instead of running pieces of it uncompiled."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
@@ -82,6 +113,7 @@ class OptimConfig:
             raise ValueError(
                 f"optim.max_grad_norm = {self.max_grad_norm}: expected a number above 0 (inf clips nothing)"
             )
+        self._check_table()
         if self.warmup_steps < 0 or self.token_budget < 1:
             raise ValueError(
                 f"optim.warmup_steps = {self.warmup_steps}, optim.token_budget = {self.token_budget}: "
@@ -103,6 +135,48 @@ class OptimConfig:
                 "all gradients are gone; disable clipping with max_grad_norm = inf, or leave update_in_backward out"
             )
 
+    def _check_table(self) -> None:
+        """Refuse values out of range, and options that the rest of the settings would ignore."""
+        if not 0 < self.decay_share <= 1:
+            raise ValueError(f"optim.decay_share = {self.decay_share}: expected above 0, at most 1")
+        if self.num_cycles < 1 or not 0 < self.cycle_factor < math.inf:
+            raise ValueError(
+                f"optim.num_cycles = {self.num_cycles}, optim.cycle_factor = {self.cycle_factor}: expected 1 or more, "
+                "and a number above 0"
+            )
+        if not 0 <= self.muon_momentum < 1:
+            raise ValueError(f"optim.muon_momentum = {self.muon_momentum}: expected 0 to below 1")
+        if self.muon_lr is not None and not 0 < self.muon_lr < math.inf:
+            raise ValueError(
+                f"optim.muon_lr = {self.muon_lr}: expected a finite number above 0, or None for lr"
+            )
+        needs = {
+            "decay_share": ("schedule = wsd", self.schedule == "wsd"),
+            "num_cycles": ("schedule = cosine_restarts", self.schedule == "cosine_restarts"),
+            "cycle_factor": ("schedule = cosine_restarts", self.schedule == "cosine_restarts"),
+            "muon_lr": ("optimizer = muon", self.optimizer == "muon"),
+            "muon_momentum": ("optimizer = muon", self.optimizer == "muon"),
+            "muon_scale": ("optimizer = muon", self.optimizer == "muon"),
+            "compile_mode": ("compile = true", self.compile),
+            "compile_backend": ("compile = true", self.compile),
+            "compile_dynamic": ("compile = true", self.compile),
+            "compile_fullgraph": ("compile = true", self.compile),
+        }
+        for name, (owner, is_read) in needs.items():
+            value = getattr(self, name)
+            if not is_read and value != type(self).__dataclass_fields__[name].default:
+                raise ValueError(f"optim.{name} = {value} is read with optim.{owner} only; leave it out")
+        if self.is_scaled and self.update_in_backward:
+            raise ValueError(
+                f"optim.update_in_backward = true with precision = {self.precision}: whether the scaled gradients "
+                "overflowed is known when all updates are done; use bfloat16 or float32, or leave it out"
+            )
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether losses are scaled, because small gradients would be 0 in float16."""
+        return self.precision.startswith("float16")
+
 
 def lean() -> dict[str, Any]:
     """Return the fields of `OptimConfig` for the least memory; updates are still float32."""
@@ -123,11 +197,49 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     """Return the learning rate of a 0-based step: linear warm-up, then the schedule over what remains."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
     progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps))
-    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
-    return config.lr * (config.final_lr_share + (1 - config.final_lr_share) * shape)
+    shape = SHAPES[config.schedule](config, progress)
+    return (
+        config.lr * (config.final_lr_share + (1 - config.final_lr_share) * shape) if shape != 1 else config.lr
+    )
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _wsd(config: OptimConfig, progress: float) -> float:
+    """Stay at the peak, then fall by 1 - sqrt.
+
+    Source: 2404.06395 section 4 (warm-up, stable, decay), with the decay of 2405.18392 section 3.
+    """
+    done = (progress - (1 - config.decay_share)) / config.decay_share
+    return 1.0 if done <= 0 else 1.0 - math.sqrt(min(1.0, done))
+
+
+def _restarts(config: OptimConfig, progress: float) -> float:
+    """Follow one cosine after another.
+
+    Source: SGDR 1608.03983 equation 5. Deviation: the cycles fill the run, so that it ends at the end of one.
+    """
+    lengths = [config.cycle_factor**number for number in range(config.num_cycles)]
+    left = progress * sum(lengths)
+    for length in lengths[:-1]:
+        if left < length * (1 - ROUNDING):
+            return _cosine(left / length)
+        left -= length
+    return _cosine(min(1.0, max(0.0, left / lengths[-1])))
+
+
+ROUNDING = 1e-12
+SHAPES: dict[Schedule, Callable[[OptimConfig, float], float]] = {
+    "cosine": lambda config, progress: _cosine(progress),
+    "linear": lambda config, progress: 1.0 - progress,
+    "constant": lambda config, progress: 1.0,
+    "wsd": _wsd,
+    "cosine_restarts": _restarts,
+}
+"""Learning rate between its final share (0) and its peak (1), by schedule and progress after the warm-up."""
 
 
 @dataclass(slots=True)
@@ -140,7 +252,10 @@ class _Arrivals:
 
 
 class Optimizer:
-    """AdamW over a model's parameters, with float32 master weights when the model is bfloat16 (`Master`).
+    """AdamW or Muon over a model's parameters, with float32 master weights for 16-bit parameters (`Master`).
+
+    In float16 the gradients are those of a scaled loss (`LossScale`): `step` divides them again, and leaves an update
+    out where they overflowed.
 
     The update is PyTorch's fused kernel, called directly: `torch.optim` would import its compiler (1.3 s).
 
@@ -148,11 +263,27 @@ class Optimizer:
         model: The model to train.
         config: Hyper-parameters.
 
-    Source: AdamW 1711.05101; matrices are decayed, vectors (norms, biases) are not.
+    Attributes:
+        num_overflows: Updates left out so far because scaled gradients overflowed.
+
+    Source: AdamW 1711.05101; matrices are decayed, vectors (norms, biases) are not. Muon: see `muon`.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimConfig) -> None:
         self._config = config
+        self.num_overflows = 0
+        self._scaled = [part for part in model.modules() if isinstance(part, LanguageModel)]
+        self._scale = LossScale() if config.is_scaled and self._scaled else None
+        self._share_scale()
+        hidden = {
+            id(p)
+            for part in self._scaled
+            for layer in part.layers
+            for p in layer.parameters()
+            if p.dim() == 2
+        }
+        by_muon = hidden if config.optimizer == "muon" else set[int]()
+        turned = {id(part.weight) for part in model.modules() if isinstance(part, Conv1D)}
         self._named = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
@@ -161,13 +292,18 @@ class Optimizer:
         self._first: list[torch.Tensor] = []
         self._second: list[torch.Tensor] = []
         self._steps: list[torch.Tensor] = []
+        self._by_muon = {
+            index for index, (_, parameter) in enumerate(self._named) if id(parameter) in by_muon
+        }
+        self._turned = {index for index, (_, parameter) in enumerate(self._named) if id(parameter) in turned}
         for index, (master, (_, parameter)) in enumerate(zip(self._masters, self._named, strict=True)):
             is_packed = config.adam_bits == 8 and parameter.numel() >= MIN_NUMBERS
-            if is_packed and master.dtype == torch.float32:
+            if is_packed and master.dtype == torch.float32 and index not in self._by_muon:
                 self._packed[index] = Moments(parameter.numel(), master.device)
             shape = (0,) if index in self._packed else parameter.shape
-            for moments in (self._first, self._second):
-                moments.append(torch.zeros(shape, dtype=master.dtype, device=master.device))
+            place: dict[str, Any] = {"dtype": master.dtype, "device": master.device}
+            self._first.append(torch.zeros(shape, **place))
+            self._second.append(torch.zeros((0,) if index in self._by_muon else shape, **place))
             self._steps.append(torch.zeros((), device=master.device))
         self._arrivals: _Arrivals | None = None
         arrive = WeakMethod(self._arrive)  # the model must not keep its optimizer alive
@@ -218,17 +354,24 @@ class Optimizer:
             return math.sqrt(arrivals.squares)
         used = [index for index, (_, parameter) in enumerate(self._named) if parameter.grad is not None]
         gradients = [grad for index in used if (grad := self._named[index][1].grad) is not None]
-        norm = math.sqrt(sum(map(sum_of_squares, gradients)))
-        if math.isfinite(norm) and math.isfinite(loss):
-            factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
-            is_native = library() is not None and all(map(suits_kernel, gradients))
+        scale = self.loss_scale or 1.0
+        norm = math.sqrt(sum(map(sum_of_squares, gradients))) / scale
+        is_finite = math.isfinite(norm) and math.isfinite(loss)
+        if self._scale is not None and math.isfinite(loss):
+            # Below 1 nothing is left to scale back: such gradients are as infinite without a scale.
+            self.num_overflows += not is_finite and scale > 1
+            self._scale.update(is_finite=is_finite)
+            self._share_scale()
+        if is_finite:
+            factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6)) / scale
+            is_native = build.library() is not None and all(map(suits_kernel, gradients))
             has_masters = any(master.held() for master in self._masters)
-            if self._packed or has_masters or is_native:
+            if self._packed or has_masters or is_native or self._by_muon:
                 del gradients
                 for index in used:
                     self._update_one(index, lr, factor)
             else:
-                self._update(used, [grad * factor for grad in gradients] if factor < 1 else gradients, lr)
+                self._update(used, [grad * factor for grad in gradients] if factor != 1 else gradients, lr)
         for _, parameter in self._named:
             parameter.grad = None
         return norm
@@ -241,6 +384,10 @@ class Optimizer:
         gradient = parameter.grad.to(master.device)
         parameter.grad = None
         self._steps[index] += 1
+        if index in self._by_muon:
+            self._orthogonal_update(index, gradient, lr, factor)
+            torch.autograd.graph.increment_version(parameter)
+            return
         for part, first, second in self._parts(index):
             weights = master.read(part)
             adamw(
@@ -257,6 +404,39 @@ class Optimizer:
             )
             master.write(weights, part)
         torch.autograd.graph.increment_version(parameter)  # the kernels write without PyTorch's knowledge
+
+    def _orthogonal_update(self, index: int, gradient: torch.Tensor, lr: float, factor: float) -> None:
+        """Update a matrix by Muon, as a whole: its update is no function of its parts."""
+        config, master, shape = self._config, self._masters[index], self._named[index][1].shape
+        whole = master.read()
+        weights, moved, momentum = whole.view(shape), gradient.to(whole.dtype) * factor, self._first[index]
+        if index in self._turned:  # stored [in, out]
+            weights, moved, momentum = weights.t(), moved.t(), momentum.t()
+        muon(
+            weights,
+            moved,
+            momentum,
+            lr=lr if config.muon_lr is None else lr * config.muon_lr / config.lr,
+            decay=config.weight_decay,
+            momentum=config.muon_momentum,
+            scale=config.muon_scale,
+        )
+        master.write(whole)
+
+    @property
+    def muon_names(self) -> set[str]:
+        """Names of the parameters that Muon updates."""
+        return {self._named[index][0] for index in self._by_muon}
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Factor of the loss in backward passes; None outside float16."""
+        return None if self._scale is None else float(self._scale.value)
+
+    def _share_scale(self) -> None:
+        """Tell the models, whose `forward_backward` scales the loss."""
+        for model in self._scaled:
+            model.loss_scale = self.loss_scale or 1.0
 
     def _parts(self, index: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield a tensor in parts, with its moments; as one part if nothing needs unpacking."""
@@ -311,12 +491,14 @@ class Optimizer:
 
         Master weights are float32 here, whatever their in-memory form: copies of the current state.
         """
-        state: dict[str, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {} if self._scale is None else self._scale.tensors()
         for index, (name, parameter) in enumerate(self._named):
             if parameter.dtype != self._masters[index].dtype:
                 state[f"{name}/master"] = self._masters[index].read().view(parameter.shape)
             packed = self._packed.get(index)
             moments = {"exp_avg": self._first[index], "exp_avg_sq": self._second[index]}
+            if index in self._by_muon:
+                moments = {"momentum": self._first[index]}
             moments = moments if packed is None else packed.tensors()
             state |= {f"{name}/{key}": tensor for key, tensor in moments.items()}
             state[f"{name}/step"] = self._steps[index]
@@ -332,6 +514,7 @@ class Optimizer:
         for name, tensor in self.tensors().items():
             if not name.endswith("/master"):
                 tensor.copy_(state[name])
+        self._share_scale()
 
 
 def _call(method: WeakMethod[Callable[[int], None]], index: int, _: torch.Tensor) -> None:
@@ -339,9 +522,19 @@ def _call(method: WeakMethod[Callable[[int], None]], index: int, _: torch.Tensor
         bound(index)
 
 
+AUTOCAST: dict[Precision, torch.dtype] = {
+    "bfloat16_autocast": torch.bfloat16,
+    "float16_autocast": torch.float16,
+}
+PARAMETERS: dict[Precision, torch.dtype] = {
+    "bfloat16_master": torch.bfloat16,
+    "float16_master": torch.float16,
+}
+
+
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
     """Return the dtype of products if it is not the parameters' own."""
-    return torch.bfloat16 if precision == "bfloat16_autocast" else None
+    return AUTOCAST.get(precision)
 
 
 def dtypes(precision: Precision) -> dict[str, Any]:
@@ -376,10 +569,42 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
         _keep_less()
     model.recompute = Recompute(config.checkpoint_kind, offload=config.offload_inputs)
     if config.compile:
+        _check_compiler(config, model.head_weight.device)
+        mode = {} if config.compile_mode == "default" else {"mode": config.compile_mode}
         for layer in model.layers:
             for name, part in layer.named_children():
                 if "attn" not in name or "norm" in name:
-                    part.compile(dynamic=True)
+                    part.compile(
+                        dynamic=DYNAMIC[config.compile_dynamic],
+                        backend=config.compile_backend,
+                        fullgraph=config.compile_fullgraph,
+                        **mode,
+                    )
+
+
+def _check_compiler(config: OptimConfig, device: torch.device) -> None:
+    """Refuse compilation where what it needs is missing, which PyTorch would say in the middle of the first step."""
+    from torch._dynamo import list_backends  # 1.3 s
+
+    backend = config.compile_backend
+    if backend not in (known := sorted(list_backends(exclude_tags=None))):
+        raise UserError(
+            f"optim.compile_backend = {backend!r}: no backend of this PyTorch; expected one of {', '.join(known)}"
+        )
+    if backend != "inductor":
+        if config.compile_mode != "default":
+            raise UserError(
+                f"optim.compile_mode = {config.compile_mode} with compile_backend = {backend}: modes are inductor's; "
+                "leave one of them out"
+            )
+        return
+    if device.type == "cpu" and build.compiler() is None:
+        raise UserError(
+            "optim.compile = true on a CPU needs a C++ compiler, and there is none: install g++ (apt-get install g++), "
+            "or leave it out"
+        )
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise UserError("optim.compile = true on a GPU needs Triton: pip install triton, or leave it out")
 
 
 def give_back(model: LanguageModel) -> None:
@@ -411,7 +636,7 @@ def _allocator(name: str, *arguments: int) -> None:
 def parameter_dtype(precision: Precision) -> torch.dtype:
     """Return the dtype of the model's parameters."""
     assert precision != "auto", "resolve_precision comes first"
-    return torch.bfloat16 if precision == "bfloat16_master" else torch.float32
+    return PARAMETERS.get(precision, torch.float32)
 
 
 def forward_backward(
@@ -424,7 +649,8 @@ def forward_backward(
     Args:
         micro_batches: The step's micro-batches.
         score: Returns a micro-batch's share of the loss (differentiable) and of the metrics.
-        model: The trained model; if its layers are recomputed, memory is freed around each pass.
+        model: The trained model: its loss scale multiplies the gradients; if its layers are recomputed, memory is
+            freed around each pass.
 
     Returns:
         Summed metrics with the summed 'loss'. A metric whose name ends in '_max' is the maximum instead.
@@ -437,7 +663,7 @@ def forward_backward(
             loss, metrics = score(micro)
         release()
         with span("backward"):
-            loss.backward()
+            (loss if model is None or model.loss_scale == 1.0 else loss * model.loss_scale).backward()
         totals["loss"] += float(loss.detach())
         for name, value in metrics.items():
             totals[name] = (

@@ -37,8 +37,6 @@ from whet.types import Group, Problem, Task
 
 Mode = Literal["off", "stream", "async"]
 NUM_PARTS = 4
-CHECK_EVERY = 4
-"""Decode steps between checks for ended rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +124,7 @@ class BackgroundSampler:
         self._trained, self._shares = policy.model, shares_weights
         self.policy = copy.copy(policy)
         self.policy.model = _twin(policy.model, shares_weights=shares_weights)
-        self.engine = self.policy.engine()
+        self.engine = self.policy.engine(trains=True)
         self.overlap = self.train_seconds = 0.0
         self._pool = ThreadPoolExecutor(2, "whet-rollout")
         self._job: Future[tuple[Any, float]] | None = None

@@ -184,6 +184,7 @@ def _sample(
         text=policy.completion_text(prompt_ids, done.ids),
         finish_reason=done.finish_reason,
         trained=done.trained,
+        kept=done.kept,
         turn_ends=done.turn_ends,
         turn_rewards=tuple(episode_weight * reward for reward in done.turn_rewards) if episode_weight else (),
     )

@@ -238,7 +238,7 @@ class RolloutSource:
         self._staleness, self._num_steps, self._seed = staleness, num_steps, seed
         if self._beside is None and not staleness and kept_gib:
             policy.activations = Activations(int(kept_gib * 2**30))
-        self._engine = policy.engine(keeps=True) if self._beside is None else self._beside.engine
+        self._engine = policy.engine(trains=True) if self._beside is None else self._beside.engine
         self._pending: deque[Collected] = deque()
         self._num_collected = 0
         self._account = PromptAccount()
@@ -271,6 +271,11 @@ class RolloutSource:
             overlap=config.overlap,
             kept_gib=config.kept_gib,
         )
+
+    def how_far(self) -> str:
+        """Say how far the sampling is, for the display of a long step."""
+        stats = self._engine.stats
+        return f"{stats.decode_steps:,} decoding steps, {stats.new_tokens:,} tokens so far in this run"
 
     def next(self, step: int, train: Callable[[Group], None] | None = None) -> Collected:
         """Return what a step trains on; the step before it is then over.
@@ -373,6 +378,9 @@ class RolloutSource:
 
     def _collect(self, step: int, rollout: Rollout) -> Collected:
         """Refill uninformative groups where the recipe says so, and account for all."""
+        if self._params.sampling.is_filtered:
+            samples = [sample for group in rollout.groups for sample in group.samples]
+            assert all(len(s.kept) == len(s.completion_ids) for s in samples), "the sampler records no sets"
         num_refilled = 0
         for _ in range(self._algo.max_refills if self._algo.uninformative == "refill" else 0):
             (total,) = all_reduce_sum(sum(self._informative(rollout)))

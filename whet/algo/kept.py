@@ -1,0 +1,91 @@
+"""The sets of tokens that filters (top-k, top-p, min-p) left to draw from, from the sampler to the trainer.
+
+The trainer must renormalise over the sampler's own sets: the weights have moved when it computes them again, and where
+they have not, rounding may still decide the last token of a set differently.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from whet.types import KeptSets
+
+WORD_BITS = 32
+
+
+def encode_kept(kept_BV: torch.Tensor) -> list[str]:
+    """Write each row's set as text, which a checkpoint and a record can hold: base64 of little-endian 32-bit words.
+
+    The words are ids in ascending order, or one bit per id of the vocabulary where that is not longer: a set takes at
+    most V/8 bytes, whatever the filters leave.
+
+    Args:
+        kept_BV: Whether a token was left; V is the width of the logits.
+    """
+    num_words = -(-kept_BV.shape[1] // WORD_BITS)
+    texts = []
+    for ids in _ids(kept_BV):
+        words = ids.astype("<i4")
+        if len(ids) >= num_words:
+            bits = np.zeros(num_words * WORD_BITS, dtype=np.uint8)
+            bits[ids] = 1
+            words = np.packbits(bits, bitorder="little")
+        texts.append(b64encode(words.tobytes()).decode())
+    return texts
+
+
+def _ids(kept_BV: torch.Tensor) -> Sequence[np.ndarray]:
+    """Return the ids of each row's set; from a GPU only these are transferred."""
+    if kept_BV.device.type == "cpu":  # row by row: PyTorch's `nonzero` takes eight times as long
+        return [np.flatnonzero(kept_V) for kept_V in kept_BV.numpy()]
+    ends = kept_BV.sum(-1).cumsum(0).tolist()
+    return np.split(kept_BV.nonzero()[:, 1].int().cpu().numpy(), ends[:-1])
+
+
+def join_kept(rows: Sequence[str], device: torch.device) -> KeptSets:
+    """Put the sets of a micro-batch's trained tokens one after the other.
+
+    Args:
+        rows: Sets from `encode_kept`.
+        device: Where the words go.
+    """
+    parts = [b64decode(row) for row in rows]
+    words = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.int32)
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + len(part) // 4)
+    return KeptSets(words.to(device), tuple(starts))
+
+
+def keep_only(logits_MV: torch.Tensor, kept: KeptSets | None, first: int = 0) -> torch.Tensor:
+    """Set the logits of all other tokens to -inf, in place.
+
+    Args:
+        logits_MV: Logits of consecutive trained tokens.
+        kept: The sets of all trained tokens; None keeps everything.
+        first: Index of the first of these tokens.
+
+    Returns:
+        The argument.
+    """
+    if kept is None:
+        return logits_MV
+    rows, vocab = logits_MV.shape
+    device, num_words = logits_MV.device, -(-vocab // WORD_BITS)
+    starts = torch.tensor(kept.starts[first : first + rows + 1])
+    sizes = starts.diff()
+    words = kept.words_Z[int(starts[0]) : int(starts[-1])]
+    is_map = sizes == num_words
+    of_map = is_map.repeat_interleave(sizes).to(device)
+    owners = torch.arange(rows).repeat_interleave(sizes)[~of_map.cpu()].to(device)
+    removed = torch.ones(rows, vocab, dtype=torch.bool, device=device)
+    removed[owners, words[~of_map].long()] = False
+    if is_map.any():
+        shifts = torch.arange(WORD_BITS, device=device)
+        bits = words[of_map].view(-1, num_words, 1).bitwise_right_shift(shifts) & 1
+        removed[is_map.to(device)] = bits.view(-1, num_words * WORD_BITS)[:, :vocab] == 0
+    return logits_MV.masked_fill_(removed, float("-inf"))

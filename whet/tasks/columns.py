@@ -1,0 +1,376 @@
+"""Columns of a row: which one asks, which holds the answer, and what a row says: a question, a chat, or plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from whet.rewards.answers.extract import extract_answer, extract_answer_with_step
+from whet.schema import ResponseSchema
+from whet.tasks.read import Row, as_text, is_number, text_fault
+from whet.types import Message, UserError
+
+PROMPTS = ("prompt", "question", "problem", "instruction")
+CHATS = ("messages", "conversations")
+ANSWERS = ("answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth")
+SOLUTIONS = ("solution",)
+REPLIES = ("response", "output", "completion")
+TEXT = "text"
+NONE = "none"
+"""Given as the answer's column: no answer is looked for, replies are learned as they are."""
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Role of a message by what data sets call it: OpenAI's words and ShareGPT's."""
+READER = ResponseSchema(opening_in_prompt=False)
+SAID = ("tags", "box", "phrase", "hashes")
+"""Steps of extraction that a reply asks for by its own words; the last number of a chat is no answer."""
+MAX_SHOWN = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """Where the parts of a row are; '' where there is none. A dot leads into a nested column.
+
+    Attributes:
+        kind: A question (with an answer, a solution, or neither), a chat, or plain text.
+        prompt: The question: text, or chat messages.
+        answer: The gold answer.
+        solution: The worked solution, or the reply.
+        is_reply: Whether `solution` is a reply, not a worked solution: only what it calls its answer is one.
+        is_verbatim: Whether replies are learned as they are, and no answer is looked for.
+        context: Text that belongs below the question (`input` beside `instruction`).
+        system: The system message.
+        tools: Definitions of the tools that may be called.
+    """
+
+    kind: Literal["question", "chat", "text"]
+    prompt: str
+    answer: str = ""
+    solution: str = ""
+    is_reply: bool = False
+    is_verbatim: bool = False
+    context: str = ""
+    system: str = ""
+    tools: str = ""
+
+    def __str__(self) -> str:
+        names = ("prompt", "context", "answer", "solution", "system", "tools")
+        parts = {("reply" if n == "solution" and self.is_reply else n): getattr(self, n) for n in names}
+        if self.kind != "question":
+            parts = {self.kind: self.prompt} | {n: v for n, v in parts.items() if n != "prompt"}
+        return ", ".join(f"{name} = {value!r}" for name, value in parts.items() if value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """What a row says.
+
+    Attributes:
+        prompt: The question: the last text of the user's.
+        answer: The gold answer; '' where none was found.
+        solution: The worked solution.
+        messages: All messages that ask, where they are more than one of the user's.
+        reply: The response as it is written, where it was read from one.
+        thinking: Reasoning that the row keeps apart from the reply.
+        tools: JSON list of tool definitions.
+        calls: JSON list of the calls that the reply makes.
+    """
+
+    prompt: str
+    answer: str = ""
+    solution: str = ""
+    messages: tuple[Message, ...] = ()
+    reply: str = ""
+    thinking: str = ""
+    tools: str = ""
+    calls: str = ""
+
+    @property
+    def key(self) -> str:
+        """What is asked, whole: equal questions stay in one split."""
+        if not self.messages:
+            return self.prompt or self.reply
+        return "\x00".join((self.prompt, *(json.dumps(m.as_dict(), sort_keys=True) for m in self.messages)))
+
+    def verbatim(self) -> Content:
+        """Return it with the reply to learn as it is, and without an answer."""
+        return replace(self, answer="", solution=self.thinking)
+
+    def parsed(self) -> Content:
+        """Return it with its answer, and without the reply that the answer was read from."""
+        return replace(self, reply="") if self.answer else self
+
+
+def recognise(
+    present: Mapping[str, Any], source: str, *, prompt: str = "", answer: str = "", solution: str = ""
+) -> Columns:
+    """Determine the columns of a data set from its first row.
+
+    A text column (prompt, question, problem, instruction) asks where there is something to compare or to learn beside
+    it (an answer, a solution, a response), else a chat does (messages, conversations). Upper and lower case are the
+    same. 'prompt' and 'answer' are preferred where several would do; otherwise several are an error.
+
+    Args:
+        present: The first row.
+        source: Name of the data, for errors.
+        prompt: Column of the question, if given.
+        answer: Column of the answer, if given; 'none' for no answer.
+        solution: Column of the worked solution, if given.
+
+    Raises:
+        UserError: If a given column is not there, none asks, or several could.
+    """
+    there = f"there are: {', '.join(map(str, present))[:MAX_SHOWN]}"
+    for option, name in (("prompt", prompt), ("answer", answer), ("solution", solution)):
+        if name and not (option == "answer" and name == NONE) and not _has(present, name):
+            raise UserError(f"{source}: no column {name!r}; name another with --task.{option} ({there})")
+    gold = "" if answer == NONE else answer or _one(present, ANSWERS, "answer", source, there)
+    worked = solution or _one(present, SOLUTIONS, "solution", source, there)
+    reply = "" if gold or worked else _one(present, REPLIES, "solution", source, there)
+    chats = _found(present, CHATS)
+    if not prompt and chats and not (gold or worked or reply):
+        prompt = _one(present, CHATS, "prompt", source, there)
+    prompt = prompt or _one(present, PROMPTS, "prompt", source, there)
+    prompt = prompt or _one(present, CHATS, "prompt", source, there)
+    texts = _found(present, (TEXT,))
+    if not prompt and texts and not (gold or worked or reply):
+        return Columns(kind="text", prompt=texts[0])
+    if not prompt:
+        raise UserError(f"{source}: no column is a question; name it with --task.prompt ({there})")
+    is_chat = isinstance(_asked_in(present, prompt), list) and not (gold or worked or reply)
+    pairs = {"context": ("input",) if prompt.lower() == "instruction" else (), "system": ("system",)}
+    more = {name: next(iter(_found(present, wanted)), "") for name, wanted in pairs.items()}
+    return Columns(
+        kind="chat" if is_chat else "question",
+        prompt=prompt,
+        answer=gold,
+        solution=worked or reply,
+        is_reply=bool(reply),
+        is_verbatim=answer == NONE,
+        tools=next(iter(_found(present, ("tools",))), ""),
+        **more,
+    )
+
+
+def read_row(row: Row, columns: Columns) -> Content | str:
+    """Return what a row says, or what is wrong with it."""
+    if columns.kind == "text":
+        return text_fault(row, columns.prompt) or Content(prompt="", reply=row[columns.prompt])
+    asked = _asked(row, columns)
+    if isinstance(asked, str):
+        return asked
+    tools = _json_list(_value(row, columns.tools)) if columns.tools else ""
+    if tools is None:
+        return f"{columns.tools!r} is not a list of tool definitions"
+    messages, last = asked
+    users = [message.content for message in messages if message.role == "user"]
+    content = Content(prompt=users[-1], messages=messages if len(messages) > 1 else (), tools=tools)
+    if last is not None and not columns.solution:
+        content = replace(content, reply=last.content, thinking=last.thinking, calls=last.tool_calls)
+    if columns.answer:
+        return _with_gold(row, columns, content)
+    if columns.solution:
+        fault = _fault(row, columns.solution)
+        return fault or _worked(replace(content, reply=str(_value(row, columns.solution))), columns)
+    return _worked(content, columns) if last is not None else content
+
+
+def conversation(value: Any, column: str) -> tuple[Message, ...] | str:
+    """Read chat messages (role and content, or ShareGPT's from and value), or say what is wrong with them."""
+    if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
+        return f"{column!r} is not a list of objects"
+    messages: list[Message] = []
+    for item in value:
+        word = item.get("role", item.get("from"))
+        role = ROLES.get(str(word).lower())
+        if role is None:
+            return f"{column!r} has a message of role {word!r:.40}, expected system, user, assistant or tool"
+        content = item.get("content", item.get("value"))
+        calls, thinking = item.get("tool_calls"), item.get("reasoning_content", item.get("thinking"))
+        if word == "function_call":  # ShareGPT: the value is the call
+            calls, content = content, ""
+        if isinstance(content, list):  # parts, as OpenAI's interface has them
+            if any(not isinstance(p, Mapping) or not isinstance(p.get("text"), str) for p in content):
+                return f"{column!r}, {role}: content holds more than text"
+            content = "".join(part["text"] for part in content)
+        found = _json_list(calls) if calls else ""
+        if found is None:
+            return f"{column!r}, {role}: 'tool_calls' is not a list of calls"
+        if content is None and (found or thinking):
+            content = ""
+        is_call = bool(found) and content == ""
+        if not isinstance(content, str) or not is_call:
+            fault = text_fault({"content": content}, "content")
+            if fault or not isinstance(content, str):
+                return f"{column!r}, {role}: {fault}"
+        messages.append(
+            Message(
+                role=role,
+                content=content,
+                thinking=thinking if isinstance(thinking, str) else "",
+                tool_calls=found,
+                name=item["name"] if isinstance(item.get("name"), str) else "",
+            )
+        )
+    return tuple(messages)
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """Split off the reasoning of a response in R1's style; without its tags all of it is the rest."""
+    head, closed, rest = text.partition(READER.think_close)
+    if not closed:
+        return "", text
+    return head.partition(READER.think_open)[2].strip() if READER.think_open in head else head.strip(), rest
+
+
+def _asked(row: Row, columns: Columns) -> tuple[tuple[Message, ...], Message | None] | str:
+    """Return the messages that ask, and the assistant's message that answers them, if there is one."""
+    value = _asked_in(row, columns.prompt)
+    system: tuple[Message, ...] = ()
+    if columns.system and isinstance(said := _value(row, columns.system), str) and said.strip():
+        system = (Message(role="system", content=said),)
+    if not isinstance(value, list):
+        if fault := _fault(row, columns.prompt):
+            return fault
+        context = _value(row, columns.context) if columns.context else None
+        below = f"\n\n{context}" if isinstance(context, str) and context.strip() else ""
+        return (*system, Message(role="user", content=f"{as_text(value)}{below}")), None
+    found = conversation(value, columns.prompt)
+    if isinstance(found, str):
+        return found
+    if system and found[0].role != "system":
+        found = (*system, *found)
+    places = [place for place, message in enumerate(found) if message.role == "assistant"]
+    last = None
+    # Beside an answer the chat may end with the question. A chat alone is there for what the assistant says last.
+    if places and (columns.kind == "chat" or found[-1].role == "assistant"):
+        found, last = found[: places[-1]], found[places[-1]]
+    elif columns.kind == "chat" and columns.prompt.lower() in CHATS:
+        return f"{columns.prompt!r} has no assistant message"
+    if not any(message.role == "user" for message in found):
+        return f"{columns.prompt!r} has no user message" + (" before its last answer" if last else "")
+    if found[-1].role not in ("user", "tool"):
+        return f"{columns.prompt!r}: its last answer follows a message of the {found[-1].role}"
+    return found, last
+
+
+def _with_gold(row: Row, columns: Columns, content: Content) -> Content | str:
+    """Add the answer of its own column, and the worked solution."""
+    if fault := _fault(row, columns.answer):
+        return fault
+    gold = as_text(_value(row, columns.answer))
+    if not columns.solution and "####" in gold:  # GSM8K: the answer ends the worked text
+        return _worked(replace(content, reply=gold), columns)
+    solution = _value(row, columns.solution) if columns.solution else content.thinking or content.reply
+    if solution in (None, ""):
+        return replace(content, answer=gold.strip(), reply="")
+    if columns.solution and (fault := _fault(row, columns.solution)):
+        return fault
+    thinking, rest = split_thinking(str(solution))
+    return replace(content, answer=gold.strip(), solution=(thinking or rest).strip(), reply="")
+
+
+def _worked(content: Content, columns: Columns) -> Content:
+    """Look for the final answer in a reply or a worked solution: its blocks, '####', else what it says itself."""
+    text = content.reply
+    if columns.is_verbatim:
+        return content
+    parsed = READER.parse(text)
+    if parsed.answer:
+        return replace(content, answer=parsed.answer, solution=(parsed.thinking or content.thinking).strip())
+    solution, mark, last = text.rpartition("####")
+    if mark and last.strip():
+        return replace(content, answer=last.strip(), solution=content.thinking or solution.strip())
+    thinking, rest = split_thinking(text)
+    is_solution = columns.kind == "question" and not columns.is_reply
+    answer = extract_answer(rest) if is_solution else extract_answer_with_step(rest, SAID)[0]
+    if not answer:
+        return content
+    return replace(content, answer=answer, solution=content.thinking or thinking or text)
+
+
+def _asked_in(row: Mapping[str, Any], column: str) -> Any:
+    """Return what a column asks: text, or a list of messages, which files without lists hold as JSON text."""
+    value = _value(row, column)
+    if isinstance(value, str) and column.lower() in CHATS:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = [value]  # not messages: the error says so
+    return (
+        value if isinstance(value, str | list) or is_number(value) else [value] if value is not None else None
+    )
+
+
+def _value(row: Mapping[str, Any], column: str) -> Any:
+    """Return a column's value; a dot leads into a nested one."""
+    if column in row:
+        return row[column]
+    head, dot, tail = column.partition(".")
+    inner = row.get(head)
+    return _value(inner, tail) if dot and isinstance(inner, Mapping) else None
+
+
+def _has(row: Mapping[str, Any], column: str) -> bool:
+    head, dot, tail = column.partition(".")
+    inner = row.get(head)
+    return column in row or bool(dot) and isinstance(inner, Mapping) and _has(inner, tail)
+
+
+def _fault(row: Row, column: str) -> str | None:
+    """Return why a column holds no text; a number is text."""
+    if column not in row and not _has(row, column):
+        return f"no {column!r}"
+    value = _value(row, column)
+    return None if is_number(value) else text_fault({column: value}, column)
+
+
+def _found(present: Mapping[str, Any], wanted: Sequence[str]) -> list[str]:
+    """Return the row's own names of the wanted columns, in the wanted order."""
+    names = {str(name).lower(): str(name) for name in present}
+    return [
+        name for want in wanted if (name := names.get(want, want if _has(present, want) else "")) and name
+    ]
+
+
+def _one(present: Mapping[str, Any], wanted: Sequence[str], option: str, source: str, there: str) -> str:
+    """Return the only one of the wanted columns that is there, or the preferred one; '' for none."""
+    found = _found(present, wanted)
+    if len(found) > 1 and found[0].lower() != option:
+        raise UserError(
+            f"{source}: {' and '.join(map(repr, found))} could each be the {option}; name the column with "
+            f"--task.{option} ({there})"
+        )
+    return found[0] if found else ""
+
+
+def _json_list(value: Any) -> str | None:
+    """Return a list, or the JSON text of one, as JSON; one object is a list of one; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else []
+        except (ValueError, RecursionError):
+            return None
+    value = [value] if isinstance(value, Mapping) else value
+    if value is None or value == []:
+        return ""
+    if not isinstance(value, list):
+        return None
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return None
