@@ -367,7 +367,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ("train/data/pairs.py", ("tests/train/test_pairs.py",)): [
         ("choice", "if pair.uid != one.uid", "if pair is not one"),
         ("mask", "other.chosen_ids or other.rejected_ids", "other.chosen_ids"),
-        ("guard", "return not any(tag in text", "return any(tag in text"),
+        ("guard", "return same if chosen == rejected else (", "return ("),
     ],
     ("train/objective/teacher.py", ("tests/train/test_teacher.py",)): [
         ("order", "logprobs[len(sequence.prompt_ids) - 1 :]", "logprobs[len(sequence.prompt_ids) :]"),

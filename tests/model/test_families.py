@@ -18,11 +18,12 @@ from whet.generate.plain import can_step
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.kernels.cpu import build as cpu
+from whet.model.attention import Packed
 from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.config import options
 from whet.model.families import FAMILIES, WRAPPERS, from_hf
 from whet.model.text.tokenizer import Tokenizer
-from whet.model.weights import load_model
+from whet.model.weights import as_reward_model, load_model, save_model
 from whet.schema import ResponseSchema
 from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
@@ -206,6 +207,46 @@ def test_a_key_that_nobody_reads_is_refused_in_every_family() -> None:
         from_hf(stored)
         with pytest.raises(UserError, match="key 'score_bonus' is not known"):
             from_hf(stored | {"score_bonus": 2.0})
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_a_reward_model_of_every_family(name: str, tmp_path: Path) -> None:
+    """Its head replaces the output head, the trunk stays; transformers, where it has the class, scores alike."""
+    case = cases.CASES[name]
+    cases.make(case, tmp_path / "plain")
+    model = as_reward_model(load_model(tmp_path / "plain")[0])
+    with torch.no_grad():
+        head = model.get_parameter("score.weight")
+        head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
+    save_model(model, tmp_path / "reward", bos_id=1, eos_ids=(2,), pad_id=0)
+    with pytest.raises(UserError, match="a reward model, which scores texts"):
+        load_model(tmp_path / "reward")
+    again, config = load_model(tmp_path / "reward", is_reward=True)
+    assert config.is_reward
+    assert config == model.config
+    ours = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert ours == {name: p.requires_grad for name, p in again.named_parameters()}
+    row = [3 + token % (cases.VOCAB - 3) for token in cases.ids_of(100)]
+    tokens = torch.tensor(row)
+    with torch.no_grad():
+        hidden_ND = again(tokens, torch.arange(100), Packed([100], torch.device("cpu")))
+        score = hidden_ND[-1] @ again.get_parameter("score.weight")[0]
+    if config.block.logit_scale != 1.0 or not hasattr(transformers, from_file(tmp_path / "reward")):
+        return
+    options: dict[str, Any] = {"output_loading_info": True, "attn_implementation": "eager"}
+    loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "reward", **options
+    )
+    theirs, info = loaded
+    assert not {key: value for key, value in info.items() if value}
+    with torch.no_grad():
+        expected = theirs.eval()(tokens[None], use_cache=False).logits[0, 0]
+    torch.testing.assert_close(score, expected, rtol=1e-4, atol=1e-4)
+
+
+def from_file(folder: Path) -> str:
+    """Return the class that a folder names."""
+    return json.loads((folder / "config.json").read_text())["architectures"][0]
 
 
 def test_experts_in_mxfp4_are_read_as_transformers_unpacks_them(tmp_path: Path) -> None:
