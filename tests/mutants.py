@@ -367,7 +367,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ("train/data/pairs.py", ("tests/train/test_pairs.py",)): [
         ("choice", "if pair.uid != one.uid", "if pair is not one"),
         ("mask", "other.chosen_ids or other.rejected_ids", "other.chosen_ids"),
-        ("guard", "return not any(tag in text", "return any(tag in text"),
+        ("guard", "return same if chosen == rejected else (", "return ("),
     ],
     ("train/objective/teacher.py", ("tests/train/test_teacher.py",)): [
         ("order", "logprobs[len(sequence.prompt_ids) - 1 :]", "logprobs[len(sequence.prompt_ids) :]"),
@@ -380,6 +380,19 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ): [
         ("guard", "ids[-1] == self._pad_id", "False"),
         ("bound", "2 <= len(ids) <= self._config.max_positions", "2 <= len(ids)"),
+    ],
+    ("model/attention.py", ("tests/model/test_families.py",)): [
+        ("mask", "(key <= query - window)", "(key < query - window)"),
+        ("sign", "lse_NH - sinks_H.float()", "lse_NH + sinks_H.float()"),
+        ("factor", "(1 - tanh.square_())", "(1 - tanh)"),
+    ],
+    ("model/recurrence.py", ("tests/model/test_families.py",)): [
+        ("factor", "* beta[..., None]", "* 1.0"),
+        ("factor", "q * s.key_dim**-0.5", "q"),
+    ],
+    ("model/experts.py", ("tests/model/test_families.py",)): [
+        ("factor", "return weights * e.scale, which", "return weights, which"),
+        ("guard", "F.pad(rows_ND, (0, 0, 0, -count % ROW_QUANTUM))", "rows_ND"),
     ],
     ("algo/logprobs.py", ("tests/algo/test_logprobs.py",)): [
         ("mask", "logits[:, num_valid:vocab] = ", "logits[:, vocab:vocab] = "),

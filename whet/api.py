@@ -207,18 +207,36 @@ class Policy:
         with torch.no_grad():
             return policy.score(micro, temperature=temperature)[0].tolist()
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, *, dtype: str = "") -> Path:
         """Write weights, tokenizer and protocol to a new folder, which transformers and `whet.load` read.
 
+        Args:
+            folder: The folder.
+            dtype: float32, bfloat16, float16, or source for that of the folder that was loaded; default: as in memory.
+
         Raises:
-            UserError: If the folder is there and not empty.
+            UserError: If the folder is there and not empty, or the dtype is not known.
         """
+        wanted = self._stored_dtype(dtype)
         path = Path(folder)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path}: is there already; choose another folder")
         path.mkdir(parents=True, exist_ok=True)
-        self.loaded.save(path)
+        self.loaded.save(path, dtype=wanted)
         return path
+
+    def _stored_dtype(self, name: str) -> Any:
+        import torch
+
+        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        if not name:
+            return None
+        if name == "source":
+            source = json.loads(self.loaded.model.config.source or "{}")
+            name = source.get("dtype") or source.get("torch_dtype") or "float32"
+        if name not in known:
+            raise UserError(f"dtype = {name!r}: expected source, {', '.join(known)}")
+        return known[name]
 
 
 def load(name: str | Path, *, adapter: str | Path = "", seed: int = 0, **options: Any) -> Policy:

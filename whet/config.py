@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound="DataclassInstance")
 
 MAX_YAML_BYTES = 1 << 20
+INTERNAL = {"internal": True}
+"""Metadata of a field that programs set and users do not: it stands in no config.yaml and is no option."""
 # YAML 1.1 reads `1e-4` (no dot) as text; a person means a number.
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
@@ -53,9 +55,14 @@ class Renamed(NamedTuple):
     default: Any
 
 
+def options(cls: type[DataclassInstance]) -> list[Field[Any]]:
+    """Return the fields of a config class that a user may set."""
+    return [item for item in fields(cls) if item.init and not item.metadata.get("internal")]
+
+
 def to_dict(config: DataclassInstance) -> dict[str, Any]:
     """Turn a config into plain dicts, lists and scalars, as they stand in config.yaml."""
-    return {field.name: _plain(getattr(config, field.name)) for field in fields(config) if field.init}
+    return {field.name: _plain(getattr(config, field.name)) for field in options(type(config))}
 
 
 def from_dict(cls: type[Config], data: Mapping[str, Any], *, where: str) -> Config:
@@ -133,7 +140,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
 
 def default_data(cls: type[DataclassInstance]) -> dict[str, Any]:
     """Return the plain data of all fields of a config class that have a default."""
-    defaults = {field.name: _default(field) for field in fields(cls) if field.init}
+    defaults = {field.name: _default(field) for field in options(cls)}
     return {name: _plain(value) for name, value in defaults.items() if value is not MISSING}
 
 
@@ -319,7 +326,7 @@ def _plain(value: Any) -> Any:
 @cache
 def _hints(cls: type[DataclassInstance]) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls) if field.init}
+    return {field.name: hints[field.name] for field in options(cls)}
 
 
 def _default(field: Any) -> Any:
@@ -344,9 +351,7 @@ def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: A
                 f"{where}: unknown field {dotted!r}" + (f", did you mean {match!r}?" if match else "")
             )
     values: dict[str, Any] = {}
-    for field in fields(cls):
-        if not field.init:
-            continue
+    for field in options(cls):
         default = getattr(base, field.name) if isinstance(base, cls) else _default(field)
         dotted = _join(path, field.name)
         if field.name in data:

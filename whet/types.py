@@ -11,6 +11,7 @@ Shape letters (one letter is exactly one axis; suffixes on tensor and list names
 ``S``   cache (key) positions                  ``R``   LoRA rank
 ``V``   vocabulary                             ``I``   image patches
 ``D``   model width                            ``M``   trained tokens (those that the loss sees)
+``E``   experts                                ``X``   channels of a convolution
 ======  =====================================  ======  =====================================
 """
 

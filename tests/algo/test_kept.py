@@ -58,22 +58,29 @@ def test_nothing_is_kept_back_without_filters() -> None:
 
 
 def oracle(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor, temperature: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    kept: torch.Tensor,
+    temperature: float,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over each row's own tokens alone, picked out one by one; float64."""
     scores, entropies = [], []
     for row, target in enumerate(targets.tolist()):
         ids = kept[row].nonzero().flatten()
-        logprobs = torch.log_softmax(weight[ids] @ hidden[row] / temperature, dim=0)
+        logits = weight[ids] @ hidden[row]
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        logprobs = torch.log_softmax(logits / temperature, dim=0)
         scores.append(logprobs[int((ids == target).nonzero())])
         entropies.append(-(logprobs.exp() * logprobs).sum())
     return torch.stack(scores), torch.stack(entropies)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("temperature", "cap"), [(1.0, 0.0), (0.7, 0.0), (0.7, 3.0)])
 @pytest.mark.parametrize(("vocab", "num_valid", "chunk"), [(19, 19, 4), (64, 50, None), (200, 199, 7)])
 def test_values_and_gradients_are_those_of_the_kept_set(
-    vocab: int, num_valid: int, chunk: int | None, temperature: float
+    vocab: int, num_valid: int, chunk: int | None, temperature: float, cap: float
 ) -> None:
     rows, width = 21, 6
     generator = torch.Generator().manual_seed(vocab)
@@ -89,8 +96,9 @@ def test_values_and_gradients_are_those_of_the_kept_set(
         return (mix[0] * results[0]).sum() + (mix[1] * results[1]).sum()
 
     sets = join_kept(encode_kept(kept), CPU)
-    score = partial(token_logprobs, temperature=temperature, num_valid=num_valid, kept=sets, chunk=chunk)
-    got, expected = score(hidden, weight, targets), oracle(hidden, weight, targets, kept, temperature)
+    options = {"temperature": temperature, "cap": cap}
+    score = partial(token_logprobs, **options, num_valid=num_valid, kept=sets, chunk=chunk)
+    got, expected = score(hidden, weight, targets), oracle(hidden, weight, targets, kept, **options)
     grads = torch.autograd.grad(total(got), (hidden, weight))
     wanted = torch.autograd.grad(total(expected), (hidden, weight))
     assert not got[0][0]  # one token is left: it is certain, and teaches nothing

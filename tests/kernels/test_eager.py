@@ -12,7 +12,8 @@ from whet.algo.logprobs import select_logprobs, token_logprobs
 from whet.generate.cache import Decode, KVCache
 from whet.kernels import dispatch, eager
 from whet.model.config import ModelConfig
-from whet.model.transformer import RMSNorm, rotary_tables
+from whet.model.parts import RMSNorm
+from whet.model.rotary import rotary_tables
 
 SHAPE = ModelConfig(
     hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=600

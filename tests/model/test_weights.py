@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from whet.algo.logprobs import head_logits
 from whet.model import files
 from whet.model.attention import Packed
-from whet.model.config import ModelConfig, RopeScaling, from_hf
+from whet.model.config import ModelConfig, RopeScaling
+from whet.model.families import from_hf
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, load_model, model_folder, resize_vocabulary, save_model
 from whet.storage.commit import MANIFEST, commit_folder
@@ -132,7 +133,8 @@ def test_a_tensor_that_occurs_twice(folder: Path, tmp_path: Path) -> None:
 
 def test_buffers_of_old_checkpoints_are_passed_over(folder: Path, tmp_path: Path) -> None:
     expected = logits(load_model(folder)[0], [1, 2, 3])
-    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(1)}
+    head = load_file(folder / "model.safetensors")[EMBEDDING].clone()
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": head}
     change_tensors(folder, lambda tensors: tensors.update(buffers))
     assert torch.equal(logits(load_model(folder)[0], [1, 2, 3]), expected)
     save_model(tiny(TINY_GPT2), tmp_path / "gpt2")
@@ -222,6 +224,19 @@ def test_a_missing_shard(folder: Path) -> None:
     refused(lambda: load_model(folder), "b.safetensors", "no such shard, though the index names it")
 
 
+def test_a_tied_head_with_other_numbers_is_refused(folder: Path) -> None:
+    """transformers would use the stored one, whet the embeddings: neither is what both mean."""
+    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING] + 1}))
+    refused(
+        lambda: load_model(folder), "'lm_head.weight' is stored with other numbers", "tie_word_embeddings"
+    )
+
+
+def test_one_file_beside_an_index_is_refused(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {EMBEDDING: "model.safetensors"}}))
+    refused(lambda: load_model(folder), "model.safetensors stands beside model.safetensors.index.json")
+
+
 # --- config.json -------------------------------------------------------------------------------------------
 
 
@@ -261,10 +276,18 @@ def test_a_config_that_is_no_text_or_too_long(folder: Path, monkeypatch: pytest.
         ({"auto_map": None}, "auto_map"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear' is not supported"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "rope type 'proportional' is not"),
+        ({"rope_scaling": {"type": "linear"}}, "field 'factor' is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "model.factor = 0: expected a positive number"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta": 3}}, "rope type 'yarn' with 'beta'"),
+        ({"sliding_window": 4096}, "key 'sliding_window' is not known for model_type 'llama'"),
+        ({"query_scale": 2.0}, "key 'query_scale' is not known"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config (awq): the weights are quantised",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "field 'low_freq_factor' is missing"),
-        ({"rope_scaling": [1]}, "rope_parameters: expected an object, got list"),
+        ({"rope_scaling": [1]}, "rope_scaling: expected an object, got list"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ({"hidden_size": None}, "config.json"),
         ({"hidden_size": "wide"}, "'wide'"),
@@ -428,6 +451,35 @@ def test_a_hub_model_asks_for_no_file_that_can_execute(folder: Path, monkeypatch
     assert asked["name"] == "owner/name"
     for pattern in asked["allow_patterns"]:
         assert pattern.endswith((".json", ".safetensors", ".jinja"))
+
+
+def test_a_model_that_is_refused_is_not_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(options["allow_patterns"])
+        assert options["ignore_patterns"] == ["*/*"]  # not the copies in original/
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    change_config(folder, model_type="mamba")
+    refused(lambda: load_model("owner/name"), "model_type 'mamba' is not supported")
+    assert asked == [["config.json"]]
+
+
+def test_what_is_written_has_the_sampling_defaults_and_the_dtype_that_were_read(
+    folder: Path, tmp_path: Path
+) -> None:
+    stored = json.loads((folder / "generation_config.json").read_text())
+    theirs = stored | {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_length": 5}
+    (folder / "generation_config.json").write_text(json.dumps(theirs))
+    model, _ = load_model(folder)
+    save_model(model, tmp_path / "out", dtype=torch.bfloat16)
+    kept = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (kept["temperature"], kept["top_p"], kept["top_k"], "max_length" in kept) == (0.6, 0.95, 20, False)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 # --- growing the vocabulary --------------------------------------------------------------------------------

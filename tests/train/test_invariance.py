@@ -18,7 +18,7 @@ import torch
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
 from whet.algo.packing import TrainingSequence
-from whet.model.transformer import rotary_tables
+from whet.model.rotary import rotary_tables
 from whet.recipes.rl import ALGORITHMS
 from whet.train.optim.step import OptimConfig
 from whet.train.sft import train_step

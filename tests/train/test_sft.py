@@ -322,8 +322,8 @@ def test_a_warning_below_four_demonstrations(
         )
         train(make_config(tiny_policy, tmp_path / f"run{count}", task=task, num_steps=1))
         said = capsys.readouterr().out
-        assert ("only 3 demonstrations to learn from: expected 4 or more" in said) == (count == 3)
-        assert "only 4" not in said
+        assert ("3 demonstrations: learnt by heart" in said) == (count == 3)
+        assert "4 demonstrations: learnt" not in said
 
 
 def test_no_demonstration_fits(tiny_policy: PolicyConfig, tmp_path: Path) -> None:

@@ -58,13 +58,31 @@ def test_reverse_kl_is_the_sum_over_the_vocabulary() -> None:
     assert same.abs().max() < 1e-14
 
 
+def test_reverse_kl_of_capped_logits() -> None:
+    (hidden, weight, teacher, teacher_weight), valid = heads()
+    logp = (1.5 * torch.tanh(hidden @ weight.T / 1.5) / 0.7)[:, :valid].log_softmax(-1)
+    logq = (3.0 * torch.tanh(teacher @ teacher_weight.T / 3.0) / 0.7)[:, :valid].log_softmax(-1)
+    caps = {"cap": 1.5, "teacher_cap": 3.0}
+    found = reverse_kl(hidden, weight, teacher, teacher_weight, temperature=0.7, num_valid=valid, **caps)
+    torch.testing.assert_close(found, (logp.exp() * (logp - logq)).sum(-1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.5])
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_reverse_kl_by_finite_differences(chunk: int | None) -> None:
+def test_reverse_kl_by_finite_differences(chunk: int | None, cap: float) -> None:
     (hidden, weight, teacher, teacher_weight), valid = heads()
 
     def run(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return reverse_kl(
-            hidden, weight, teacher, teacher_weight, temperature=0.7, num_valid=valid, chunk=chunk
+            hidden,
+            weight,
+            teacher,
+            teacher_weight,
+            temperature=0.7,
+            num_valid=valid,
+            chunk=chunk,
+            cap=cap,
+            teacher_cap=2 * cap,
         )
 
     inputs = (hidden.requires_grad_(), weight.requires_grad_())

@@ -23,7 +23,7 @@ CHUNK_BYTES_GPU = 2**30
 
 
 def head_logits(
-    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, *, temperature: float, num_valid: int
+    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, *, temperature: float, num_valid: int, cap: float = 0.0
 ) -> torch.Tensor:
     """Compute float32 logits of the sampled distribution: head(hidden) / temperature over the valid ids.
 
@@ -35,12 +35,13 @@ def head_logits(
         weight_VD: Output projection.
         temperature: Sampling temperature, above 0.
         num_valid: Ids at and above this get -inf.
+        cap: Logits become cap tanh(logit / cap) before the division by the temperature; 0 for none.
 
     Returns:
         Logits [M, V'], V' = V rounded up to `COLUMN_QUANTUM`, float32.
     """
     rows, vocab = hidden_MD.shape[0], weight_VD.shape[0]
-    if dispatch.runs_cpp(hidden_MD, weight_VD):
+    if not cap and dispatch.runs_cpp(hidden_MD, weight_VD):
         logits = cpu_head.logits(hidden_MD, weight_VD)
         logits[:, num_valid:] = float("-inf")
         return logits / temperature if temperature != 1.0 else logits
@@ -54,6 +55,8 @@ def head_logits(
     else:
         with torch.autocast(hidden_MD.device.type, enabled=False):
             logits = F.linear(hidden_MD.float(), weight_VD.float())
+    if cap:
+        logits = eager.row_wise(torch.tanh, logits / cap) * cap
     surplus_columns = -vocab % COLUMN_QUANTUM
     if surplus_columns:
         logits = F.pad(logits, (0, surplus_columns), value=float("-inf"))
@@ -125,12 +128,15 @@ class _TokenLogprobs(torch.autograd.Function):
         sets: KeptSets | None,
         chunk: int,
         keeps: bool,
+        cap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         columns: list[tuple[torch.Tensor, ...]] = []
         kept: list[torch.Tensor] = []
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
+            logits = head_logits(
+                hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid, cap=cap
+            )
             keep_only(logits, sets, start)
             if (kernel := dispatch.kernel_for(eager.logprob_entropy, logits)) is not None:
                 logprob, normaliser, entropy = kernel(logits, targets_M[rows])
@@ -146,13 +152,13 @@ class _TokenLogprobs(torch.autograd.Function):
             columns.append((logprob, entropy, normaliser, total))
         logprobs, entropies, normalisers, totals = (torch.cat(part) for part in zip(*columns, strict=True))
         ctx.save_for_backward(hidden_MD, weight_VD, targets_M, normalisers, entropies, totals, *kept)
-        ctx.options = (temperature, num_valid, sets, chunk)
+        ctx.options = (temperature, num_valid, sets, chunk, cap)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_MD, weight_VD, targets_M, normaliser_M, entropy_M, total_M, *kept = ctx.saved_tensors
-        temperature, num_valid, sets, chunk = ctx.options
+        temperature, num_valid, sets, chunk, cap = ctx.options
         grad_logprob_M, grad_entropy_M = upstream
         use_entropy = hidden_MD.is_cuda or bool(
             (grad_entropy_M != 0).any()
@@ -169,14 +175,18 @@ class _TokenLogprobs(torch.autograd.Function):
             if kept:
                 dz = gradient(kept[0], total_M[rows], targets, entropy, *grads)
             else:
-                logits = head_logits(hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid)
+                logits = head_logits(
+                    hidden_MD[rows], weight_VD, temperature=temperature, num_valid=num_valid, cap=cap
+                )
                 keep_only(logits, sets, start)
+                slope = _slope(logits, temperature, cap) if cap else None
                 if (kernel := dispatch.kernel_for(eager.logprob_entropy_backward_, logits)) is not None:
                     dz = kernel(logits, targets, normaliser_M[rows], entropy, *grads, temperature)
                 else:
                     weights, total, _ = exp_logits(logits)
                     del logits
                     dz = gradient(weights, total, targets, entropy, *grads)
+                dz = dz if slope is None else dz * slope
             dz = dz[:, : weight.shape[0]]
             if grad_hidden is not None:
                 grad_hidden[rows] = (dz @ weight).to(grad_hidden.dtype)
@@ -186,6 +196,12 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None, None
+
+
+def _slope(logits_MV: torch.Tensor, temperature: float, cap: float) -> torch.Tensor:
+    """Return the derivative of the soft cap at each logit; 0 outside the support."""
+    tanh = logits_MV * (temperature / cap)
+    return (1 - tanh * tanh).masked_fill(logits_MV == float("-inf"), 0.0)
 
 
 def _entropy(
@@ -232,6 +248,7 @@ def token_logprobs(
     num_valid: int | None = None,
     kept: KeptSets | None = None,
     chunk: int | None = None,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score chosen tokens, differentiably in hidden states and head, with at most `chunk` rows of logits in memory.
 
@@ -243,6 +260,7 @@ def token_logprobs(
         num_valid: Ids at and above this are outside the support; default: all V.
         kept: What filters left to draw each target from: both results are over that set; None: everything.
         chunk: Rows of logits held at once; default: by a memory budget.
+        cap: Soft cap of the logits; 0 for none.
 
     Returns:
         Log-probabilities [M] and entropies [M] in nats, float32 (float64 for float64 heads).
@@ -259,8 +277,8 @@ def token_logprobs(
     rows = chunk or chunk_rows(vocab, hidden_MD.device)
     valid = vocab if num_valid is None else num_valid
     is_small = targets_M.numel() * vocab * 4 <= cpu_head.KEEP_BYTES
-    keeps = chunk is None and is_small and torch.is_grad_enabled() and not hidden_MD.is_cuda
-    if dispatch.runs_cpp(hidden_MD, weight_VD):
+    keeps = chunk is None and is_small and not cap and torch.is_grad_enabled() and not hidden_MD.is_cuda
+    if not cap and dispatch.runs_cpp(hidden_MD, weight_VD):
         finish = None if kept is None else partial(keep_only, kept=kept)
         options = {"temperature": temperature, "num_valid": valid, "chunk": rows}
         return cpu_head.score(hidden_MD, weight_VD, targets_M, keep_only=finish, **options)
@@ -273,6 +291,7 @@ def token_logprobs(
         kept,
         max(rows, len(targets_M)) if keeps else rows,
         keeps,
+        cap,
     )
     return result
 
@@ -285,19 +304,23 @@ def _distributions(
     *,
     temperature: float,
     num_valid: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probabilities p and log p - log q over the valid ids [M, V]."""
+    cap: float,
+    teacher_cap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the probabilities p and log p - log q over the valid ids [M, V], and the slope of p's cap, if any."""
     options = {"temperature": temperature, "num_valid": num_valid}
     # Columns outside the support are sliced off: 0 x (-inf - -inf) is nan.
-    logp = head_logits(hidden_MD, weight_VD, **options)[:, :num_valid].log_softmax(-1)
-    logq = head_logits(teacher_MD, teacher_weight_VD, **options)[:, :num_valid].log_softmax(-1)
-    return logp.exp(), logp - logq
+    logits = head_logits(hidden_MD, weight_VD, cap=cap, **options)[:, :num_valid]
+    logp = logits.log_softmax(-1)
+    taught = head_logits(teacher_MD, teacher_weight_VD, cap=teacher_cap, **options)
+    logq = taught[:, :num_valid].log_softmax(-1)
+    return logp.exp(), logp - logq, _slope(logits, temperature, cap) if cap else None
 
 
 class _ReverseKL(torch.autograd.Function):
     """Chunked KL(p || q): the backward computes the logits again.
 
-    Gradient of a row's policy logits, for upstream g: dz = g p (log p - log q - KL).
+    Gradient of a row's policy logits, for upstream g: dz = g p (log p - log q - KL), times the slope of a soft cap.
     """
 
     @staticmethod
@@ -310,12 +333,19 @@ class _ReverseKL(torch.autograd.Function):
         temperature: float,
         num_valid: int,
         chunk: int,
+        cap: float,
+        teacher_cap: float,
     ) -> torch.Tensor:
-        options = {"temperature": temperature, "num_valid": num_valid}
+        options = {
+            "temperature": temperature,
+            "num_valid": num_valid,
+            "cap": cap,
+            "teacher_cap": teacher_cap,
+        }
         parts = []
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
-            probs, gaps = _distributions(
+            probs, gaps, _ = _distributions(
                 hidden_MD[rows], weight_VD, teacher_MD[rows], teacher_weight_VD, **options
             )
             parts.append((probs * gaps).sum(-1))
@@ -334,13 +364,14 @@ class _ReverseKL(torch.autograd.Function):
         grad_hidden, grad_weight = torch.empty_like(hidden_MD), torch.zeros_like(weight_VD, dtype=exact)
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
-            probs, gaps = _distributions(
+            probs, gaps, slope = _distributions(
                 hidden_MD[rows], weight_VD, teacher_MD[rows], teacher_weight_VD, **options
             )
             dz = grad_M[rows, None] * probs * (gaps - divergence_M[rows, None]) / options["temperature"]
+            dz = dz if slope is None else dz * slope
             grad_hidden[rows] = (dz @ weight).to(grad_hidden.dtype)
             grad_weight[: weight.shape[0]].addmm_(dz.t(), hidden_MD[rows].to(exact))
-        return grad_hidden, grad_weight.to(weight_VD.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight_VD.dtype), *(None,) * 7
 
 
 def reverse_kl(
@@ -352,6 +383,8 @@ def reverse_kl(
     temperature: float,
     num_valid: int,
     chunk: int | None = None,
+    cap: float = 0.0,
+    teacher_cap: float = 0.0,
 ) -> torch.Tensor:
     """Compute KL(policy || teacher) over the whole vocabulary, differentiably in the policy's hidden states and head.
 
@@ -363,6 +396,8 @@ def reverse_kl(
         temperature: Temperature of both distributions, above 0.
         num_valid: Ids at and above this are outside the support of both.
         chunk: Rows of logits held at once; default: by a memory budget.
+        cap: Soft cap of the policy's logits; 0 for none.
+        teacher_cap: The teacher's.
 
     Returns:
         Divergences [M] in nats, float32 (float64 for float64 heads).
@@ -371,6 +406,6 @@ def reverse_kl(
         return hidden_MD.sum() * 0.0 + torch.zeros(0, device=hidden_MD.device)
     rows = chunk or chunk_rows(2 * weight_VD.shape[0], hidden_MD.device)
     result: torch.Tensor = _ReverseKL.apply(  # pyright: ignore[reportAssignmentType]
-        hidden_MD, weight_VD, teacher_MD, teacher_weight_VD, temperature, num_valid, rows
+        hidden_MD, weight_VD, teacher_MD, teacher_weight_VD, temperature, num_valid, rows, cap, teacher_cap
     )
     return result

@@ -23,12 +23,17 @@ from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
     MIN_QUERY_ROWS,
+    PLAIN,
     AttentionKind,
     Packed,
+    Rule,
     exact_attention,
+    outside,
     round_up,
+    with_sinks,
 )
 from whet.model.config import ModelConfig
+from whet.model.recurrence import Recurrence, step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +55,14 @@ class CacheSize:
     prompts: int
 
     @property
+    def longest(self) -> int:
+        """Positions of the longest sequence."""
+        return min(self.prompt + self.completion, self.context)
+
+    @property
     def whole(self) -> int:
         """Positions per row without prompt sharing; rounded up for exact attention."""
-        longest = min(self.prompt + self.completion, self.context)
-        return round_up(longest, KEY_QUANTUM if longest <= KEY_BLOCK else KEY_BLOCK)
+        return round_up(self.longest, KEY_QUANTUM if self.longest <= KEY_BLOCK else KEY_BLOCK)
 
     @property
     def own(self) -> int:
@@ -84,6 +93,8 @@ class KVCache:
         values: The same for values.
         prompt_keys: Keys of the prompts if tiled, else empty.
         prompt_values: The same for values.
+        layer_place: Index of each layer's keys and values.
+        states: By layer without attention: its last inputs [rows, T, X], oldest first, and its float32 state.
         shared_B2: Slot of the prompt that each row continues, and the positions shared from it; 0 if not tiled.
     """
 
@@ -100,7 +111,23 @@ class KVCache:
         self.size = size
         self.capacity = size.own if is_tiled else size.whole
         self.num_rows = size.rows
-        layers, heads, channels = config.num_layers, config.num_kv_heads, config.head_dim
+        # Layers without attention have a state of fixed size in place of keys and values.
+        is_attention = [spec.mixer == "attention" for spec in config.layers]
+        self.layer_place = [sum(is_attention[:index]) for index in range(config.num_layers)]
+        layers, heads, channels = sum(is_attention), config.num_kv_heads, config.head_dim
+        self.states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        if config.block.delta is not None:
+            s = config.block.delta
+            mixed = 2 * s.key_heads * s.key_dim + s.value_heads * s.value_dim
+            state = (size.rows, s.value_heads, s.key_dim, s.value_dim)
+            self.states = {
+                index: (
+                    torch.zeros(size.rows, s.kernel - 1, mixed, dtype=dtype, device=device),
+                    torch.zeros(state, device=device),
+                )
+                for index in range(config.num_layers)
+                if not is_attention[index]
+            }
         shape = (layers, size.rows, heads, self.capacity, channels)
         self.shared_B2 = torch.zeros(size.rows, 2, dtype=torch.int64)
         self._slots = [_Slot() for _ in range(size.prompts if is_tiled else 0)]
@@ -210,6 +237,8 @@ class KVCache:
         num_keys = -(-length // TILE) if self.is_tiled else length  # tiles of 16 positions, or positions
         self.keys[:, to_rows, :, :num_keys] = self.keys[:, from_rows, :, :num_keys]
         self.values[:, to_rows, :, :length] = self.values[:, from_rows, :, :length]
+        for tensor in (tensor for pair in self.states.values() for tensor in pair):
+            tensor[to_rows] = tensor[from_rows]
 
     def kernel_cache(self, layer: int) -> cpu_attention.Cache:
         """Return a layer's part for the C++ kernels; valid while the cache lives."""
@@ -221,7 +250,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Size of keys and values in bytes."""
-        tensors = self.keys, self.values, self.prompt_keys, self.prompt_values
+        tensors = [self.keys, self.values, self.prompt_keys, self.prompt_values]
+        tensors += [tensor for pair in self.states.values() for tensor in pair]
         return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -239,11 +269,22 @@ class Prefill:
         device = cache.keys.device
         self._packed = Packed(lengths_B, device, kind)
         self._cache = cache
+        self._homes = torch.tensor(homes, device=device)
         self._row_N = torch.repeat_interleave(torch.tensor(homes), torch.tensor(lengths_B)).to(device)
         self._position_N = torch.cat([torch.arange(length) for length in lengths_B]).to(device)
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence."""
+        return self._cache.size.longest
+
     def attend(
-        self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
+        self,
+        layer: int,
+        q_NHC: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor,
+        rule: Rule | None = None,
     ) -> torch.Tensor:
         """Return attention outputs [N, H, C] and store keys and values in the cache."""
         count = self._packed.num_tokens
@@ -251,12 +292,29 @@ class Prefill:
             k, v = k_NKC[:count], v_NKC[:count]
             cached = self._cache.prompt_keys[layer], self._cache.prompt_values[layer]
             cpu_attention.write_cache(k, v, *cached, self._row_N, self._position_N)
-            return self._packed.attend(layer, q_NHC, k_NKC, v_NKC)
-        self._cache.keys[layer, self._row_N, :, self._position_N] = k_NKC[:count].to(self._cache.keys.dtype)
-        self._cache.values[layer, self._row_N, :, self._position_N] = v_NKC[:count].to(
+            return self._packed.attend(layer, q_NHC, k_NKC, v_NKC, rule)
+        place = self._cache.layer_place[layer]
+        self._cache.keys[place, self._row_N, :, self._position_N] = k_NKC[:count].to(self._cache.keys.dtype)
+        self._cache.values[place, self._row_N, :, self._position_N] = v_NKC[:count].to(
             self._cache.values.dtype
         )
-        return self._packed.attend(layer, q_NHC, k_NKC, v_NKC)
+        return self._packed.attend(layer, q_NHC, k_NKC, v_NKC, rule)
+
+    def recur(
+        self,
+        layer: int,
+        rule: Recurrence,
+        mixed_NX: torch.Tensor,
+        decay_NH: torch.Tensor,
+        beta_NH: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return outputs [N, H, C] and store each prompt's last inputs and state in the cache."""
+        scan = self._packed.scan(mixed_NX.shape[0])
+        out_NHC, state = scan.run(rule, mixed_NX, decay_NH, beta_NH)
+        inputs, states = self._cache.states[layer]
+        inputs[self._homes] = scan.tail(mixed_NX, inputs.shape[1]).to(inputs.dtype)
+        states[self._homes] = state
+        return out_NHC
 
 
 class Decode:
@@ -281,20 +339,57 @@ class Decode:
             return
         # Everything that depends only on positions is computed once per step, not in every layer.
         kv_heads, capacity = cache.keys.shape[2:4]
-        hidden = torch.arange(num_keys, device=positions_B.device) > positions_B[:, None]
-        bias = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))
-        self._bias_Z1S = bias.repeat_interleave(kv_heads, 0)[:, None]
+        self._biases: dict[int, torch.Tensor] = {}
         # Flat write indices of a layer's keys and values: the cache viewed as rows of one head and position.
         slots = torch.arange(self._rows.shape[0] * kv_heads, device=positions_B.device) * capacity
         self._slots_Z = slots + positions_B.repeat_interleave(kv_heads)
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence."""
+        return self._cache.size.longest
+
+    def recur(
+        self,
+        layer: int,
+        rule: Recurrence,
+        mixed_NX: torch.Tensor,
+        decay_NH: torch.Tensor,
+        beta_NH: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return outputs [N, H, C]; rows past the live ones (row padding) are zero."""
+        rows = self._positions.shape[0]
+        inputs, states = (tensor[:rows] for tensor in self._cache.states[layer])
+        window = torch.cat((inputs.transpose(0, 1), mixed_NX[None, :rows].to(inputs.dtype)))
+        q, k, v = rule.split(rule.convolve(window))
+        state, out = step(states, q, k, v, decay_NH[:rows], beta_NH[:rows])
+        inputs.copy_(window[1:].transpose(0, 1).clone())
+        states.copy_(state)
+        return F.pad(out, (0, 0, 0, 0, 0, mixed_NX.shape[0] - rows))
+
+    def _bias(self, window: int) -> torch.Tensor:
+        """Return the mask [Z, 1, S] of a window."""
+        if window not in self._biases:
+            key = torch.arange(self._num_keys, device=self._positions.device)
+            hidden = outside(key, self._positions[:, None], window)
+            bias = torch.zeros(hidden.shape, device=key.device).masked_fill_(hidden, float("-inf"))
+            self._biases[window] = bias.repeat_interleave(self._cache.keys.shape[2], 0)[:, None]
+        return self._biases[window]
+
     def attend(
-        self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
+        self,
+        layer: int,
+        q_NHC: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor,
+        rule: Rule | None = None,
     ) -> torch.Tensor:
         """Return attention outputs [N, H, C]; rows past the live ones (row padding) are zero."""
         rows = self._positions.shape[0]
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        place = self._cache.layer_place[layer]
+        keys, values = self._cache.keys[place], self._cache.values[place]
         if self._cache.is_tiled:
+            assert rule is None, "the engine makes no tiled cache for such a model"
             new = k_NKC[:rows], v_NKC[:rows]
             cpu_attention.write_cache(*new, keys, values, self._rows, self._own_B)
             cached = self._cache.kernel_cache(layer)
@@ -306,15 +401,17 @@ class Decode:
             rows_ZC = new[:rows].reshape(-1, channels).to(tensor.dtype)
             tensor.view(-1, channels).index_copy_(0, self._slots_Z, rows_ZC)
         surplus = q_NHC.shape[0] - rows
-        if (kernel := dispatch.kernel_for(eager.decode_attention, q_NHC)) is not None:
+        is_plain = rule is None or rule.is_plain
+        kernel = dispatch.kernel_for(eager.decode_attention, q_NHC) if is_plain else None
+        if kernel is not None:
             out = kernel(q_NHC[:rows], keys, values, self._positions + 1)
             return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
         count_z = rows * keys.shape[1]
         k_ZSC, v_ZSC = (x.flatten(0, 1)[:count_z, : self._num_keys] for x in (keys, values))
         q_ZQC = q_NHC[:rows].reshape(count_z, -1, channels)
         rep = q_ZQC.shape[1]
-        if self._kind == "fast" and q_ZQC.is_cuda:
-            mask = self._bias_Z1S.to(q_ZQC.dtype)
+        if self._kind == "fast" and q_ZQC.is_cuda and is_plain:
+            mask = self._bias(0).to(q_ZQC.dtype)
             out = F.scaled_dot_product_attention(
                 q_ZQC[:, None], k_ZSC[:, None], v_ZSC[:, None], mask[:, None]
             )
@@ -323,6 +420,12 @@ class Decode:
             padded = F.pad(q_ZQC, (0, 0, 0, MIN_QUERY_ROWS - rep)) if rep < MIN_QUERY_ROWS else q_ZQC
             wide = eager.product_dtype(padded)
             query, key, value = (x.to(wide) for x in (padded, k_ZSC, v_ZSC))
-            out = exact_attention(query, key, value, self._bias_Z1S)[0][:, :rep].to(q_NHC.dtype)
+            window, cap, sinks_H = rule or PLAIN
+            lse = None if sinks_H is None else torch.empty(query.shape[:2], device=query.device)
+            out, _ = exact_attention(query, key, value, self._bias(window), cap=cap, lse_ZQ=lse)
+            out = out[:, :rep].to(q_NHC.dtype)
+            if lse is not None and sinks_H is not None:
+                heads = q_NHC.shape[1]
+                out = with_sinks(out.reshape(rows, heads, -1), lse[:, :rep].reshape(rows, heads), sinks_H)
         out = out.reshape(rows, q_NHC.shape[1], q_NHC.shape[2])
         return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out

@@ -38,6 +38,7 @@ from whet.kernels.cpu import head as cpu_head
 from whet.kernels.cpu.layers import Layers
 from whet.kernels.cpu.ops import CHANNELS
 from whet.model.attention import KEY_QUANTUM, AttentionKind, Packed, round_up
+from whet.model.config import has_own_rules
 from whet.model.transformer import LanguageModel
 from whet.telemetry.spans import spanned
 from whet.types import UserError
@@ -258,6 +259,7 @@ class Engine:
             self._cache = None
             has_channels = self.model.config.head_dim in CHANNELS
             is_tiled = has_channels and dispatch.runs_cpp(self.model.head_weight, operation="attention")
+            is_tiled = is_tiled and not has_own_rules(self.model.config)
             self._cache = KVCache(self.model.config, size, dtype, self.device, is_tiled=is_tiled)
         else:
             cache.clear()
@@ -352,7 +354,9 @@ class Engine:
     @spanned("head")
     def _logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         assert self._head is not None
-        return head_logits(hidden_BD, self._head, temperature=1.0, num_valid=self.model.num_valid_tokens)
+        model = self.model
+        options = {"num_valid": model.num_valid_tokens, "cap": model.config.block.logit_cap}
+        return head_logits(hidden_BD, self._head, temperature=1.0, **options)
 
     @spanned("sample")
     def _append(self, logits_BV: torch.Tensor, state: Rows, rows: slice) -> None:

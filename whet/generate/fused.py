@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -13,6 +14,7 @@ from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.head import RowState
 from whet.kernels.cpu.layers import Layers
 from whet.model.config import options
+from whet.model.parts import MLP
 from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
 
 CHUNK = 192
@@ -47,7 +49,7 @@ def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
 def fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> Layers:
     """Collect the addresses of a model that `can_fuse`; valid while neither weights nor cache move."""
     assert isinstance(model, LlamaLike)
-    config, (cos, sin) = model.config, model.rotary(cache.keys.device)
+    config, ((cos, sin),) = model.config, model.rotary(cache.keys.device, cache.size.longest)
     layers = [_tensors(layer, dtype) for layer in model.model.layers if isinstance(layer, DecoderLayer)]
     return Layers(
         layers,
@@ -88,7 +90,7 @@ def prefill(
 
 
 def _tensors(layer: DecoderLayer, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp = layer.self_attn, cast(MLP, layer.mlp)
     parts = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
     parts |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
     tensors: dict[str, torch.Tensor | None] = {

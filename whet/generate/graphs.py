@@ -14,8 +14,31 @@ from whet.generate.rows import Rows
 from whet.generate.sampling import SamplingParams, sample_tokens
 from whet.kernels import dispatch, eager
 from whet.kernels.mode import mode
-from whet.model.transformer import LanguageModel
+from whet.model.attention import Rule
+from whet.model.config import options
+from whet.model.transformer import LanguageModel, LlamaLike
 
+KNOWN_OPTIONS = {
+    "rope_scaling",
+    "tie_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "qkv_bias",
+    "qk_norm",
+    "whole_qk_norm",
+    "norms",
+    "norm_offset",
+    "activation",
+    "ropes",
+    "query_scale",
+    "position_scale",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "is_gated",
+    "qkv_clip",
+}
+"""Options of a model whose step is a fixed sequence of launches with plain attention."""
 BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
 
 
@@ -33,10 +56,21 @@ class StaticDecode:
         self._lengths = positions_B + 1
         self._rows = torch.arange(positions_B.shape[0], device=positions_B.device)
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence."""
+        return self._cache.size.longest
+
     def attend(
-        self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
+        self,
+        layer: int,
+        q_NHC: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor,
+        rule: Rule | None = None,
     ) -> torch.Tensor:
         """Return attention outputs [N, H, C]; rows past the live ones (row padding) are zero."""
+        assert rule is None, "`can_graph` declines such a model"
         count = self._positions.shape[0]
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._rows, :, self._positions] = k_NKC[:count].to(keys.dtype)
@@ -44,6 +78,10 @@ class StaticDecode:
         out = dispatch.run(eager.decode_attention, q_NHC[:count], keys, values, self._lengths)
         surplus = q_NHC.shape[0] - count
         return F.pad(out, (0, 0, 0, 0, 0, surplus)) if surplus else out
+
+    def recur(self, *_: object) -> torch.Tensor:
+        """Refuse: `can_graph` declines a model with such layers."""
+        raise AssertionError("no graph of a recurrent layer")
 
 
 class DecodeGraphs:
@@ -126,7 +164,8 @@ class DecodeGraphs:
 
 
 def can_graph(model: LanguageModel, cache: KVCache) -> bool:
-    """Say whether to use graphs: on a GPU with `WHET_KERNELS=triton`, unless a module has hooks.
+    """Say whether to use graphs: on a GPU with `WHET_KERNELS=triton`, unless a module has hooks or the model options
+    that the static step does not know.
 
     Args:
         model: The model.
@@ -134,7 +173,8 @@ def can_graph(model: LanguageModel, cache: KVCache) -> bool:
     """
     # Only the kernel reads the rows' lengths on the device; other attention would be recorded with today's.
     has_kernel = dispatch.kernel_for(eager.decode_attention, cache.keys) is not None
-    return has_kernel and all(not module._forward_hooks for module in model.modules())
+    is_plain = all(not module._forward_hooks for module in model.modules())
+    return has_kernel and is_plain and not options(model.config) - KNOWN_OPTIONS
 
 
 class StaticSteps:
@@ -175,7 +215,8 @@ class StaticSteps:
             state.stopped,
         ]
         kept = [state.tokens, state.logprobs, self._cache.keys, self._cache.values, self._stop_ids]
-        return [*own, *kept, *self._model.parameters()]
+        tables = self._model.rotary(self._cache.keys.device) if isinstance(self._model, LlamaLike) else []
+        return [*own, *kept, *self._model.parameters(), *(table for pair in tables for table in pair)]
 
     def _step(self, count: int) -> None:
         state, rows, params = self.state, slice(0, count), self._params

@@ -26,7 +26,7 @@ from whet.kernels.cpu import ops as cpu
 from whet.kernels.dispatch import OPERATIONS, Choice, Operation
 from whet.kernels.mode import mode
 from whet.model.attention import Packed
-from whet.model.config import ModelConfig
+from whet.model.config import PLAIN_BLOCK, ModelConfig
 from whet.model.transformer import LanguageModel
 from whet.model.weights import build_model
 from whet.ranks.collectives import on_main
@@ -72,6 +72,7 @@ def small(shape: ModelConfig) -> ModelConfig:
         num_kv_heads=kv_heads,
         max_positions=min(shape.max_positions, 1024),
         tie_embeddings=True,
+        block=PLAIN_BLOCK,  # the kernels compute plain attention and products
     )
 
 

@@ -21,16 +21,8 @@ from whet.generate.cache import KVCache
 from whet.kernels import dispatch, eager
 from whet.model.attention import KEY_QUANTUM, MIN_QUERY_ROWS, ROW_QUANTUM, exact_attention, round_up
 from whet.model.config import options
-from whet.model.transformer import (
-    MLP,
-    Attention,
-    Decoder,
-    DecoderLayer,
-    LanguageModel,
-    Linear,
-    LlamaLike,
-    RMSNorm,
-)
+from whet.model.parts import MLP, Linear, RMSNorm
+from whet.model.transformer import Attention, Decoder, DecoderLayer, LanguageModel, LlamaLike
 
 KNOWN_MODULES = (
     LlamaLike,
@@ -110,7 +102,7 @@ class _Layer:
 
     @classmethod
     def of(cls, layer: DecoderLayer, keys: torch.Tensor, values: torch.Tensor) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp = layer.self_attn, cast(MLP, layer.mlp)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         feed_forward = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         qkvo, mlp_weights = (
@@ -141,7 +133,7 @@ class PlainSteps:
             _Layer.of(cast(DecoderLayer, layer), kv_cache.keys[index], kv_cache.values[index])
             for index, layer in enumerate(model.model.layers)
         ]
-        cos, sin = model.rotary(kv_cache.keys.device)
+        ((cos, sin),) = model.rotary(kv_cache.keys.device, kv_cache.size.longest)
         half = config.head_dim // 2
         # Rotation is x cos + (x with swapped halves) sin, with the sign folded into the first half of the sine.
         self._angles = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), dim=1)), dim=1)

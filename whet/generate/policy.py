@@ -389,14 +389,25 @@ class Policy:
             facts["prompt_bos"] = False
         return facts
 
-    def save(self, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write weights (given ones or the current ones), tokenizer and protocol to a loadable folder."""
+    def save(
+        self,
+        folder: Path,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write weights (given ones or the current ones), tokenizer and protocol to a loadable folder.
+
+        Args:
+            folder: The folder.
+            weights: Weights in place of the model's own.
+            dtype: Dtype of what is written; default: the weights' own.
+        """
         assert self.adapter is None or not self.adapter.is_applied, "an applied adapter would be left out"
         self.save_protocol(folder)
         # transformers scores a text before its padding: an id that also ends texts would move that place.
         pad_id = None if self.tokenizer.pad_id in self.stop_ids else self.tokenizer.pad_id
         ends = {"bos_id": self.tokenizer.bos_id, "eos_ids": self.stop_ids, "pad_id": pad_id}
-        save_model(self.model, folder, weights=weights, **ends)
+        save_model(self.model, folder, weights=weights, dtype=dtype, **ends)
 
     def save_protocol(self, folder: Path) -> None:
         """Write only tokenizer and protocol: enough to display completions without the weights."""

@@ -105,5 +105,6 @@ def score_micro_batch(
             micro.targets_M,
             temperature=temperature,
             num_valid=model.num_valid_tokens,
+            cap=model.config.block.logit_cap,
             kept=micro.kept,
         )

@@ -5,6 +5,7 @@ A kernel has its twin's name, arguments and result; `whet.kernels.dispatch` choo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+LANES = 64
+"""Numbers of the widest loop over vectors."""
 SPLIT = 256
 NF4_BLOCK = 64
 SCALE_BLOCK = 256
@@ -60,6 +63,21 @@ def decode_attention(
         top = new
     out = out / total.masked_fill(total == 0, 1.0)
     return out.reshape(rows, heads, channels).to(q_BHC.dtype)
+
+
+def row_wise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Apply an element-wise function so that a number's bits do not depend on where it stands.
+
+    PyTorch's vector code of exp, log and tanh differs from the scalar code that computes the last few numbers of a
+    tensor, so the last rows of a batch would have other bits than the same rows in a larger one. Rows of whole vectors
+    leave nothing to the scalar code.
+
+    Args:
+        function: An element-wise function that takes zeros.
+        x: Its input [..., any width].
+    """
+    surplus = -x.shape[-1] % LANES
+    return function(F.pad(x, (0, surplus)))[..., : x.shape[-1]] if surplus else function(x.contiguous())
 
 
 def logprob_entropy(

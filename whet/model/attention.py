@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from whet.kernels import dispatch, eager
 from whet.kernels.cpu import attention as cpu_attention
 from whet.kernels.cpu.ops import CHANNELS
+from whet.model.recurrence import Recurrence, Scan
 from whet.types import Segment
 
 AttentionKind = Literal["exact", "fast"]
@@ -38,13 +39,60 @@ TILE_SCORES = 2**20
 QUERY_BLOCK = 128
 
 
+class Rule(NamedTuple):
+    """How a layer attends, where it is not plain causal softmax attention.
+
+    `None` stands for plain attention in all layers of a model, the only rule that the compiled kernels and their cache
+    know: given any other they are not asked. Whether a kernel runs depends on the model alone, never on lengths, so
+    that a row has the same bits wherever it is computed.
+
+    Attributes:
+        window: Positions that a query sees, its own included; 0 for all.
+        cap: Scores become cap tanh(score / cap); 0 for none.
+        sinks_H: A score of each head that takes its share of the softmax and adds nothing; None for none.
+    """
+
+    window: int = 0
+    cap: float = 0.0
+    sinks_H: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is plain attention, in a model whose other layers have other rules."""
+        return not self.window and not self.cap and self.sinks_H is None
+
+
+PLAIN = Rule()
+
+
 class AttentionContext(Protocol):
     """Says what each row of a flat batch may see, and computes attention accordingly."""
 
+    @property
+    def longest(self) -> int:
+        """Positions that any row may have, from 0 on."""
+        ...
+
     def attend(
-        self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
+        self,
+        layer: int,
+        q_NHC: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor,
+        rule: Rule | None = None,
     ) -> torch.Tensor:
         """Return attention outputs [N, H, C] of a layer for all rows."""
+        ...
+
+    def recur(
+        self,
+        layer: int,
+        rule: Recurrence,
+        mixed_NX: torch.Tensor,
+        decay_NH: torch.Tensor,
+        beta_NH: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return what a recurrent layer reads from its state [N, H, C] for all rows."""
         ...
 
 
@@ -59,6 +107,9 @@ def exact_attention(
     v_ZSC: torch.Tensor,
     bias: torch.Tensor,
     out: torch.Tensor | None = None,
+    *,
+    cap: float = 0.0,
+    lse_ZQ: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention whose rows do not depend on the number of rows or of masked keys.
 
@@ -70,22 +121,32 @@ def exact_attention(
         v_ZSC: Values.
         bias: Additive float32 mask (0 or -inf), broadcastable to [Z, Q, S].
         out: Where the outputs go; made where there is none.
+        cap: Soft cap of the scores (`Rule`).
+        lse_ZQ: Where each row's log-normaliser goes, if anywhere.
 
     Returns:
         Outputs [Z, Q, C] and probabilities [Z, Q, S] in the dtype of the values.
     """
     if q_ZQC.dtype == torch.float32 and torch.is_autocast_enabled(q_ZQC.device.type):
         with torch.autocast(q_ZQC.device.type, enabled=False):  # it would round the products' arguments
-            return exact_attention(q_ZQC, k_ZSC, v_ZSC, bias, out)
+            return exact_attention(q_ZQC, k_ZSC, v_ZSC, bias, out, cap=cap, lse_ZQ=lse_ZQ)
     scale, num_keys = q_ZQC.shape[-1] ** -0.5, k_ZSC.shape[1]
     k_ZCS = k_ZSC.transpose(1, 2)
-    if q_ZQC.dtype == torch.float32:
+    if cap:
+        scores = torch.bmm(q_ZQC * scale, k_ZCS).float()
+        scores = scores.div_(cap).tanh_().mul_(cap).add_(bias)
+    elif q_ZQC.dtype == torch.float32:
         # Mask, scale and product in one call: a pass over the scores less, and two calls less in a decoding step.
         scores = torch.baddbmm(bias.expand(*q_ZQC.shape[:2], num_keys), q_ZQC, k_ZCS, alpha=scale)
     else:
         scores = torch.bmm(q_ZQC * scale, k_ZCS).float().add_(bias)
+    top = scores.amax(-1) if lse_ZQ is not None else None
     # In place: the scores are the largest thing here, and nobody reads them again.
-    probs = torch.softmax(scores, dim=-1, out=scores).to(v_ZSC.dtype)
+    probs = torch.softmax(scores, dim=-1, out=scores)
+    if lse_ZQ is not None and top is not None:
+        # From the largest probability, exp(top - lse): a sum would depend on the number of masked keys.
+        torch.sub(top, eager.row_wise(torch.log, probs.amax(-1)), out=lse_ZQ)
+    probs = probs.to(v_ZSC.dtype)
     if out is None:
         out = torch.empty_like(q_ZQC)
     torch.bmm(probs[..., :KEY_BLOCK], v_ZSC[:, :KEY_BLOCK], out=out)
@@ -96,6 +157,12 @@ def exact_attention(
         else:
             out += torch.bmm(probs[..., part], v_ZSC[:, part])
     return out, probs
+
+
+def outside(key: torch.Tensor, query: torch.Tensor, window: int) -> torch.Tensor:
+    """Say which key positions a query's position does not see: later ones, and those before its window, if any."""
+    hidden = key > query
+    return hidden | (key <= query - window) if window else hidden
 
 
 def whole_sequences(segments_B: Sequence[int] | Sequence[Segment]) -> list[Segment]:
@@ -122,14 +189,14 @@ class _Tile:
         queries: Their rows among all gathered queries, [Z, Q, C] once they are there.
         keys: Rows of their sequences' keys among all gathered keys, [Z, S, C].
         sizes: Z, Q and S.
-        num_seen: Keys that any of the queries sees; the others are left out.
-        bias: Causal mask [Q, num_seen], 0 or -inf; None for 'fast', which needs none.
+        seen: Keys that any of the queries sees; the others are left out.
+        bias: Mask [Q, S of these], 0 or -inf; None for 'fast', which needs none.
     """
 
     queries: slice
     keys: slice
     sizes: tuple[int, int, int]
-    num_seen: int
+    seen: slice
     bias: torch.Tensor | None
 
 
@@ -163,6 +230,7 @@ class _Plan:
         kv_heads: Key/value heads.
         device: Where the index tensors live.
         whole: Queries are all of a sequence, its prefix included, and one tile ('fast').
+        window: Positions that a query sees; 0 for all.
     """
 
     def __init__(
@@ -174,8 +242,9 @@ class _Plan:
         device: torch.device,
         *,
         whole: bool,
+        window: int = 0,
     ) -> None:
-        self._heads, self._kv_heads, self._whole = heads, kv_heads, whole
+        self._heads, self._kv_heads, self._whole, self._window = heads, kv_heads, whole, window
         self._biases: dict[tuple[int, int, int], torch.Tensor] = {}
         self._device = device
         self.tiles: list[_Tile] = []
@@ -231,7 +300,10 @@ class _Plan:
         block = width if self._whole else min(width, QUERY_BLOCK)
         for begin in range(first, first + width, block):
             end = min(begin + block, first + width)
-            num_seen = round_up(end, KEY_QUANTUM)
+            # Keys before the first query's window are left out by whole blocks: the other sums stay as they are.
+            first_seen = max(0, begin - self._window + 1) // KEY_BLOCK * KEY_BLOCK if self._window else 0
+            seen = slice(first_seen, round_up(end, KEY_QUANTUM))
+            num_seen = seen.stop - seen.start
             step = (
                 len(rows) if self._whole else max(1, TILE_SCORES // (self._heads * (end - begin) * num_seen))
             )
@@ -243,8 +315,8 @@ class _Plan:
                     keys.start + row * kv_heads * num_keys, keys.start + (row * kv_heads + count_z) * num_keys
                 )
                 sizes = count_z, (queries.stop - queries.start) // count_z, num_keys
-                bias = None if self._whole else self._bias(begin, end - begin, num_seen)
-                self.tiles.append(_Tile(queries, tile_keys, sizes, num_seen, bias))
+                bias = None if self._whole else self._bias(begin, end - begin, seen)
+                self.tiles.append(_Tile(queries, tile_keys, sizes, seen, bias))
 
     def _add_queries(self, source_RQ: torch.Tensor, own_RQ: torch.Tensor, query_place: torch.Tensor) -> slice:
         heads, (rows, length) = self._heads, source_RQ.shape
@@ -256,11 +328,12 @@ class _Plan:
         self._num_queries = queries.stop
         return queries
 
-    def _bias(self, begin: int, length: int, num_seen: int) -> torch.Tensor:
+    def _bias(self, begin: int, length: int, seen: slice) -> torch.Tensor:
         """Return the causal mask of queries from a position on; heads of one key/value head stand one below another."""
-        key = begin, length, num_seen
+        key = begin, length, seen.stop
         if key not in self._biases:
-            hidden = torch.arange(num_seen)[None, :] > torch.arange(begin, begin + length)[:, None]
+            position = torch.arange(begin, begin + length)[:, None]
+            hidden = outside(torch.arange(seen.start, seen.stop)[None, :], position, self._window)
             bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
             self._biases[key] = bias.repeat(self._heads // self._kv_heads, 1).to(self._device)
         return self._biases[key]
@@ -272,22 +345,30 @@ def _tiled(
     v_NKC: torch.Tensor,
     plan: _Plan,
     kept: list[torch.Tensor] | None,
-) -> torch.Tensor:
-    """Return exact causal attention [N, H, C]; the tiles' probabilities go to `kept`."""
+    rule: Rule = PLAIN,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return exact attention [N, H, C] without sinks, and for a rule with sinks the log-normalisers [N, H].
+
+    The tiles' probabilities go to `kept`.
+    """
     channels = q_NHC.shape[2]
     q, k, v = _gather(plan, q_NHC, k_NKC, v_NKC)
     out = q.new_empty(q.shape[0] + 1, channels)
     out[-1] = 0.0
+    lse = None if rule.sinks_H is None else torch.zeros(q.shape[0] + 1, device=q.device)
     for tile in plan.tiles:
         num_z, _, num_keys = tile.sizes
-        keys, values = (x[tile.keys].view(num_z, num_keys, channels)[:, : tile.num_seen] for x in (k, v))
+        keys, values = (x[tile.keys].view(num_z, num_keys, channels)[:, tile.seen] for x in (k, v))
         queries = q[tile.queries].view(num_z, -1, channels)
         where = out[tile.queries].view(num_z, -1, channels)
+        lse_ZQ = None if lse is None else lse[tile.queries].view(num_z, -1)
         assert tile.bias is not None
-        _, probs = exact_attention(queries, keys, values, tile.bias, where)
+        _, probs = exact_attention(queries, keys, values, tile.bias, where, cap=rule.cap, lse_ZQ=lse_ZQ)
         if kept is not None:
             kept.append(probs)
-    return out.index_select(0, plan.query_place).view(q_NHC.shape).to(q_NHC.dtype)
+    attended = out.index_select(0, plan.query_place).view(q_NHC.shape).to(q_NHC.dtype)
+    normalisers = q.new_empty(0) if lse is None else lse[plan.query_place].view(q_NHC.shape[:2])
+    return attended, normalisers
 
 
 def _gather(plan: _Plan, q_NHC: torch.Tensor, *keys_NKC: torch.Tensor) -> list[torch.Tensor]:
@@ -305,12 +386,14 @@ class _TiledAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan, rule: Rule
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         kept: list[torch.Tensor] = []
-        out = _tiled(q, k, v, plan, kept)
-        ctx.plan = plan
+        out, lse = _tiled(q, k, v, plan, kept, rule)
+        ctx.plan, ctx.cap, ctx.has_sinks = plan, rule.cap, rule.sinks_H is not None
         ctx.save_for_backward(q, k, v, out, *kept)
-        return out
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -320,6 +403,8 @@ class _TiledAttention(torch.autograd.Function):
         scale, grad = channels**-0.5, upstream[0]
         # Softmax' gradient is p (dp - sum p dp), and the sum is that of output times its gradient.
         delta_N1 = -(grad.float() * out.float()).sum(-1).view(-1, 1)
+        if ctx.has_sinks:  # that of the log-normaliser is p
+            delta_N1 = delta_N1 + upstream[1].view(-1, 1)
         delta = delta_N1.index_select(0, plan.query_index)
         q, k, v = _gather(plan, q_NHC * scale, k_NKC, v_NKC)
         (g,) = _gather(plan, grad)
@@ -330,9 +415,8 @@ class _TiledAttention(torch.autograd.Function):
         dq[-1] = 0.0
         for tile, probs in zip(plan.tiles, kept, strict=True):
             num_z, num_queries, num_keys = tile.sizes
-            seen = slice(0, tile.num_seen)
             keys, values, dkeys, dvalues = (
-                x[tile.keys].view(num_z, num_keys, channels)[:, seen] for x in (k, v, dk, dv)
+                x[tile.keys].view(num_z, num_keys, channels)[:, tile.seen] for x in (k, v, dk, dv)
             )
             queries, dqueries, dout = (x[tile.queries].view(num_z, num_queries, channels) for x in (q, dq, g))
             # Not accumulated by baddbmm_: into a part of the keys it would be one product after the other.
@@ -342,6 +426,9 @@ class _TiledAttention(torch.autograd.Function):
                 dscores = torch.baddbmm(shift.expand_as(probs), dout, values.transpose(1, 2)).mul_(probs)
             else:
                 dscores = torch.bmm(dout, values.transpose(1, 2)).float().add_(shift).mul_(probs).to(q.dtype)
+            if ctx.cap:  # the derivative of cap tanh(score / cap), whose scores are computed again
+                tanh = torch.bmm(queries, keys.transpose(1, 2)).float().div_(ctx.cap).tanh_()
+                dscores = dscores.mul_((1 - tanh.square_()).to(dscores.dtype))
             torch.bmm(dscores, keys, out=dqueries)
             dkeys += torch.bmm(dscores.transpose(1, 2), queries)
         grads = [x.index_select(0, plan.key_place).view(k_NKC.shape) for x in (dk, dv)]
@@ -351,7 +438,7 @@ class _TiledAttention(torch.autograd.Function):
                 each = rows[shared.keys].view(*shared.sizes, channels)
                 length = shared.rows.stop - shared.rows.start
                 whole[shared.rows] += each[:, :, :length].float().sum(0).transpose(0, 1)
-        return dq.to(q_NHC.dtype), *(x.to(k_NKC.dtype) for x in grads), None
+        return dq.to(q_NHC.dtype), *(x.to(k_NKC.dtype) for x in grads), None, None
 
 
 class Packed:
@@ -376,7 +463,18 @@ class Packed:
         self._segments = whole_sequences(segments_B)
         self.num_tokens = sum(segment.length for segment in self._segments)
         self._table: torch.Tensor | None = None
-        self._plans: dict[tuple[int, int, int], _Plan] = {}
+        self._scan: Scan | None = None
+        self._plans: dict[tuple[int, int, int, int, bool], _Plan] = {}
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The sequences."""
+        return self._segments
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest sequence."""
+        return max((segment.shared + segment.length for segment in self._segments), default=1)
 
     def _kernel_table(self) -> torch.Tensor:
         """Return the segments as the kernel reads them; those that share a prefix, and its own, are one group."""
@@ -390,21 +488,54 @@ class Packed:
         return self._table
 
     def attend(
-        self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor
+        self,
+        layer: int,
+        q_NHC: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor,
+        rule: Rule | None = None,
     ) -> torch.Tensor:
         """Return causal attention outputs [N, H, C]; rows past the last sequence (row padding) are zero."""
         has_channels = q_NHC.shape[2] in CHANNELS and q_NHC.dtype == k_NKC.dtype == v_NKC.dtype
-        if has_channels and dispatch.runs_cpp(q_NHC, operation="attention"):
+        if rule is None and has_channels and dispatch.runs_cpp(q_NHC, operation="attention"):
             return cpu_attention.attend(q_NHC, k_NKC, v_NKC, self._kernel_table())
+        rule = PLAIN if rule is None else rule
+        is_whole = self.kind == "fast" and rule.is_plain
         sizes = q_NHC.shape[0], q_NHC.shape[1], k_NKC.shape[1]
-        if sizes not in self._plans:  # all layers have one
-            self._plans[sizes] = _Plan(self._segments, *sizes, self._device, whole=self.kind == "fast")
-        plan = self._plans[sizes]
-        if self.kind == "fast":
+        key = *sizes, rule.window, is_whole
+        if key not in self._plans:  # all layers of one rule have one
+            self._plans[key] = _Plan(self._segments, *sizes, self._device, whole=is_whole, window=rule.window)
+        plan = self._plans[key]
+        if is_whole:
             return _fused(q_NHC, k_NKC, v_NKC, plan)
         if not torch.is_grad_enabled():
-            return _tiled(q_NHC, k_NKC, v_NKC, plan, None)
-        return _TiledAttention.apply(q_NHC, k_NKC, v_NKC, plan)  # pyright: ignore[reportReturnType]
+            out, lse = _tiled(q_NHC, k_NKC, v_NKC, plan, None, rule)
+        else:
+            out, lse = _TiledAttention.apply(q_NHC, k_NKC, v_NKC, plan, rule)  # pyright: ignore[reportGeneralTypeIssues]
+        return out if rule.sinks_H is None else with_sinks(out, lse, rule.sinks_H)
+
+    def recur(
+        self,
+        layer: int,
+        rule: Recurrence,
+        mixed_NX: torch.Tensor,
+        decay_NH: torch.Tensor,
+        beta_NH: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return outputs [N, H, C]; each sequence starts from an empty state."""
+        return self.scan(mixed_NX.shape[0]).run(rule, mixed_NX, decay_NH, beta_NH)[0]
+
+    def scan(self, num_rows: int) -> Scan:
+        """Return where the tokens stand, for recurrent layers; made once."""
+        if self._scan is None:
+            self._scan = Scan(self._segments, num_rows, self._device)
+        return self._scan
+
+
+def with_sinks(out_NHC: torch.Tensor, lse_NH: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
+    """Give each head's sink its share of the softmax: z / (z + exp(sink)) is left, a sigmoid of log z - sink."""
+    share_NH = eager.row_wise(torch.sigmoid, lse_NH - sinks_H.float())
+    return out_NHC * share_NH[..., None].to(out_NHC.dtype)
 
 
 def _fused(q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, plan: _Plan) -> torch.Tensor:

@@ -12,10 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from whet.kernels.cpu import ops as cpu
+from whet.model.parts import Layer
 
 CheckpointKind = Literal["layer", "mlp", "alternate"]
-PARTS = {"self_attn": ("input_layernorm", "post_attention_layernorm"), "attn": ("ln_1", "ln_2")}
-"""A layer's attention, with its norms before attention and before the feed-forward part."""
 
 
 class Recompute:
@@ -32,7 +31,7 @@ class Recompute:
         self._offload = offload
         self._last: Callable[[], _Kept | None] = lambda: None
 
-    def run(self, layer: nn.Module, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def run(self, layer: Layer, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
         """Return what a layer returns.
 
         Args:
@@ -44,11 +43,8 @@ class Recompute:
         if self._kind == "alternate" and index % 2 == 0:
             return layer(x_ND, *rest)
         if self._kind == "mlp":
-            name = "attn" if hasattr(layer, "attn") else "self_attn"
-            norm1, norm2 = (layer.get_submodule(norm) for norm in PARTS[name])
-            x_ND = x_ND + layer.get_submodule(name)(norm1(x_ND), *rest)
-            mlp = layer.get_submodule("mlp")
-            return x_ND + _checkpoint(_unpacked(mlp, lambda x_ND: mlp(norm2(x_ND))), x_ND)
+            x_ND = layer.mix(x_ND, *rest)
+            return _checkpoint(_unpacked(layer.mlp, layer.feed), x_ND)
         if not self._offload:
             return _checkpoint(_unpacked(layer, layer), x_ND, *rest)
         kept = _Kept(x_ND, self._last() if index else None)

@@ -1,29 +1,20 @@
-"""Shape of a decoder, and its translation from and to a Hugging Face config.json."""
+"""Shape of a decoder as data: sizes, flags of its one block, and what differs from layer to layer.
+
+`whet.model.families` reads it from a Hugging Face config.json; nothing below that reads a family's name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
-from whet.types import UserError
+from whet.config import INTERNAL
 
 Family = Literal["llama", "qwen2", "qwen3", "gpt2"]
 
 MAX_SIZE = 2**24
 MAX_LAYERS = 1024
 
-ARCHITECTURES: dict[Family, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
-CLASSIFIERS: dict[Family, str] = {
-    family: f"{name.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}ForSequenceClassification"
-    for family, name in ARCHITECTURES.items()
-}
-"""What transformers calls a reward model of each family."""
 FAMILY_FLAGS: dict[Family, frozenset[str]] = {
     "qwen2": frozenset({"qkv_bias"}),
     "qwen3": frozenset({"qk_norm"}),
@@ -46,6 +37,8 @@ SIZES = frozenset(
     }
 )
 """Fields of a config that every path reads: numbers, and the name that config.json has."""
+STORED = frozenset({"fused", "expert_names", "is_part", "num_ahead"})
+"""Fields of a block that say how weights are stored, and change nothing that is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +53,187 @@ class RopeScaling:
     """Wave lengths below original / this are left alone."""
     original_max_positions: int
     """Context length before stretching, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions of a layer; every kind of scaling is a divisor of each frequency (`whet.model.families`)."""
+
+    theta: float
+    """Base of the frequencies."""
+    dims: int
+    """Rotated channels, the first ones of a head."""
+    divisors: tuple[float, ...] = ()
+    """Divisor of each frequency, dims / 2 of them; none for all 1."""
+    amplitude: float = 1.0
+    """Factor of cos and sin (yarn and longrope sharpen attention with it)."""
+    is_interleaved: bool = False
+    """Whether channels 2 i and 2 i + 1 turn together, not i and i + dims / 2."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.theta < float("inf"):
+            raise ValueError(f"model.rope_theta = {self.theta}: expected a positive number")
+        if self.dims < 2 or self.dims % 2:
+            raise ValueError(f"{self.dims} rotated channels: rotary positions need an even number")
+        if self.divisors and len(self.divisors) != self.dims // 2:
+            raise ValueError(f"{len(self.divisors)} rope factors: expected {self.dims // 2}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """What differs from layer to layer."""
+
+    mixer: Literal["attention", "delta"] = "attention"
+    """What mixes positions: attention, or the gated delta rule."""
+    window: int = 0
+    """Positions that attention sees, its own included; 0 for all."""
+    rope: int = 0
+    """Index of the layer's rope; -1 for no positions."""
+    has_experts: bool = False
+    """Whether the feed-forward part is a mixture of experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Mixture of experts as feed-forward part."""
+
+    count: int
+    """Experts E."""
+    top_k: int
+    """Experts that a token goes to."""
+    width: int
+    """Feed-forward width of each."""
+    router: str = "gate"
+    """Name of the router among the parameters."""
+    score: Literal["softmax", "sigmoid", "softmax_of_top"] = "softmax"
+    """Weights of the experts: softmax over all or over the chosen ones, or each one's sigmoid."""
+    is_normalised: bool = True
+    """Whether the chosen ones' weights are divided by their sum."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    has_offset: bool = False
+    """Whether an offset of each expert joins the scores for the choice alone (e_score_correction_bias)."""
+    num_groups: int = 1
+    """Groups of experts; the best ones are chosen first."""
+    top_groups: int = 1
+    """Groups that a token's experts come from."""
+    shared: str = ""
+    """Name of the part that all tokens go through; '' for none."""
+    shared_width: int = 0
+    """Its feed-forward width."""
+    has_shared_gate: bool = False
+    """Whether a sigmoid weighs it."""
+    is_clamped: bool = False
+    """gpt-oss: biases, weights stored [in, out] with gate and up interleaved, clamped (up + 1) * gate * sigmoid."""
+    balance: float = 0.0
+    """Coefficient of the load-balancing loss in training (router_aux_loss_coef)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.count <= 4096 or not 1 <= self.width <= MAX_SIZE:
+            raise ValueError(
+                f"{self.count} experts of width {self.width}, {self.top_k} per token: out of range"
+            )
+        if self.count % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(
+                f"{self.count} experts in {self.num_groups} groups, {self.top_groups} chosen: no"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """Sizes of the gated delta rule."""
+
+    key_heads: int
+    """Heads of queries and keys."""
+    value_heads: int
+    """Heads of values; a multiple of the former."""
+    key_dim: int
+    """Channels of a key."""
+    value_dim: int
+    """Channels of a value."""
+    kernel: int
+    """Width of the convolution, in tokens."""
+
+    def __post_init__(self) -> None:
+        if not all(1 <= getattr(self, item.name) <= MAX_SIZE for item in fields(self)):
+            raise ValueError(f"linear attention of {self}: expected sizes of 1 and more")
+        if self.value_heads % self.key_heads or self.kernel < 2:
+            raise ValueError(f"linear_num_value_heads = {self.value_heads}: expected a multiple of key heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Ranks of multi-head latent attention (DeepSeek)."""
+
+    query_rank: int
+    """Rank of the queries' projection; 0 for a whole one."""
+    key_rank: int
+    """Rank of the joint projection of keys and values."""
+    plain_dim: int
+    """Channels of a head without positions."""
+    rope_dim: int
+    """Channels with positions, shared by all heads' keys."""
+    value_dim: int
+    """Channels of a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Flags of the decoder block; the defaults are Llama's."""
+
+    layers: tuple[LayerSpec, ...] = ()
+    """Each layer's own; none for all alike."""
+    ropes: tuple[Rope, ...] = ()
+    """Ropes that layers name; none for the one of `rope_theta` and `rope_scaling`."""
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    """Names of the norms before and after attention, before and after the feed-forward part; '' for none."""
+    norm_offset: float = 0.0
+    """Added to the weights of the norms (1 for Gemma, whose stored weights are around 0)."""
+    qk_norm: bool = False
+    """A norm of each head's queries and keys."""
+    whole_qk_norm: bool = False
+    """A norm of all heads' queries and one of all keys."""
+    qkv_bias: bool = False
+    """Biases of q, k and v alone."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Activation of the feed-forward part's gate."""
+    query_scale: float = 1.0
+    """Factor of the queries, on top of 1 / sqrt(head_dim)."""
+    position_scale: tuple[float, int] = (0.0, 1)
+    """(beta, original context): queries are multiplied by 1 + beta log(1 + floor(position / original))."""
+    attention_cap: float = 0.0
+    """Scores become cap tanh(score / cap); 0 for none."""
+    logit_cap: float = 0.0
+    """The same for logits."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings."""
+    residual_scale: float = 1.0
+    """Factor of what attention and the feed-forward part add."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
+    has_sinks: bool = False
+    """Whether each head has a learned score that takes attention from all positions."""
+    is_gated: bool = False
+    """Whether attention's output is multiplied by the sigmoid of a gate, projected together with the queries."""
+    qkv_clip: float = 0.0
+    """Largest magnitude of queries, keys and values before rotation; 0 for none."""
+    experts: Experts | None = None
+    """Of the layers that have them."""
+    delta: Delta | None = None
+    """Of the layers that mix so."""
+    latent: Latent | None = None
+    """Latent attention."""
+    fused: tuple[str, ...] = ()
+    """Tensors of a file that are several parameters one below the other: qkv_proj, gate_up_proj."""
+    is_part: bool = False
+    """Whether it is the text part of a checkpoint with images."""
+    num_ahead: int = 0
+    """Layers after the last one, which draw tokens further ahead and are left out."""
+    expert_names: tuple[str, str, str, str] = ("", "", "", "")
+    """How a file names an expert's own tensors: (part, gate, up, down); '' if all experts are in one tensor."""
+
+
+PLAIN_BLOCK = Block()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +275,25 @@ class ModelConfig:
     is_reward: bool = False
     """Whether its head scores texts, one number each, in place of the vocabulary; `whet dpo --loss reward` makes
     such a model."""
+    block: Block = field(default=PLAIN_BLOCK, metadata=INTERNAL)
+    """What other families have, from their config.json alone."""
+    source: str = field(default="", compare=False, repr=False, metadata=INTERNAL)
+    """That config.json's text, from which such a family's is written again."""
 
     @property
     def qkv_bias(self) -> bool:
         """Whether q, k and v alone have biases."""
-        return "qkv_bias" in FAMILY_FLAGS.get(self.family, ())
+        return self.block.qkv_bias or "qkv_bias" in FAMILY_FLAGS.get(self.family, ())
 
     @property
     def qk_norm(self) -> bool:
         """Whether each head's queries and keys go through an RMSNorm over their channels."""
-        return "qk_norm" in FAMILY_FLAGS.get(self.family, ())
+        return self.block.qk_norm or "qk_norm" in FAMILY_FLAGS.get(self.family, ())
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Each layer's own flags."""
+        return (self.block.layers or (LayerSpec(),) * self.num_layers)[: self.num_layers]
 
     def __post_init__(self) -> None:
         sizes = (
@@ -148,205 +331,38 @@ class ModelConfig:
             raise ValueError(f"model.attention_bias is for llama and qwen3: {self.family} has its own biases")
         if self.mlp_bias and self.family != "llama":
             raise ValueError(f"model.mlp_bias is for llama only: {self.family} has its own choice of biases")
+        if self.block.layers and len(self.block.layers) < self.num_layers:
+            raise ValueError(f"{len(self.block.layers)} layer types: expected {self.num_layers}")
 
 
 def options(config: ModelConfig) -> frozenset[str]:
     """Return the names of the fields that change what is computed: all but sizes, where they are not the default.
 
-    A path beside the modules' own forward pass (compiled decoding, kept activations) compares them with those that it
-    knows, and declines the rest. So a new flag is never ignored by a path that was written before it.
+    A path beside the modules' own forward pass (compiled decoding, kept activations, graphs) compares them with those
+    that it knows, and declines the rest. So a new flag is never ignored by a path that was written before it.
     """
-    changed = (item.name for item in fields(config) if getattr(config, item.name) != item.default)
-    return frozenset(changed) - SIZES | FAMILY_FLAGS.get(config.family, frozenset())
-
-
-def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
-    """Read a Hugging Face model configuration.
-
-    Args:
-        data: Parsed config.json.
-        where: Name for error messages.
-
-    Returns:
-        The same shape as a `ModelConfig`.
-
-    Raises:
-        UserError: If the family is not supported, or an option of it is not.
-    """
-    asked = data.get("model_type")
-    family: Family | None = next((name for name in ARCHITECTURES if name == asked), None)
-    if family is None:
-        raise UserError(
-            f"{where}: model_type {str(asked)[:40]!r} is not supported; "
-            f"expected one of {', '.join(ARCHITECTURES)}"
-        )
-    if "auto_map" in data:
-        raise UserError(
-            f"{where}: the model asks for remote code (auto_map), which whet never runs; "
-            f"use a plain {family} folder"
-        )
-    try:
-        shape = _from_gpt2(data) if family == "gpt2" else _from_llama_like(family, data)
-        return replace(shape, is_reward=_is_reward(family, data))
-    except KeyError as missing:
-        raise UserError(f"{where}: field {missing} is missing") from None
-    except (TypeError, ValueError, OverflowError) as error:  # OverflowError: int(Infinity)
-        raise UserError(f"{where}: {error}") from None
-
-
-def _is_reward(family: Family, data: Mapping[str, Any]) -> bool:
-    """Say whether it is a sequence classifier; refuse one of several labels."""
-    if CLASSIFIERS[family] not in (data.get("architectures") or ()):
-        return False
-    num_labels = data.get("num_labels", len(data.get("id2label") or (0, 1)))
-    if num_labels != 1:
-        raise ValueError(f"a classifier of {num_labels} labels is not supported; a reward model has 1")
-    return True
-
-
-def _from_gpt2(data: Mapping[str, Any]) -> ModelConfig:
-    width, heads = int(data["n_embd"]), int(data["n_head"])
-    activation = data.get("activation_function", "gelu_new")
-    if activation != "gelu_new":
-        raise ValueError(f"activation_function {activation!r} is not supported; expected 'gelu_new'")
-    fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-    for name, expected in (fixed | {"add_cross_attention": False}).items():
-        if data.get(name, expected) != expected:
-            raise ValueError(f"{name} = {data[name]!r} is not supported; expected {expected}")
-    return ModelConfig(
-        family="gpt2",
-        vocab_size=int(data["vocab_size"]),
-        hidden_size=width,
-        intermediate_size=int(data.get("n_inner") or 4 * width),
-        num_layers=int(data["n_layer"]),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=width // max(heads, 1),
-        max_positions=int(data["n_positions"]),
-        norm_eps=float(data.get("layer_norm_epsilon", 1e-5)),
-        tie_embeddings=bool(data.get("tie_word_embeddings", True)),
+    block = config.block
+    changed = {item.name for item in fields(config) if getattr(config, item.name) != item.default}
+    changed |= {item.name for item in fields(block) if getattr(block, item.name) != item.default}
+    if len(block.ropes) == 1 and is_plain(block.ropes[0], config):
+        # Whatever scales the frequencies of whole heads is in the tables that all paths read.
+        changed = changed - {"ropes"} | {"rope_scaling"}
+    return frozenset(changed - SIZES - STORED - {"block", "source"}) | FAMILY_FLAGS.get(
+        config.family, frozenset()
     )
 
 
-def _from_llama_like(family: Family, data: Mapping[str, Any]) -> ModelConfig:
-    if data.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {str(data['hidden_act'])[:60]!r} is not supported; expected 'silu'")
-    if data.get("use_sliding_window"):
-        raise ValueError("use_sliding_window is not supported; expected false")
-    rope: Any = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters: expected an object, got {type(rope).__name__}")
-    if data.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("partial_rotary_factor is not supported; expected 1")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling = None
-    if kind == "llama3":
-        scaling = RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_positions=int(rope["original_max_position_embeddings"]),
-        )
-    elif kind != "default":
-        raise ValueError(f"rope type {kind!r} is not supported; expected 'default' or 'llama3'")
-    heads = int(data["num_attention_heads"])
-    channels = 128 if family == "qwen3" else int(data["hidden_size"]) // max(heads, 1)
-    return ModelConfig(
-        family=family,
-        vocab_size=int(data["vocab_size"]),
-        hidden_size=int(data["hidden_size"]),
-        intermediate_size=int(data["intermediate_size"]),
-        num_layers=int(data["num_hidden_layers"]),
-        num_heads=heads,
-        num_kv_heads=int(data.get("num_key_value_heads") or heads),
-        head_dim=int(data.get("head_dim") or channels),
-        max_positions=int(data.get("max_position_embeddings", 2048)),
-        norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(data.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope_scaling=scaling,
-        tie_embeddings=bool(data.get("tie_word_embeddings", False)),
-        attention_bias=bool(data.get("attention_bias", False)) and family != "qwen2",
-        mlp_bias=bool(data.get("mlp_bias", False)) and family == "llama",
-    )
+def has_own_rules(config: ModelConfig) -> bool:
+    """Say whether any layer mixes positions by another rule than plain attention.
 
-
-def to_hf(
-    config: ModelConfig,
-    *,
-    bos_id: int | None,
-    eos_ids: tuple[int, ...],
-    dtype: str,
-    pad_id: int | None = None,
-) -> dict[str, Any]:
-    """Write the configuration so that `transformers` (4 and 5) loads the folder.
-
-    Args:
-        config: Shape of the model.
-        bos_id: Beginning-of-sequence id, if any.
-        eos_ids: Ids that end a generation.
-        dtype: Name of the stored floating-point type, such as 'float32'.
-        pad_id: Padding id of a reward model, if any: transformers scores a text at the last token that is another.
-
-    Returns:
-        The content of config.json.
+    Then none of them uses the compiled attention, whose cache has no place for the others: sampler and trainer must
+    take the same path.
     """
-    eos: int | list[int] | None = eos_ids[0] if len(eos_ids) == 1 else (list(eos_ids) or None)
-    shared = {
-        "architectures": [(CLASSIFIERS if config.is_reward else ARCHITECTURES)[config.family]],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "bos_token_id": bos_id,
-        "eos_token_id": eos,
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": dtype,
-        "use_cache": True,
-    }
-    if config.is_reward:
-        shared |= {
-            "num_labels": 1,
-            "id2label": {"0": "score"},
-            "label2id": {"score": 0},
-            "pad_token_id": pad_id,
-        }
-    if config.family == "gpt2":
-        return shared | {
-            "activation_function": "gelu_new",
-            "n_embd": config.hidden_size,
-            "n_head": config.num_heads,
-            "n_inner": None
-            if config.intermediate_size == 4 * config.hidden_size
-            else config.intermediate_size,
-            "n_layer": config.num_layers,
-            "n_positions": config.max_positions,
-            "n_ctx": config.max_positions,
-            "layer_norm_epsilon": config.norm_eps,
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-        }
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling.factor,
-            "low_freq_factor": config.rope_scaling.low_freq_factor,
-            "high_freq_factor": config.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": config.rope_scaling.original_max_positions,
-        }
-    return shared | {
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope if config.rope_scaling is not None else None,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "use_sliding_window": False,
-        "attention_dropout": 0.0,
-    }
+    block = config.block
+    is_other = any(spec.window or spec.mixer != "attention" for spec in config.layers)
+    return is_other or bool(block.attention_cap) or block.has_sinks
+
+
+def is_plain(rope: Rope, config: ModelConfig) -> bool:
+    """Say whether a rope turns all of a head's channels, half against half."""
+    return rope.dims == config.head_dim and not rope.is_interleaved

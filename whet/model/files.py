@@ -105,7 +105,13 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(patterns), etag_timeout=10))
+        # Nothing of subfolders: some hold the same weights in another form (`original/`).
+        wanted, unwanted = list(patterns), ["*/*"]
+        return Path(
+            huggingface_hub.snapshot_download(
+                source, allow_patterns=wanted, ignore_patterns=unwanted, etag_timeout=10
+            )
+        )
     except Exception as error:  # network errors of many libraries
         raise _no_hub(source, f"cannot be had from the hub ({_first_line(error)})") from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,7 +11,8 @@ from torch import nn
 from whet.kernels import dispatch, eager
 from whet.model.attention import AttentionContext
 from whet.model.config import ModelConfig
-from whet.model.transformer import LanguageModel, embedding, heads
+from whet.model.parts import Layer, embedding
+from whet.model.transformer import LanguageModel, heads
 
 
 class Conv1D(nn.Module):
@@ -54,7 +57,7 @@ class GPT2MLP(nn.Module):
         return self.c_proj(F.gelu(self.c_fc(x_ND), approximate="tanh"))
 
 
-class GPT2Block(nn.Module):
+class GPT2Block(Layer):
     """Pre-norm attention and feed-forward with residual connections."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -64,9 +67,12 @@ class GPT2Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GPT2MLP(config)
 
-    def forward(self, x_ND: torch.Tensor, context: AttentionContext, layer: int) -> torch.Tensor:
-        """Return the residual stream after this block."""
-        x_ND = x_ND + self.attn(self.ln_1(x_ND), context, layer)
+    def mix(self, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Return the residual stream after attention; `rest` is what that takes beside its input."""
+        return x_ND + self.attn(self.ln_1(x_ND), *rest)
+
+    def feed(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the feed-forward part."""
         return x_ND + self.mlp(self.ln_2(x_ND))
 
 
@@ -106,5 +112,5 @@ class GPT2(LanguageModel):
             positions_N, self.transformer.wpe.weight
         )
         for index, block in enumerate(self.transformer.h):
-            x_ND = self._run(block, x_ND, context, index)
+            x_ND = self._run(cast(Layer, block), x_ND, context, index)
         return self.transformer.ln_f(x_ND)

@@ -1,4 +1,4 @@
-"""The Llama, Qwen2/2.5 and Qwen3 decoders on flat tokens: one module that trains, prefills and decodes.
+"""The decoder on flat tokens: one module that trains, prefills and decodes, for all families with rotary positions.
 
 Parameter names are Hugging Face's. Positions are always explicit; rotary tables are float32; there is no
 dropout anywhere.
@@ -7,142 +7,135 @@ dropout anywhere.
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from whet.kernels import dispatch, eager
-from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, round_up
+from whet.kernels.cpu import ops as cpu
+from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, Rule, round_up
 from whet.model.checkpointing import Recompute
-from whet.model.config import ModelConfig, RopeScaling
-
-
-class Linear(nn.Linear):
-    """A linear layer without PyTorch's default initialisation: it is loaded, or drawn by `init_weights`."""
-
-    def reset_parameters(self) -> None:
-        """Leave the weights uninitialised."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + b."""
-        return dispatch.run(eager.linear, input, self.weight, self.bias)
-
-
-def embedding(num_rows: int, width: int) -> nn.Embedding:
-    """Make an uninitialised embedding table (PyTorch's own initialisation would import its compiler, 3 s)."""
-    return nn.Embedding(num_rows, width, _weight=torch.empty(num_rows, width))
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation in float32, scaled in the input's dtype (as `transformers` does it)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last axis."""
-        return dispatch.run(eager.rms_norm, x, self.weight, self.eps)[0]
-
-
-def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute cos and sin of every position and channel, float32, each [max_positions, C].
-
-    Source: RoFormer 2104.09864; Llama 3 frequency scaling as in `transformers` (`rope_type: llama3`).
-    """
-    exponents = (
-        torch.arange(0, config.head_dim, 2, device=device, dtype=torch.int64).float() / config.head_dim
-    )
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    if config.rope_scaling is not None:
-        frequencies = _stretch(frequencies, config.rope_scaling)
-    angles = torch.arange(config.max_positions, device=device).float()[:, None] * frequencies[None, :]
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def _stretch(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    wavelengths = 2 * math.pi / frequencies
-    ratio = scaling.original_max_positions / wavelengths
-    smooth = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    smooth = smooth.clamp(0, 1)
-    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+from whet.model.config import LayerSpec, ModelConfig, has_own_rules
+from whet.model.experts import MixtureOfExperts
+from whet.model.mixers import DeltaMixer, LatentAttention
+from whet.model.parts import MLP, Layer, Linear, RMSNorm, embedding
+from whet.model.rotary import Angles, rotary_tables, table_rows, turn
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention."""
+    """Grouped-query self-attention.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: Shape of the model.
+        spec: What is this layer's own.
+    """
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
-        width, channels = config.hidden_size, config.head_dim
+        width, channels, block = config.hidden_size, config.head_dim, config.block
+        heads, kv_heads = config.num_heads * channels, config.num_kv_heads * channels
         qkv_bias = config.attention_bias or config.qkv_bias
-        self.head_dim = channels
-        self.q_proj = Linear(width, config.num_heads * channels, bias=qkv_bias)
-        self.k_proj = Linear(width, config.num_kv_heads * channels, bias=qkv_bias)
-        self.v_proj = Linear(width, config.num_kv_heads * channels, bias=qkv_bias)
-        self.o_proj = Linear(config.num_heads * channels, width, bias=config.attention_bias)
-        self.q_norm = RMSNorm(channels, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(channels, config.norm_eps) if config.qk_norm else None
+        self.head_dim, self.clip, self.query_scale = channels, block.qkv_clip, block.query_scale
+        self.is_gated, self.has_whole_norms = block.is_gated, block.whole_qk_norm
+        self.is_interleaved = bool(block.ropes) and spec.rope >= 0 and block.ropes[spec.rope].is_interleaved
+        self.rule = Rule(spec.window, block.attention_cap) if has_own_rules(config) else None
+        self.q_proj = Linear(width, heads * (2 if block.is_gated else 1), bias=qkv_bias)
+        self.k_proj = Linear(width, kv_heads, bias=qkv_bias)
+        self.v_proj = Linear(width, kv_heads, bias=qkv_bias)
+        self.o_proj = Linear(heads, width, bias=config.attention_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm or block.whole_qk_norm:
+            widths = (heads, kv_heads) if block.whole_qk_norm else (channels, channels)
+            self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, block.norm_offset) for n in widths)
+        if block.has_sinks:
+            self.sinks = nn.Parameter(torch.zeros(config.num_heads))
 
     def forward(
-        self,
-        x_ND: torch.Tensor,
-        cos_N1C: torch.Tensor,
-        sin_N1C: torch.Tensor,
-        context: AttentionContext,
-        layer: int,
+        self, x_ND: torch.Tensor, angles: Angles | None, context: AttentionContext, layer: int
     ) -> torch.Tensor:
         """Project, rotate, attend within the context, project back."""
         rows = x_ND.shape[0]
-        q = self.q_proj(x_ND).view(rows, -1, self.head_dim)
-        k = self.k_proj(x_ND).view(rows, -1, self.head_dim)
-        v = self.v_proj(x_ND).view(rows, -1, self.head_dim)
+        q, gate = self.q_proj(x_ND), None
+        if self.is_gated:
+            q, gate = (
+                part.reshape(rows, -1) for part in q.view(rows, -1, 2 * self.head_dim).chunk(2, dim=-1)
+            )
+        k, v = self.k_proj(x_ND), self.v_proj(x_ND).view(rows, -1, self.head_dim)
+        if not self.has_whole_norms:
+            q, k = q.view(rows, -1, self.head_dim), k.view(rows, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.view(rows, -1, self.head_dim), k.view(rows, -1, self.head_dim)
+        if self.clip:
+            q, k, v = (x.clamp(-self.clip, self.clip) for x in (q, k, v))
+        if angles is not None:
+            q, k = (turn(x, angles, is_interleaved=self.is_interleaved) for x in (q, k))
+            if angles.query_scale_N11 is not None:
+                q = q * angles.query_scale_N11
         # A head's norm under autocast gives float32; products are of one dtype.
-        q, k = (dispatch.run(eager.rotate, x, cos_N1C, sin_N1C).to(v.dtype) for x in (q, k))
-        out = context.attend(layer, q, k, v)
-        return self.o_proj(out.reshape(rows, -1))
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
+        rule = self.rule
+        if rule is not None and hasattr(self, "sinks"):
+            rule = rule._replace(sinks_H=self.sinks)
+        out = context.attend(layer, q, k, v, rule).reshape(rows, -1)
+        return self.o_proj(out if gate is None else out * eager.row_wise(torch.sigmoid, gate))
 
 
-class MLP(nn.Module):
-    """SwiGLU feed-forward part."""
+class DecoderLayer(Layer):
+    """Attention and feed-forward part with residual connections; norms before, after or around each.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: Shape of the model.
+        spec: What is this layer's own.
+    """
+
+    self_attn: Attention
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        block = config.block
+        if spec.mixer == "delta" and block.delta is not None:
+            self.mixer = "linear_attn"
+            self.linear_attn = DeltaMixer(config, block.delta)
+        else:
+            self.mixer = "self_attn"
+            own = (
+                Attention(config, spec)
+                if block.latent is None
+                else LatentAttention(config, spec, block.latent)
+            )
+            self.add_module("self_attn", own)
+        if spec.has_experts and block.experts is not None:
+            self.mlp = MixtureOfExperts(config, block.experts)
+        else:
+            self.mlp = MLP(config)
+        self.scale = config.block.residual_scale
+        self.norms = config.block.norms
+        for name in filter(None, self.norms):
+            self.add_module(name, RMSNorm(config.hidden_size, config.norm_eps, config.block.norm_offset))
 
-    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return down(silu(gate(x)) * up(x))."""
-        gate_NF, up_NF = self.gate_proj(x_ND), self.up_proj(x_ND)
-        return self.down_proj(dispatch.run(eager.swiglu, gate_NF, up_NF))
+    def mix(self, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Return the residual stream after attention; `rest` is what that takes beside its input."""
+        before, after = self.norms[:2]
+        mixed_ND = self.get_submodule(self.mixer)(self._normed(before, x_ND), *rest)
+        return self._add(x_ND, self._normed(after, mixed_ND))
 
+    def feed(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the feed-forward part."""
+        before, after = self.norms[2:]
+        return self._add(x_ND, self._normed(after, self.mlp(self._normed(before, x_ND))))
 
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward with residual connections."""
+    def _normed(self, name: str, x_ND: torch.Tensor) -> torch.Tensor:
+        return getattr(self, name)(x_ND) if name else x_ND
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-
-    def forward(
-        self,
-        x_ND: torch.Tensor,
-        cos_N1C: torch.Tensor,
-        sin_N1C: torch.Tensor,
-        context: AttentionContext,
-        layer: int,
-    ) -> torch.Tensor:
-        """Return the residual stream after this layer."""
-        x_ND = x_ND + self.self_attn(self.input_layernorm(x_ND), cos_N1C, sin_N1C, context, layer)
-        return x_ND + self.mlp(self.post_attention_layernorm(x_ND))
+    def _add(self, x_ND: torch.Tensor, part_ND: torch.Tensor) -> torch.Tensor:
+        return x_ND + (part_ND if self.scale == 1.0 else part_ND * self.scale)
 
 
 class Decoder(nn.Module):
@@ -151,8 +144,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(config, spec) for spec in config.layers)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.block.norm_offset)
 
 
 class LanguageModel(nn.Module):
@@ -166,6 +159,7 @@ class LanguageModel(nn.Module):
         checkpoint_layers: Whether training recomputes layers' activations in the backward pass.
         recompute: What of them, where `checkpoint_layers` is on.
         loss_scale: Factor of the losses that training backpropagates; 1 outside float16.
+        sampling_defaults: What the folder's generation_config.json says of sampling, for what is written.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -176,6 +170,7 @@ class LanguageModel(nn.Module):
         self.checkpoint_layers = False
         self.loss_scale = 1.0
         self.recompute = Recompute()
+        self.sampling_defaults: dict[str, Any] = {}
 
     def forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
@@ -191,13 +186,19 @@ class LanguageModel(nn.Module):
             Hidden states [N, D] after the final norm.
         """
         count = tokens_N.shape[0]
-        # The kernels' products do not care how many rows there are.
-        quantum = 1 if dispatch.runs_cpp(self.head_weight) else ROW_QUANTUM
+        # The kernels' products do not care how many rows there are; PyTorch's, for shapes that they decline, do.
+        is_free = dispatch.runs_cpp(self.head_weight) and not self.has_odd_products
+        quantum = 1 if is_free else ROW_QUANTUM
         surplus = round_up(count, quantum) - count
         if surplus:
             tokens_N, positions_N = F.pad(tokens_N, (0, surplus)), F.pad(positions_N, (0, surplus))
         hidden = self._forward(tokens_N, positions_N, context)
         return hidden[:count] if surplus else hidden
+
+    @property
+    def has_odd_products(self) -> bool:
+        """Whether the kernels decline some product, of a family whose sizes are its own."""
+        return False
 
     def _forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
@@ -213,7 +214,8 @@ class LanguageModel(nn.Module):
         rows, length = tokens_BT.shape
         positions_N = torch.arange(length, device=tokens_BT.device).repeat(rows)
         hidden_ND = self(tokens_BT.reshape(-1), positions_N, Packed([length] * rows, tokens_BT.device))
-        return F.linear(hidden_ND, self.head_weight).view(rows, length, -1)
+        logits_NV, cap = F.linear(hidden_ND, self.head_weight), self.config.block.logit_cap
+        return (torch.tanh(logits_NV / cap) * cap if cap else logits_NV).view(rows, length, -1)
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -225,7 +227,7 @@ class LanguageModel(nn.Module):
         """The decoder's layers, first to last."""
         raise AssertionError("abstract")
 
-    def _run(self, layer: nn.Module, x_ND: torch.Tensor, *rest: object) -> torch.Tensor:
+    def _run(self, layer: Layer, x_ND: torch.Tensor, *rest: object) -> torch.Tensor:
         if self.checkpoint_layers and torch.is_grad_enabled():
             return self.recompute.run(layer, x_ND, *rest)
         return layer(x_ND, *rest)
@@ -241,13 +243,13 @@ def heads(config: ModelConfig) -> tuple[Linear | None, Linear | None]:
 
 
 class LlamaLike(LanguageModel):
-    """Llama, Qwen2/2.5 or Qwen3 with a language-model head, or a reward model's."""
+    """A decoder with rotary positions and a language-model head, or a reward model's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.model = Decoder(config)
         self.lm_head, self.score = heads(config)
-        self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -259,24 +261,58 @@ class LlamaLike(LanguageModel):
         """The decoder's layers, first to last."""
         return self.model.layers
 
-    def rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of every position, float32 [max_positions, C] each; made once."""
-        if self._rotary is None or self._rotary[0].device != device:
+    def rotary(
+        self, device: torch.device, longest: int | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return cos and sin of each rope, float32 [positions, C] each; kept until a longer sequence comes.
+
+        Args:
+            device: Where they live.
+            longest: Positions that are read; default: the whole context.
+        """
+        rows = table_rows(longest or self.config.max_positions, self.config)
+        if not self._tables or self._tables[0][0].device != device or self._tables[0][0].shape[0] < rows:
             # Made under no autograd mode and kept float32: a bfloat16 or inference-mode table would break
             # equality or training.
             with torch.inference_mode(False), torch.no_grad():
-                self._rotary = rotary_tables(self.config, device)
-        return self._rotary
+                count = max(1, len(self.config.block.ropes))
+                self._tables = [rotary_tables(self.config, device, rows, rope) for rope in range(count)]
+        return self._tables
+
+    @property
+    def has_odd_products(self) -> bool:
+        """Whether the kernels decline some product: ranks of latents, for one."""
+        latent = self.config.block.latent
+        return latent is not None and any(n % cpu.QUANTUM for n in (latent.query_rank, latent.key_rank))
+
+    def _angles(self, positions_N: torch.Tensor, longest: int) -> list[Angles]:
+        beta, original = self.config.block.position_scale
+        scale = None
+        if beta:
+            stretched = eager.row_wise(torch.log1p, (positions_N // original).float()[:, None])
+            scale = (1 + beta * stretched)[..., None]
+        return [
+            Angles(
+                cos.index_select(0, positions_N)[:, None], sin.index_select(0, positions_N)[:, None], scale
+            )
+            for cos, sin in self.rotary(positions_N.device, longest)
+        ]
 
     def _forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
-        tables = self.rotary(tokens_N.device)
-        cos_N1C, sin_N1C = (table.index_select(0, positions_N)[:, None, :] for table in tables)
+        block = self.config.block
+        angles = self._angles(positions_N, context.longest)
         x_ND = F.embedding(tokens_N, self.model.embed_tokens.weight)
-        for index, layer in enumerate(self.model.layers):
-            x_ND = self._run(layer, x_ND, cos_N1C, sin_N1C, context, index)
-        return self.model.norm(x_ND)
+        if block.embedding_scale != 1.0:  # rounded first, as a tensor of the parameters' dtype would be
+            x_ND = x_ND * torch.tensor(block.embedding_scale).to(x_ND.dtype).item()
+        for index, spec in enumerate(self.config.layers):
+            layer = cast(Layer, self.model.layers[index])
+            own = angles[spec.rope] if spec.rope >= 0 else None
+            x_ND = self._run(layer, x_ND, own, context, index)
+        x_ND = self.model.norm(x_ND)
+        # The head is a product: a factor of the logits may as well be one of its input.
+        return x_ND if block.logit_scale == 1.0 else x_ND * block.logit_scale
 
 
 def init_weights(model: LanguageModel, seed: int) -> None:

@@ -12,12 +12,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from whet.model.config import ModelConfig, from_hf, to_hf
+from whet.model.config import ModelConfig
+from whet.model.experts import Router
+from whet.model.families import from_hf, to_hf
 from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
 from whet.model.transformer import LanguageModel, LlamaLike
@@ -77,16 +80,25 @@ def model_folder(source: str | Path) -> Path:
         raise UserError(f"{str(source)!r}: no such run yet; make it first, or give another folder")
     if "/" not in str(source) or not is_hub_name(str(source)):
         raise UserError(f"{str(source)!r}: no such folder, and not a hub name such as 'owner/name'")
+    # The configuration alone first: a model that is refused need not be downloaded.
+    _config(hub_folder(str(source), ("config.json",)))
     return hub_folder(str(source), HUB_PATTERNS)
+
+
+def _config(folder: Path) -> ModelConfig:
+    return from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
 
 
 def _shards(folder: Path) -> list[Path]:
     """List the weight files of a folder, refusing names that leave it."""
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file() and single.is_file():
+        raise UserError(
+            f"{folder}: {single.name} stands beside {index.name}, and either may be meant; delete the wrong one"
+        )
+    if single.is_file():
+        return [single]
     if not index.is_file():
-        single = folder / "model.safetensors"
-        if single.is_file():
-            return [single]
         pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.ckpt")]), None)
         hint = (
             f"; {pickled.name} is a pickle, which whet never reads: convert it to safetensors"
@@ -107,13 +119,93 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(weight_map.values()))]
 
 
-def _canonical_name(name: str, config: ModelConfig) -> str | None:
-    """Map a stored tensor name to the module's; None for buffers that old checkpoints carry."""
+HEAD = "lm_head.weight"
+OUTSIDE_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "mtp.")
+"""Parts of a checkpoint with images, or that draw several tokens ahead, which are not loaded."""
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+
+
+class _Place(NamedTuple):
+    """Where a stored tensor, or a part of it, goes.
+
+    Attributes:
+        name: Parameter of the module.
+        part: Part of it; () for all.
+    """
+
+    name: str
+    part: tuple[int | slice, ...] = ()
+
+
+def _places(stored: str, config: ModelConfig) -> tuple[_Place, ...]:
+    """Say where a stored tensor goes: to several parameters one below the other if more than one; none: left out."""
+    name, block = stored, config.block
     if name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
-        return None
+        return ()  # buffers of old checkpoints
     if config.family == "gpt2" and not name.startswith(("transformer.", "lm_head.", "score.")):
         name = f"transformer.{name}"
-    return None if name == "lm_head.weight" and config.tie_embeddings else name
+    if block.is_part or block.num_ahead:
+        if name.removeprefix("model.").startswith(OUTSIDE_TEXT):
+            return ()
+        name = name.replace("model.language_model.", "model.", 1)
+        prefix = max((p for p in TEXT_PREFIXES if name.startswith(p)), key=len, default=None)
+        if prefix is not None:
+            name = TEXT_PREFIXES[prefix] + name.removeprefix(prefix)
+    if name.startswith("model.layers.") and block.num_ahead:
+        number = name.split(".")[2]
+        if number.isdecimal() and int(number) >= config.num_layers:
+            return ()
+    for whole in block.fused:
+        if name.endswith(f".{whole}.weight"):
+            return tuple(_Place(name.replace(whole, part)) for part in FUSED[whole])
+    part, gate, up, down = block.expert_names
+    if part:
+        name = name.replace(f".{part}.", ".mlp.")
+        found = re.fullmatch(r"(.*\.mlp\.experts)\.(\d{1,4})\.(\w+)\.weight", name)
+        if found is not None and block.experts is not None:
+            number, width = int(found[2]), block.experts.width
+            indices = {gate: slice(0, width), up: slice(width, 2 * width)}
+            if number < block.experts.count and found[3] == down:
+                return (_Place(f"{found[1]}.down_proj", (number,)),)
+            if number < block.experts.count and found[3] in indices:
+                return (_Place(f"{found[1]}.gate_up_proj", (number, indices[found[3]])),)
+    return (_Place(name),)
+
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def _as_stored(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return parameters by the names, and in the pieces, that the family's files have: what `_places` undoes."""
+    found: dict[str, torch.Tensor] = {}
+    part, gate, up, down = config.block.expert_names
+    for name, tensor in tensors.items():
+        is_one_of = {
+            w: name.endswith(tuple(f".{part}.weight" for part in FUSED[w])) for w in config.block.fused
+        }
+        whole = next((w for w, is_in in is_one_of.items() if is_in), None)
+        if whole is not None:
+            parts = FUSED[whole]
+            if name.endswith(f".{parts[0]}.weight"):
+                rows = [tensors[name.replace(parts[0], other)] for other in parts]
+                found[name.replace(parts[0], whole)] = torch.cat(rows)
+        elif part and ".mlp.experts." in name:
+            head = name.replace(".mlp.", f".{part}.").rpartition(".")[0]
+            for number, own in enumerate(tensor):
+                if name.endswith(".down_proj"):
+                    found[f"{head}.{number}.{down}.weight"] = own
+                else:
+                    halves = zip((gate, up), own.chunk(2), strict=True)
+                    found |= {f"{head}.{number}.{half}.weight": rows for half, rows in halves}
+        elif part and ".mlp.gate." in name:
+            found[name.replace(".mlp.", f".{part}.")] = tensor
+        else:
+            found[name] = tensor
+    return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
 def load_model(
@@ -136,11 +228,12 @@ def load_model(
 
     Raises:
         UserError: If a file is missing or malformed, or not as its manifest says, or tensors are missing, unexpected,
-            repeated or of another shape, or it is a model of the other kind.
+            repeated or of another shape, or a tied head is another than the embeddings, or it is a model of the other
+            kind.
     """
     folder = model_folder(path)
     check_manifest(folder)
-    config = from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
+    config = _config(folder)
     if is_reward is not None and config.is_reward != is_reward:
         got, want = ("a reward model, which scores texts and writes none", "a language model")
         if is_reward:
@@ -151,39 +244,166 @@ def load_model(
         raise UserError(f"{folder / 'config.json'}: {what}, as a table with a row for each is made; lower it")
     with torch.device("meta"):
         model = build_model(config)
-    expected = dict(model.named_parameters())
-    loaded: dict[str, torch.Tensor] = {}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    loaded = _Loaded(shapes, config, dtype, torch.device(device))
     for shard in _shards(folder):
         try:
             with safe_open(str(shard), framework="pt", device="cpu") as file:
                 for stored in file.keys():  # noqa: SIM118 (safe_open has no iterator)
-                    name = _canonical_name(stored, config)
-                    if name is None:
-                        continue
-                    if name not in expected:
-                        raise UserError(
-                            f"{shard}: unexpected tensor {stored[:80]!r} for a {config.family} model"
-                        )
-                    if name in loaded:
-                        raise UserError(f"{shard}: tensor {stored[:80]!r} occurs twice")
-                    want, got = tuple(expected[name].shape), tuple(file.get_slice(stored).get_shape())
-                    if want != got:
-                        raise UserError(
-                            f"{shard}: tensor {stored[:80]!r} has shape {list(got)}, config.json says {list(want)}"
-                        )
-                    tensor = file.get_tensor(stored)
-                    if not tensor.is_floating_point():
-                        raise UserError(f"{shard}: tensor {stored[:80]!r} is {tensor.dtype}, expected floats")
-                    loaded[name] = tensor.to(device=device, dtype=dtype)
+                    loaded.take(stored, file, shard)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{shard}: not a readable safetensors file ({str(error)[:300]})") from None
-    missing = sorted(set(expected) - set(loaded))
+    missing = loaded.missing()
     if missing:
         raise UserError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
-    model.load_state_dict(loaded, strict=True, assign=True)
+    model.load_state_dict(loaded.tensors, strict=True, assign=True)
+    if loaded.head is not None and not torch.equal(loaded.head, model.head_weight):
+        raise UserError(
+            f"{folder}: config.json ties the head to the embeddings (tie_word_embeddings), but {HEAD!r} is stored with "
+            "other numbers; set tie_word_embeddings to false to use it, or delete the tensor"
+        )
+    _open_to_training(model)
+    model.sampling_defaults = _sampling_defaults(folder)
+    return model.eval(), config
+
+
+def _open_to_training(model: LanguageModel) -> None:
+    """Make all parameters trainable but the routers' offsets, which no gradient moves."""
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    return model.eval(), config
+    for router in (part for part in model.modules() if isinstance(part, Router)):
+        if router.experts.has_offset:
+            router.e_score_correction_bias.requires_grad_(False)
+
+
+class _Loaded:
+    """Parameters as they are read.
+
+    Args:
+        shapes: Of all parameters of the module.
+        config: Shape of the model.
+        dtype: Their dtype.
+        device: Their device.
+
+    Attributes:
+        tensors: By name; those of several stored tensors are complete when `missing` does not name them.
+        head: A tied model's stored head.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, torch.Size], config: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.head: torch.Tensor | None = None
+        self._shapes, self._config, self._kind = shapes, config, {"device": device, "dtype": dtype}
+        self._seen: set[str] = set()
+        self._packed: dict[str, dict[str, torch.Tensor]] = {}
+        self._counts: dict[str, int] = {}
+
+    def take(self, stored: str, file: Any, shard: Path) -> None:
+        """Read one stored tensor; UserError names the shard."""
+        experts = self._config.block.experts
+        if experts is not None and experts.is_clamped and stored.endswith(PACKED):
+            self._unpack(stored, file, shard)
+            return
+        places = _places(stored, self._config)
+        what = f"{shard}: tensor {stored[:80]!r}"
+        is_tied_head = places == (_Place(HEAD),) and self._config.tie_embeddings
+        if is_tied_head:
+            table = "transformer.wte.weight" if self._config.family == "gpt2" else "model.embed_tokens.weight"
+            places = (_Place(table),)
+        for place in places:
+            if place.name not in self._shapes:
+                kind = json.loads(self._config.source)["model_type"]
+                raise UserError(f"{shard}: unexpected tensor {stored[:80]!r} for a {kind} model")
+            if not is_tied_head and repr(place) in self._seen:
+                raise UserError(f"{what} occurs twice")
+        if not places:
+            return
+        parts = [torch.empty(self._shapes[p.name], device="meta")[p.part].shape for p in places]
+        want = [sum(part[0] for part in parts), *parts[0][1:]]
+        got = list(file.get_slice(stored).get_shape())
+        if want != got:
+            raise UserError(f"{what} has shape {got}, config.json says {want}")
+        tensor = file.get_tensor(stored)
+        if not tensor.is_floating_point():
+            raise UserError(f"{what} is {tensor.dtype}, expected floats")
+        tensor = tensor.to(**self._kind)
+        if is_tied_head:
+            self.head = tensor
+            return
+        rows = tensor.split([part[0] for part in parts]) if len(parts) > 1 else [tensor]
+        for place, part in zip(places, rows, strict=True):
+            self._seen.add(repr(place))
+            self._counts[place.name] = self._counts.get(place.name, 0) + part.numel()
+            if not place.part:
+                self.tensors[place.name] = part if len(parts) == 1 else part.clone()
+                continue
+            if place.name not in self.tensors:
+                self.tensors[place.name] = torch.empty(self._shapes[place.name], **self._kind)
+            self.tensors[place.name][place.part] = part
+
+    def _unpack(self, stored: str, file: Any, shard: Path) -> None:
+        """Read one half of a tensor in MXFP4, and the whole when both are there."""
+        name, kind = stored.rpartition("_")[::2]
+        halves = self._packed.setdefault(name, {})
+        if kind in halves or name not in self._shapes or name in self.tensors:
+            raise UserError(f"{shard}: tensor {stored[:80]!r} is unexpected, or occurs twice")
+        halves[kind] = file.get_tensor(stored)
+        if len(halves) < len(PACKED):
+            return
+        blocks, scales = halves["blocks"], halves["scales"]
+        del self._packed[name]
+        is_packed = blocks.dtype == scales.dtype == torch.uint8 and blocks.shape[:-1] == scales.shape
+        tensor = mxfp4(blocks, scales) if is_packed and blocks.dim() == 4 else torch.empty(0)
+        if tensor.shape != self._shapes[name]:
+            want = list(self._shapes[name])
+            raise UserError(
+                f"{shard}: {name[:80]!r} in MXFP4 has shape {list(blocks.shape)}, which gives no {want}"
+            )
+        self.tensors[name], self._counts[name] = tensor.to(**self._kind), tensor.numel()
+
+    def missing(self) -> list[str]:
+        """Return the names of parameters that are not there, or not whole."""
+        sizes = {name: shape.numel() for name, shape in self._shapes.items()}
+        return sorted(name for name, size in sizes.items() if self._counts.get(name) != size)
+
+
+PACKED = ("_blocks", "_scales")
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return gpt-oss' experts as bfloat16, which holds every value exactly.
+
+    Args:
+        blocks: uint8 [E, F, G, 16]: two codes per byte, the first in the low half, 32 of them with one scale.
+        scales: uint8 [E, F, G]: exponents of 2, with an offset of 127.
+
+    Returns:
+        Weights [E, 32 G, F].
+
+    Source: OCP Microscaling Formats 1.0, section 5.3 (codes E2M1, scales E8M0).
+    """
+    table = torch.tensor([*FP4, *(-value for value in FP4)], dtype=torch.bfloat16)
+    experts = []
+    for block, scale in zip(
+        blocks, scales, strict=True
+    ):  # one at a time: indices take 16 times the codes' memory
+        codes = torch.stack((block & 15, block >> 4), dim=-1).flatten(-2)
+        values = torch.ldexp(table[codes.long()], scale.to(torch.int32)[..., None] - 127)
+        experts.append(values.to(torch.bfloat16).flatten(1).t())
+    return torch.stack(experts)
+
+
+SAMPLING_DEFAULTS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return how the model's makers sample: whet does not read it, and passes it on."""
+    path = folder / "generation_config.json"
+    stored = read_json(path) if path.is_file() else {}
+    return {name: stored[name] for name in SAMPLING_DEFAULTS if stored.get(name) is not None}
 
 
 def save_model(
@@ -195,6 +415,7 @@ def save_model(
     pad_id: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     weights: Mapping[str, torch.Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a folder that `transformers` loads: two JSON files and safetensors, in shards when large.
 
@@ -206,12 +427,14 @@ def save_model(
         pad_id: Padding id of a reward model that no text ends with.
         shard_bytes: Largest size of one weight file in bytes.
         weights: What is written in place of the model's own parameters: a copy of them that was taken earlier.
+        dtype: Dtype of what is written; default: the parameters' own.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = dict(model.named_parameters()) if weights is None else weights
-    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in weights.items()}
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=dtype, pad_id=pad_id)
+    tensors = {name: parameter.detach().to("cpu", dtype) for name, parameter in weights.items()}
+    tensors = _as_stored(tensors, model.config)
+    stored_dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=stored_dtype, pad_id=pad_id)
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
     generation = {
         "bos_token_id": bos_id,
@@ -219,6 +442,7 @@ def save_model(
         "do_sample": True,
         "temperature": 1.0,
     }
+    generation |= model.sampling_defaults
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -252,8 +476,8 @@ def as_reward_model(model: LanguageModel) -> LanguageModel:
     head = torch.zeros(1, like.shape[1], dtype=like.dtype, device=like.device)
     kept = {name: weight for name, weight in model.named_parameters() if not name.startswith("lm_head.")}
     scoring.load_state_dict({**kept, "score.weight": head}, strict=True, assign=True)
-    for parameter in scoring.parameters():
-        parameter.requires_grad_(True)
+    _open_to_training(scoring)
+    scoring.sampling_defaults = model.sampling_defaults
     return scoring.eval()
 
 
@@ -284,4 +508,5 @@ def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> Languag
             noise = noise.to(source.device) * source.float().std()
             parameter[:old].copy_(source)
             parameter[old:].copy_(source.float().mean(0) + noise)
+    grown.sampling_defaults = model.sampling_defaults
     return grown.eval()

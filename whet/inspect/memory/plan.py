@@ -26,7 +26,8 @@ from whet.inspect.memory.phases import (
 from whet.kernels import eager
 from whet.kernels.cpu import build
 from whet.model.attention import AttentionKind
-from whet.model.config import ModelConfig, from_hf
+from whet.model.config import ModelConfig
+from whet.model.families import from_hf
 from whet.model.files import find_files, is_hub_name, read_json
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import model_folder

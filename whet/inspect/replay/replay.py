@@ -44,7 +44,7 @@ class ReplayConfig:
     """Run folder of sft, rft, dpo or rl."""
     step: int = 0
     """The step, from 1; runs record the first one after each checkpoint, and every fault. 0 for the newest."""
-    precision: Literal["recorded"] | Precision = "recorded"
+    precision: Literal["recorded", Precision] = "recorded"
     """Precision of the step here."""
     token_budget: int = 0
     """Tokens per micro-batch here; 0 as recorded."""

@@ -258,4 +258,5 @@ def _untie(model: LanguageModel) -> LanguageModel:
     tensors = {name: weight.detach() for name, weight in model.named_parameters()}
     untied.load_state_dict(tensors | {"lm_head.weight": model.head_weight.detach().clone()}, assign=True)
     untied.num_valid_tokens, untied.checkpoint_layers = model.num_valid_tokens, model.checkpoint_layers
+    untied.sampling_defaults = model.sampling_defaults
     return untied.requires_grad_(True).eval()

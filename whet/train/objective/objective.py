@@ -624,6 +624,8 @@ class Objective:
             teacher.head_weight,
             temperature=self._temperature,
             num_valid=policy.model.num_valid_tokens,
+            cap=policy.model.config.block.logit_cap,
+            teacher_cap=teacher.config.block.logit_cap,
         )
 
     def _update_critic(self, counted: Sequence[TrainingSequence], lr: float, tally: Tally) -> None:

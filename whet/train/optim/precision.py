@@ -16,7 +16,8 @@ from whet.config import load_yaml
 from whet.generate.kernel_speed import choose_kernels
 from whet.generate.policy import PolicyConfig, resolve_device
 from whet.generate.scoring import score_micro_batch
-from whet.model.config import ModelConfig, from_hf
+from whet.model.config import ModelConfig
+from whet.model.families import from_hf
 from whet.model.files import read_json
 from whet.model.lora.files import find_model
 from whet.model.transformer import init_weights

@@ -1,0 +1,293 @@
+"""Every model family against transformers: logits, greedy text, training with a ratio of exactly 1, and back again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import family_cases as cases
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from whet.generate.engine import Engine
+from whet.generate.fused import can_fuse
+from whet.generate.plain import can_step
+from whet.generate.policy import PolicyConfig
+from whet.generate.sampling import SamplingParams
+from whet.kernels.cpu import build as cpu
+from whet.model.attention import Packed
+from whet.model.checkpointing import CheckpointKind, Recompute
+from whet.model.config import options
+from whet.model.families import FAMILIES, WRAPPERS, from_hf
+from whet.model.text.tokenizer import Tokenizer
+from whet.model.weights import as_reward_model, load_model, save_model
+from whet.schema import ResponseSchema
+from whet.tasks.base import TaskConfig
+from whet.tasks.made.arithmetic import Arithmetic
+from whet.train import rl, sft
+from whet.train.optim.step import OptimConfig
+from whet.train.rl_config import RLConfig
+from whet.train.sft import SFTConfig
+from whet.types import UserError
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_a_family(name: str, tmp_path: Path) -> None:
+    """Load, compare, generate, train, save: a family's line of docs/models.md is what comes out."""
+    line = cases.measure(name, tmp_path)
+    assert line.count("| yes ") == len(cases.COLUMNS), line
+    case = cases.CASES[name]
+    if not case.models:
+        return
+    if cpu.library() is None:  # the page is about machines with a compiler
+        line = line.rpartition(" | ")[0]
+    assert line in PAGE.read_text(), "docs/models.md is stale: python tests/model/family_cases.py"
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = cases.make(cases.CASES[name], tmp_path)
+    model, _ = load_model(tmp_path)
+    assert cases.check_gradients(reference, model) < 2e-3
+    kept = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    kinds: tuple[CheckpointKind, ...] = ("layer", "mlp")
+    for kind in kinds:  # computed again in the backward pass: the same numbers
+        model.checkpoint_layers, model.recompute = True, Recompute(kind)
+        cases.check_gradients(reference, model)
+        for n, p in model.named_parameters():
+            assert p.grad is None or torch.equal(p.grad, kept[n]), (kind, n)
+
+
+def test_the_page_lists_every_model_type() -> None:
+    text = PAGE.read_text()
+    assert cases.HEADER in text
+    assert {case.model_type for case in cases.CASES.values()} == set(FAMILIES)
+    for name in (*FAMILIES, *WRAPPERS):
+        assert f"`{name}`" in text
+
+
+@pytest.mark.usefixtures("few_problems")
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "qwen3_5", "gpt_oss", "deepseek_v3"])
+def test_the_programs_train_a_strangers_folder(name: str, tmp_path: Path) -> None:
+    """SFT, then GRPO, whose probe and tolerance of 0 stop a run whose ratio is not exactly 1; then transformers."""
+    cases.make(cases.CASES[name], tmp_path / "theirs")
+    Tokenizer.characters(Arithmetic.alphabet, ResponseSchema().tags).save(tmp_path / "theirs")
+    shared: dict[str, Any] = {
+        "optim": OptimConfig(lr=1e-3, warmup_steps=1, token_budget=300, precision="float32"),
+        "task": TaskConfig(name="arithmetic"),
+        "validation_problems": 0,
+    }
+    start = PolicyConfig(init=str(tmp_path / "theirs"), num_threads=1)
+    sft.main(SFTConfig(out=str(tmp_path / "sft"), policy=start, num_steps=2, batch_size=4, **shared))
+    tuned = PolicyConfig(init=str(tmp_path / "sft"), num_threads=1)
+    sampling, out = SamplingParams(max_new_tokens=12), tmp_path / "rl"
+    rl.main(
+        RLConfig(
+            out=str(out),
+            policy=tuned,
+            rewards={"correct": 1.0, "format": 0.5},
+            sampling=sampling,
+            num_steps=2,
+            num_prompts=2,
+            group_size=3,
+            preflight="warn",
+            max_dead_steps=100,
+            **shared,
+        )
+    )
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["rl/logprob_gap_max"] for row in steps if "rl/logprob_gap_max" in row]
+    assert set(gaps) == {0.0}
+    (last,) = (out / "checkpoints").glob("step_*2")
+    model, _ = load_model(last)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(last, attn_implementation="eager")
+    assert cases.check_load(theirs.eval(), model) < cases.CLOSE
+
+
+def test_rope_scaling_comes_before_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
+    """Qwen's yarn recipe, added by hand to a folder that transformers 5 wrote: not silently left unscaled."""
+    cases.make(cases.CASES["qwen2"], tmp_path)
+    recipe = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 80}
+    path, stored = tmp_path / "config.json", cases.stored_config(tmp_path)
+    assert "rope_parameters" in stored
+    for more in (
+        {"rope_scaling": recipe},
+        {"rope_scaling": recipe, "rope_theta": 300.0},
+        {"rope_theta": 7.0},
+    ):
+        path.write_text(json.dumps(stored | more))
+        reference: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation="eager"
+        )
+        model, config = load_model(tmp_path)
+        assert cases.check_load(reference.eval(), model) < cases.CLOSE
+        assert ("rope_scaling" in options(config)) == ("rope_scaling" in more)
+    assert config.rope_theta == 500.0  # that of rope_parameters, not the one beside it
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_rope_that_changes_with_length_ends_where_it_changes(kind: str, tmp_path: Path) -> None:
+    name = "phi3-longrope" if kind == "longrope" else "llama-dynamic"
+    cases.make(cases.CASES[name], tmp_path)
+    assert load_model(tmp_path)[1].max_positions == (300 if kind == "longrope" else 320)
+
+
+def test_a_rotary_table_is_no_longer_than_what_is_read(tmp_path: Path) -> None:
+    case = cases.CASES["llama"]
+    long = cases.Case(family="", model_type="llama", config=case.config | {"max_position_embeddings": 2**20})
+    cases.make(long, tmp_path)
+    model: Any = load_model(tmp_path)[0]
+    first = cases.our_logits(model, [cases.ids_of(250)])
+    ((cos, _),) = model.rotary(torch.device("cpu"), 250)
+    assert cos.shape[0] == 256
+    cases.our_logits(model, [[1] * 300])
+    ((longer, _),) = model.rotary(torch.device("cpu"), 250)
+    assert longer.shape[0] == 512
+    assert torch.equal(longer[:256], cos)
+    assert torch.equal(cases.our_logits(model, [cases.ids_of(250)]), first)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "smollm3", "granite", "glm4", "ministral3"])
+def test_a_path_that_does_not_know_an_option_declines(name: str, tmp_path: Path) -> None:
+    cases.make(cases.CASES[name], tmp_path)
+    model, _ = load_model(tmp_path)
+    engine = Engine(model, stop_ids=())
+    with engine.session(engine.room(2, 8, 8)):
+        cache = engine._cache
+        assert cache is not None
+        assert not can_fuse(model, cache, torch.float32)
+        assert not can_step(model, cache)
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "qwen3", "mistral-whole"])
+def test_the_compiled_step_serves_every_rope_of_whole_heads(name: str, tmp_path: Path) -> None:
+    cases.make(cases.CASES[name], tmp_path)
+    model, _ = load_model(tmp_path)
+    engine = Engine(model, stop_ids=())
+    with engine.session(engine.room(2, 8, 8)):
+        assert engine._layers is not None or engine._plain is not None
+
+
+def test_a_wrapper_gives_its_text_part(tmp_path: Path) -> None:
+    """A checkpoint with images: other prefixes, other tensors, defaults in place of keys."""
+    reference = cases.make(cases.CASES["gemma3"], tmp_path)
+    tensors, text = load_file(tmp_path / "model.safetensors"), cases.stored_config(tmp_path)
+    for prefix in ("language_model.model.", "model.language_model."):
+        renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+        save_file(renamed | {"vision_tower.x": torch.zeros(2)}, tmp_path / "model.safetensors")
+        outer = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 4}}
+        (tmp_path / "config.json").write_text(json.dumps(outer))
+        model, config = load_model(tmp_path)
+        assert config.block.is_part
+        assert cases.check_load(reference, model) < cases.CLOSE
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_what_a_missing_key_means_is_what_transformers_takes(name: str) -> None:
+    """Sizes alone: all else is the family's default, which both sides must agree on."""
+    kind = cases.CASES[name].model_type
+    sizes = {k: cases.BASE[k] for k in list(cases.BASE)[:5]} | {
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+    }
+    if kind == "gpt2":
+        pytest.skip("its sizes have other names")  # and its folder says all of them
+    theirs = transformers.AutoConfig.for_model(kind, **sizes).to_dict()
+    assert from_hf(sizes | {"model_type": kind}) == from_hf(theirs)
+
+
+def test_a_key_that_nobody_reads_is_refused_in_every_family() -> None:
+    for case in cases.CASES.values():
+        stored = transformers.AutoConfig.for_model(case.model_type, **case.config).to_dict()
+        from_hf(stored)
+        with pytest.raises(UserError, match="key 'score_bonus' is not known"):
+            from_hf(stored | {"score_bonus": 2.0})
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_a_reward_model_of_every_family(name: str, tmp_path: Path) -> None:
+    """Its head replaces the output head, the trunk stays; transformers, where it has the class, scores alike."""
+    case = cases.CASES[name]
+    cases.make(case, tmp_path / "plain")
+    model = as_reward_model(load_model(tmp_path / "plain")[0])
+    with torch.no_grad():
+        head = model.get_parameter("score.weight")
+        head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
+    save_model(model, tmp_path / "reward", bos_id=1, eos_ids=(2,), pad_id=0)
+    with pytest.raises(UserError, match="a reward model, which scores texts"):
+        load_model(tmp_path / "reward")
+    again, config = load_model(tmp_path / "reward", is_reward=True)
+    assert config.is_reward
+    assert config == model.config
+    ours = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert ours == {name: p.requires_grad for name, p in again.named_parameters()}
+    row = [3 + token % (cases.VOCAB - 3) for token in cases.ids_of(100)]
+    tokens = torch.tensor(row)
+    with torch.no_grad():
+        hidden_ND = again(tokens, torch.arange(100), Packed([100], torch.device("cpu")))
+        score = hidden_ND[-1] @ again.get_parameter("score.weight")[0]
+    if config.block.logit_scale != 1.0 or not hasattr(transformers, from_file(tmp_path / "reward")):
+        return
+    options: dict[str, Any] = {"output_loading_info": True, "attn_implementation": "eager"}
+    loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "reward", **options
+    )
+    theirs, info = loaded
+    assert not {key: value for key, value in info.items() if value}
+    with torch.no_grad():
+        expected = theirs.eval()(tokens[None], use_cache=False).logits[0, 0]
+    torch.testing.assert_close(score, expected, rtol=1e-4, atol=1e-4)
+
+
+def from_file(folder: Path) -> str:
+    """Return the class that a folder names."""
+    return json.loads((folder / "config.json").read_text())["architectures"][0]
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_unpacks_them(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = cases.CASES["gpt_oss"].config | {"hidden_size": 64, "intermediate_size": 32}
+    reference = cases.make(cases.Case(family="", model_type="gpt_oss", config=config), tmp_path)
+    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(1)
+    expected = {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, inputs, outputs = tensors.pop(name).shape
+        shape = (count, outputs, inputs // 32, 16)
+        blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, shape[:-1], generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = cases.stored_config(tmp_path) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    model, _ = load_model(tmp_path)
+    for name, tensor in expected.items():
+        assert torch.equal(model.get_parameter(name), tensor.float()), name
+        reference.get_parameter(name).data.copy_(tensor.float())
+    assert cases.check_load(reference, model) < cases.CLOSE
+    assert cases.check_save(model, tmp_path / "ours") < cases.CLOSE
+    assert "quantization_config" not in cases.stored_config(tmp_path / "ours")
+    save_file({n: t for n, t in tensors.items() if not n.endswith("_scales")}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="tensors are missing"):
+        load_model(tmp_path)
+
+
+def test_a_loaded_policy_is_saved_in_the_dtype_of_its_source(tmp_path: Path) -> None:
+    import whet
+
+    cases.make(cases.CASES["qwen2"], tmp_path / "theirs")
+    Tokenizer.characters(Arithmetic.alphabet, ResponseSchema().tags).save(tmp_path / "theirs")
+    stored = cases.stored_config(tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(stored | {"dtype": "bfloat16"}))
+    policy = whet.load(str(tmp_path / "theirs"), device="cpu")
+    for dtype, expected in (("", torch.float32), ("source", torch.bfloat16), ("float16", torch.float16)):
+        folder = policy.save(tmp_path / f"as_{dtype}", dtype=dtype)
+        assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {expected}
+    with pytest.raises(UserError, match="dtype = 'int8': expected source, float32"):
+        policy.save(tmp_path / "other", dtype="int8")

@@ -1,0 +1,1004 @@
+"""Model families: from a Hugging Face config.json to a shape, and back.
+
+A family is one reader: a function from its keys to a `ModelConfig`. What it does not read is refused unless
+`IRRELEVANT` names it, so that no key is silently ignored. A family beyond the four that can be made from scratch is
+written as it was read, with the vocabulary, the ids and the dtype of today. Defaults are transformers'.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from whet.model.config import (
+    PLAIN_BLOCK,
+    Delta,
+    Experts,
+    Family,
+    Latent,
+    LayerSpec,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+)
+from whet.types import UserError
+
+NAMES = """
+_attn_implementation_autoset _flash_attn_2_enabled _name_or_path _sliding_window_pattern add_cross_attention
+architectures attention_dropout attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
+bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout cross_attention_hidden_size
+decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
+encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label initializer_range is_decoder
+is_encoder_decoder is_llama_config label2id layer_norm_epsilon length_penalty max_length min_length
+model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
+pruned_heads reorder_and_upcast_attn remove_invalid_values repetition_penalty resid_pdrop return_dict
+return_dict_in_generate router_jitter_noise sep_token_id summary_activation summary_first_dropout
+summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params temperature
+tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+"""
+IRRELEVANT = frozenset(NAMES.split())
+"""Keys that neither training nor sampling here computes with: names, ids that the tokenizer and generation_config.json
+have, initialisation, dropout (there is none), memory layout, and heads for other tasks."""
+IRRELEVANT_IF = {
+    "rope_interleaved": False,  # SmolLM
+    "use_mrope": False,  # Qwen2.5
+    # Written for all families by transformers or by whet itself.
+    "use_sliding_window": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+"""Keys that change nothing with this value."""
+ROPE_KEYS = frozenset(
+    {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        "max_position_embeddings",
+        "attn_factor",  # DeepSeek-R1-0528-Qwen3-8B's; transformers does not read it either
+        "mrope_section",  # three axes of positions, which are equal for text
+        "mrope_interleaved",
+        "llama_4_scaling_beta",
+    }
+)
+"""Keys of a rope that its kind need not read."""
+SANDWICH = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+POST_NORM = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+GLM_NORM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+EXPERT_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
+
+Reader = Callable[["Keys"], ModelConfig]
+
+
+class Keys(Mapping[str, Any]):
+    """A configuration's keys, which remembers those that were read.
+
+    Args:
+        data: The parsed object.
+        defaults: What a missing key means.
+    """
+
+    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        self._data, self._given = {**(defaults or {}), **data}, data
+        self.were_read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.were_read.add(name)
+        return self._data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def changed(self, **data: Any) -> Keys:
+        """Return the keys with other values, for a family that is another one but for them."""
+        found = Keys({**self._data, **data})
+        found.were_read = self.were_read
+        return found
+
+    def fixed(self, **expected: Any) -> None:
+        """Refuse keys whose value is neither None nor this one."""
+        for name, value in expected.items():
+            if self.get(name) is not None and self[name] != value:
+                raise ValueError(f"{name} = {str(self[name])[:60]!r} is not supported; expected {value!r}")
+
+    def refuse_unread(self) -> None:
+        """Refuse a key with a value that no reader looked at."""
+        for name, value in self._given.items():
+            is_known = name in self.were_read or name in IRRELEVANT or value is None
+            if not is_known and (name not in IRRELEVANT_IF or IRRELEVANT_IF[name] != value):
+                raise ValueError(
+                    f"key {name[:60]!r} is not known for model_type {self.get('model_type')!r}, and it may change "
+                    "what the model computes; delete it if it does not"
+                )
+
+
+# --- rotary positions ---------------------------------------------------------------------------------------------
+
+
+def rope_parameters(c: Keys, theta: float = 10000.0, rotated: float = 1.0) -> dict[str, Any]:
+    """Return the parameters of a model with one rope, with transformers' precedence.
+
+    `rope_scaling` comes before `rope_parameters`; within either, its own `rope_theta` before the one beside it.
+
+    Args:
+        c: The configuration.
+        theta: Default base.
+        rotated: Default share of rotated channels.
+    """
+    scaling, parameters = c.get("rope_scaling"), c.get("rope_parameters")
+    for name, given in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if given is not None and not isinstance(given, dict):
+            raise ValueError(f"{name}: expected an object, got {type(given).__name__}")
+    beside, share = c.get("rope_theta"), c.get("partial_rotary_factor")
+    found: dict[str, Any] = dict(scaling or parameters or {})
+    found.setdefault("rope_theta", theta if beside is None else beside)
+    found.setdefault("partial_rotary_factor", rotated if share is None else share)
+    return found
+
+
+def rope(parameters: Mapping[str, Any], head_dim: int, c: Keys) -> tuple[Rope, int]:
+    """Read a rope of any kind.
+
+    Args:
+        parameters: Its own parameters.
+        head_dim: Channels per head.
+        c: The configuration, for its context.
+
+    Returns:
+        The rope, and the longest context that it computes as transformers does.
+
+    Source: `transformers.modeling_rope_utils`. Deviation: transformers changes the frequencies of 'dynamic' and
+    'longrope' when a sequence outgrows the original context, past keys included or not, depending on the cache; here
+    such a model's context ends there, where all agree.
+    """
+    p = Keys(parameters)
+    for name in ("rope_theta", "factor"):
+        if p.get(name) is not None and not 0 < float(p[name]) < math.inf:
+            raise ValueError(f"model.{name} = {p[name]}: expected a positive number")
+    kind = str(p.get("rope_type", p.get("type", "default")))
+    context, theta = int(c.get("max_position_embeddings") or 2048), float(p["rope_theta"])
+    original = p.get("original_max_position_embeddings")
+    original = context if original is None else int(original)
+    dims, amplitude = int(head_dim * float(p["partial_rotary_factor"])), 1.0
+    count = dims // 2
+    divisors: Sequence[float] = ()
+    if kind in ("linear", "dynamic"):
+        factor = float(p["factor"])
+        divisors = (factor,) * count if kind == "linear" else ()
+    elif kind == "llama3":
+        divisors = _llama3(p, theta, dims, original)
+    elif kind == "yarn":
+        divisors, amplitude = _yarn(p, theta, dims, original, context)
+    elif kind in ("longrope", "su"):
+        divisors = tuple(float(x) for x in p["short_factor"])
+        p.get("long_factor")
+        factor = float(p.get("factor") or context / original)
+        given = p.get("attention_factor")
+        sharpened = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        amplitude = sharpened if given is None else float(given)
+        context = min(context, original)
+    elif kind != "default":
+        raise ValueError(
+            f"rope type {kind[:40]!r} is not supported; expected default, linear, dynamic, yarn, llama3 or longrope"
+        )
+    unknown = next((name for name in p if name not in p.were_read | ROPE_KEYS and p[name] is not None), None)
+    if unknown is not None:
+        raise ValueError(
+            f"rope type {kind!r} with {unknown[:60]!r} is not supported; delete it if it changes nothing"
+        )
+    return Rope(theta=theta, dims=dims, divisors=tuple(divisors), amplitude=amplitude), context
+
+
+def _llama3(p: Mapping[str, Any], theta: float, dims: int, original: int) -> tuple[float, ...]:
+    factor, low, high = (float(p[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    waves = (2 * math.pi * theta ** (2 * i / dims) for i in range(dims // 2))
+    smooth = (min(1.0, max(0.0, (original / wave - low) / (high - low))) for wave in waves)
+    return tuple(1 / ((1 - s) / factor + s) for s in smooth)
+
+
+def _yarn(
+    p: Mapping[str, Any], theta: float, dims: int, original: int, context: int
+) -> tuple[tuple[float, ...], float]:
+    """Return divisors and amplitude. Source: YaRN 2309.00071, sections 3.2 to 3.4."""
+    factor = float(p.get("factor") or context / original)
+
+    def index(turns: float) -> float:  # of the frequency that makes so many turns in the original context
+        return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index(float(p.get("beta_fast") or 32)), index(float(p.get("beta_slow") or 1))
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramps = (min(1.0, max(0.0, (i - low) / ((high - low) or 0.001))) for i in range(dims // 2))
+    given, one, both = p.get("attention_factor"), p.get("mscale"), p.get("mscale_all_dim")
+    if given is not None:
+        amplitude = float(given)
+    elif one and both:
+        amplitude = sharpness(factor, one) / sharpness(factor, both)
+    else:
+        amplitude = sharpness(factor)
+    return tuple(1 / (ramp / factor + 1 - ramp) for ramp in ramps), amplitude
+
+
+def sharpness(factor: float, scale: float = 1.0) -> float:
+    """Return yarn's factor of the scores for a stretch of the context."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+# --- readers ------------------------------------------------------------------------------------------------------
+
+
+def _sizes(c: Keys, head_dim: int | None = None) -> dict[str, Any]:
+    """Return what every decoder but GPT-2 has; `head_dim` where none is given."""
+    heads = int(c["num_attention_heads"])
+    width = int(c["hidden_size"])
+    return {
+        "vocab_size": int(c["vocab_size"]),
+        "hidden_size": width,
+        "intermediate_size": int(c["intermediate_size"]),
+        "num_layers": int(c["num_hidden_layers"]),
+        "num_heads": heads,
+        "num_kv_heads": int(c.get("num_key_value_heads") or heads),
+        "head_dim": int(c.get("head_dim") or head_dim or width // max(heads, 1)),
+        "max_positions": int(c.get("max_position_embeddings") or 2048),
+        "norm_eps": float(c.get("rms_norm_eps", 1e-6)),
+        "tie_embeddings": bool(c.get("tie_word_embeddings", False)),
+    }
+
+
+def _flagged(config: ModelConfig, **flags: Any) -> ModelConfig:
+    """Set flags of the block."""
+    return replace(config, block=replace(config.block, **flags))
+
+
+def _decoder(
+    c: Keys,
+    *,
+    theta: float = 10000.0,
+    rotated: float | None = None,
+    head_dim: int | None = None,
+    is_interleaved: bool = False,
+    family: Family = "llama",
+    **more: Any,
+) -> ModelConfig:
+    """Read a decoder with one rope: what Llama and all families after it share.
+
+    Args:
+        c: The configuration.
+        theta: Default base of the rope.
+        rotated: Default share of rotated channels; None where the family rotates whole heads.
+        head_dim: Default channels per head; None for hidden_size / num_attention_heads.
+        is_interleaved: Whether neighbouring channels turn together.
+        family: Module class.
+        more: Other fields of the config.
+    """
+    activation = c.get("hidden_act") or "silu"
+    if activation not in ("silu", "gelu_pytorch_tanh"):
+        raise ValueError(f"hidden_act {str(activation)[:60]!r} is not supported; expected 'silu'")
+    sizes = _sizes(c, head_dim)
+    parameters = rope_parameters(c, theta, 1.0 if rotated is None else rotated)
+    if rotated is None and parameters["partial_rotary_factor"] != 1.0:
+        raise ValueError("partial_rotary_factor is not supported for this model_type; expected 1")
+    own, context = rope(parameters, max(sizes["head_dim"], 2), c)
+    sizes["max_positions"] = context
+    own = replace(own, is_interleaved=is_interleaved)
+    kind = parameters.get("rope_type", parameters.get("type"))
+    is_whole = own.dims == sizes["head_dim"] and not is_interleaved
+    if is_whole and kind == "llama3":
+        sizes["rope_scaling"] = RopeScaling(
+            factor=float(parameters["factor"]),
+            low_freq_factor=float(parameters["low_freq_factor"]),
+            high_freq_factor=float(parameters["high_freq_factor"]),
+            original_max_positions=int(parameters.get("original_max_position_embeddings") or context),
+        )
+    sizes["rope_theta"] = own.theta
+    config = ModelConfig(family=family, **(sizes | more))
+    if not is_whole or (kind != "llama3" and (own.divisors or own.amplitude != 1.0)):
+        config = _flagged(config, ropes=(own,))
+    return config if activation == "silu" else _flagged(config, activation="gelu_tanh")
+
+
+def _with_windows(
+    config: ModelConfig, types: Sequence[str], window: int | None, ropes: Mapping[str, int] | None = None
+) -> ModelConfig:
+    """Give each layer the window and the rope of its type."""
+    known = {"full_attention", "sliding_attention", "linear_attention"}
+    wrong = next((name for name in types if name not in known), None)
+    if wrong is not None:
+        raise ValueError(
+            f"layer type {str(wrong)[:40]!r} is not supported; expected one of {', '.join(sorted(known))}"
+        )
+    # A window of the whole context is none: paths without windows may compute it.
+    width = int(window) if window and int(window) < config.max_positions else 0
+    layers = tuple(
+        LayerSpec(
+            mixer="delta" if name == "linear_attention" else "attention",
+            window=width if name == "sliding_attention" else 0,
+            rope=(ropes or {}).get(name, 0),
+        )
+        for name in types
+    )
+    if len(layers) != config.num_layers:
+        raise ValueError(f"layer_types: got {len(layers)}, expected num_hidden_layers = {config.num_layers}")
+    return config if set(layers) == {LayerSpec()} else _flagged(config, layers=layers)
+
+
+def _types(c: Keys, is_full: Callable[[int], bool]) -> list[str]:
+    """Return each layer's type: those that are given, or those that a rule says."""
+    kinds = "sliding_attention", "full_attention"
+    return list(c.get("layer_types") or (kinds[is_full(i)] for i in range(int(c["num_hidden_layers"]))))
+
+
+def _llama(c: Keys) -> ModelConfig:
+    return _decoder(c, attention_bias=bool(c.get("attention_bias")), mlp_bias=bool(c.get("mlp_bias")))
+
+
+def _qwen(c: Keys, family: Family) -> ModelConfig:
+    bias = bool(c.get("attention_bias")) and family == "qwen3"  # qwen2 has its own, whatever this says
+    head_dim = 128 if family == "qwen3" else None
+    config = _decoder(c, family=family, head_dim=head_dim, attention_bias=bias)
+    types, window = c.get("layer_types"), c.get("sliding_window", 4096)
+    first = int(c.get("max_window_layers", 28))
+    if not c.get("use_sliding_window"):
+        return config
+    return _with_windows(config, types or _types(c, lambda i: i < first), window)
+
+
+def _everywhere(c: Keys, config: ModelConfig, window: int | None) -> ModelConfig:
+    return _with_windows(config, ["sliding_attention"] * config.num_layers, c.get("sliding_window", window))
+
+
+def _mistral(c: Keys) -> ModelConfig:
+    return _everywhere(c, _decoder(c), 4096)
+
+
+def _ministral(c: Keys) -> ModelConfig:
+    return _with_windows(_decoder(c), _types(c, lambda _: False), c.get("sliding_window", 4096))
+
+
+def _ministral3(c: Keys) -> ModelConfig:
+    p = rope_parameters(c)
+    beta, original = float(p["llama_4_scaling_beta"]), int(p["original_max_position_embeddings"])
+    return _flagged(_everywhere(c, _decoder(c, head_dim=128), None), position_scale=(beta, original))
+
+
+def _phi3(c: Keys) -> ModelConfig:
+    c.fixed(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)
+    original = int(c.get("original_max_position_embeddings") or 4096)
+    p = rope_parameters(c)
+    kind = p.get("rope_type", p.get("type", "default"))
+    if kind in ("su", "yarn", "longrope"):  # the first two are old names of the third
+        p |= {"rope_type": "longrope", "type": "longrope", "original_max_position_embeddings": original}
+    inner = c.changed(rope_scaling=p)
+    config = _everywhere(inner, _decoder(inner, rotated=1.0), None)
+    return _flagged(config, fused=("qkv_proj", "gate_up_proj"))
+
+
+def _smollm3(c: Keys) -> ModelConfig:
+    config = _decoder(
+        c, theta=2e6, attention_bias=bool(c.get("attention_bias")), mlp_bias=bool(c.get("mlp_bias"))
+    )
+    every = int(c.get("no_rope_layer_interval") or 4)
+    default = [int((i + 1) % every != 0) for i in range(config.num_layers)]
+    has_rope = c.get("no_rope_layers") or default  # 1 where there is a rope
+    window = c.get("sliding_window") if c.get("use_sliding_window") else None
+    c.get("max_window_layers")  # transformers does not read it here
+    config = _with_windows(config, _types(c, lambda i: window is None or bool(has_rope[i])), window)
+    if len(has_rope) != config.num_layers:
+        raise ValueError(f"no_rope_layers: got {len(has_rope)}, expected {config.num_layers}")
+    layers = zip(config.layers, has_rope, strict=True)
+    return _flagged(config, layers=tuple(replace(spec, rope=0 if on else -1) for spec, on in layers))
+
+
+def _granite(c: Keys) -> ModelConfig:
+    config = _decoder(c, attention_bias=bool(c.get("attention_bias")), mlp_bias=bool(c.get("mlp_bias")))
+    return _flagged(
+        config,
+        query_scale=float(c.get("attention_multiplier", 1.0)) * math.sqrt(config.head_dim),
+        embedding_scale=float(c.get("embedding_multiplier", 1.0)),
+        residual_scale=float(c.get("residual_multiplier", 1.0)),
+        logit_scale=1 / float(c.get("logits_scaling", 1.0)),
+    )
+
+
+def _gemma(c: Keys) -> ModelConfig:
+    # The first Gemma's files say 'gelu' and mean the tanh form, as transformers knows.
+    c.fixed(use_bidirectional_attention=False)
+    for name in ("hidden_act", "hidden_activation"):
+        if c.get(name) not in (None, "gelu", "gelu_pytorch_tanh"):
+            raise ValueError(f"{name} {str(c[name])[:60]!r} is not supported; expected 'gelu_pytorch_tanh'")
+    tied = bool(c.get("tie_word_embeddings", True))
+    inner = c.changed(hidden_act="gelu_pytorch_tanh", tie_word_embeddings=tied)
+    config = _decoder(inner, head_dim=256, attention_bias=bool(c.get("attention_bias")))
+    return _flagged(config, norm_offset=1.0, embedding_scale=math.sqrt(config.hidden_size))
+
+
+def _gemma2(c: Keys) -> ModelConfig:
+    config = _gemma(c)
+    c.get("sliding_window_size")  # repeats the other
+    config = _with_windows(config, _types(c, lambda i: i % 2 == 1), c.get("sliding_window", 4096))
+    scalar = float(c.get("query_pre_attn_scalar", 256))
+    return _flagged(
+        config,
+        norms=SANDWICH,
+        query_scale=math.sqrt(config.head_dim / scalar),
+        attention_cap=float(c.get("attn_logit_softcapping", 50.0) or 0.0),
+        logit_cap=float(c.get("final_logit_softcapping", 30.0) or 0.0),
+    )
+
+
+def _gemma3(c: Keys) -> ModelConfig:
+    every = int(c.get("sliding_window_pattern") or 6)
+    whole, local = _two_ropes(c, 1e6, c.get("rope_local_base_freq") or 10000.0)
+    caps = {name: c.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    types = _types(c, lambda i: (i + 1) % every == 0)
+    config = _gemma2(c.changed(rope_parameters=None, rope_scaling=None, layer_types=types, **caps))
+    return _flagged(_per_type(c, config, types, whole, local), qk_norm=True)
+
+
+def _two_ropes(c: Keys, theta: float, local_theta: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters of full and of windowed layers' ropes; an old config's scaling is the former's alone."""
+    both, scaling = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
+    if not isinstance(both, dict) or not isinstance(scaling, dict):
+        raise ValueError("rope_parameters: expected an object")
+    unknown = set(both) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(
+            f"rope_parameters: expected full_attention and sliding_attention, got {sorted(unknown)[0]!r}"
+        )
+    beside = c.get("rope_theta")
+    whole = {"rope_theta": theta if beside is None else beside} | (both.get("full_attention") or {}) | scaling
+    local = {"rope_theta": local_theta} | (both.get("sliding_attention") or {})
+    return {"partial_rotary_factor": 1.0} | whole, {"partial_rotary_factor": 1.0} | local
+
+
+def _per_type(
+    c: Keys, config: ModelConfig, types: Sequence[str], whole: dict[str, Any], local: dict[str, Any]
+) -> ModelConfig:
+    """Give full layers one rope and windowed layers another."""
+    ropes = tuple(rope(parameters, config.head_dim, c)[0] for parameters in (whole, local))
+    window = c.get("sliding_window", 4096)
+    if ropes[0] == ropes[1]:
+        return _with_windows(_flagged(config, ropes=ropes[:1]), types, window)
+    return _with_windows(_flagged(config, ropes=ropes), types, window, {"sliding_attention": 1})
+
+
+def _olmo2(c: Keys) -> ModelConfig:
+    config = _decoder(c, attention_bias=bool(c.get("attention_bias")))
+    return _flagged(config, norms=POST_NORM, whole_qk_norm=True)
+
+
+def _olmo3(c: Keys) -> ModelConfig:
+    beside = c.get("rope_theta")
+    given = c.get("rope_parameters")
+    if isinstance(given, dict) and not {"full_attention", "sliding_attention"} & set(given):
+        # Written by transformers 4: one rope, whose scaling the full layers alone have.
+        whole, local = _two_ropes(Keys({"rope_scaling": given}), 5e5, given.get("rope_theta", 5e5))
+    else:
+        # transformers takes rope_theta for the full layers' rope, and its default for the others.
+        whole, local = _two_ropes(c, 5e5, 5e5)
+    types = _types(c, lambda i: (i + 1) % 4 == 0)
+    c.get("rope_scaling")
+    config = _olmo2(c.changed(rope_parameters=None, rope_scaling=None, rope_theta=beside))
+    return _per_type(c, config, types, whole, local)
+
+
+def _glm(c: Keys) -> ModelConfig:
+    config = _decoder(c, rotated=0.5, head_dim=128, is_interleaved=True)
+    return _flagged(config, qkv_bias=bool(c.get("attention_bias", True)), fused=("gate_up_proj",))
+
+
+def _glm4(c: Keys) -> ModelConfig:
+    return _flagged(_glm(c), norms=GLM_NORM)
+
+
+def _qwen3_5(c: Keys) -> ModelConfig:
+    c.fixed(attn_output_gate=True, output_gate_type="swish", mamba_ssm_dtype="float32")
+    for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"):
+        c.get(name)  # heads that draw several tokens ahead: neither loaded nor written
+    config = _decoder(c, rotated=0.25, head_dim=256, attention_bias=bool(c.get("attention_bias")))
+    every = int(c.get("full_attention_interval") or 4)
+    kinds = "linear_attention", "full_attention"
+    types = c.get("layer_types") or [kinds[(i + 1) % every == 0] for i in range(config.num_layers)]
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    key_heads, value_heads, key_dim, value_dim, kernel = (int(c[f"linear_{name}"]) for name in names)
+    delta = Delta(
+        key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, kernel=kernel
+    )
+    config = _with_windows(config, types, None)
+    # Qwen3.5's files have a layer that draws a token ahead (mtp).
+    return _flagged(config, qk_norm=True, norm_offset=1.0, is_gated=True, delta=delta, num_ahead=1)
+
+
+def _with_experts(
+    config: ModelConfig,
+    experts: Experts,
+    has_experts: Callable[[int], bool] = lambda _: True,
+    names: tuple[str, str, str, str] = EXPERT_NAMES,
+) -> ModelConfig:
+    layers = (replace(spec, has_experts=has_experts(i)) for i, spec in enumerate(config.layers))
+    return _flagged(config, experts=experts, layers=tuple(layers), expert_names=names)
+
+
+def _first(c: Keys, *names: str) -> int:
+    """Return the value of the first name that is there: transformers writes some keys by another name than it reads."""
+    found = [c.get(name) for name in names]
+    return int(next((value for value in found if value is not None), None) or c[names[-1]])
+
+
+def _qwen3_moe(c: Keys) -> ModelConfig:
+    base = _decoder(c, attention_bias=bool(c.get("attention_bias")))
+    window = c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
+    config = _with_windows(base, ["sliding_attention"] * base.num_layers, window)
+    c.get("max_window_layers")  # transformers does not read it here
+    dense, step = c.get("mlp_only_layers") or (), int(c.get("decoder_sparse_step", 1))
+    experts = Experts(
+        count=_first(c, "num_local_experts", "num_experts"),
+        top_k=int(c["num_experts_per_tok"]),
+        width=int(c["moe_intermediate_size"]),
+        is_normalised=bool(c.get("norm_topk_prob")),
+        balance=float(c.get("router_aux_loss_coef", 0.001)),
+    )
+    return _flagged(
+        _with_experts(config, experts, lambda i: i not in dense and (i + 1) % step == 0), qk_norm=True
+    )
+
+
+def _mixtral(c: Keys) -> ModelConfig:
+    experts = Experts(
+        count=_first(c, "num_local_experts", "num_experts"),
+        top_k=int(c["num_experts_per_tok"]),
+        width=int(c["intermediate_size"]),
+        balance=float(c.get("router_aux_loss_coef", 0.001)),
+    )
+    config = _everywhere(c, _decoder(c, theta=1e6), None)
+    return _with_experts(config, experts, names=("block_sparse_moe", "w1", "w3", "w2"))
+
+
+def _olmoe(c: Keys) -> ModelConfig:
+    experts = Experts(
+        count=_first(c, "num_local_experts", "num_experts"),
+        top_k=int(c["num_experts_per_tok"]),
+        width=int(c["intermediate_size"]),
+        is_normalised=bool(c.get("norm_topk_prob")),
+        balance=float(c.get("router_aux_loss_coef", 0.01)),
+    )
+    config = _with_experts(_decoder(c, attention_bias=bool(c.get("attention_bias"))), experts)
+    return _flagged(config, whole_qk_norm=True, qkv_clip=float(c.get("clip_qkv") or 0.0))
+
+
+def _gpt_oss(c: Keys) -> ModelConfig:
+    c.fixed(swiglu_limit=7.0, swiglu_alpha=1.702)
+    for name in ("initial_context_length", "experts_per_token", "quantization_config"):
+        c.get(name)  # the first two repeat other keys; of the last only MXFP4 comes here
+    config = _decoder(c, theta=150000.0, head_dim=64, attention_bias=bool(c.get("attention_bias", True)))
+    config = _with_windows(config, _types(c, lambda i: i % 2 == 1), c.get("sliding_window", 128))
+    experts = Experts(
+        count=_first(c, "num_local_experts", "num_experts"),
+        top_k=int(c["num_experts_per_tok"]),
+        width=config.intermediate_size,
+        router="router",
+        score="softmax_of_top",
+        is_clamped=True,
+        balance=float(c.get("router_aux_loss_coef", 0.001)),
+    )
+    return _flagged(_with_experts(config, experts, names=("", "", "", "")), has_sinks=True)
+
+
+def _grouped_experts(c: Keys) -> Experts:
+    """Read the mixture of DeepSeek-V3 and GLM-4.5: sigmoids, an offset for the choice, groups, a shared part."""
+    c.fixed(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, ep_size=1, seq_aux=True)
+    c.get("aux_loss_alpha")  # the offset balances the load, no loss does
+    width = int(c["moe_intermediate_size"])
+    return Experts(
+        count=_first(c, "num_local_experts", "n_routed_experts"),
+        top_k=int(c["num_experts_per_tok"]),
+        width=width,
+        score="sigmoid",
+        is_normalised=bool(c.get("norm_topk_prob", True)),
+        scale=float(c["routed_scaling_factor"]),
+        has_offset=True,
+        num_groups=int(c.get("n_group") or 1),
+        top_groups=int(c.get("topk_group") or 1),
+        shared="shared_experts",
+        shared_width=width * int(c["n_shared_experts"]),
+    )
+
+
+def _num_ahead(c: Keys) -> int:
+    """Return the layers after the last one that draw tokens further ahead; they are not loaded."""
+    numbers = (c.get(name) for name in ("num_mtp_layers", "num_nextn_predict_layers"))
+    return max(int(number or 0) for number in numbers)
+
+
+def _glm4_moe(c: Keys) -> ModelConfig:
+    config = _decoder(c, rotated=0.5)
+    first = int(c.get("first_k_dense_replace", 1))
+    config = _with_experts(config, _grouped_experts(c), lambda i: i >= first)
+    qkv_bias, qk_norm = bool(c.get("attention_bias")), bool(c.get("use_qk_norm"))
+    return _flagged(config, qkv_bias=qkv_bias, qk_norm=qk_norm, num_ahead=_num_ahead(c))
+
+
+def _deepseek_v3(c: Keys) -> ModelConfig:
+    c.fixed(attention_bias=False)
+    plain, turned = int(c["qk_nope_head_dim"]), int(c["qk_rope_head_dim"])
+    latent = Latent(
+        query_rank=int(c.get("q_lora_rank") or 0),
+        key_rank=int(c["kv_lora_rank"]),
+        plain_dim=plain,
+        rope_dim=turned,
+        value_dim=int(c["v_head_dim"]),
+    )
+    for name in ("head_dim", "qk_head_dim", "num_key_value_heads"):
+        c.get(name)  # follow from the others
+    sizes = {"head_dim": plain + turned, "num_key_value_heads": None}
+    p = rope_parameters(c)
+    own, context = rope(p, turned, c)
+    own = replace(own, is_interleaved=bool(c.get("rope_interleave", True)))
+    config = _decoder(c.changed(rope_parameters=None, rope_scaling=None, **sizes))
+    config = replace(config, max_positions=context, num_kv_heads=config.num_heads)
+    is_scaled = p.get("rope_type", p.get("type", "default")) != "default" and p.get("mscale_all_dim")
+    scale = sharpness(float(p["factor"]), float(p["mscale_all_dim"])) ** 2 if is_scaled else 1.0
+    first = int(c.get("first_k_dense_replace", 3))
+    config = _with_experts(config, _grouped_experts(c), lambda i: i >= first)
+    return _flagged(config, ropes=(own,), latent=latent, query_scale=scale, num_ahead=_num_ahead(c))
+
+
+def _gpt2(c: Keys) -> ModelConfig:
+    width, heads = int(c["n_embd"]), int(c["n_head"])
+    activation = c.get("activation_function", "gelu_new")
+    if activation != "gelu_new":
+        raise ValueError(f"activation_function {activation!r} is not supported; expected 'gelu_new'")
+    fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    for name, expected in (fixed | {"add_cross_attention": False}).items():
+        if c.get(name, expected) != expected:
+            raise ValueError(f"{name} = {c[name]!r} is not supported; expected {expected}")
+    return ModelConfig(
+        family="gpt2",
+        vocab_size=int(c["vocab_size"]),
+        hidden_size=width,
+        intermediate_size=int(c.get("n_inner") or 4 * width),
+        num_layers=int(c["n_layer"]),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width // max(heads, 1),
+        max_positions=int(c["n_positions"]),
+        norm_eps=float(c.get("layer_norm_epsilon", 1e-5)),
+        tie_embeddings=bool(c.get("tie_word_embeddings", True)),
+    )
+
+
+FAMILIES: dict[str, tuple[str, Reader]] = {
+    "llama": ("LlamaForCausalLM", _llama),
+    "qwen2": ("Qwen2ForCausalLM", lambda c: _qwen(c, "qwen2")),
+    "qwen3": ("Qwen3ForCausalLM", lambda c: _qwen(c, "qwen3")),
+    "gpt2": ("GPT2LMHeadModel", _gpt2),
+    "mistral": ("MistralForCausalLM", _mistral),
+    "ministral": ("MinistralForCausalLM", _ministral),
+    "ministral3": ("Ministral3ForCausalLM", _ministral3),
+    "phi3": ("Phi3ForCausalLM", _phi3),
+    "smollm3": ("SmolLM3ForCausalLM", _smollm3),
+    "granite": ("GraniteForCausalLM", _granite),
+    "gemma": ("GemmaForCausalLM", _gemma),
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
+    "gemma3_text": ("Gemma3ForCausalLM", _gemma3),
+    "olmo2": ("Olmo2ForCausalLM", _olmo2),
+    "olmo3": ("Olmo3ForCausalLM", _olmo3),
+    "glm": ("GlmForCausalLM", _glm),
+    "glm4": ("Glm4ForCausalLM", _glm4),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", _qwen3_5),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
+    "mixtral": ("MixtralForCausalLM", _mixtral),
+    "olmoe": ("OlmoeForCausalLM", _olmoe),
+    "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
+    "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
+}
+"""The class that transformers has for a model type, and its reader."""
+CLASSIFIERS: dict[str, str] = {
+    kind: name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    + ("Text" if kind.endswith("_text") else "")
+    + "ForSequenceClassification"
+    for kind, (name, _) in FAMILIES.items()
+}
+"""What transformers calls a reward model of each type, where it has one (granite, olmoe and glm4_moe have none)."""
+WRAPPERS: dict[str, tuple[str, ...]] = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("ministral3", "mistral"),
+    "qwen3_5": ("qwen3_5_text",),
+}
+"""Checkpoints with images, and the types of text part that are loaded from them."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        # Gemma 3's own checkpoints with images leave these out.
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+    "smollm3": {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "ministral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "ministral3": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "gemma": {"num_key_value_heads": 16, "max_position_embeddings": 8192},
+    "gemma2": {"num_key_value_heads": 4, "max_position_embeddings": 8192},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-5},
+    "glm": {"num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7},
+    "glm4": {"num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7},
+    "qwen3_5_text": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "olmoe": {
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "glm4_moe": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "routed_scaling_factor": 1.0,
+        "num_mtp_layers": 1,
+    },
+    "deepseek_v3": {
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "num_mtp_layers": 1,
+    },
+    "qwen2": {"max_position_embeddings": 32768},
+    "qwen3": {"max_position_embeddings": 32768},
+}
+"""What a missing key means where it differs from Llama's."""
+
+
+def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+    """Read a Hugging Face model configuration.
+
+    Args:
+        data: Parsed config.json.
+        where: Name for error messages.
+
+    Returns:
+        Its shape; of a checkpoint with images, that of the text part.
+
+    Raises:
+        UserError: If the family is not supported, or an option of it is not.
+    """
+    outer, inner = data, data.get("text_config")
+    asked = data.get("model_type")
+    if isinstance(asked, str) and asked in WRAPPERS and isinstance(inner, dict):
+        parts = WRAPPERS[asked]
+        data = {"model_type": parts[0]} | inner
+        if data["model_type"] not in parts:
+            raise UserError(
+                f"{where}: text part {str(data['model_type'])[:40]!r} of {asked} is not supported"
+            )
+        asked = data["model_type"]
+        if "tie_word_embeddings" in outer:
+            data["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    if not isinstance(asked, str) or asked not in FAMILIES:
+        raise UserError(
+            f"{where}: model_type {str(asked)[:40]!r} is not supported; "
+            f"expected one of {', '.join([*FAMILIES, *WRAPPERS])}"
+        )
+    architecture, read = FAMILIES[asked]
+    _refuse_foreign(outer, architecture, where)
+    keys = Keys(data, DEFAULTS.get(asked))
+    try:
+        config = replace(read(keys), is_reward=_is_reward(outer, keys, CLASSIFIERS[asked]))
+        keys.refuse_unread()
+    except KeyError as missing:
+        raise UserError(f"{where}: field {missing} is missing") from None
+    except (
+        TypeError,
+        ValueError,
+        ArithmeticError,
+    ) as error:  # ArithmeticError: int(Infinity), a division by 0
+        raise UserError(f"{where}: {error}") from None
+    if outer is not data:
+        config = _flagged(config, is_part=True)
+    return replace(config, source=json.dumps({**data}))
+
+
+def _is_reward(outer: Mapping[str, Any], c: Keys, classifier: str) -> bool:
+    """Say whether it is a sequence classifier; refuse one of several labels."""
+    num_labels = c.get("num_labels")
+    if classifier not in (outer.get("architectures") or ()):
+        return False
+    if num_labels is None:
+        num_labels = len(c.get("id2label") or (0, 1))
+    if num_labels != 1:
+        raise ValueError(f"a classifier of {num_labels} labels is not supported; a reward model has 1")
+    return True
+
+
+def _refuse_foreign(data: Mapping[str, Any], architecture: str, where: str) -> None:
+    """Refuse a model with code of its own, or with weights in another form."""
+    if "auto_map" in data:
+        code = data["auto_map"]
+        own = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
+        # Phi-3 and DeepSeek name a copy of the class that transformers has itself.
+        if not isinstance(own, str) or own.rpartition(".")[2] != architecture:
+            raise UserError(
+                f"{where}: the model asks for remote code (auto_map), which whet never runs; "
+                f"use a plain folder of its family"
+            )
+    quantised = data.get("quantization_config")
+    if quantised is not None:
+        # gpt-oss' experts in 4 bits are read into floats: no other form of them was published.
+        if architecture == "GptOssForCausalLM" and quantised.get("quant_method") == "mxfp4":
+            return
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise UserError(
+            f"{where}: quantization_config ({str(method or 'unnamed')[:40]}): the weights are quantised, which is not "
+            "supported; use the folder with bfloat16 or float32 weights"
+        )
+
+
+def to_hf(
+    config: ModelConfig,
+    *,
+    bos_id: int | None,
+    eos_ids: tuple[int, ...],
+    dtype: str,
+    pad_id: int | None = None,
+) -> dict[str, Any]:
+    """Write the configuration so that `transformers` (4 and 5) loads the folder.
+
+    Args:
+        config: Shape of the model.
+        bos_id: Beginning-of-sequence id, if any.
+        eos_ids: Ids that end a generation.
+        dtype: Name of the stored floating-point type, such as 'float32'.
+        pad_id: Padding id of a reward model, if any: transformers scores a text at the last token that is another.
+
+    Returns:
+        The content of config.json.
+    """
+    eos: int | list[int] | None = eos_ids[0] if len(eos_ids) == 1 else (list(eos_ids) or None)
+    shared = {
+        "vocab_size": config.vocab_size,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    if config.is_reward:
+        shared |= {
+            "num_labels": 1,
+            "id2label": {"0": "score"},
+            "label2id": {"score": 0},
+            "pad_token_id": pad_id,
+        }
+    found = json.loads(config.source or "{}")
+    kind = found.get("model_type", config.family)
+    architecture = CLASSIFIERS[kind] if config.is_reward else FAMILIES[kind][0]
+    if config.block != PLAIN_BLOCK or kind != config.family:
+        for name in ("dtype", "auto_map", "quantization_config"):
+            found.pop(name, None)
+        return found | {"architectures": [architecture]} | shared
+    shared = {"architectures": [architecture], "model_type": config.family} | shared
+    if config.family == "gpt2":
+        return shared | {
+            "activation_function": "gelu_new",
+            "n_embd": config.hidden_size,
+            "n_head": config.num_heads,
+            "n_inner": None
+            if config.intermediate_size == 4 * config.hidden_size
+            else config.intermediate_size,
+            "n_layer": config.num_layers,
+            "n_positions": config.max_positions,
+            "n_ctx": config.max_positions,
+            "layer_norm_epsilon": config.norm_eps,
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        }
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling.factor,
+            "low_freq_factor": config.rope_scaling.low_freq_factor,
+            "high_freq_factor": config.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": config.rope_scaling.original_max_positions,
+        }
+    return shared | {
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope if config.rope_scaling is not None else None,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+    }

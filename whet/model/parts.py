@@ -1,0 +1,97 @@
+"""Modules that every decoder is made of: products, tables, norms and the feed-forward part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from whet.kernels import dispatch, eager
+from whet.model.config import ModelConfig
+
+
+class Linear(nn.Linear):
+    """A linear layer without PyTorch's default initialisation: it is loaded, or drawn by `init_weights`."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights uninitialised."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b."""
+        return dispatch.run(eager.linear, input, self.weight, self.bias)
+
+
+def embedding(num_rows: int, width: int) -> nn.Embedding:
+    """Make an uninitialised embedding table (PyTorch's own initialisation would import its compiler, 3 s)."""
+    return nn.Embedding(num_rows, width, _weight=torch.empty(num_rows, width))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation in float32, scaled in the input's dtype (as `transformers` does it).
+
+    Args:
+        width: Numbers that are normalised together.
+        eps: Added to their mean square.
+        offset: Added to the weight; then scaled in float32, too: 1 + w would be rounded to few digits of w.
+    """
+
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
+        self.eps, self.offset = eps, offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last axis."""
+        if self.offset:
+            weight = self.weight.float() + self.offset
+            return dispatch.run(eager.rms_norm, x.float(), weight, self.eps)[0].to(x.dtype)
+        return dispatch.run(eager.rms_norm, x, self.weight, self.eps)[0]
+
+
+class Layer(nn.Module):
+    """A decoder layer: what mixes positions, and then the feed-forward part `mlp`."""
+
+    mlp: nn.Module
+
+    def forward(self, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Return the residual stream after this layer.
+
+        Args:
+            x_ND: The residual stream.
+            rest: What `mix` takes.
+        """
+        return self.feed(self.mix(x_ND, *rest))
+
+    def mix(self, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Return the residual stream after the part that mixes positions."""
+        raise AssertionError("abstract")
+
+    def feed(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the feed-forward part."""
+        raise AssertionError("abstract")
+
+
+class MLP(nn.Module):
+    """Gated feed-forward part: SwiGLU, or with GELU in the gate.
+
+    Args:
+        config: Shape of the model.
+        width: Feed-forward width; default: the model's.
+    """
+
+    def __init__(self, config: ModelConfig, width: int = 0) -> None:
+        super().__init__()
+        width = width or config.intermediate_size
+        self.is_gelu = config.block.activation == "gelu_tanh"
+        self.gate_proj = Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down_proj = Linear(width, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return down(silu(gate(x)) * up(x))."""
+        gate_NF, up_NF = self.gate_proj(x_ND), self.up_proj(x_ND)
+        if self.is_gelu:
+            return self.down_proj(F.gelu(gate_NF, approximate="tanh") * up_NF)
+        return self.down_proj(dispatch.run(eager.swiglu, gate_NF, up_NF))
