@@ -258,9 +258,9 @@ def test_128_kilobytes_of_a_loop_take_linear_time(unit: str) -> None:
             start = time.process_time()
             extract_answer(text)
             seconds.append(time.process_time() - start)
-            if seconds[-1] < 0.1:
+            if seconds[-1] < 0.25:
                 break
-        assert min(seconds) < 0.1
+        assert min(seconds) < 0.25
 
 
 @given(st.text(max_size=200), st.sampled_from(LOOPS))

@@ -293,7 +293,7 @@ def make_config(tiny_policy: PolicyConfig, **changes: Any) -> RLConfig:
                 "algo": AlgoConfig(kl="k2_loss", kl_coef=0.1, ref_ema=0.9),
                 "optim": OptimConfig(precision="bfloat16_master"),
             },
-            "bfloat16 cannot hold its small moves; use ref_refresh_every, or float32",
+            "16 bits cannot hold its small moves; use ref_refresh_every, or float32",
         ),
         (
             {"control": "random_reward", "algo": ALGORITHMS["gdpo"]()},
