@@ -86,8 +86,9 @@ def test_the_page_runs_from_top_to_bottom(
                 done.append(words[1])
     assert {"data", "eval", "rl", "sft", "dpo", "compare"} <= set(done)
     # Plain chats leave a plain model: nothing is asked for that it has not learned.
-    (protocol,) = (tmp_path / "runs/own-sft/checkpoints").glob("*/protocol.json")
-    assert "schema" not in json.loads(protocol.read_text())
+    protocols = list((tmp_path / "runs/own-sft/checkpoints").glob("*/protocol.json"))
+    assert protocols
+    assert all("schema" not in json.loads(path.read_text()) for path in protocols)
     assert "<think>" not in load_policy(PolicyConfig(init="runs/own-sft"), seed=0, plain=True).chat_text(
         [{"role": "user", "content": "Say 3."}]
     )

@@ -72,7 +72,14 @@ def test_the_page_lists_every_model_type() -> None:
 
 
 @pytest.mark.usefixtures("few_problems")
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "qwen3_5", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_5",
+        "gpt_oss",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral", "gemma2", "deepseek_v3")),
+    ],
+)
 def test_the_programs_train_a_strangers_folder(name: str, tmp_path: Path) -> None:
     """SFT, then GRPO, whose probe and tolerance of 0 stop a run whose ratio is not exactly 1; then transformers."""
     cases.make(cases.CASES[name], tmp_path / "theirs")
