@@ -1244,13 +1244,11 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("order", "numbered = enumerate(values, 1)", "numbered = enumerate(values)"),
         (
             "mask",
-            "uid: split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent)",
-            "uid: split_of(uid, dev_percent=DEV_PERCENT, test_percent=0)",
+            "if split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent) == split",
+            "if split_of(uid, dev_percent=DEV_PERCENT, test_percent=0) == split",
         ),
         ("choice", 'problem.meta.get("prompt_uid", problem.uid)', "problem.uid"),
         ("guard", "    if not good:", "    if False:"),
-        ("bound", "if len(splits) < SMALL:", "if False:"),
-        ("order", 'if split == "train"), key=_place))', 'if split == "train")))'),
     ],
     ("tasks/columns.py", ("tests/tasks/test_jsonl.py", "tests/tasks/test_hub.py")): [
         (

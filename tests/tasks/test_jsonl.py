@@ -336,19 +336,6 @@ def test_only_the_first_rows(tmp_path: Path) -> None:
     assert [p.prompt for p in all_of(tmp_path, *rows, max_rows=3)] == ["p0", "p1", "p2"]
 
 
-@pytest.mark.parametrize("count", [4, 10, 30, 60, 150, 199])
-def test_a_small_file_keeps_enough_to_test_on(tmp_path: Path, count: int) -> None:
-    rows = [{"prompt": f"p{n}", "answer": "4"} for n in range(count)]
-    path = write(tmp_path, *rows, name="all.jsonl") / "all.jsonl"
-    parts = {split: {p.prompt for p in Jsonl(path).problems(split)} for split in ("train", "dev", "test")}
-    least = min(10, count // 5)
-    assert all(len(parts[split]) >= least for split in ("dev", "test"))
-    assert len(parts["train"]) >= count // 2
-    assert sum(map(len, parts.values())) == count
-    write(tmp_path, *reversed(rows), name="all.jsonl")
-    assert {s: {p.prompt for p in Jsonl(path).problems(s)} for s in parts} == parts
-
-
 def test_old_names_of_columns_are_read() -> None:
     old = {
         "name": "jsonl",

@@ -28,7 +28,7 @@ def halfway(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
     """Fine-tune a tiny model on sums of two digits until about half of its answers are right."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("halfway")
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": ""} for a in range(7) for b in range(7)]
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": ""} for a in range(6) for b in range(6)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = TaskConfig(name="jsonl", path=str(folder / "sums.jsonl"))
     start = demo_policy()

@@ -115,7 +115,7 @@ def test_the_run_folder(halfway: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     rounds = read(run / "rounds.jsonl")
     assert [row["round"] for row in rounds] == [0, 1]
-    assert rounds[1]["rft/right"] > rounds[0]["rft/right"] + 0.03  # it learns from itself
+    assert rounds[1]["rft/right"] > rounds[0]["rft/right"] + 0.1  # it learns from itself
     rows = read(run / "metrics.jsonl")
     accounts = [row for row in rows if "rft/sampled" in row]
     assert [row["step"] for row in accounts] == [0, 25]

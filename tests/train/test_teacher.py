@@ -19,7 +19,6 @@ from whet.algo.losses import teacher_gains
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.model.transformer import init_weights
 from whet.recipes.rl import distill
 from whet.train import rl
 from whet.train.objective.teacher import ServerTeacher, TeacherConfig, load_teacher
@@ -103,9 +102,12 @@ def test_sampled_gains_have_the_gradient_of_the_whole_divergence() -> None:
 
 
 def student(halfway: Any, folder: Path) -> PolicyConfig:
-    """A policy of the same shape that knows nothing."""
+    """The half-taught policy with noise on its weights."""
     policy = load_policy(halfway.policy, seed=0)
-    init_weights(policy.model, 1)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator) * parameter.std())
     policy.save(folder)
     return replace(halfway.policy, init=str(folder))
 
@@ -119,8 +121,8 @@ def make_config(halfway: Any, folder: Path, **changes: Any) -> RLConfig:
         sampling=SamplingParams(max_new_tokens=12),
         algo=distill(),
         teacher=TeacherConfig(init=halfway.policy.init),
-        optim=OptimConfig(lr=1e-2, warmup_steps=1, token_budget=200),
-        num_steps=24,
+        optim=OptimConfig(lr=3e-3, warmup_steps=1, token_budget=200),
+        num_steps=12,
         num_prompts=16,
         group_size=1,
         save_every=6,
@@ -138,9 +140,7 @@ def test_the_teacher_alone_pulls_the_policy_to_itself(kind: Any, halfway: Any, t
     rl.train(replace(config, teacher=replace(config.teacher, kind=kind)))
     rows = metrics(tmp_path / "run")
     first, last = (sum(row["rl/teacher_kl"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
-    assert (
-        last < {"sampled": 0.9, "full": 0.6}[kind] * first
-    )  # from random weights; a sample is a noisy estimate
+    assert last < 0.6 * first
     # Sampler and trainer agree bitwise on a CPU, so the ratio is exactly 1.
     assert all(row["rl/ratio_drift"] == 0 for row in rows)
     assert all(row["rl/groups_with_signal"] > 12 for row in rows)  # a prompt may come twice
@@ -332,7 +332,7 @@ def test_a_server_that_is_no_such_teacher(server: tuple[str, type[Vllm]]) -> Non
 def test_a_kl_that_is_only_measured_stops_the_run(halfway: Any, tmp_path: Path) -> None:
     """The same weights as without a reference, since it has no weight; and a limit that ends the run."""
     plain = make_config(halfway, tmp_path, teacher=TeacherConfig(), rewards={"correct": 1.0}, group_size=4)
-    plain = replace(plain, policy=halfway.policy, algo=AlgoConfig(uninformative="keep"), num_steps=3)
+    plain = replace(plain, algo=AlgoConfig(uninformative="keep"), num_steps=3, num_prompts=4)
     measured = replace(plain, out=str(tmp_path / "measured"), algo=replace(plain.algo, kl="log", kl_stop=9.0))
     one, other = rl.train(plain), rl.train(measured)
     for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
@@ -342,7 +342,5 @@ def test_a_kl_that_is_only_measured_stops_the_run(halfway: Any, tmp_path: Path) 
     assert rows[-1]["rl/kl"] > 0
     assert "rl/kl" not in metrics(tmp_path / "run")[-1]
     stopped = replace(measured, out=str(tmp_path / "stopped"), algo=replace(measured.algo, kl_stop=1e-9))
-    with pytest.raises(
-        UserError, match=r"step [23]: the KL to the reference is .* above algo.kl_stop = 1e-09"
-    ):
+    with pytest.raises(UserError, match=r"step 2: the KL to the reference is .* above algo.kl_stop = 1e-09"):
         rl.train(stopped)

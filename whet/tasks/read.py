@@ -12,7 +12,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +25,6 @@ Check = Callable[[Row], Any]
 MAX_LINE_BYTES = 16 * 2**20
 MAX_RAW = 2000
 DEV_PERCENT = TEST_PERCENT = 5
-SMALL = 200
-"""Below this number of different prompts, 5 % by hash may leave a handful to test on: `select_split` takes more."""
-LEAST_HELD_OUT, LEAST_SHARE = 10, 5
-"""Of a small set, dev and test have at least 10 prompts each, or a fifth."""
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 
 
@@ -214,41 +209,21 @@ def split_of(uid: str, *, dev_percent: float, test_percent: float) -> Split:
     Returns:
         The split.
     """
-    place = _place(uid)
+    place = int(hashlib.sha256(f"split\x00{uid}".encode()).hexdigest()[:8], 16) / 2**32 * 100
     if place < test_percent:
         return "test"
     return "dev" if place < test_percent + dev_percent else "train"
 
 
-def _place(uid: str) -> float:
-    """Return where the hash puts a problem, in [0, 100)."""
-    return int(hashlib.sha256(f"split\x00{uid}".encode()).hexdigest()[:8], 16) / 2**32 * 100
-
-
 def select_split(problems: Iterable[Problem], split: str, *, test_percent: float = 0) -> list[Problem]:
-    """Keep the problems of a split; `DEV_PERCENT` of all are 'dev'; equal prompts stay together.
-
-    Of fewer than `SMALL` prompts, 'dev' and 'test' have at least `LEAST_HELD_OUT` each, or a fifth where that is less:
-    those that the hash puts first. Larger sets go by the hash alone, so that no problem's split depends on the others.
-    """
+    """Keep the problems of a split; `DEV_PERCENT` of all are 'dev'; equal prompts stay together."""
     check_split(split)
-    uids = [(problem, problem.meta.get("prompt_uid", problem.uid)) for problem in problems]
-    splits: dict[str, Split] = {
-        uid: split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent)
-        for uid in dict.fromkeys(uid for _, uid in uids)
-    }
-    if len(splits) < SMALL:
-        _hold_out_more(splits, ("test", "dev") if test_percent else ("dev",))
-    return [problem for problem, uid in uids if splits[uid] == split]
-
-
-def _hold_out_more(splits: dict[str, Split], parts: Sequence[Split]) -> None:
-    """Move prompts of a small set from train to the parts that have too few, in the order of the hash."""
-    order = iter(sorted((uid for uid, split in splits.items() if split == "train"), key=_place))
-    for part in parts:
-        lacking = min(LEAST_HELD_OUT, len(splits) // LEAST_SHARE) - list(splits.values()).count(part)
-        for uid in islice(order, max(0, lacking)):
-            splits[uid] = part
+    uids = ((problem, problem.meta.get("prompt_uid", problem.uid)) for problem in problems)
+    return [
+        problem
+        for problem, uid in uids
+        if split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent) == split
+    ]
 
 
 def select_files(
