@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,24 @@ def test_a_family(name: str, tmp_path: Path) -> None:
     if cpu.library() is None:  # the page is about machines with a compiler
         line = line.rpartition(" | ")[0]
     assert line in PAGE.read_text(), "docs/models.md is stale: python tests/model/family_cases.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [
+        ("llama", {"intermediate_size": 75}),
+        ("llama", {"hidden_size": 40}),
+        ("llama", {"hidden_size": 40, "head_dim": 12, "intermediate_size": 96}),
+        ("deepseek_v3", {"q_lora_rank": 32, "v_head_dim": 10}),
+    ],
+)
+def test_sizes_that_the_kernels_decline_have_a_ratio_of_1(
+    name: str, odd: dict[str, int], tmp_path: Path
+) -> None:
+    """Some products run in C++ and some in PyTorch; sampler and trainer must draw the line at the same place."""
+    case = cases.CASES[name]
+    cases.make(replace(case, config=case.config | odd), tmp_path)
+    assert cases.train(load_model(tmp_path)[0], is_rl=True) == 0.0
 
 
 @pytest.mark.parametrize("name", cases.CASES)
