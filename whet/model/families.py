@@ -353,11 +353,9 @@ def _qwen(c: Keys, family: Family) -> ModelConfig:
     bias = bool(c.get("attention_bias")) and family == "qwen3"  # qwen2 has its own, whatever this says
     head_dim = 128 if family == "qwen3" else None
     config = _decoder(c, family=family, head_dim=head_dim, attention_bias=bias)
-    types, window = c.get("layer_types"), c.get("sliding_window", 4096)
-    first = int(c.get("max_window_layers", 28))
-    if not c.get("use_sliding_window"):
-        return config
-    return _with_windows(config, types or _types(c, lambda i: i < first), window)
+    first, window = int(c.get("max_window_layers", 28)), c.get("sliding_window", 4096)
+    types = _types(c, lambda i: i < first)
+    return _with_windows(config, types, window) if c.get("use_sliding_window") else config
 
 
 def _everywhere(c: Keys, config: ModelConfig, window: int | None) -> ModelConfig:
@@ -472,8 +470,10 @@ def _per_type(
     c: Keys, config: ModelConfig, types: Sequence[str], whole: dict[str, Any], local: dict[str, Any]
 ) -> ModelConfig:
     """Give full layers one rope and windowed layers another."""
-    ropes = tuple(rope(parameters, config.head_dim, c)[0] for parameters in (whole, local))
-    window = c.get("sliding_window", 4096)
+    ropes, contexts = zip(
+        *(rope(parameters, config.head_dim, c) for parameters in (whole, local)), strict=True
+    )
+    config, window = replace(config, max_positions=min(contexts)), c.get("sliding_window", 4096)
     if ropes[0] == ropes[1]:
         return _with_windows(_flagged(config, ropes=ropes[:1]), types, window)
     return _with_windows(_flagged(config, ropes=ropes), types, window, {"sliding_attention": 1})
