@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 # What is tested must not depend on which kernels a busy machine happens to find faster.
@@ -20,6 +21,7 @@ from whet.kernels.cpu.build import library, reason
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
 from whet.tasks.made.arithmetic import Arithmetic
+from whet.types import Problem
 
 TINY_SHAPE = ModelConfig(
     hidden_size=32,
@@ -92,8 +94,16 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+ALL_PROBLEMS = Arithmetic.problems
+
+
+@cache
+def first_problems(split: str) -> tuple[Problem, ...]:
+    """Return the first problems of an arithmetic split, made once for all tests."""
+    return tuple(ALL_PROBLEMS(Arithmetic(), split)[:FEW])
+
+
 @pytest.fixture
 def few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the arithmetic splits short: encoding thousands of problems is most of a tiny run's time."""
-    original = Arithmetic.problems
-    monkeypatch.setattr(Arithmetic, "problems", lambda self, split: original(self, split)[:FEW])
+    """Cut the arithmetic splits short: making and encoding thousands of problems is most of a tiny run's time."""
+    monkeypatch.setattr(Arithmetic, "problems", lambda self, split: list(first_problems(split)))

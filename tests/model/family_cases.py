@@ -42,6 +42,8 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+BARE = {name: value for name, value in BASE.items() if name != "head_dim"}
+"""Of families whose heads share the width."""
 THETA = {"rope_type": "default", "rope_theta": 500.0}
 
 
@@ -186,14 +188,13 @@ CASES: dict[str, Case] = {
     "smollm3": Case(
         family="SmolLM3",
         model_type="smollm3",
-        config={k: v for k, v in BASE.items() if k != "head_dim"}
-        | {"hidden_size": 64, "no_rope_layer_interval": 2, "rope_parameters": THETA},
+        config=BARE | {"hidden_size": 64, "no_rope_layer_interval": 2, "rope_parameters": THETA},
         models="SmolLM3-3B",
     ),
     "granite": Case(
         family="Granite 3",
         model_type="granite",
-        config={k: v for k, v in BASE.items() if k != "head_dim"}
+        config=BARE
         | {
             "hidden_size": 64,
             "embedding_multiplier": 3.0,
@@ -231,14 +232,13 @@ CASES: dict[str, Case] = {
     "olmo2": Case(
         family="OLMo 2",
         model_type="olmo2",
-        config={k: v for k, v in BASE.items() if k != "head_dim"}
-        | {"hidden_size": 64, "rope_parameters": THETA},
+        config=BARE | {"hidden_size": 64, "rope_parameters": THETA},
         models="OLMo 2",
     ),
     "olmo3": Case(
         family="OLMo 3",
         model_type="olmo3",
-        config={k: v for k, v in BASE.items() if k != "head_dim"}
+        config=BARE
         | {
             "hidden_size": 64,
             "sliding_window": 40,
@@ -292,7 +292,7 @@ CASES: dict[str, Case] = {
     "olmoe": Case(
         family="OLMoE",
         model_type="olmoe",
-        config={k: v for k, v in BASE.items() if k != "head_dim"}
+        config=BARE
         | {
             "hidden_size": 64,
             "num_experts": 6,
@@ -331,7 +331,7 @@ CASES: dict[str, Case] = {
     "deepseek_v3": Case(
         family="DeepSeek-V3",
         model_type="deepseek_v3",
-        config={k: v for k, v in BASE.items() if k != "head_dim"}
+        config=BARE
         | GROUPED
         | {
             "num_key_value_heads": 4,
@@ -354,7 +354,7 @@ CASES: dict[str, Case] = {
     "moonlight": Case(
         family="DeepSeek-V3",
         model_type="deepseek_v3",
-        config={k: v for k, v in BASE.items() if k != "head_dim"}
+        config=BARE
         | GROUPED
         | {
             "num_key_value_heads": 4,

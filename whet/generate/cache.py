@@ -249,7 +249,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Size of keys and values in bytes."""
+        """Size of keys, values and states in bytes."""
         tensors = [self.keys, self.values, self.prompt_keys, self.prompt_values]
         tensors += [tensor for pair in self.states.values() for tensor in pair]
         return sum(tensor.nbytes for tensor in tensors)
@@ -268,15 +268,10 @@ class Prefill:
     ) -> None:
         device = cache.keys.device
         self._packed = Packed(lengths_B, device, kind)
-        self._cache = cache
+        self._cache, self.longest = cache, cache.size.longest
         self._homes = torch.tensor(homes, device=device)
         self._row_N = torch.repeat_interleave(torch.tensor(homes), torch.tensor(lengths_B)).to(device)
         self._position_N = torch.cat([torch.arange(length) for length in lengths_B]).to(device)
-
-    @property
-    def longest(self) -> int:
-        """Positions of the longest sequence."""
-        return self._cache.size.longest
 
     def attend(
         self,
@@ -328,7 +323,7 @@ class Decode:
     """
 
     def __init__(self, cache: KVCache, positions_B: torch.Tensor, num_keys: int, kind: AttentionKind) -> None:
-        self._cache = cache
+        self._cache, self.longest = cache, cache.size.longest
         self._positions = positions_B
         self._rows = torch.arange(positions_B.shape[0], device=positions_B.device)
         self._num_keys = num_keys
@@ -344,11 +339,6 @@ class Decode:
         slots = torch.arange(self._rows.shape[0] * kv_heads, device=positions_B.device) * capacity
         self._slots_Z = slots + positions_B.repeat_interleave(kv_heads)
 
-    @property
-    def longest(self) -> int:
-        """Positions of the longest sequence."""
-        return self._cache.size.longest
-
     def recur(
         self,
         layer: int,
@@ -363,7 +353,7 @@ class Decode:
         window = torch.cat((inputs.transpose(0, 1), mixed_NX[None, :rows].to(inputs.dtype)))
         q, k, v = rule.split(rule.convolve(window))
         state, out = step(states, q, k, v, decay_NH[:rows], beta_NH[:rows])
-        inputs.copy_(window[1:].transpose(0, 1).clone())
+        inputs.copy_(window[1:].transpose(0, 1))
         states.copy_(state)
         return F.pad(out, (0, 0, 0, 0, 0, mixed_NX.shape[0] - rows))
 

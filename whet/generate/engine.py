@@ -257,8 +257,10 @@ class Engine:
         cache = self._cache
         if cache is None or not cache.fits(size) or cache.keys.dtype != dtype:
             self._cache = None
-            has_channels = self.model.config.head_dim in CHANNELS
-            is_tiled = has_channels and dispatch.runs_cpp(self.model.head_weight, operation="attention")
+            # As the trainer's attention decides: by heads and their dtype, whatever the model's width.
+            head_dim = self.model.config.head_dim
+            q_HC = torch.empty(0, head_dim, dtype=dtype, device=self.device)
+            is_tiled = head_dim in CHANNELS and dispatch.runs_cpp(q_HC, operation="attention")
             is_tiled = is_tiled and not has_own_rules(self.model.config)
             self._cache = KVCache(self.model.config, size, dtype, self.device, is_tiled=is_tiled)
         else:

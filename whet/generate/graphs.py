@@ -56,11 +56,6 @@ class StaticDecode:
         self._lengths = positions_B + 1
         self._rows = torch.arange(positions_B.shape[0], device=positions_B.device)
 
-    @property
-    def longest(self) -> int:
-        """Positions of the longest sequence."""
-        return self._cache.size.longest
-
     def attend(
         self,
         layer: int,
@@ -215,7 +210,8 @@ class StaticSteps:
             state.stopped,
         ]
         kept = [state.tokens, state.logprobs, self._cache.keys, self._cache.values, self._stop_ids]
-        tables = self._model.rotary(self._cache.keys.device) if isinstance(self._model, LlamaLike) else []
+        where = self._cache.keys.device, self._cache.size.longest
+        tables = self._model.rotary(*where) if isinstance(self._model, LlamaLike) else []
         return [*own, *kept, *self._model.parameters(), *(table for pair in tables for table in pair)]
 
     def _step(self, count: int) -> None:

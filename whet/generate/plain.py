@@ -53,7 +53,8 @@ def can_step(model: LanguageModel, kv_cache: KVCache) -> bool:
     """
     if kv_cache.is_tiled or kv_cache.values.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return False
-    if options(model.config) - KNOWN_OPTIONS or dispatch.runs_cpp(model.head_weight):
+    # No kernel for any tensors: a model whose width has none may have them for its heads, or for its feed-forward part.
+    if options(model.config) - KNOWN_OPTIONS or dispatch.runs_cpp():
         return False
     if any(getattr(module_hooks, f"_global{name}") for name in HOOKS):
         return False

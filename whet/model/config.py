@@ -125,8 +125,6 @@ class Experts:
     """Whether a sigmoid weighs it."""
     is_clamped: bool = False
     """gpt-oss: biases, weights stored [in, out] with gate and up interleaved, clamped (up + 1) * gate * sigmoid."""
-    balance: float = 0.0
-    """Coefficient of the load-balancing loss in training (router_aux_loss_coef)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.count <= 4096 or not 1 <= self.width <= MAX_SIZE:

@@ -37,14 +37,14 @@ is_encoder_decoder is_llama_config label2id layer_norm_epsilon length_penalty ma
 model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
 output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
 pruned_heads reorder_and_upcast_attn remove_invalid_values repetition_penalty resid_pdrop return_dict
-return_dict_in_generate router_jitter_noise sep_token_id summary_activation summary_first_dropout
-summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params temperature
-tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id summary_activation
+summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
+task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
+torchscript transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
 IRRELEVANT = frozenset(NAMES.split())
 """Keys that neither training nor sampling here computes with: names, ids that the tokenizer and generation_config.json
-have, initialisation, dropout (there is none), memory layout, and heads for other tasks."""
+have, initialisation, dropout and load-balancing losses (there are none), memory layout, and heads for other tasks."""
 IRRELEVANT_IF = {
     "rope_interleaved": False,  # SmolLM
     "use_mrope": False,  # Qwen2.5
@@ -353,11 +353,9 @@ def _qwen(c: Keys, family: Family) -> ModelConfig:
     bias = bool(c.get("attention_bias")) and family == "qwen3"  # qwen2 has its own, whatever this says
     head_dim = 128 if family == "qwen3" else None
     config = _decoder(c, family=family, head_dim=head_dim, attention_bias=bias)
-    types, window = c.get("layer_types"), c.get("sliding_window", 4096)
-    first = int(c.get("max_window_layers", 28))
-    if not c.get("use_sliding_window"):
-        return config
-    return _with_windows(config, types or _types(c, lambda i: i < first), window)
+    first, window = int(c.get("max_window_layers", 28)), c.get("sliding_window", 4096)
+    types = _types(c, lambda i: i < first)
+    return _with_windows(config, types, window) if c.get("use_sliding_window") else config
 
 
 def _everywhere(c: Keys, config: ModelConfig, window: int | None) -> ModelConfig:
@@ -472,8 +470,10 @@ def _per_type(
     c: Keys, config: ModelConfig, types: Sequence[str], whole: dict[str, Any], local: dict[str, Any]
 ) -> ModelConfig:
     """Give full layers one rope and windowed layers another."""
-    ropes = tuple(rope(parameters, config.head_dim, c)[0] for parameters in (whole, local))
-    window = c.get("sliding_window", 4096)
+    ropes, contexts = zip(
+        *(rope(parameters, config.head_dim, c) for parameters in (whole, local)), strict=True
+    )
+    config, window = replace(config, max_positions=min(contexts)), c.get("sliding_window", 4096)
     if ropes[0] == ropes[1]:
         return _with_windows(_flagged(config, ropes=ropes[:1]), types, window)
     return _with_windows(_flagged(config, ropes=ropes), types, window, {"sliding_attention": 1})
@@ -553,7 +553,6 @@ def _qwen3_moe(c: Keys) -> ModelConfig:
         top_k=int(c["num_experts_per_tok"]),
         width=int(c["moe_intermediate_size"]),
         is_normalised=bool(c.get("norm_topk_prob")),
-        balance=float(c.get("router_aux_loss_coef", 0.001)),
     )
     return _flagged(
         _with_experts(config, experts, lambda i: i not in dense and (i + 1) % step == 0), qk_norm=True
@@ -565,7 +564,6 @@ def _mixtral(c: Keys) -> ModelConfig:
         count=_first(c, "num_local_experts", "num_experts"),
         top_k=int(c["num_experts_per_tok"]),
         width=int(c["intermediate_size"]),
-        balance=float(c.get("router_aux_loss_coef", 0.001)),
     )
     config = _everywhere(c, _decoder(c, theta=1e6), None)
     return _with_experts(config, experts, names=("block_sparse_moe", "w1", "w3", "w2"))
@@ -577,7 +575,6 @@ def _olmoe(c: Keys) -> ModelConfig:
         top_k=int(c["num_experts_per_tok"]),
         width=int(c["intermediate_size"]),
         is_normalised=bool(c.get("norm_topk_prob")),
-        balance=float(c.get("router_aux_loss_coef", 0.01)),
     )
     config = _with_experts(_decoder(c, attention_bias=bool(c.get("attention_bias"))), experts)
     return _flagged(config, whole_qk_norm=True, qkv_clip=float(c.get("clip_qkv") or 0.0))
@@ -596,7 +593,6 @@ def _gpt_oss(c: Keys) -> ModelConfig:
         router="router",
         score="softmax_of_top",
         is_clamped=True,
-        balance=float(c.get("router_aux_loss_coef", 0.001)),
     )
     return _flagged(_with_experts(config, experts, names=("", "", "", "")), has_sinks=True)
 
@@ -870,15 +866,11 @@ def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConf
         keys.refuse_unread()
     except KeyError as missing:
         raise UserError(f"{where}: field {missing} is missing") from None
-    except (
-        TypeError,
-        ValueError,
-        ArithmeticError,
-    ) as error:  # ArithmeticError: int(Infinity), a division by 0
+    except (TypeError, ValueError, ArithmeticError) as error:  # the last: int(Infinity), a division by 0
         raise UserError(f"{where}: {error}") from None
     if outer is not data:
         config = _flagged(config, is_part=True)
-    return replace(config, source=json.dumps({**data}))
+    return replace(config, source=json.dumps(dict(data)))
 
 
 def _is_reward(outer: Mapping[str, Any], c: Keys, classifier: str) -> bool:

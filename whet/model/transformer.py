@@ -7,6 +7,7 @@ dropout anywhere.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -186,19 +187,19 @@ class LanguageModel(nn.Module):
             Hidden states [N, D] after the final norm.
         """
         count = tokens_N.shape[0]
-        # The kernels' products do not care how many rows there are; PyTorch's, for shapes that they decline, do.
-        is_free = dispatch.runs_cpp(self.head_weight) and not self.has_odd_products
-        quantum = 1 if is_free else ROW_QUANTUM
+        # The kernels' products do not care how many rows there are; PyTorch's, for what they decline, do.
+        serves = dispatch.kernel_for(eager.linear, self.head_weight, self.head_weight) is not None
+        quantum = 1 if serves and not self.has_odd_products else ROW_QUANTUM
         surplus = round_up(count, quantum) - count
         if surplus:
             tokens_N, positions_N = F.pad(tokens_N, (0, surplus)), F.pad(positions_N, (0, surplus))
         hidden = self._forward(tokens_N, positions_N, context)
         return hidden[:count] if surplus else hidden
 
-    @property
+    @cached_property
     def has_odd_products(self) -> bool:
-        """Whether the kernels decline some product, of a family whose sizes are its own."""
-        return False
+        """Whether some product has a size that the kernels decline."""
+        return any(p.dim() == 2 and p.shape[-1] % cpu.QUANTUM for p in self.parameters())
 
     def _forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
@@ -278,12 +279,6 @@ class LlamaLike(LanguageModel):
                 count = max(1, len(self.config.block.ropes))
                 self._tables = [rotary_tables(self.config, device, rows, rope) for rope in range(count)]
         return self._tables
-
-    @property
-    def has_odd_products(self) -> bool:
-        """Whether the kernels decline some product: ranks of latents, for one."""
-        latent = self.config.block.latent
-        return latent is not None and any(n % cpu.QUANTUM for n in (latent.query_rank, latent.key_rank))
 
     def _angles(self, positions_N: torch.Tensor, longest: int) -> list[Angles]:
         beta, original = self.config.block.position_scale

@@ -387,9 +387,8 @@ def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """
     table = torch.tensor([*FP4, *(-value for value in FP4)], dtype=torch.bfloat16)
     experts = []
-    for block, scale in zip(
-        blocks, scales, strict=True
-    ):  # one at a time: indices take 16 times the codes' memory
+    # One at a time: indices take 16 times the codes' memory.
+    for block, scale in zip(blocks, scales, strict=True):
         codes = torch.stack((block & 15, block >> 4), dim=-1).flatten(-2)
         values = torch.ldexp(table[codes.long()], scale.to(torch.int32)[..., None] - 127)
         experts.append(values.to(torch.bfloat16).flatten(1).t())
