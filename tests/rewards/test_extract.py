@@ -1,10 +1,9 @@
 """`extract_answer`: which step finds what, in which order, and in linear time on loops."""
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import LITTLE, seconds
 
 from whet.rewards.answers.extract import (
     DEFAULT_STEPS,
@@ -253,14 +252,7 @@ def test_128_kilobytes_of_a_loop_take_linear_time(unit: str) -> None:
         "<answer>" + loop + "</answer>",
         "the answer is " + loop,
     ):
-        seconds = []
-        for _ in range(3):  # the best of three: other processes share these cores
-            start = time.process_time()
-            extract_answer(text)
-            seconds.append(time.process_time() - start)
-            if seconds[-1] < 0.25:
-                break
-        assert min(seconds) < 0.25
+        assert seconds(extract_answer, text) < LITTLE
 
 
 @given(st.text(max_size=200), st.sampled_from(LOOPS))

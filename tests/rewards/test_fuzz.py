@@ -1,12 +1,12 @@
 """Answer grading on random and hostile text: it never raises or hangs, and wrapping an answer changes nothing."""
 
 import datetime
-import time
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import LITTLE, SIZE, seconds
 
 from whet.rewards.answers.equal import answers_equal
 from whet.rewards.answers.extract import extract_answer, extract_answer_with_step
@@ -43,7 +43,6 @@ LOOPS = [
     "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{vmatrix}1&2\\\\3&4\\end{vmatrix}", "final answer is ",
 ]
 # fmt: on
-SIZE = 128 * 1024
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.lists(st.sampled_from(PIECES), max_size=12))
@@ -155,28 +154,10 @@ def test_times_of_day_agree_with_the_clock(left: datetime.time, right: datetime.
         assert answers_equal(spellings[0], spellings[1])
 
 
-LITTLE = 0.25  # seconds; the dearest of these takes 0.06 on a quiet core, and three workers share two
-
-
-def seconds(function, *arguments: str) -> float:
-    """Return the best time of five calls: other processes share these cores."""
-    best = 9.0
-    for _ in range(5):
-        start = time.process_time()
-        function(*arguments)
-        best = min(best, time.process_time() - start)
-        if best < LITTLE:
-            break
-    return best
-
-
 @pytest.mark.parametrize("unit", LOOPS)
 def test_a_loop_of_any_size_costs_next_to_nothing(unit: str) -> None:
-    for size in (
-        SIZE,
-        3990,
-        900,
-    ):  # beyond every cap, just below the cap of the comparison, and of the parser
+    # Beyond every cap, just below the cap of the comparison, and of the parser.
+    for size in (SIZE, 3990, 900):
         loop = (unit * (size // len(unit) + 1))[:size]
         for text in (loop, f"{loop} 5", f"the answer is {loop}", f"${loop}$"):
             assert seconds(extract_answer, text) < LITTLE

@@ -1,10 +1,9 @@
 """Answers in any script: extraction and equality by table, what is not the answer, boxes, and time on hostile text."""
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import LITTLE, SIZE, seconds
 
 from whet.rewards.answers.equal import answers_equal
 from whet.rewards.answers.extract import Boxed, extract_answer, extract_answer_with_step
@@ -394,19 +393,6 @@ LOOP_ROWS = """
 Ａ|（|１，|ñ|é |하|\\boxed{1} 和 |\\boxed{1}、|\\boxed{1} wait |\\boxed{\\boxed{1}} |\u200f|\u202f123|1\u00a0|9\u202f
 """
 LOOPS = LOOP_ROWS.strip("\n").replace("\n", "|").split("|")
-SIZE = 128 * 1024
-LITTLE = 0.15  # seconds; measured at most 0.05 on a quiet core
-
-
-def seconds(function, *arguments: str) -> float:
-    best = 9.0
-    for _ in range(5):  # the best of five: other processes share these cores
-        start = time.process_time()
-        function(*arguments)
-        best = min(best, time.process_time() - start)
-        if best < LITTLE:
-            break
-    return best
 
 
 @pytest.mark.parametrize("unit", LOOPS)

@@ -93,10 +93,7 @@ def test_the_ratio_is_exactly_one(
         assert 0 < row["rl/entropy"] < 3
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n in ("grpo", "stream", "critic") else pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS],
-)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_runs_keep_their_sets_and_resume_exactly(
     name: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

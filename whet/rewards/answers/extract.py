@@ -16,8 +16,6 @@ from itertools import pairwise
 
 from whet.rewards.answers.scripts import (
     ABOUT,
-    ANSWER_IS,
-    BECAUSE,
     FINAL_VERBS,
     FOREIGN,
     FOREIGN_LETTER,
@@ -28,7 +26,9 @@ from whet.rewards.answers.scripts import (
     UNITS,
     VERDICTS,
     WORD,
+    end_of_phrase,
     fold,
+    start_of_reason,
 )
 
 ANSWER_OPEN = "<answer>"
@@ -51,9 +51,8 @@ LONGEST_REMARK = 100
 """Longest line (in characters) that counts as an answer without saying so."""
 
 _PHRASE = re.compile(r"answer\*{0,3}(?: is| ?[:=])[:*]{0,3}", re.IGNORECASE)
-_FOREIGN_PHRASE = re.compile(ANSWER_IS)
 _SURE = re.compile(r"(?:for sure|definitely|clearly|certainly) \(?([A-J])\)?(?=[,.]|$)")
-_ASIDE = re.compile(rf",? (?:because|since) |, (?:which|so|as|it|obviously|of course)(?: |$)|{BECAUSE}")
+_ASIDE = re.compile(r",? (?:because|since) |, (?:which|so|as|it|obviously|of course)(?: |$)")
 _ONLY_BOXES = re.compile(r"[\s$]*(?:\\[(\[]\s*)?\\boxed ?\{[^{}]*\}[\s$]*(?:and|,)[\s$]*\\boxed")
 """A text that starts with boxes. Two may be a change of mind, three are a list."""
 _CORRECTION = re.compile(
@@ -257,10 +256,9 @@ def _bare_box(text: str, start: int) -> str | None:
 
 def from_phrase(text: str) -> str | None:
     """Return what follows the last "answer is" or "answer:" in its sentence, without `$` and bold marks."""
-    start = -1
-    for pattern in (_PHRASE, _FOREIGN_PHRASE):
-        for match in pattern.finditer(text):
-            start = max(start, match.end())
+    start = end_of_phrase(text)
+    for match in _PHRASE.finditer(text):
+        start = max(start, match.end())
     if start < 0:
         return None
     start += len(text[start : start + 16]) - len(text[start : start + 16].lstrip(" *#:\n\u00a0\u202f"))
@@ -284,13 +282,14 @@ def from_phrase(text: str) -> str | None:
 
 def _conclusion(answer: str) -> str:
     """Cut off a reason ("A because ...") and a subject ("the largest n is 34")."""
-    reason = _ASIDE.search(answer)
-    if reason is not None and reason.start() > 0:
-        answer = answer[: reason.start()]
+    aside = _ASIDE.search(answer)
+    reasons = [start for start in (aside.start() if aside else -1, start_of_reason(answer)) if start >= 0]
+    if reasons:
+        answer = answer[: min(reasons)] or answer
     sure = _SURE.match(answer)
     if sure is not None:
         return sure[1]
-    if FOREIGN_LETTER.search(answer):
+    if not answer.isascii() and FOREIGN_LETTER.search(answer):
         return _foreign_conclusion(answer)
     if not answer[:1].isalpha() or answer.count(" ") < 3:
         return answer
