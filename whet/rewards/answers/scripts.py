@@ -107,7 +107,7 @@ _ANSWER_WORDS = (
     ("áp âu", "[Đđ]áp (?:án|số)|[Cc]âu trả lời", " là"),
     ("awaban", "[Jj]awaban(?:nya)?(?: akhir)?", " adalah"),
 )
-"""By language: literals of which each noun contains one; nouns for an answer; verbs that may follow in a colon's place."""
+"""By language: literals of which each noun contains one; nouns for an answer; verbs that may replace a colon."""
 _ANSWER_PATTERNS = [
     (stems.split(), rf"(?:{nouns})\*{{0,3}}(?:{verbs}|[ \u00a0\u202f]?[:：=])[:：*]{{0,3}}")
     for stems, nouns, verbs in _ANSWER_WORDS
