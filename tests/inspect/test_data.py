@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ import numpy as np
 import pytest
 
 from whet import __main__, cli
+from whet.generate.policy import PolicyConfig, load_policy
 from whet.inspect.data import data
-from whet.inspect.data.data import DataReportConfig, find_repeated, main, render_rows
+from whet.inspect.data.data import DataReportConfig, find_repeated, main, show
 from whet.inspect.data.overlap import compare, fold, fold_prompts, ngrams, shared_ngrams
 from whet.model.text.tokenizer import Tokenizer
 from whet.tasks.base import TaskConfig
@@ -199,14 +199,17 @@ def test_a_problem_is_shown_as_the_model_reads_it(tmp_path: Path, capsys: pytest
     asked = (
         f"Question: {first.prompt}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
     )
-    read, trained = json.loads((tmp_path / "report" / "rendered.json").read_text())
-    assert (read["is_trained"], trained["is_trained"]) == (False, True)
+    content = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert content["unit"] == "tokens"
+    assert len(content["rendered"]) == 2
+    read, trained = content["rendered"][0]
+    assert (read["trained"], trained["trained"]) == (False, True)
     assert read["text"] == f"{asked}\nAnswer:\n<think>"
     assert trained["text"] == f"{first.solution}</think>\n\n\\boxed{{{first.answer}}}<eos>"
     assert read["ids"] == list(read["text"].encode())
     assert trained["ids"] == [*trained["text"].removesuffix("<eos>").encode(), 256]
     said = capsys.readouterr().out
-    assert f"--- trained, {len(trained['ids'])} tokens\n{trained['text']}\nids {trained['ids'][0]} " in said
+    assert f"{read['text']}⟦{trained['text']}⟧\n{read['ids'][0]} " in said
 
 
 def test_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,11 +277,10 @@ def test_conversations_are_shown_as_they_are_learnt(
     rows = [
         Problem(uid="1", task="t", prompt="b", answer="", messages=asked, reply="yés"),
         Problem(uid="2", task="t", prompt="", answer="", reply="ab"),
-        Problem(uid="3", task="t", prompt="1+1=", answer="2"),
     ]
-    config = DataReportConfig(tokenizer=str(tmp_path / "tokenizer"), num_rendered=2)
-    chat, text = render_rows(config, rows)
-    assert [(piece["learnt"], piece["text"]) for piece in chat] == [
+    policy = load_policy(PolicyConfig(tokenizer=str(tmp_path / "tokenizer")), seed=0, weights=False)
+    chat, text = show(policy, rows)
+    assert [(piece["trained"], piece["text"]) for piece in chat] == [
         (False, "<user>hi<eos>\n<assistant>"),
         (True, "no<eos>"),
         (False, "\n<user>*b*\x1b[31m<eos>\n<assistant>"),
@@ -286,9 +288,7 @@ def test_conversations_are_shown_as_they_are_learnt(
         (False, "\n"),
     ]
     assert chat[3]["ids"] == [*"yés".encode(), 256]
-    assert [(piece["learnt"], piece["ids"]) for piece in text] == [(False, [97]), (True, [98, 256])]
-    assert len(render_rows(replace(config, num_rendered=1), rows)) == 1
-    assert render_rows(replace(config, tokenizer="bytes"), rows) == []
+    assert [(piece["trained"], piece["ids"]) for piece in text] == [(False, [97]), (True, [98, 256])]
     data._print_rendered([chat])
     shown = capsys.readouterr().out
     assert "<assistant>⟦no<eos>⟧\n<user>*b*" in shown

@@ -110,6 +110,21 @@ def test_json_array(tmp_path: Path) -> None:
             read_json_array(write(tmp_path, content), required=["q"])
 
 
+@pytest.mark.parametrize(
+    ("name", "mark"), [("data.csv", ";"), ("data.csv", "\t"), ("data.tsv", "\t"), ("data.csv", ",")]
+)
+def test_columns_are_parted_as_the_first_line_has_it(name: str, mark: str, tmp_path: Path) -> None:
+    lines = [["question", "answer"], ['"1,5; or\t2?"', '"1,5"'], ["b", "2"]]
+    path = write(tmp_path, "".join(mark.join(line) + "\n" for line in lines).encode(), name)
+    rows, bad = read_file(path, required=["question"])
+    assert [row for _, row in rows] == [
+        {"question": "1,5; or\t2?", "answer": "1,5"},
+        {"question": "b", "answer": "2"},
+    ]
+    assert not bad
+    assert first_row(path) == rows[0][1]
+
+
 def test_csv(tmp_path: Path) -> None:
     path = write(tmp_path, b'\xef\xbb\xbfq,a\r\n"1,\n1",2\nx\n3,4\n', "data.csv")
     rows, bad = read_file(path, required=["q"], max_bad_rows=1)

@@ -13,6 +13,7 @@ from whet.schema import AnswerType
 from whet.tasks.columns import Columns, Content, read_row, recognise
 from whet.tasks.hub import TEST, TRAIN, Part, find_parts, hub_rows
 from whet.tasks.read import (
+    ENDINGS,
     TEST_PERCENT,
     BadRow,
     Row,
@@ -27,7 +28,6 @@ from whet.tasks.read import (
 from whet.tasks.sets import HubSet, known_set
 from whet.types import Problem, UserError, problem_uid
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")
 SHOWN = 160
 """Characters of the sample row that `Jsonl.recognised` shows of each field."""
 TOOLS, CALLS = "tools", "tool_calls"
@@ -73,7 +73,7 @@ class Jsonl:
         """Set the location of the data; rows are read when a split is requested.
 
         Args:
-            path: A .jsonl, .jsonl.gz, .parquet, .csv or .json file, a folder, or a hub name; '' for that of `known`.
+            path: A .jsonl, .jsonl.gz, .parquet, .csv, .tsv or .json file, a folder, or a hub name; '' for that of `known`.
             name: Name of the task.
             known: A data set with a name: its columns, and which of its rows are used.
             prompt: Column of the question, or of the chat; '' is recognised (`whet.tasks.columns`).

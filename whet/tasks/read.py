@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,8 @@ Check = Callable[[Row], Any]
 MAX_LINE_BYTES = 16 * 2**20
 MAX_RAW = 2000
 DEV_PERCENT = TEST_PERCENT = 5
-ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+CSV = (".csv", ".tsv")
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", *CSV, ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +104,16 @@ def read_csv(
     check: Check | None = None,
     max_rows: int = 0,
 ) -> tuple[list[tuple[int, Any]], list[BadRow]]:
-    """Read a CSV file with a line of column names; otherwise as `read_jsonl`, with row numbers for line numbers."""
+    """Read a CSV file with a line of column names; otherwise as `read_jsonl`, with row numbers for line numbers.
+
+    Columns are parted by what the line of names has most of: commas, semicolons (as spreadsheets write where the comma
+    is decimal), or tabs.
+    """
     path = Path(path)
 
     def rows() -> Iterator[tuple[str, int, Row | str | None, Any]]:
         try:
-            lines = (line.decode("utf-8") for _, line in _lines(path))
-            for number, row in enumerate(csv.DictReader(lines, strict=True), 1):
+            for number, row in enumerate(_csv_rows(path), 1):
                 whole = None not in row and None not in row.values()
                 fault = "not as many fields as columns"
                 yield f"{path.name} row {number}", number, row if whole else fault, row
@@ -116,6 +121,14 @@ def read_csv(
             raise UserError(f"{path.name}: not CSV in UTF-8 ({error})") from error
 
     return sift(path.name, rows(), required, max_bad_rows, check, max_rows)
+
+
+def _csv_rows(path: Path, errors: str = "strict") -> Iterable[dict[str | Any, Any]]:
+    lines = (line.decode("utf-8", errors=errors) for _, line in _lines(path))
+    names = next(lines, "")
+    return csv.DictReader(
+        chain([names], lines), strict=errors == "strict", delimiter=max(",;\t", key=names.count)
+    )
 
 
 def read_parquet(
@@ -170,8 +183,8 @@ def read_file(
     check: Check | None = None,
     max_rows: int = 0,
 ) -> tuple[list[tuple[int, Any]], list[BadRow]]:
-    """Read a file by its ending: .parquet, .csv, .json (one array, or lines), else JSON lines."""
-    read = {".parquet": read_parquet, ".csv": read_csv}.get(path.suffix, read_jsonl)
+    """Read a file by its ending: .parquet, .csv, .tsv, .json (one array, or lines), else JSON lines."""
+    read = read_csv if path.suffix in CSV else read_parquet if path.suffix == ".parquet" else read_jsonl
     if _is_array(path):
         read = read_json_array
     return read(path, required=required, max_bad_rows=max_bad_rows, check=check, max_rows=max_rows)
@@ -179,9 +192,8 @@ def read_file(
 
 def first_row(path: Path) -> Row:
     """Return the first object of a file that `read_file` reads; {} if there is none."""
-    if path.suffix == ".csv":
-        lines = (line.decode("utf-8", errors="replace") for _, line in _lines(path))
-        return next(iter(csv.DictReader(lines)), {})
+    if path.suffix in CSV:
+        return next(iter(_csv_rows(path, errors="replace")), {})
     if _is_array(path):
         return next((row for _, row in read_json_array(path, required=[], max_bad_rows=sys.maxsize)[0]), {})
     rows = _parquet_rows(path) if path.suffix == ".parquet" else (_parse(line) for _, line in _lines(path))

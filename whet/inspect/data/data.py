@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -18,13 +18,12 @@ from whet.cli import Program
 from whet.config import dump_yaml
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.inspect.data.overlap import VIEWS, Overlap, Texts, View, compare, fold_prompts
-from whet.model.text.tokenizer import Tokenizer
 from whet.report.plots import COLOURS, MUTED, STYLE
 from whet.storage.folder import open_run
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.mixture import Mixture
 from whet.telemetry.display import escape_controls, one_line
-from whet.train.data.demonstrations import TOOL_CALLS, demonstration, kind_of, render_conversation
+from whet.train.data.demonstrations import sequences_of
 from whet.train.rollout.curriculum import percentile
 from whet.types import Problem, Task, UserError
 
@@ -46,7 +45,7 @@ class DataReportConfig:
     task: TaskConfig = field(default_factory=TaskConfig)
     """The task."""
     tokenizer: str = "bytes"
-    """Unit of lengths: bytes, or a tokenizer's folder or hub name."""
+    """Unit of lengths: bytes, or a tokenizer's folder or hub name, by which rows are shown as they are learnt, too."""
     ngram: int = 13
     """Words per n-gram of prompts with at least twice as many words (13 is GPT-3's, arXiv:2005.14165, appendix C)."""
     short_ngram: int = 8
@@ -54,12 +53,11 @@ class DataReportConfig:
     overlap_share: float = 0.5
     """A held-out prompt counts as overlapping if at least this share of its n-grams occurs in training prompts."""
     policy: PolicyConfig | None = None
-    """Show a problem as this model reads it, and what fine-tuning trains of it; its weights are not read."""
+    """Count and show as this model does, with its schema; its weights are not read."""
     num_shown: int = 5
     """Number of worst pairs and repeated prompts to show."""
     num_rendered: int = 2
-    """Conversations and texts to show as they are learnt: rendered by the tokenizer's chat template, with token ids;
-    needs a tokenizer."""
+    """Training rows to show as fine-tuning reads and trains them, with token ids; needs a tokenizer or a policy."""
     fail_on_overlap: bool = False
     """End with exit status 2 if a dev or test prompt, as written, overlaps with train."""
 
@@ -75,49 +73,27 @@ class DataReportConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Consecutive tokens of a demonstration that are all trained, or all only read.
+def show(policy: Policy, problems: Sequence[Problem]) -> list[list[dict[str, Any]]]:
+    """Render problems as fine-tuning reads and trains them.
 
-    Attributes:
-        is_trained: Whether fine-tuning trains them.
-        text: As it is decoded, special tokens included.
-        ids: The tokens.
+    Returns:
+        For each sequence, from its first token to its last, the pieces that are all trained, or all only read: text
+        with special tokens, ids, and whether they are trained.
     """
-
-    is_trained: bool
-    text: str
-    ids: list[int]
-
-
-def parts_of(policy: Policy, problem: Problem) -> list[Part]:
-    """Return what fine-tuning reads and trains of a problem, from the first token to the last."""
-    sequence = demonstration(policy, problem)
-    prompt = list(sequence.prompt_ids)
-    trained = [False] * len(prompt) + list(sequence.trained or [True] * len(sequence.completion_ids))
-    ids = [*prompt, *sequence.completion_ids]
-    parts: list[Part] = []
-    for is_trained, run in groupby(range(len(ids)), key=trained.__getitem__):
-        places = list(run)
-        own = ids[places[0] : places[-1] + 1]
-        text = policy.tokenizer.decode_completion(ids[: places[0]], own)
-        parts.append(Part(is_trained, text, own))
-    return parts
-
-
-def _print_parts(parts: Sequence[Part]) -> None:
-    """Print the exact text (read: dim, trained: bold), then the ids; between marks where there are no colours."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console()
-    words = {True: "trained", False: "read"}
-    console.print(Text("A training problem as the model reads it", style="bold"))
-    for part in parts:
-        console.print(Text(f"--- {words[part.is_trained]}, {len(part.ids)} tokens", style="cyan"))
-        lines = "\n".join(map(escape_controls, part.text.split("\n")))
-        console.print(Text(lines, style="bold" if part.is_trained else "dim"), soft_wrap=True)
-        console.print(Text(f"ids {' '.join(map(str, part.ids))}", style="dim"), soft_wrap=True)
+    shown = []
+    for problem in problems:
+        for sequence in sequences_of(policy, problem):
+            ids = [*sequence.prompt_ids, *sequence.completion_ids]
+            trained = sequence.trained or (True,) * len(sequence.completion_ids)
+            pieces: list[dict[str, Any]] = []
+            done = 0
+            for is_trained, run in groupby((*(False,) * len(sequence.prompt_ids), *trained)):
+                own = ids[done : done + len(list(run))]
+                text = policy.tokenizer.decode_completion(ids[:done], own)
+                pieces.append({"trained": is_trained, "text": text, "ids": own})
+                done += len(own)
+            shown.append(pieces)
+    return shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +128,8 @@ def main(config: DataReportConfig) -> None:
     folder = Path(config.out or time.strftime("runs/data-%Y%m%d-%H%M%S"))
     task = load_task(config.task)
     splits = {split: task.problems(split) for split in SPLITS}
-    lengths = _lengths(splits, config.tokenizer)
+    policy = _policy(config, task)
+    lengths = _lengths(splits, policy)
     texts = {split: fold_prompts(problems) for split, problems in splits.items()}
     repeated = {split: find_repeated(task, splits[split], texts[split]) for split in SPLITS}
     overlaps: dict[tuple[str, View], Overlap] = {
@@ -167,18 +144,15 @@ def main(config: DataReportConfig) -> None:
         for split in HELD_OUT
         for view in VIEWS
     }
-    parts = _rendered(config, task, splits["train"])
     open_run(folder, dump_yaml(config), resumable=False)
     content = _content(config, task, splits, lengths, repeated, overlaps)
+    content["rendered"] = show(policy, splits["train"][: config.num_rendered]) if policy else []
     (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
     _draw_lengths({split: prompts for split, (prompts, _) in lengths.items()}, _unit(config), folder)
     sheets = list(_sheets(config, content))
     _write_markdown(folder, config, sheets, content["rendered"])
     _print(sheets)
     _print_rendered(content["rendered"])
-    if parts:
-        (folder / "rendered.json").write_text(json.dumps([asdict(part) for part in parts], indent=1) + "\n")
-        _print_parts(parts)
     print(f"report: {folder / 'report.md'}")
     flagged = {split: content["overlap"][split]["text"]["overlapping"] for split in HELD_OUT}
     if config.fail_on_overlap and any(flagged.values()):
@@ -188,27 +162,31 @@ def main(config: DataReportConfig) -> None:
         raise UserError(f"{found} prompts overlap with train; see {folder / 'report.md'}, and remove them")
 
 
-def _rendered(config: DataReportConfig, task: Task, problems: Sequence[Problem]) -> list[Part]:
-    """Return the first training problem as the policy reads it; [] without a policy."""
-    if config.policy is None or not problems:
-        return []
-    policy = load_policy(config.policy, seed=0, weights=False)
+def _policy(config: DataReportConfig, task: Task) -> Policy | None:
+    """Return what encodes and renders; None for bytes."""
+    chosen = config.policy
+    if chosen is None:
+        if config.tokenizer == "bytes":
+            return None
+        chosen = PolicyConfig(tokenizer=config.tokenizer)
+    elif config.tokenizer != "bytes":
+        chosen = replace(chosen, tokenizer=config.tokenizer)
+    policy = load_policy(chosen, seed=0, weights=False)
     policy.expect(answer_type_of(task))
-    return parts_of(policy, problems[0])
+    return policy
 
 
 def _unit(config: DataReportConfig) -> str:
-    return "bytes" if config.tokenizer == "bytes" else "tokens"
+    return "bytes" if config.tokenizer == "bytes" and config.policy is None else "tokens"
 
 
 def _lengths(
-    splits: Mapping[str, Sequence[Problem]], tokenizer: str
+    splits: Mapping[str, Sequence[Problem]], policy: Policy | None
 ) -> dict[str, tuple[list[int], list[int]]]:
     """Return by split the lengths of prompts, and of solutions if there are any."""
-    coder = None if tokenizer == "bytes" else Tokenizer.load(tokenizer)
 
     def count(text: str) -> int:
-        return len(text.encode() if coder is None else coder.encode(text))
+        return len(text.encode() if policy is None else policy.tokenizer.encode(text))
 
     return {
         split: ([count(p.prompt) for p in problems], [count(p.solution) for p in problems if p.solution])
@@ -290,43 +268,7 @@ def _content(
             for split, problems in splits.items()
         },
         "overlap": {split: {view: overlap_of(split, view) for view in VIEWS} for split in HELD_OUT},
-        "rendered": render_rows(config, splits["train"]),
     }
-
-
-def render_rows(config: DataReportConfig, problems: Sequence[Problem]) -> list[list[dict[str, Any]]]:
-    """Render the first conversations and texts of a split as `whet sft` learns them.
-
-    Returns:
-        For each sequence its pieces: text, token ids, and whether they are learnt.
-    """
-    rows = [row for row in problems if row.reply or TOOL_CALLS in row.meta]
-    if config.tokenizer == "bytes" or not rows:
-        return []
-    tokenizer = Tokenizer.load(config.tokenizer)
-    found: list[list[dict[str, Any]]] = []
-    for row in rows[: config.num_rendered]:
-        if kind_of(row) == "text":
-            ids = tokenizer.encode_document(row.reply)
-            found.append(_pieces(tokenizer, ids, (False, *(True,) * (len(ids) - 1))))
-            continue
-        for passage in render_conversation(tokenizer, row):
-            found.append(
-                _pieces(tokenizer, *tokenizer.encode_marked(passage.text, passage.spans(list(passage.turns))))
-            )
-    return found
-
-
-def _pieces(tokenizer: Tokenizer, ids: Sequence[int], learnt: Sequence[bool]) -> list[dict[str, Any]]:
-    """Cut a sequence where learning begins or ends."""
-    pieces: list[dict[str, Any]] = []
-    done = 0
-    for is_learnt, run in groupby(learnt):
-        own = list(ids[done : done + len(list(run))])
-        text = tokenizer.decode_completion(ids[:done], own)
-        pieces.append({"learnt": is_learnt, "text": text, "ids": own})
-        done += len(own)
-    return pieces
 
 
 def _percentiles(lengths: Sequence[int]) -> dict[str, int]:
@@ -435,7 +377,7 @@ def _print(sheets: Sequence[Sheet]) -> None:
             console.print(Text(sheet.remark, style="dim"))
 
 
-RENDERED = "As learnt: the exact text and token ids, what is trained in ⟦⟧"
+RENDERED = "As fine-tuning reads it: the exact text and token ids, what is trained in ⟦⟧"
 
 
 def _print_rendered(rendered: Sequence[Sequence[Mapping[str, Any]]]) -> None:
@@ -452,8 +394,8 @@ def _print_rendered(rendered: Sequence[Sequence[Mapping[str, Any]]]) -> None:
             for piece in pieces:
                 value = piece["text"] if name == "text" else " ".join(map(str, piece["ids"]))
                 shown = "\n".join(escape_controls(part) for part in value.split("\n"))
-                style = "green" if piece["learnt"] else "dim"
-                line.append(f"⟦{shown}⟧" if piece["learnt"] else shown, style=style)
+                style = "green" if piece["trained"] else "dim"
+                line.append(f"⟦{shown}⟧" if piece["trained"] else shown, style=style)
                 line.append(" " if name == "ids" else "")
             console.print(line, soft_wrap=True)
 
@@ -465,7 +407,7 @@ def _rendered_markdown(rendered: Sequence[Sequence[Mapping[str, Any]]]) -> list[
         for name in ("text", "ids"):
             parts = [p["text"] if name == "text" else " ".join(map(str, p["ids"])) for p in pieces]
             joined = (" " if name == "ids" else "").join(
-                f"⟦{part}⟧" if piece["learnt"] else part for part, piece in zip(parts, pieces, strict=True)
+                f"⟦{part}⟧" if piece["trained"] else part for part, piece in zip(parts, pieces, strict=True)
             )
             blocks.append("\n".join(f"    {escape_controls(line)}" for line in joined.split("\n")))
             blocks.append("<!-- -->")

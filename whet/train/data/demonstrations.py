@@ -151,6 +151,11 @@ def demonstration(policy: Policy, problem: Problem, *, empty: bool = False) -> T
     return TrainingSequence(prompt_ids=policy.prompt_ids(problem), completion_ids=ids, trained=trained)
 
 
+def sequences_of(policy: Policy, problem: Problem) -> list[TrainingSequence]:
+    """Return all that is learnt from a row, whatever its length: one sequence, or several of a conversation."""
+    return [part.sequence for part in _unfold(policy, problem, "all")]
+
+
 def demonstrate(
     policy: Policy, problems: Sequence[Problem], *, turns: Turns = "all", too_long: TooLong = "skip"
 ) -> Demonstrations:

@@ -157,7 +157,7 @@ def read_pair_rows(
     """Read rows of preference pairs from a file or from the hub.
 
     Args:
-        source: A .jsonl, .jsonl.gz, .json, .csv or .parquet file, a name of `PAIR_SETS`, or a hub name.
+        source: A .jsonl, .jsonl.gz, .json, .csv, .tsv or .parquet file, a name of `PAIR_SETS`, or a hub name.
         split: Split of the hub data set; '' for the one called train, or the only one.
         max_bad_rows: Bad rows that are tolerated.
         check: Says what is wrong with a row.
