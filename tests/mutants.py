@@ -1120,7 +1120,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("order", "return letters[-1][1] or letters[-1][2]", "return letters[0][1] or letters[0][2]"),
         ("order", '    "tags": from_tags,', '    "box": from_box, "tags": from_tags,'),
         ("guard", 'if "$" not in tail:', "if True:"),
-        ("guard", "if reason is not None and reason.start() > 0:", "if False:"),
+        ("guard", "if reasons:", "if False:"),
         ("guard", "if number is None:  # the last", "if False:  # the last"),
     ],
     (

@@ -73,7 +73,7 @@ class Jsonl:
         """Set the location of the data; rows are read when a split is requested.
 
         Args:
-            path: A .jsonl, .jsonl.gz, .parquet, .csv, .tsv or .json file, a folder, or a hub name; '' for that of `known`.
+            path: A file that `read_file` reads, a folder of such, or a hub name; '' for that of `known`.
             name: Name of the task.
             known: A data set with a name: its columns, and which of its rows are used.
             prompt: Column of the question, or of the chat; '' is recognised (`whet.tasks.columns`).
