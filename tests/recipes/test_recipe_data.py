@@ -124,7 +124,7 @@ def test_without_gold_answers_only_what_compares_them_is_refused(tmp_path: Path)
     with pytest.raises(UserError) as caught:
         check_gold(loaded, loaded.problems("train"), "an evaluation compares answers")
     assert str(caught.value) == (
-        "task jsonl: 18 of 18 problems have no gold answer, but an evaluation compares answers (chats.jsonl: 30 of "
+        "task jsonl: 27 of 27 problems have no gold answer, but an evaluation compares answers (chats.jsonl: 30 of "
         "30 rows have no final answer in the last assistant message (first: 1)); name its column with --task.answer, "
         "or leave out what compares answers"
     )
@@ -142,7 +142,7 @@ def test_without_gold_answers_only_what_compares_them_is_refused(tmp_path: Path)
     assert not (tmp_path / "rl").exists()
     mixed = TaskConfig(name="mixture", weights={"arithmetic": 1.0, "jsonl": 1.0}, paths={"jsonl": str(path)})
     both = load_task(mixed)
-    with pytest.raises(UserError, match="^task jsonl: 18 of 18 problems"):
+    with pytest.raises(UserError, match="^task jsonl: 27 of 27 problems"):
         check_gold(both, both.problems("train"), "it is compared")
 
 
@@ -155,7 +155,7 @@ def test_what_training_says_of_its_data(tmp_path: Path) -> None:
     assert first.startswith(
         "rows.jsonl: prompt = 'question', answer = 'answer'\n  question: '0+1?'\n  answer: '1'"
     )
-    assert second.startswith("warning: only 8 problems to train on")
+    assert second.startswith("warning: only 11 problems to train on")
     assert told_of(task, FEW_PROBLEMS) == [first]
 
 

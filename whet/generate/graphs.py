@@ -51,7 +51,7 @@ class StaticDecode:
     """
 
     def __init__(self, cache: KVCache, positions_B: torch.Tensor) -> None:
-        self._cache = cache
+        self._cache, self.longest = cache, cache.size.longest
         self._positions = positions_B
         self._lengths = positions_B + 1
         self._rows = torch.arange(positions_B.shape[0], device=positions_B.device)
