@@ -138,7 +138,7 @@ def test_without_gold_answers_only_what_compares_them_is_refused(tmp_path: Path)
     )
     with pytest.raises(UserError, match="but the reward 'correct' compares answers"):
         load_rl(small)
-    assert len(load_rl(replace(small, rewards={"format": 1.0})).problems) == 18
+    assert len(load_rl(replace(small, rewards={"format": 1.0})).problems) == 27
     assert not (tmp_path / "rl").exists()
     mixed = TaskConfig(name="mixture", weights={"arithmetic": 1.0, "jsonl": 1.0}, paths={"jsonl": str(path)})
     both = load_task(mixed)
