@@ -3,9 +3,9 @@
 python bench/generate.py [--quick] [--models abc] [--repeats 5] [--against hf vllm] [--json FILE]
 
 Same weights, prompts of 32 tokens, 64 new tokens each, nothing ends early, sampled at temperature 1 without filters.
-Both transformers (sdpa, dynamic cache) and whet run with their best of float32 and bfloat16, model a in float32 alone;
-transformers in bfloat16 only where the CPU has products for it. The floor is what must be computed, at the matmul peak,
-or read, at the copy speed of the same run.
+All run with their best of float32 and bfloat16, model a in float32 alone; transformers (sdpa, dynamic cache) in
+bfloat16 only where the CPU has products for it; vLLM (model c) in both. The floor is what must be computed, at the
+matmul peak, or read, at the copy speed of the same run.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ for _ in sys.stdin:
     print("done", sum(len(o.outputs[0].token_ids) for o in out), flush=True)
 """
 
-    def __init__(self, home: Path, prompts: list[tuple[int, ...]]) -> None:
-        arguments = json.dumps([str(home), "bfloat16", prompts, NEW])
+    def __init__(self, home: Path, dtype: str, prompts: list[tuple[int, ...]]) -> None:
+        arguments = json.dumps([str(home), dtype, prompts, NEW])
         environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2"}
         self.process = subprocess.Popen(
             [VLLM_PYTHON, "-c", self.CODE, arguments],
@@ -144,14 +144,14 @@ def run_point(model: str, batch: int, folder: Path, repeats: int, against: list[
     if "hf" in against:
         theirs = names if sides.has_bfloat16() else ["float32"]
         runs |= {f"hf {d}": hf_side(home, getattr(torch, d), prompts) for d in theirs}
-    vllm = VLLM(home, prompts) if "vllm" in against and model == "c" and VLLM_PYTHON else None
-    if vllm is not None:
-        runs["vllm"] = vllm
+    is_asked = "vllm" in against and model == "c" and VLLM_PYTHON
+    vllm = {f"vllm {dtype}": VLLM(home, dtype, prompts) for dtype in names} if is_asked else {}
+    runs |= vllm
     counts = {name: run() for name, run in runs.items()}
     assert set(counts.values()) == {batch * NEW}, counts
     times = sides.alternate(runs, repeats, warmup=0)
-    if vllm is not None:
-        vllm.stop()
+    for server in vllm.values():
+        server.stop()
 
     def best(side: str) -> str:
         return min((n for n in times if n.startswith(side)), key=lambda n: times[n].median)
@@ -164,8 +164,7 @@ def run_point(model: str, batch: int, folder: Path, repeats: int, against: list[
         if any(other.startswith(name) for other in times):
             pair = sides.paired(times[best(name)].seconds, mine.seconds)
             row |= {f"{name}_{key}": value for key, value in pair.items()}
-    if "hf_ratio" in row:
-        row["hf_best"] = best("hf").removeprefix("hf ")
+            row[f"{name}_best"] = best(name).removeprefix(f"{name} ")
     mine = mine.median
     # Without bfloat16 products the kernels multiply at float32's speed.
     peak = dtype if sides.has_bfloat16() else torch.float32
@@ -194,16 +193,10 @@ def main() -> None:
                 row = run_point(model, batch, Path(folder), repeats, arguments.against)
                 rows.append(row)
                 parts = [f"generate {model} batch {batch:>3}, {row['precision']}:"]
-                parts += (
-                    [f"HF ({row['hf_best']}) {sides.times(row, 'hf_ratio', 'hf_range')} (target 3x)"]
-                    if "hf_ratio" in row
-                    else []
-                )
-                parts += (
-                    [f"vLLM {sides.times(row, 'vllm_ratio', 'vllm_range')} (target 1.1x)"]
-                    if "vllm_ratio" in row
-                    else []
-                )
+                for name, title in (("hf", "HF"), ("vllm", "vLLM")):
+                    if f"{name}_ratio" in row:
+                        ratio = sides.times(row, f"{name}_ratio", f"{name}_range")
+                        parts.append(f"{title} ({row[f'{name}_best']}) {ratio} (target {TARGET[name]:g}x)")
                 parts += [f"{row['share_of_floor']:.0%} of the floor, medians of {repeats} alternating runs"]
                 print(" ".join(parts), flush=True)
     sides.finish(arguments, rows)
