@@ -35,6 +35,8 @@ from whet.train.optim.step import Precision, lean
 TARGETS = {"fastest": 0.4, "leanest": 0.6}
 STEPS = 2
 GROUP = 8
+PIECE = 512
+FEW_ROWS = 64
 WHET: dict[str, dict[str, Any]] = {"whet": {}, "whet, lean": lean()}
 TRL: dict[str, dict[str, Any]] = {
     "TRL, float32": {"kind": "float32"},
@@ -62,29 +64,38 @@ def note_peak() -> None:
     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
-class _Product(torch.autograd.Function):
-    """x W^T + b whose gradient of x reads W transposed, piece by piece; what it allocates is what PyTorch's does.
+def product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """Return x W^T [N, O] in bfloat16, computed by float32 pieces of a few MB; what it returns is all it keeps."""
+    if x_NI.shape[0] <= FEW_ROWS:
+        return F.linear(x_NI, weight_OI)
+    out = x_NI.new_empty(x_NI.shape[0], weight_OI.shape[0])
+    for first in range(0, out.shape[0], PIECE):
+        rows = x_NI[first : first + PIECE].float()
+        for start in range(0, out.shape[1], PIECE):
+            part = weight_OI[start : start + PIECE].float()
+            out[first : first + PIECE, start : start + PIECE] = rows @ part.t()
+    return out
 
-    Without bfloat16 instructions (AVX2) PyTorch's grad @ weight does 1 GFLOP/s, grad @ transposed^T 19: the peer's
-    bfloat16 model would take an hour a step.
+
+class _Product(torch.autograd.Function):
+    """x W^T + b as PyTorch computes it, without bfloat16 instructions (AVX2): there its own does 1 to 15 GFLOP/s, and
+    the peer's bfloat16 model would take an hour.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return F.linear(x, weight, bias)
+        out = product(x.flatten(0, -2), weight)
+        return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = upstream[0].flatten(0, -2)
-        grad_x = torch.empty(grad.shape[0], weight.shape[1], dtype=x.dtype)
-        for start in range(0, weight.shape[1], 128):
-            part = slice(start, start + 128)
-            grad_x[:, part] = F.linear(grad, weight[:, part].t().contiguous())
-        grad_weight = grad.t() @ x.flatten(0, -2)
-        return grad_x.view_as(x), grad_weight, grad.sum(0) if ctx.has_bias else None
+        grad_x = product(grad, weight.t()).view_as(x)
+        grad_weight = product(grad.t(), x.flatten(0, -2).t())
+        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None
 
 
 def changed(home: Path, weights: dict[str, torch.Tensor]) -> float:
