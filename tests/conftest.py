@@ -12,6 +12,8 @@ from pathlib import Path
 
 # What is tested must not depend on which kernels a busy machine happens to find faster.
 os.environ.setdefault("WHET_KERNELS", "cpp")
+# Two test processes share two cores: threads that spin while they wait take them from each other (twice the time).
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import pytest
 import torch
