@@ -206,6 +206,7 @@ def test_gradients_over_given_experts_are_finite_differences(name: str) -> None:
         model = build_model(policy.model.config).double()
         model.load_state_dict(policy.model.state_dict())
         wide = Policy(model, policy.tokenizer, policy.schema)
+        model.num_valid_tokens = cases.VOCAB
 
         def loss() -> torch.Tensor:
             weights_M = torch.linspace(-1, 1, len(micro.targets_M), dtype=torch.float64)
