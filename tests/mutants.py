@@ -1242,8 +1242,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ),
         (
             "mask",
-            "Packed(micro.segments, device, attention)",
-            "Packed(micro.segments[:1], device, attention)",
+            "Packed(micro.segments, device, attention, routing)",
+            "Packed(micro.segments[:1], device, attention, routing)",
         ),
     ],
     ("tasks/read.py", ("tests/tasks/test_read.py", "tests/tasks/test_jsonl.py")): [

@@ -43,8 +43,8 @@ class RoutedLayer:
     def settle(self, own_NK: torch.Tensor, probs_NE: torch.Tensor) -> torch.Tensor:
         """Return the experts to take, and note them.
 
-        Where activation checkpointing computes a layer again, it calls this again and expects the same saved tensors:
-        so everything is computed both times, and what was noted first stays.
+        Activation checkpointing computes a layer again in the backward pass and expects the same saved tensors, from
+        the same compiled code: so this does the same each time, and what is noted then is read by nobody.
 
         Args:
             own_NK: The router's own choice.
@@ -55,13 +55,10 @@ class RoutedLayer:
             surplus = own_NK.shape[0] - self._given.shape[0]
             given_NK = F.pad(self._given, (0, 0, 0, surplus), value=-1)
             which_NK = torch.where(given_NK < 0, own_NK, given_NK)
-        if self.chosen_NK is None:
-            self.chosen_NK = which_NK
+        self.chosen_NK = which_NK
         if self._weights is not None:
             surplus = own_NK.shape[0] - self._weights.shape[0]
-            mass_E = (probs_NE * F.pad(self._weights, (0, surplus))[:, None]).sum(0)
-            if self.mass_E is None:
-                self.mass_E = mass_E
+            self.mass_E = (probs_NE * F.pad(self._weights, (0, surplus))[:, None]).sum(0)
         return which_NK
 
 
