@@ -57,7 +57,7 @@ def train_ratio(model: str, folder: Path, repeats: int, ours: Choice) -> float:
 
         def step(policy=policy, optimizer=optimizer, used=used) -> None:
             with dispatch.taken(used):
-                loss, _, _ = train_step(policy, rows, config)
+                loss, *_ = train_step(policy, rows, config)
                 optimizer.step(1e-5, loss=loss)
 
         steps[name] = step

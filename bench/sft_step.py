@@ -42,7 +42,7 @@ class WhetSide:
     def step(self) -> None:
         """Do one step and note its tokens per second."""
         began = time.perf_counter()
-        loss, _, tokens = train_step(self.policy, self.rows, self.config)
+        loss, _, tokens, _ = train_step(self.policy, self.rows, self.config)
         self.optimizer.step(1e-5, loss=loss)
         self.speeds.append(tokens / (time.perf_counter() - began))
 

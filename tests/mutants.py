@@ -394,6 +394,30 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("factor", "return weights * e.scale, which", "return weights, which"),
         ("guard", "F.pad(rows_ND, (0, 0, 0, -count % ROW_QUANTUM))", "rows_ND"),
     ],
+    ("model/experts.py", ("tests/model/test_routing.py",)): [
+        ("choice", "which = routed.settle(which,", "routed.settle(which,"),
+        ("choice", "return scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)", "return scores_NE"),
+    ],
+    ("model/routing.py", ("tests/model/test_routing.py",)): [
+        ("mask", "torch.where(given_NK < 0, own_NK, given_NK)", "given_NK.clamp(min=0)"),
+        ("mask", "(0, 0, 0, surplus), value=-1)", "(0, 0, 0, surplus), value=0)"),
+        (
+            "mask",
+            "F.pad(self._weights, (0, surplus))[",
+            "F.pad(self._weights, (0, surplus), value=1.0)[",
+        ),
+        ("mask", "chosen_NK[: len(counts_NK)]", "chosen_NK[-len(counts_NK) :]"),
+        ("bound", "MOST_IN_A_BYTE = 255", "MOST_IN_A_BYTE = 256"),
+        ("guard", "if segment.shared or segment.start not in prompts", "if True"),
+        ("factor", "weights_N[segment.prefix : segment.prefix + segment.shared] += 1", "pass"),
+    ],
+    ("train/optim/balance.py", ("tests/model/test_routing.py",)): [
+        ("factor", "count * load_LE.sum(0)", "load_LE.sum(0)"),
+        ("denominator", "(num_layers * num_tokens) ** 2", "(num_layers * num_tokens**2)"),
+        ("denominator", "/ experts.top_k, 1.0)", ", 1.0)"),
+        ("sign", "loss + (part - part.detach())", "loss - (part - part.detach())"),
+        ("factor", "coef * slopes_E, metrics)", "slopes_E, metrics)"),
+    ],
     ("algo/logprobs.py", ("tests/algo/test_logprobs.py",)): [
         ("mask", "logits[:, num_valid:vocab] = ", "logits[:, vocab:vocab] = "),
         (
@@ -1218,8 +1242,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ),
         (
             "mask",
-            "Packed(micro.segments, device, attention)",
-            "Packed(micro.segments[:1], device, attention)",
+            "Packed(micro.segments, device, attention, routing)",
+            "Packed(micro.segments[:1], device, attention, routing)",
         ),
     ],
     ("tasks/read.py", ("tests/tasks/test_read.py", "tests/tasks/test_jsonl.py")): [

@@ -272,6 +272,8 @@ UNSEEN: dict[str, str] = {
     "optim.compile_dynamic": "asks for compile, which computes the same: tests/train/test_schedules.py",
     "optim.compile_fullgraph": "asks for compile, which computes the same: tests/train/test_schedules.py",
     "optim.adam_bits": "tensors of this size stay float32: tests/train/test_optimizer.py",
+    "optim.router_aux_loss_coef": "a model without experts refuses it: tests/train/test_experts.py",
+    "off_policy.router_replay": "a model without experts refuses it: tests/train/test_experts.py",
     "optim.update_in_backward": "asks for no clipping: tests/train/test_optimizer.py",
     "overlap.": "refused with some of these settings: tests/train/test_overlap.py",
     "safety.max_skipped": "read when a loss is not finite: tests/train/test_session.py, test_sft.py, test_rl.py",

@@ -2,7 +2,7 @@
 
 Shape letters (one letter is exactly one axis; suffixes on tensor and list names):
 
-======  =====================================  ======  =====================================
+======  =====================================  ======  =========================================
 ``P``   prompts (problems) per step            ``H``   query heads
 ``G``   samples per prompt                     ``K``   key/value heads
 ``B``   rows (sequences)                       ``C``   channels per head
@@ -11,8 +11,8 @@ Shape letters (one letter is exactly one axis; suffixes on tensor and list names
 ``S``   cache (key) positions                  ``R``   LoRA rank
 ``V``   vocabulary                             ``I``   image patches
 ``D``   model width                            ``M``   trained tokens (those that the loss sees)
-``E``   experts                                ``X``   channels of a convolution
-======  =====================================  ======  =====================================
+``E``   experts                                ``X``   channels of a convolution, bytes of a record
+======  =====================================  ======  =========================================
 """
 
 from __future__ import annotations
@@ -130,6 +130,8 @@ class Sample:
         trained: True for the tokens that the policy wrote, False for a tool's or environment's; empty: all True.
         kept: Per generated token what the sampler's filters left to draw from (`whet.algo.kept`), '' for tokens that
             the policy did not write; empty without filters.
+        experts: The sampler's choices of experts in the prompt and in the completion (`whet.algo.kept`); empty where
+            they are not recorded.
         turn_ends: Number of policy tokens at the end of each turn; empty for one turn.
         turn_rewards: What the environment paid for each turn, times the weight of the reward 'episode', which is their
             sum; empty without one.
@@ -147,6 +149,7 @@ class Sample:
     advantage: float | None = None
     trained: tuple[bool, ...] = ()
     kept: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     turn_ends: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
 
@@ -212,6 +215,8 @@ class MicroBatch:
         start_values_M: Value estimates before the update (zeros without a critic).
         returns_M: Targets of the value estimates (zeros without a critic).
         kept: What the sampler's filters left to draw from; None without filters.
+        experts_NX: uint8 bytes of each token's experts in the sampler, all ones where they are unknown; None where
+            nothing is recorded.
     """
 
     tokens_N: torch.Tensor
@@ -229,6 +234,7 @@ class MicroBatch:
     start_values_M: torch.Tensor
     returns_M: torch.Tensor
     kept: KeptSets | None = None
+    experts_NX: torch.Tensor | None = None
 
     @property
     def lengths_B(self) -> tuple[int, ...]:

@@ -283,7 +283,7 @@ def test_a_fault_stands_alone(
     recorder.is_due = False  # the batch is described when the fault is known
     recorder.begin(lambda: fit_batch(drawn, rows, policy, OPTIM, token_budget=64, attention="fast"))
     optimizer = Optimizer(policy.model, OPTIM)
-    loss, _, _ = sft.train_step(policy, rows, OPTIM, TokenBudget(64, policy.model.parameters()))
+    loss, *_ = sft.train_step(policy, rows, OPTIM, TokenBudget(64, policy.model.parameters()))
     assert not math.isfinite(loss)
     metrics = {"sft/loss": loss, "sft/grad_norm": optimizer.step(1e-3, loss=loss), "sft/lr": OPTIM.lr}
     recorder.end(2, metrics, lambda: (optimizer.tensors(), {}), is_skipped=True)

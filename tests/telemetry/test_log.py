@@ -46,7 +46,7 @@ def strict_rows(path):
 def test_every_metric_is_declared_well():
     for name, metric in METRICS.items():
         group, quantity = name.split("/", 1)
-        assert group in ("sft", "dpo", "rft", "rl", "eval")
+        assert group in ("sft", "dpo", "rft", "rl", "router", "eval")
         assert quantity
         assert metric.unit
         assert metric.meaning

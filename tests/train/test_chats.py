@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_left_out_or_cut_at_whole_turns(make: Callable[...,
 def test_the_loss_is_that_of_the_assistants_tokens(make: Callable[..., PolicyConfig]) -> None:
     policy = load_policy(make(), seed=0)
     rows = [demonstration(policy, row) for row in ROWS[:5]]
-    loss, num_trained, num_read = train_step(policy, rows, OptimConfig(token_budget=90))
+    loss, num_trained, num_read, _ = train_step(policy, rows, OptimConfig(token_budget=90))
     total, count = 0.0, 0
     for row in rows:
         ids = (*row.prompt_ids, *row.completion_ids)

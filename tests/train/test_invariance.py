@@ -112,7 +112,7 @@ def sft_step(indices: Sequence[int], token_budget: int) -> tuple[float, dict[str
         TrainingSequence(prompt_ids=samples[i].prompt_ids, completion_ids=samples[i].completion_ids)
         for i in indices
     ]
-    loss, trained, read = train_step(policy, sequences, OptimConfig(token_budget=token_budget))
+    loss, trained, read, _ = train_step(policy, sequences, OptimConfig(token_budget=token_budget))
     assert trained == sum(len(s.completion_ids) for s in samples)
     assert read == trained + sum(len(s.prompt_ids) for s in samples)
     return loss, {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}

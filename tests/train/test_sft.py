@@ -220,7 +220,7 @@ def test_only_the_completion_is_trained(tiny_policy: PolicyConfig) -> None:
     empty = sft.demonstration(policy, problem, empty=True)
     assert policy.tokenizer.decode(empty.completion_ids) == f"</think><answer>{problem.answer}</answer>"
     assert empty.prompt_ids == row.prompt_ids
-    loss, trained, read = train_step(policy, [row], OptimConfig())
+    loss, trained, read, _ = train_step(policy, [row], OptimConfig())
     assert (trained, read) == (len(row.completion_ids), row.num_tokens)
     # The loss is the completion's alone: cutting the last token off changes it by that token's score only.
     cut = TrainingSequence(prompt_ids=row.prompt_ids, completion_ids=row.completion_ids[:-1])

@@ -259,6 +259,9 @@ class OffPolicyConfig:
     """Lower bound of the correction; none takes the published one."""
     high: float | None = None
     """Upper bound of the correction; none takes the published one."""
+    router_replay: bool = False
+    """For mixtures of experts: train each token with the experts that it went to in the sampler (R3), also where
+    rounding or moved weights would choose others."""
 
     def __post_init__(self) -> None:
         _require(self, "staleness low high", 0)

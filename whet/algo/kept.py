@@ -1,7 +1,8 @@
-"""The sets of tokens that filters (top-k, top-p, min-p) left to draw from, from the sampler to the trainer.
+"""What the sampler's choices were, from the sampler to the trainer: sets of tokens, and experts.
 
-The trainer must renormalise over the sampler's own sets: the weights have moved when it computes them again, and where
-they have not, rounding may still decide the last token of a set differently.
+Filters (top-k, top-p, min-p) leave a set of tokens to draw from. The trainer must renormalise over the sampler's own
+sets: the weights have moved when it computes them again, and where they have not, rounding may still decide the last
+token of a set differently. The same holds for the experts that the routers of a mixture choose.
 """
 
 from __future__ import annotations
@@ -59,6 +60,30 @@ def join_kept(rows: Sequence[str], device: torch.device) -> KeptSets:
     for part in parts:
         starts.append(starts[-1] + len(part) // 4)
     return KeptSets(words.to(device), tuple(starts))
+
+
+def encode_experts(experts_NX: torch.Tensor) -> str:
+    """Write the bytes of consecutive tokens' experts as text: base64.
+
+    Args:
+        experts_NX: uint8, from `whet.model.routing.Routing.encoded`.
+    """
+    return b64encode(experts_NX.cpu().numpy().tobytes()).decode()
+
+
+def join_experts(parts: Sequence[tuple[str, int]], device: torch.device) -> torch.Tensor:
+    """Put the experts of a micro-batch's tokens one after the other, uint8 [N, X].
+
+    Args:
+        parts: Text from `encode_experts` and number of tokens, of each run of tokens. Tokens behind the text's, such as
+            a completion's last one, which the sampler never read, have all bits set: there the router chooses.
+        device: Where the bytes go.
+    """
+    runs = [(b64decode(text), count) for text, count in parts]
+    # Each row has as many bytes; a completion lacks one or more rows, a prompt none.
+    width = max(len(run) // count for run, count in runs)
+    whole = b"".join(run.ljust(width * count, b"\xff") for run, count in runs)
+    return torch.frombuffer(bytearray(whole), dtype=torch.uint8).view(-1, width).to(device)
 
 
 def keep_only(logits_MV: torch.Tensor, kept: KeptSets | None, first: int = 0) -> torch.Tensor:

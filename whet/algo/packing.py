@@ -8,7 +8,7 @@ from itertools import compress
 
 import torch
 
-from whet.algo.kept import join_kept
+from whet.algo.kept import join_experts, join_kept
 from whet.algo.losses import Aggregation, aggregation_weight
 from whet.types import Batch, MicroBatch, Segment
 
@@ -28,6 +28,7 @@ class TrainingSequence:
         num_group_tokens: Trained tokens of all counted sequences of the group.
         sampler_logprobs: Log-probabilities of the trained tokens at sampling time; empty in supervised training.
         kept: What the sampler's filters left to draw each trained token from; empty without filters.
+        experts: The sampler's experts in the prompt and in the completion; empty where they are not recorded.
         turn_rewards: (index of a trained token, reward) paid before the end; part of `advantage`.
         advantages_T: Advantage of each token [advantage].
         proximal_logprobs_T: Recomputed log-probabilities before the update [sampler_logprobs].
@@ -46,6 +47,7 @@ class TrainingSequence:
     num_group_tokens: int = 0
     sampler_logprobs: tuple[float, ...] = ()
     kept: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     turn_rewards: tuple[tuple[int, float], ...] = ()
     advantages_T: torch.Tensor | None = None
     proximal_logprobs_T: torch.Tensor | None = None
@@ -150,9 +152,10 @@ def _num_rows(family: Family) -> int:
 
 def _families(sequences: Family, token_budget: int) -> list[Family]:
     """Group sequences of one prompt, as many as fit into a micro-batch; long ones first."""
-    by_prompt: dict[tuple[int, ...], Family] = {}
+    # A prompt that was read twice may have gone to other experts (on a GPU): then it is computed twice, too.
+    by_prompt: dict[tuple[tuple[int, ...], tuple[str, ...]], Family] = {}
     for item in sequences:
-        by_prompt.setdefault(item[1].prompt_ids, []).append(item)
+        by_prompt.setdefault((item[1].prompt_ids, item[1].experts[:1]), []).append(item)
     families: list[Family] = []
     for members in by_prompt.values():
         # A family that exceeds the budget is split; every part then stores the prompt once more.
@@ -199,6 +202,19 @@ def _lay_out(families: Sequence[Family]) -> tuple[list[int], list[int], list[int
     return tokens, source, targets, tuple(segments)
 
 
+def _experts(families: Sequence[Family]) -> list[tuple[str, int]]:
+    """Return the sampler's experts of each run of tokens, and its length, in the order of `_lay_out`."""
+    runs: list[tuple[str, int]] = []
+    for family in families:
+        first = family[0][1]
+        prompt, _ = first.experts or ("", "")
+        runs.append((prompt, len(first.prompt_ids)))
+        for _, sequence in family:
+            _, own = sequence.experts or ("", "")
+            runs.append((own, len(sequence.completion_ids)))
+    return runs
+
+
 def _micro_batch(
     families: Sequence[Family],
     aggregation: Aggregation,
@@ -233,6 +249,7 @@ def _micro_batch(
     sampler_M = torch.tensor(logprobs, dtype=torch.float32).to(device=device, dtype=dtype)
     kept = [row for _, sequence in sequences for row in sequence.kept]
     assert len(kept) in (0, len(targets)), "some tokens were drawn with filters, others without"
+    experts = _experts(families) if any(sequence.experts for _, sequence in sequences) else None
     is_recomputed = sequences[0][1].proximal_logprobs_T is not None  # all sequences of a step, or none
     long = {"dtype": torch.int64, "device": device}
     return MicroBatch(
@@ -251,4 +268,5 @@ def _micro_batch(
         start_values_M=column("start_values_T", 0.0),
         returns_M=column("returns_T", 0.0),
         kept=join_kept(kept, device) if kept else None,
+        experts_NX=None if experts is None else join_experts(experts, device),
     )

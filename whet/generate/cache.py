@@ -34,6 +34,7 @@ from whet.model.attention import (
 )
 from whet.model.config import ModelConfig
 from whet.model.recurrence import Recurrence, step
+from whet.model.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,8 +265,14 @@ class Prefill:
     """Packed causal attention that also writes each prompt's keys and values to its slot from `KVCache.place`."""
 
     def __init__(
-        self, cache: KVCache, homes: Sequence[int], lengths_B: Sequence[int], kind: AttentionKind
+        self,
+        cache: KVCache,
+        homes: Sequence[int],
+        lengths_B: Sequence[int],
+        kind: AttentionKind,
+        routing: Routing | None = None,
     ) -> None:
+        self.routing = routing
         device = cache.keys.device
         self._packed = Packed(lengths_B, device, kind)
         self._cache, self.longest = cache, cache.size.longest
@@ -320,9 +327,18 @@ class Decode:
         positions_B: Position of the new token of each row.
         num_keys: Key positions to read; a multiple of the quantum that covers every position.
         kind: Attention kernel.
+        routing: What routers of experts note; None for nothing.
     """
 
-    def __init__(self, cache: KVCache, positions_B: torch.Tensor, num_keys: int, kind: AttentionKind) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        positions_B: torch.Tensor,
+        num_keys: int,
+        kind: AttentionKind,
+        routing: Routing | None = None,
+    ) -> None:
+        self.routing = routing
         self._cache, self.longest = cache, cache.size.longest
         self._positions = positions_B
         self._rows = torch.arange(positions_B.shape[0], device=positions_B.device)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from whet.algo.kept import encode_experts
 from whet.algo.logprobs import head_logits
 from whet.generate.activations import NOWHERE, Activations
 from whet.generate.cache import CacheSize, Decode, KVCache, Prefill
@@ -39,6 +40,7 @@ from whet.kernels.cpu.layers import Layers
 from whet.kernels.cpu.ops import CHANNELS
 from whet.model.attention import KEY_QUANTUM, AttentionKind, Packed, round_up
 from whet.model.config import has_own_rules
+from whet.model.routing import Routing, record_bytes
 from whet.model.transformer import LanguageModel
 from whet.telemetry.spans import spanned
 from whet.types import UserError
@@ -76,6 +78,7 @@ class Engine:
         autocast: Compute dtype of products when it is not the parameters' own (bfloat16 for float32 parameters).
         activations: Where `generate` keeps what it computes, if anywhere.
         trains: Whether completions will be trained on: `generate` then records what filters left of each distribution.
+        records_experts: Whether to record the experts that each token goes to, too.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Engine:
         autocast: torch.dtype | None = None,
         activations: Activations | None = None,
         trains: bool = False,
+        records_experts: bool = False,
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows = {max_rows}: expected 1 or more")
@@ -105,7 +109,7 @@ class Engine:
         self._attention: AttentionKind = attention
         self._autocast = autocast
         self._activations, self._keeps = activations, False
-        self._trains = trains
+        self._trains, self._records_experts = trains, records_experts
         self._cache: KVCache | None = None
         self._head: torch.Tensor | None = None
         self._layers: Layers | None = None
@@ -214,7 +218,8 @@ class Engine:
                     self._layers = fuse(self.model, self._cache, self._cache.values.dtype)
                 elif can_step(self.model, self._cache):
                     self._plain = PlainSteps(self.model, self._cache)
-                state = Rows.empty(size.rows, size.completion, self.device)
+                record = record_bytes(self.model.config) if self._records_experts else 0
+                state = Rows.empty(size.rows, size.completion, self.device, record_bytes=record)
                 self._static = static_steps(self._static, self.model, self._cache, state, self._stop_ids)
                 yield self._static.state if self._static else state
         finally:
@@ -321,7 +326,16 @@ class Engine:
             places = self._places(state, prompts) if self._keeps else None
             hidden = prefill(self._layers, flat, positions, homes, lengths, places)
         else:
-            hidden = self.model(flat, positions, Prefill(self._cache, homes, lengths, self._attention))
+            routing = self._routing()
+            hidden = self.model(
+                flat, positions, Prefill(self._cache, homes, lengths, self._attention, routing)
+            )
+            if routing is not None:
+                parts = routing.encoded(tokens).split(lengths)
+                for part_NX, members in zip(parts, rows, strict=True):
+                    text = encode_experts(part_NX)
+                    for row in members:
+                        state.jobs[row].prompt_experts = text
         self._cache.give(homes, rows, lengths)
         ends = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         repeats = torch.tensor([len(rows) for _, rows in prompts], device=self.device)
@@ -398,7 +412,19 @@ class Engine:
         if self._plain is not None:
             return self._plain.run(last, positions, deepest)
         num_keys = min(round_up(deepest + 1, KEY_QUANTUM), self._cache.capacity)
-        return self.model(last, positions, Decode(self._cache, positions, num_keys, self._attention))
+        routing = self._routing()
+        context = Decode(self._cache, positions, num_keys, self._attention, routing)
+        hidden_BD = self.model(last, positions, context)
+        if routing is not None:
+            # A row that ended writes where its last token, which nothing reads, would stand.
+            count = len(state.jobs)
+            place_B = state.counts[live] - 1
+            state.experts[torch.arange(count, device=self.device), place_B] = routing.encoded(count)
+        return hidden_BD
+
+    def _routing(self) -> Routing | None:
+        """Return what notes the experts of a pass, where they are recorded."""
+        return Routing(self.model.config) if self._records_experts else None
 
     def stop_on_text(self, state: Rows) -> None:
         """End rows whose text has a stop string, and cut them at the token that completed it.
@@ -443,6 +469,9 @@ class Engine:
                 logprobs=tuple(row_logprobs[:count]),
                 finish_reason="stop" if stopped[row] else "length",
                 kept=tuple((job.kept or ())[:count]),
+                experts=(job.prompt_experts, encode_experts(state.experts[row, : count - 1]))
+                if self._records_experts
+                else (),
             )
             self.stats.new_tokens += count
             if self._keeps and self._activations is not None:

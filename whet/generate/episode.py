@@ -6,6 +6,7 @@ appended. Nothing is decoded and re-encoded, so the trainer reads exactly what t
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -33,6 +34,7 @@ class _Episode:
     logprobs: list[float] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    experts: bytes = b""
     turn_ends: list[int] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -47,6 +49,10 @@ class _Episode:
         self.ids += done.ids
         self.logprobs += done.logprobs
         self.kept += done.kept
+        if done.experts:
+            # Its prompt is all that came before: of this, what was drawn keeps the experts that it was drawn with.
+            read, own = map(b64decode, done.experts)
+            self.experts += read[len(self.experts) :] + own
         self.trained += [True] * len(done.ids)
         self.turn_ends.append(sum(self.trained))
         self.turn_rewards.append(0.0)
@@ -58,6 +64,13 @@ class _Episode:
         self.trained += [False] * len(ids)
         self.kept += [""] * len(ids) if self.kept else []
 
+    def _split_experts(self) -> tuple[str, ...]:
+        """Return the experts of the prompt's and of the other tokens, of which all but the last were read."""
+        if not self.experts:
+            return ()
+        place = len(self.experts) // (len(self.prefix) - 1) * len(self.prompt_ids)
+        return tuple(b64encode(part).decode() for part in (self.experts[:place], self.experts[place:]))
+
     def completion(self) -> Completion:
         """Return the ended episode."""
         assert self.finish_reason is not None
@@ -67,6 +80,7 @@ class _Episode:
             finish_reason=self.finish_reason,
             trained=() if all(self.trained) else tuple(self.trained),
             kept=tuple(self.kept),
+            experts=self._split_experts(),
             turn_ends=tuple(self.turn_ends),
             turn_rewards=tuple(self.turn_rewards),
         )

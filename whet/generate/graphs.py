@@ -50,6 +50,8 @@ class StaticDecode:
         positions_B: Position of the new token of each row.
     """
 
+    routing = None  # a model with experts has no graphs
+
     def __init__(self, cache: KVCache, positions_B: torch.Tensor) -> None:
         self._cache, self.longest = cache, cache.size.longest
         self._positions = positions_B

@@ -25,6 +25,7 @@ from whet.model.config import ModelConfig
 from whet.model.files import read_json
 from whet.model.lora.adapter import Adapter
 from whet.model.lora.files import find_model
+from whet.model.routing import Routing, times_read
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
@@ -137,6 +138,10 @@ class Policy:
         autocast: Compute dtype of products if it is not the parameters' own.
         activations: Activations that its engines keep for `score`; None at first.
         adapter: The LoRA adapter that was merged into the model, or is applied to it; None without one.
+        replays_experts: Whether engines whose completions are trained on record the experts that tokens go to; `score`
+            and `hidden` then take the same ones.
+        routings: Where `score` and `hidden` put what the routers of each pass did, while a load-balancing loss is
+            computed; None at other times.
     """
 
     def __init__(
@@ -169,6 +174,8 @@ class Policy:
         self.autocast = autocast
         self.activations: Activations | None = None
         self.adapter = adapter
+        self.replays_experts = False
+        self.routings: list[Routing] | None = None
         closings = {stop: tokenizer.encode(stop) for stop in schema.stop_strings}
         single = {stop: ids[0] for stop, ids in closings.items() if len(ids) == 1}
         single = {stop: index for stop, index in single.items() if index in tokenizer.special_ids}
@@ -317,7 +324,7 @@ class Policy:
 
         Args:
             stops: Whether completions can stop; otherwise each has maximum length.
-            trains: Keep what training on the completions needs: activations for `score`, and what filters left.
+            trains: Keep what training on the completions needs: activations for `score`, what filters left, experts.
         """
         return Engine(
             self.model,
@@ -329,16 +336,34 @@ class Policy:
             autocast=self.autocast,
             activations=self.activations if trains else None,
             trains=trains,
+            records_experts=trains and self.replays_experts,
         )
 
-    def hidden(self, micro: MicroBatch) -> torch.Tensor:
-        """Return the hidden states [M, D] that score a micro-batch's trained tokens; differentiable."""
+    def routing(self, micro: MicroBatch) -> Routing | None:
+        """Return what a pass over a micro-batch tells the routers of experts, and what they note; None for nothing."""
+        if micro.experts_NX is None and self.routings is None:
+            return None
+        device = micro.tokens_N.device
+        weights_N = None if self.routings is None else times_read(micro.segments, device)
+        routing = Routing(self.model.config, given_NX=micro.experts_NX, weights_N=weights_N)
+        if self.routings is not None:
+            self.routings.append(routing)
+        return routing
+
+    def hidden(self, micro: MicroBatch, *, attention: AttentionKind | None = None) -> torch.Tensor:
+        """Return the hidden states [M, D] that score a micro-batch's trained tokens; differentiable.
+
+        Args:
+            micro: Packed sequences.
+            attention: Another attention kernel than the policy's.
+        """
         return hidden_rows(
             self.model,
             micro,
             autocast=self.autocast,
-            attention=self.attention,
-            activations=self.activations,
+            attention=attention or self.attention,
+            activations=self.activations if attention is None else None,
+            routing=self.routing(micro),
         )
 
     def score(
@@ -366,8 +391,7 @@ class Policy:
             temperature=temperature,
             autocast=self.autocast,
             attention=attention or self.attention,
-            activations=self.activations if attention is None else None,
-            hidden_MD=hidden_MD,
+            hidden_MD=self.hidden(micro, attention=attention) if hidden_MD is None else hidden_MD,
         )
 
     def protocol(self) -> dict[str, object]:

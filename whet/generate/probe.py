@@ -58,6 +58,7 @@ def probe_policy(policy: Policy, sampling: SamplingParams | None = None) -> Prob
             completion_ids=done.ids,
             sampler_logprobs=done.logprobs,
             kept=done.kept,
+            experts=done.experts,
         )
         for request, row in zip(requests, completions, strict=True)
         for done in row

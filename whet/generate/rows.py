@@ -30,7 +30,7 @@ class Request:
 class Completion:
     """Generated ids (including the stop token), their log-probabilities (fp32) and why it ended.
 
-    The other fields are for filters and for multi-turn episodes, see `whet.types.Sample`.
+    The other fields are for filters, experts and multi-turn episodes, see `whet.types.Sample`.
     """
 
     ids: tuple[int, ...]
@@ -38,6 +38,7 @@ class Completion:
     finish_reason: FinishReason
     trained: tuple[bool, ...] = ()
     kept: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     turn_ends: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
 
@@ -101,6 +102,7 @@ class Job:
         num_top: Record the model's own log-probabilities, with this many alternatives; None records none.
         notes: The recorded tokens.
         kept: What the filters left to draw each token from, if a trainer needs it; None records nothing.
+        prompt_experts: The experts of its prompt's tokens, if a trainer needs them.
         cancelled: The result is no longer needed; any thread may set it.
         completion: The result, once it has ended.
         tail: Number of last tokens that may contain a stop string: each has at least one byte, a character may take
@@ -114,6 +116,7 @@ class Job:
     num_top: int | None = None
     notes: list[Token] = field(default_factory=list)
     kept: list[str] | None = None
+    prompt_experts: str = ""
     cancelled: bool = False
     completion: Completion | None = None
     tail: int = field(init=False)
@@ -141,6 +144,7 @@ class Rows:
         bases: Where activations are kept: the place of position p is base + p.
         tokens: Drawn tokens, with a spare column for ended rows.
         logprobs: Their log-probabilities.
+        experts: Bytes of the experts of each drawn token that was read, where they are recorded.
         jobs: The job of each live row.
     """
 
@@ -156,11 +160,19 @@ class Rows:
     bases: torch.Tensor
     tokens: torch.Tensor
     logprobs: torch.Tensor
+    experts: torch.Tensor
     jobs: list[Job] = field(default_factory=list)
 
     @classmethod
-    def empty(cls, num_rows: int, max_new: int, device: torch.device) -> Rows:
-        """Create `num_rows` rows; the buffers have one spare column, where ended rows write."""
+    def empty(cls, num_rows: int, max_new: int, device: torch.device, *, record_bytes: int = 0) -> Rows:
+        """Create `num_rows` rows; the buffers have one spare column, where ended rows write.
+
+        Args:
+            num_rows: Capacity in rows.
+            max_new: Longest completion in tokens.
+            device: Where they live.
+            record_bytes: Bytes per token of the experts; 0 where they are not recorded.
+        """
 
         def whole(dtype: torch.dtype, *width: int) -> torch.Tensor:
             return torch.zeros(num_rows, *width, dtype=dtype, device=device)
@@ -178,6 +190,7 @@ class Rows:
             bases=whole(torch.int64),
             tokens=whole(torch.int64, max_new + 1),
             logprobs=whole(torch.float32, max_new + 1),
+            experts=whole(torch.uint8, max_new + 1, record_bytes),
         )
 
     @property

@@ -11,6 +11,7 @@ from whet.algo.logprobs import token_logprobs
 from whet.generate.activations import Activations
 from whet.kernels.cpu.ops import replaying
 from whet.model.attention import AttentionKind, Packed, positions_of
+from whet.model.routing import Routing
 from whet.model.transformer import LanguageModel
 from whet.telemetry.spans import span
 from whet.types import MicroBatch
@@ -23,6 +24,7 @@ def hidden_rows(
     autocast: torch.dtype | None = None,
     attention: AttentionKind = "exact",
     activations: Activations | None = None,
+    routing: Routing | None = None,
 ) -> torch.Tensor:
     """Return the hidden states [M, D] that score a micro-batch's trained tokens.
 
@@ -32,12 +34,13 @@ def hidden_rows(
         autocast: Compute dtype if it is not the parameters' own.
         attention: Attention kernel; 'exact' equals the sampler's.
         activations: The sampler's activations of these tokens, if kept.
+        routing: What routers of experts are told, and what they note; None leaves them alone.
     """
     tape = None if activations is None or autocast is not None else activations.tape(model, micro)
     device = micro.tokens_N.device
     positions_N = positions_of(micro.segments, device)
     with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast), replaying(tape):
-        hidden_ND = model(micro.tokens_N, positions_N, Packed(micro.segments, device, attention))
+        hidden_ND = model(micro.tokens_N, positions_N, Packed(micro.segments, device, attention, routing))
     return hidden_ND.index_select(0, micro.source_M)
 
 
@@ -47,6 +50,7 @@ def score_texts(
     *,
     autocast: torch.dtype | None = None,
     attention: AttentionKind = "exact",
+    routing: Routing | None = None,
 ) -> torch.Tensor:
     """Score whole sequences with a reward model: its head's number at the last token, differentiable.
 
@@ -55,6 +59,7 @@ def score_texts(
         micro: Packed sequences.
         autocast: Compute dtype if it is not the parameters' own.
         attention: Attention kernel.
+        routing: What routers of experts are told, and what they note; None leaves them alone.
 
     Returns:
         Scores [B] in the order of `micro.indices_B`, float32 (float64 for float64 models).
@@ -64,7 +69,7 @@ def score_texts(
     whole = [s for s in micro.segments if s.shared or s.start not in prompts]
     ends_B = torch.tensor([s.start + s.length - 1 for s in whole], device=micro.tokens_N.device)
     rows = replace(micro, source_M=ends_B)
-    hidden_BD = hidden_rows(model, rows, autocast=autocast, attention=attention)
+    hidden_BD = hidden_rows(model, rows, autocast=autocast, attention=attention, routing=routing)
     weight_1D = model.get_parameter("score.weight")
     wide = torch.float64 if weight_1D.dtype == torch.float64 else torch.float32
     return hidden_BD.to(wide) @ weight_1D.to(wide)[0]

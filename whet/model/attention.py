@@ -27,6 +27,7 @@ from whet.kernels import dispatch, eager
 from whet.kernels.cpu import attention as cpu_attention
 from whet.kernels.cpu.ops import CHANNELS
 from whet.model.recurrence import Recurrence, Scan
+from whet.model.routing import Routing
 from whet.types import Segment
 
 AttentionKind = Literal["exact", "fast"]
@@ -66,7 +67,13 @@ PLAIN = Rule()
 
 
 class AttentionContext(Protocol):
-    """Says what each row of a flat batch may see, and computes attention accordingly."""
+    """Says what each row of a flat batch may see, and computes attention accordingly.
+
+    Attributes:
+        routing: What routers of experts are told, and what they note; None for nothing.
+    """
+
+    routing: Routing | None
 
     @property
     def longest(self) -> int:
@@ -450,6 +457,7 @@ class Packed:
         segments_B: Sequences in the order of the flat batch, as lengths, or as segments that may share a prefix.
         device: Where the index tensors live.
         kind: 'exact' (row-invariant) or 'fast' (fused kernel).
+        routing: What routers of experts are told, and what they note; None for nothing.
     """
 
     def __init__(
@@ -457,7 +465,9 @@ class Packed:
         segments_B: Sequence[int] | Sequence[Segment],
         device: torch.device,
         kind: AttentionKind = "exact",
+        routing: Routing | None = None,
     ) -> None:
+        self.routing = routing
         self.kind: AttentionKind = kind
         self._device = device
         self._segments = whole_sequences(segments_B)

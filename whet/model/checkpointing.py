@@ -44,7 +44,7 @@ class Recompute:
             return layer(x_ND, *rest)
         if self._kind == "mlp":
             x_ND = layer.mix(x_ND, *rest)
-            return _checkpoint(_unpacked(layer.mlp, layer.feed), x_ND)
+            return _checkpoint(_unpacked(layer.mlp, layer.feed), x_ND, *rest)
         if not self._offload:
             return _checkpoint(_unpacked(layer, layer), x_ND, *rest)
         kept = _Kept(x_ND, self._last() if index else None)

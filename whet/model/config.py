@@ -361,6 +361,11 @@ def has_own_rules(config: ModelConfig) -> bool:
     return is_other or bool(block.attention_cap) or block.has_sinks
 
 
+def has_experts(config: ModelConfig) -> bool:
+    """Say whether any layer's feed-forward part is a mixture of experts."""
+    return any(spec.has_experts for spec in config.layers)
+
+
 def is_plain(rope: Rope, config: ModelConfig) -> bool:
     """Say whether a rope turns all of a head's channels, half against half."""
     return rope.dims == config.head_dim and not rope.is_interleaved

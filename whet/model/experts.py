@@ -9,6 +9,7 @@ from torch import nn
 from whet.kernels import dispatch, eager
 from whet.model.config import Experts, ModelConfig
 from whet.model.parts import MLP, Linear
+from whet.model.routing import RoutedLayer
 
 ROW_QUANTUM = 16
 """Each expert's rows are padded to a multiple of it: then a row's result does not depend on who else is there."""
@@ -28,24 +29,41 @@ class Router(nn.Module):
             # Not learnt by gradients: its makers moved it by the load.
             self.e_score_correction_bias = nn.Parameter(torch.zeros(experts.count), requires_grad=False)
 
-    def forward(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights of each token's experts [N, top_k], float32, and which they are."""
+    def forward(
+        self, x_ND: torch.Tensor, routed: RoutedLayer | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights of each token's experts [N, top_k], float32, and which they are.
+
+        Args:
+            x_ND: Input of the layer's feed-forward part.
+            routed: Which experts to take, if not the router's own choice, and where to note them. The weights are
+                always the router's own, over those experts, so that gradients reach it.
+        """
         e = self.experts
         if e.score == "sigmoid":
             scores_NE = dispatch.run(eager.linear, x_ND.float(), self.weight.float(), None)
             scores_NE = eager.row_wise(torch.sigmoid, scores_NE)
         else:
             scores_NE = dispatch.run(eager.linear, x_ND, self.weight, self.bias).float()
-        if e.score == "softmax_of_top":
-            top, which = scores_NE.topk(e.top_k, dim=-1)
-            return top.softmax(-1), which
         if e.score == "softmax":
             scores_NE = scores_NE.softmax(-1)
         which = self._choose(scores_NE.detach()).topk(e.top_k, dim=-1)[1]
+        if routed is not None:
+            which = routed.settle(which, self._probabilities(scores_NE))
         weights = scores_NE.gather(1, which)
+        if e.score == "softmax_of_top":
+            return weights.softmax(-1), which
         if e.is_normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if e.score == "sigmoid" else 0.0))
         return weights * e.scale, which
+
+    def _probabilities(self, scores_NE: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities of all experts from their scores."""
+        if self.experts.score == "softmax_of_top":
+            return scores_NE.softmax(-1)
+        if self.experts.score == "sigmoid":  # 2412.19437 equation 19
+            return scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)
+        return scores_NE
 
     def _choose(self, scores_NE: torch.Tensor) -> torch.Tensor:
         """Return what the choice goes by: scores and offsets, of the groups whose two best are the best."""
@@ -101,9 +119,14 @@ class MixtureOfExperts(nn.Module):
         if experts.has_shared_gate:
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
-    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of what each token's experts make of it."""
-        weights_NK, which_NK = self.get_submodule(self._config.router)(x_ND)
+    def forward(self, x_ND: torch.Tensor, routed: RoutedLayer | None = None) -> torch.Tensor:
+        """Return the weighted sum of what each token's experts make of it.
+
+        Args:
+            x_ND: The input.
+            routed: What the router is told and where it notes what it does (`Router.forward`).
+        """
+        weights_NK, which_NK = self.get_submodule(self._config.router)(x_ND, routed)
         top_k, flat = which_NK.shape[1], which_NK.reshape(-1)
         order = flat.argsort(stable=True)  # by expert, and within one by row
         counts = torch.bincount(flat, minlength=self._config.count).tolist()

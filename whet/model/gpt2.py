@@ -71,8 +71,8 @@ class GPT2Block(Layer):
         """Return the residual stream after attention; `rest` is what that takes beside its input."""
         return x_ND + self.attn(self.ln_1(x_ND), *rest)
 
-    def feed(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the feed-forward part."""
+    def feed(self, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Return the residual stream after the feed-forward part; nothing of `rest` is read."""
         return x_ND + self.mlp(self.ln_2(x_ND))
 
 

@@ -62,14 +62,14 @@ class Layer(nn.Module):
             x_ND: The residual stream.
             rest: What `mix` takes.
         """
-        return self.feed(self.mix(x_ND, *rest))
+        return self.feed(self.mix(x_ND, *rest), *rest)
 
     def mix(self, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
         """Return the residual stream after the part that mixes positions."""
         raise AssertionError("abstract")
 
-    def feed(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the feed-forward part."""
+    def feed(self, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Return the residual stream after the feed-forward part; `rest` is what `mix` takes."""
         raise AssertionError("abstract")
 
 

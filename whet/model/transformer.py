@@ -23,6 +23,7 @@ from whet.model.experts import MixtureOfExperts
 from whet.model.mixers import DeltaMixer, LatentAttention
 from whet.model.parts import MLP, Layer, Linear, RMSNorm, embedding
 from whet.model.rotary import Angles, rotary_tables, table_rows, turn
+from whet.model.routing import Routing
 
 
 class Attention(nn.Module):
@@ -127,10 +128,13 @@ class DecoderLayer(Layer):
         mixed_ND = self.get_submodule(self.mixer)(self._normed(before, x_ND), *rest)
         return self._add(x_ND, self._normed(after, mixed_ND))
 
-    def feed(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the feed-forward part."""
+    def feed(self, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Return the residual stream after the feed-forward part; `rest` is what `mix` takes, for routers."""
         before, after = self.norms[2:]
-        return self._add(x_ND, self._normed(after, self.mlp(self._normed(before, x_ND))))
+        routing: Routing | None = rest[-2].routing
+        routed = None if routing is None else routing.layer(rest[-1])
+        told = () if routed is None else (routed,)
+        return self._add(x_ND, self._normed(after, self.mlp(self._normed(before, x_ND), *told)))
 
     def _normed(self, name: str, x_ND: torch.Tensor) -> torch.Tensor:
         return getattr(self, name)(x_ND) if name else x_ND

@@ -163,6 +163,10 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("speed of its parts", ("rl/generate_tokens_per_second", "rl/train_tokens_per_second")),
         Panel("peak memory", ("rl/peak_memory_gib",), smooth=False),
     ),
+    "router": (
+        Panel("load-balancing loss", ("router/balance_loss",)),
+        Panel("tokens of the busiest and the idlest expert", ("router/load_max", "router/load_min")),
+    ),
     "hardware": (
         Panel("utilisation", ("hardware/utilisation/",)),
         Panel("memory activity", ("hardware/memory_activity/",)),

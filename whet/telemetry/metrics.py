@@ -178,6 +178,11 @@ METRICS: dict[str, Metric] = {
     "rl/peak_memory_gib": Metric(
         "GiB", "most memory held so far: PyTorch's on a GPU, resident on a CPU", ".2f"
     ),
+    "router/balance_loss": Metric(
+        "1", "load-balancing loss, without its weight: top_k if all experts are used alike", ".4f"
+    ),
+    "router/load_max": _share("tokens that go to the busiest expert of any layer"),
+    "router/load_min": _share("tokens that go to the idlest expert of any layer"),
     "eval/pass@1": _share("mean share of right samples over problems"),
     "eval/greedy": _share("problems answered right by greedy decoding"),
     "eval/format": _share("completions in perfect format"),

@@ -52,6 +52,7 @@ from whet.train.data.pairs import (
     with_partners,
 )
 from whet.train.fit import FIT_ATTENTION, Fit, StepResult
+from whet.train.optim.balance import Balance
 from whet.train.optim.precision import resolve_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
 from whet.train.optim.step import OptimConfig, forward_backward
@@ -106,7 +107,11 @@ def side_values(policy: Policy, micro: MicroBatch) -> dict[int, torch.Tensor]:
     """
     if policy.model.config.is_reward:
         scores_B = score_texts(
-            policy.model, micro, autocast=policy.autocast, attention=FIT_ATTENTION
+            policy.model,
+            micro,
+            autocast=policy.autocast,
+            attention=FIT_ATTENTION,
+            routing=policy.routing(micro),
         ).double()
         return dict(zip(micro.indices_B, scores_B.unbind(), strict=True))
     logprobs_M, _ = policy.score(micro, attention=FIT_ATTENTION)
@@ -433,20 +438,21 @@ def train_step(
         mismatch = budget.run(lambda tokens: mismatch_kl(policy, pairs, tokens), longest)
     num_pairs, num_trained_tokens, num_tokens, mismatch = all_reduce_sum(len(pairs), trained, read, mismatch)
     kl = max(mismatch / max(num_pairs, 1.0), 0.0)
-    score = scorer(policy, pairs, num_pairs, config, kl=kl)
-    totals = budget.run(
-        lambda tokens: forward_backward(
-            pair_micro_batches(pairs, tokens, policy.device), score, policy.model
-        ),
-        longest=longest,
-    )
+
+    def cut(tokens: int) -> list[MicroBatch]:
+        return pair_micro_batches(pairs, tokens, policy.device)
+
+    coef = config.optim.router_aux_loss_coef
+    balance = Balance.of(policy, coef, cut, budget, longest, attention=FIT_ATTENTION)
+    score = balance.added_to(scorer(policy, pairs, num_pairs, config, kl=kl))
+    totals = budget.run(lambda tokens: forward_backward(cut(tokens), score, policy.model), longest=longest)
     sum_gradients(policy.model.parameters())
     names = metric_names(config)
     loss, *sums = all_reduce_sum(totals["loss"], *(totals.get(name, 0.0) for name in names))
     metrics = dict(zip(names, sums, strict=True))
     if config.loss == "kto":
         metrics = by_label(metrics) | {"dpo/kl": kl}
-    return StepResult(loss, int(num_trained_tokens), int(num_tokens), metrics, pairs)
+    return StepResult(loss, int(num_trained_tokens), int(num_tokens), metrics | balance.metrics, pairs)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ import torch
 from whet.config import dump_yaml
 from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device
 from whet.kernels import dispatch
+from whet.model.config import has_experts
 from whet.model.files import read_json
 from whet.model.weights import load_model
 from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
@@ -145,6 +146,8 @@ def load_trained(config: RunConfig, *, plain: bool = False, is_reward: bool = Fa
     policy = load_policy(
         config.policy, seed=config.seed, plain=plain, date=date, is_reward=is_reward, **kinds
     )
+    if config.optim.router_aux_loss_coef and not has_experts(policy.model.config):
+        raise UserError("optim.router_aux_loss_coef: this model has no experts to balance; leave it out")
     prepare_model(policy.model, config.optim)
     return policy
 

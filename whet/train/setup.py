@@ -19,6 +19,7 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.reward_model import RewardModel, messages_of
 from whet.generate.rows import Sampler
 from whet.generate.sampling import SamplingParams
+from whet.model.config import has_experts
 from whet.ranks.collectives import world_size
 from whet.rewards.base import EPISODE, JUDGE, MODEL, REWARDS, Item, ManyScores, WeightedReward, build_rewards
 from whet.rewards.judge.judge import LOCAL, AskBatch, Judge, JudgeConfig
@@ -187,6 +188,7 @@ def load_rl(config: RLConfig) -> RLSetup:
     task = load_task(config.task)
     policy = load_trained(config)
     check_fit(config, policy, task)
+    policy.replays_experts = config.off_policy.router_replay
     problems = task.problems("train")
     kept = fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
     if not kept:
@@ -216,6 +218,8 @@ def check_fit(config: RLConfig, policy: Policy, task: Task) -> None:
     environment_for(policy.schema, task)  # finds a tool that is not there
     if EPISODE in config.rewards and getattr(task, "environment", None) is None:
         raise UserError(f"rewards.episode: task {task.name} has no environment that pays; leave it out")
+    if config.off_policy.router_replay and not has_experts(policy.model.config):
+        raise UserError("off_policy.router_replay: this model has no experts to choose from; leave it out")
     if config.num_prompts % world_size():
         raise UserError(
             f"num_prompts = {config.num_prompts}: expected a multiple of the {world_size()} ranks"

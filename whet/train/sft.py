@@ -30,6 +30,7 @@ from whet.train.data.demonstrations import (
     learn_ends,
 )
 from whet.train.fit import FIT_ATTENTION, Fit, StepResult
+from whet.train.optim.balance import Balance
 from whet.train.optim.precision import resolve_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
 from whet.train.optim.step import OptimConfig, forward_backward
@@ -149,7 +150,7 @@ def train_step(
     sequences: Sequence[TrainingSequence],
     config: OptimConfig,
     budget: TokenBudget | None = None,
-) -> tuple[float, int, int]:
+) -> tuple[float, int, int, dict[str, float]]:
     """Backpropagate the mean negative log-probability over all completion tokens of the step, on all ranks.
 
     Args:
@@ -159,7 +160,7 @@ def train_step(
         budget: Tokens per micro-batch.
 
     Returns:
-        Loss in nats per token, trained tokens and all tokens of the step.
+        Loss in nats per token, trained tokens and all tokens of the step, and metrics of the load-balancing loss.
     """
     num_trained_tokens, num_tokens = all_reduce_sum(
         sum(sequence.num_trained for sequence in sequences),
@@ -172,16 +173,19 @@ def train_step(
 
     budget = budget or TokenBudget(config.token_budget, policy.model.parameters())
 
-    def backpropagate(tokens: int) -> dict[str, float]:
+    def cut(tokens: int) -> tuple[MicroBatch, ...]:
         with span("pack"):
-            batch = pack(sequences, token_budget=tokens, device=policy.device)
-        return forward_backward(batch.micro_batches, score, policy.model)
+            return pack(sequences, token_budget=tokens, device=policy.device).micro_batches
 
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
-    totals = budget.run(backpropagate, longest)
+    coef = config.router_aux_loss_coef
+    balance = Balance.of(policy, coef, cut, budget, longest, attention=FIT_ATTENTION)
+    totals = budget.run(
+        lambda tokens: forward_backward(cut(tokens), balance.added_to(score), policy.model), longest
+    )
     sum_gradients(policy.model.parameters())
     (loss,) = all_reduce_sum(totals["loss"])
-    return loss, int(num_trained_tokens), int(num_tokens)
+    return loss, int(num_trained_tokens), int(num_tokens), balance.metrics
 
 
 def validation_loss(policy: Policy, problems: Sequence[Problem], config: OptimConfig) -> float:

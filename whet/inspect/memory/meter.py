@@ -166,6 +166,7 @@ def _longest_groups(run: RLConfig, engine: Engine, work: Workload) -> list[Group
             completion_ids=done.ids,
             sampler_logprobs=done.logprobs,
             kept=done.kept,
+            experts=done.experts,
             text="",
             finish_reason="length",
             reward=float(index % 2),

@@ -365,7 +365,7 @@ class _Replay:
             result = dpo.train_step(policy, pairs, config, budget)
             loss, metrics = result.loss, dict(result.metrics)
         else:
-            loss, metrics = sft.train_step(policy, sequences, config.optim, budget)[0], {}
+            loss, _, _, metrics = sft.train_step(policy, sequences, config.optim, budget)
         norm = self.before.optimizer.step(self.lr, loss=loss)
         metrics |= {f"{kind}/loss": loss, f"{kind}/grad_norm": norm, f"{kind}/lr": self.lr}
         return stages + self.outcome(kind, metrics)

@@ -161,7 +161,7 @@ class FineTuning(Steps):
 
         def work(mark: Mark) -> dict[str, float]:
             optimizer.begin(LR)
-            loss, _, tokens = train_step(self.policy, rows, run.optim)
+            loss, _, tokens, _ = train_step(self.policy, rows, run.optim)
             optimizer.step(LR, loss=loss)
             mark("train")
             return {"tokens": tokens, "samples": len(rows)}
@@ -281,6 +281,7 @@ def _group(uid: str, prompt_ids: tuple[int, ...], row: Sequence[Completion]) -> 
             completion_ids=done.ids,
             sampler_logprobs=done.logprobs,
             kept=done.kept,
+            experts=done.experts,
             text="",
             finish_reason="length",
         )

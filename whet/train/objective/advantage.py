@@ -149,6 +149,7 @@ def training_sequences(groups: Sequence[Group], algo: AlgoConfig) -> list[Traini
                     if sample.trained
                     else sample.sampler_logprobs,
                     kept=tuple(compress(sample.kept, sample.trained)) if sample.trained else sample.kept,
+                    experts=sample.experts,
                     trained=sample.trained,
                     # A critic learns from when a reward came; without one the sum of an episode is its outcome.
                     turn_rewards=_paid_early(sample) if algo.baseline == "value" else (),

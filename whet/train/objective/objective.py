@@ -46,6 +46,7 @@ from whet.train.objective.tally import (
     value_sums,
 )
 from whet.train.objective.teacher import ServerTeacher, TeacherConfig, load_teacher
+from whet.train.optim.balance import Balance
 from whet.train.optim.safety import TokenBudget, rehearse
 from whet.train.optim.step import OptimConfig, Optimizer, forward_backward
 from whet.train.rl_config import RLConfig
@@ -226,6 +227,7 @@ class Objective:
         self._critic = Critic(policy, self._value, optim) if algo.baseline == "value" else None
         self._teaches = teacher or TeacherConfig()
         self._teacher = load_teacher(self._teaches, policy)
+        self._balance_coef = optim.router_aux_loss_coef
         # Their gradients are dropped when a pass runs out of memory and starts over with smaller micro-batches.
         trained = [policy.model, *([self._critic] if self._critic is not None else [])]
         self._budget = TokenBudget(optim.token_budget, [p for part in trained for p in part.parameters()])
@@ -513,11 +515,18 @@ class Objective:
             max_length=self._max_length,
         )
 
+        balance = Balance.of(
+            self._policy,
+            self._balance_coef,
+            lambda tokens: self._pack(trained, tokens),
+            self._budget,
+            longest(trained),
+        )
         if self._parts is not None:  # streamed: the gradient is complete already, but for the denominator
             totals, sums = self._parts.divide(denominator, self._policy.model.parameters())
         else:
             totals, sums = self._budget.run(
-                lambda tokens: self._backpropagate(counted, tokens, denominator, tally is not None),
+                lambda tokens: self._backpropagate(counted, tokens, denominator, tally is not None, balance),
                 longest(trained),
             )
         if tally is not None:
@@ -534,10 +543,11 @@ class Objective:
         shares = {
             f"rl/{name}": value / num_scored_tokens for name, value in zip(names[1:], counts, strict=True)
         }
-        return {"rl/loss": loss, **shares, "rl/grad_norm": norm}
+        return {"rl/loss": loss, **shares, "rl/grad_norm": norm, **balance.metrics}
 
     def _teaching(self, counted: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         needs_all = self._kl_in_loss or self._divergence_in_loss or self._algo.has_entropy_bonus
+        needs_all = needs_all or self._balance_coef > 0
         return [s for s in counted if needs_all or has_advantage(s)]
 
     @spanned("policy_loss_backward")
@@ -547,6 +557,7 @@ class Objective:
         tokens: int,
         denominator: float = 1.0,
         measures: bool = True,
+        balance: Balance | None = None,
     ) -> tuple[dict[str, float], Tally]:
         """Accumulate the gradient of sequences, in micro-batches of `tokens` tokens; return sums for the metrics."""
         sums = Tally()
@@ -554,6 +565,7 @@ class Objective:
         own = sums if measures else None
         model = self._policy.model
         score = partial(self._micro_loss, denominator=denominator, tally=own)
+        score = score if balance is None else balance.added_to(score)
         return forward_backward(micro_batches, score, model), sums
 
     def _micro_loss(

@@ -77,6 +77,9 @@ class OptimConfig:
     """The global gradient norm is clipped to this; inf clips nothing."""
     token_budget: int = 16384
     """Tokens per micro-batch; results do not depend on it."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, which costs a forward pass more; 0 (default) disables;
+    that of config.json is not read."""
     precision: Precision = "float32"
     """float32; bfloat16_autocast (float32 parameters, bfloat16 products); bfloat16_master (bfloat16 model,
     float32 master weights); float16_autocast and float16_master: the same in float16 with a dynamic loss scale, for
@@ -114,6 +117,10 @@ class OptimConfig:
                 f"optim.max_grad_norm = {self.max_grad_norm}: expected a number above 0 (inf clips nothing)"
             )
         self._check_table()
+        if not 0 <= self.router_aux_loss_coef < math.inf:
+            raise ValueError(
+                f"optim.router_aux_loss_coef = {self.router_aux_loss_coef}: expected 0 (no load-balancing loss) or more"
+            )
         if self.warmup_steps < 0 or self.token_budget < 1:
             raise ValueError(
                 f"optim.warmup_steps = {self.warmup_steps}, optim.token_budget = {self.token_budget}: "

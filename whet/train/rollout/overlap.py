@@ -98,6 +98,7 @@ def check_overlap(
         f"algo.kl = {algo.kl}": algo.kl == "k1_reward",
         f"algo.entropy_top_share = {algo.entropy_top_share}": algo.entropy_top_share < 1,
         f"algo.uninformative = {algo.uninformative}": algo.uninformative == "refill",
+        "optim.router_aux_loss_coef": optim.router_aux_loss_coef > 0,
         f"algo.num_minibatches * algo.num_epochs = {algo.num_updates}": algo.num_updates > 1,
     }
     if what := next((name for name, is_so in waits.items() if is_so), None):

@@ -185,6 +185,7 @@ def _sample(
         finish_reason=done.finish_reason,
         trained=done.trained,
         kept=done.kept,
+        experts=done.experts,
         turn_ends=done.turn_ends,
         turn_rewards=tuple(episode_weight * reward for reward in done.turn_rewards) if episode_weight else (),
     )

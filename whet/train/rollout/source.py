@@ -381,6 +381,11 @@ class RolloutSource:
         if self._params.sampling.is_filtered:
             samples = [sample for group in rollout.groups for sample in group.samples]
             assert all(len(s.kept) == len(s.completion_ids) for s in samples), "the sampler records no sets"
+        if self._policy.replays_experts and not all(s.experts for g in rollout.groups for s in g.samples):
+            raise UserError(
+                "off_policy.router_replay: the sampler does not say which experts its tokens went to; sample with "
+                "whet's own engine, or leave it out"
+            )
         num_refilled = 0
         for _ in range(self._algo.max_refills if self._algo.uninformative == "refill" else 0):
             (total,) = all_reduce_sum(sum(self._informative(rollout)))
