@@ -44,7 +44,7 @@ class Router(nn.Module):
         which = self._choose(scores_NE.detach()).topk(e.top_k, dim=-1)[1]
         weights = scores_NE.gather(1, which)
         if e.is_normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if e.score == "sigmoid" else 0.0))
+            weights = weights / (weights.sum(-1, keepdim=True) + e.sum_eps)
         return weights * e.scale, which
 
     def _choose(self, scores_NE: torch.Tensor) -> torch.Tensor:
