@@ -95,7 +95,7 @@ def test_the_page_lists_every_model_type() -> None:
 
 @pytest.mark.usefixtures("few_problems")
 @pytest.mark.parametrize(
-    "name", ["qwen3_5", "gpt_oss", "mistral", "gemma2", "deepseek_v3", "gemma4-small", "lfm2"]
+    "name", ["qwen3_5", "gpt_oss", "mistral", "gemma2", "deepseek_v3", "gemma4", "lfm2"]
 )
 def test_the_programs_train_a_strangers_folder(name: str, tmp_path: Path) -> None:
     """SFT, then GRPO, whose probe and tolerance of 0 stop a run whose ratio is not exactly 1; then transformers."""

@@ -129,7 +129,8 @@ class DeltaMixer(nn.Module):
         """Return what is convolved, gates, and what share of the correction and decay are computed from."""
         s, rows = self.delta, x_ND.shape[0]
         if not s.is_grouped:
-            return self.in_proj_qkv(x_ND), self.in_proj_z(x_ND), self.in_proj_b(x_ND), self.in_proj_a(x_ND)
+            b_NH, a_NH = self.in_proj_b(x_ND), self.in_proj_a(x_ND)
+            return self.in_proj_qkv(x_ND), self.in_proj_z(x_ND), b_NH, a_NH
         values = s.value_heads // s.key_heads * s.value_dim
         grouped = self.in_proj_qkvz(x_ND).view(rows, s.key_heads, -1)
         parts = grouped.split((s.key_dim, s.key_dim, values, values), dim=-1)
