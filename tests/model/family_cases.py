@@ -470,13 +470,17 @@ CASES: dict[str, Case] = {
 }
 
 
+LEARNT = ("correction_bias", "expert_bias", "layer_scalar")
+"""Buffers that a checkpoint has."""
+
+
 def roughen(model: torch.nn.Module, size: float = 0.2) -> None:
     """Give every weight a size that shows in the logits; biases and norms leave their 0 and 1."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         tensors = [
             *model.named_parameters(),
-            *(b for b in model.named_buffers() if "correction_bias" in b[0]),
+            *(b for b in model.named_buffers() if b[0].endswith(LEARNT)),
         ]
         for _, parameter in tensors:
             noise = torch.empty(parameter.shape).normal_(0.0, size, generator=generator)

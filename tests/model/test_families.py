@@ -15,12 +15,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from whet.algo.packing import TrainingSequence, pack
+from whet.generate.cache import CacheSize, KVCache
 from whet.generate.engine import Engine, Request
 from whet.generate.fused import can_fuse
 from whet.generate.plain import can_step
-from whet.generate.policy import PolicyConfig
+from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
+from whet.inspect.memory.meter import measure
+from whet.inspect.memory.phases import cache_bytes, packed_bytes, parameter_sizes, saved_bytes
+from whet.inspect.memory.plan import PlanConfig, policy_shape, workload
 from whet.kernels.cpu import build as cpu
 from whet.model.attention import Packed
 from whet.model.checkpointing import CheckpointKind, Recompute
@@ -94,9 +98,7 @@ def test_the_page_lists_every_model_type() -> None:
 
 
 @pytest.mark.usefixtures("few_problems")
-@pytest.mark.parametrize(
-    "name", ["qwen3_5", "gpt_oss", "mistral", "gemma2", "deepseek_v3", "gemma4", "lfm2"]
-)
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "mistral", "gemma2", "deepseek_v3", "gemma4", "lfm2"])
 def test_the_programs_train_a_strangers_folder(name: str, tmp_path: Path) -> None:
     """SFT, then GRPO, whose probe and tolerance of 0 stop a run whose ratio is not exactly 1; then transformers."""
     cases.make(cases.CASES[name], tmp_path / "theirs")
@@ -337,6 +339,55 @@ def test_lfm2_as_its_makers_write_it() -> None:
     assert [spec.mixer for spec in config.layers] == ["convolution", "attention", "convolution"]
     theirs = transformers.AutoConfig.for_model(**(shared | first)).to_dict()
     assert from_hf(theirs) == config
+
+
+def supervised(name: str, folder: Path, **more: Any) -> SFTConfig:
+    """Return a run of a tiny model whose memory is planned."""
+    case = cases.CASES[name]
+    cases.make(replace(case, config=case.config | {"max_position_embeddings": 96} | more), folder)
+    Tokenizer.characters("".join(chr(0x4E00 + number) for number in range(cases.VOCAB - 5))).save(folder)
+    start, optim = PolicyConfig(init=str(folder), device="cpu"), OptimConfig(max_grad_norm=1e-3)
+    return SFTConfig(out="unused", policy=start, batch_size=16, optim=optim)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma4-small", "qwen3_5"])
+def test_the_planned_cache_of_layers_of_several_kinds(name: str, tmp_path: Path) -> None:
+    """States in place of keys, heads of two sizes, layers without keys of their own."""
+    run = supervised(name, tmp_path)
+    shape = policy_shape(run.policy)
+    work = workload(run, shape, PlanConfig(recipe="unused", of="sft"))
+    work = replace(work, length=90, num_trained=60, rows=3, num_requests=1, precision="bfloat16_master")
+    size = CacheSize(rows=3, prompt=30, completion=60, context=96, prompts=1)
+    assert cache_bytes(work) == KVCache(shape, size, torch.bfloat16, torch.device("cpu")).nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        ("gemma3", ["sliding_attention", "full_attention"]),
+        ("gemma4-small", ["full_attention"]),
+        ("lfm2", ["conv"]),
+        ("qwen3_5_moe", ["linear_attention"]),
+    ],
+)
+def test_planned_activations_grow_by_the_layer_as_measured(
+    name: str, types: list[str], tmp_path: Path
+) -> None:
+    """The difference of two depths: windows, gates, experts, convolutions and the delta rule's states."""
+    peaks, rest = [], []
+    for times in (1, 3):
+        layers = [*types * times, *["full_attention"] * (len(types) == 1)]
+        more = {"num_hidden_layers": len(layers), "layer_types": layers}
+        more |= {"num_kv_shared_layers": 0} if name == "gemma4-small" else {}
+        run = supervised(name, tmp_path / str(times), **more)
+        loaded = load_policy(run.policy, seed=0)
+        work = workload(run, loaded.model.config, PlanConfig(recipe="unused", of="sft"))
+        peaks.append(measure(run, loaded, work)["backward"])
+        count = sum(parameter_sizes(work.shape))
+        rest.append(12 * count + packed_bytes(work, in_training=True))
+    added = work.shape.layers[: 2 * len(types)]
+    expected = sum(saved_bytes(work, 16 * 96, 16, spec) for spec in added) + rest[1] - rest[0]
+    assert peaks[1] - peaks[0] == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("name", cases.CASES)

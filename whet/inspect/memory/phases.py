@@ -22,7 +22,7 @@ from whet.generate.sampling import SMALL_VOCABULARY
 from whet.kernels.cpu.attention import TILE
 from whet.kernels.cpu.head import KEEP_BYTES
 from whet.kernels.cpu.ops import CHANNELS, QUANTUM
-from whet.kernels.eager import SLICE
+from whet.kernels.eager import LANES, SLICE
 from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
@@ -211,7 +211,8 @@ def saved_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec = P
     per_token = shape.hidden_size * norm_bytes(work, 1 if shape.family == "gpt2" else 3) + 4
     per_token += _after_bytes(work, block.norms[1])
     if block.input_width:  # the gate, its activation, their product, and the norm after it
-        per_token += work.product_bytes * 3 * block.input_width + _after_bytes(work, "norm")
+        per_token += work.product_bytes * (2 * _padded(block.input_width) + block.input_width)
+        per_token += _after_bytes(work, "norm")
     return tokens * per_token + _mixer_bytes(work, tokens, sequences, spec) + feed_bytes(work, tokens, spec)
 
 
@@ -235,11 +236,13 @@ def _mixer_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec) -
         per_token += (heads + own) * a + 4 * (shape.num_heads + kv_heads)
     if block.has_value_norm:
         per_token += own * a + 4 * kv_heads
+    if block.has_sinks:  # what their share multiplies
+        per_token += a * heads
     if block.is_gated:  # the gate, and what it multiplies
         per_token += 2 * a * heads
     if work.has_native_attention:
         return tokens * (per_token + a * (heads + 2 * keys) + 4 * shape.num_heads)
-    if work.attention == "exact":
+    if is_exact(work, spec):
         attention = tokens * a * (heads + 2 * own)
         scores = _Rows.of(work, tokens, sequences, window=spec.window).scores
         attention += shape.num_heads * scores * work.score_bytes
@@ -249,14 +252,26 @@ def _mixer_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec) -
     return tokens * per_token + attention
 
 
+def _padded(width: int) -> int:
+    """Return the width of an element-wise function's rows."""
+    return round_up(width, LANES)
+
+
+def is_exact(work: Workload, spec: LayerSpec) -> bool:
+    """Say whether a layer's scores are kept: PyTorch's fused kernel takes plain attention alone."""
+    block = work.shape.block
+    return work.attention == "exact" or bool(spec.window or block.attention_cap or block.has_sinks)
+
+
 def _delta_bytes(work: Workload, tokens: int, sequences: int) -> int:
     """Return the bytes that autograd saves for a gated delta rule: a state for each chunk of steps, and its inputs."""
     s, a = work.shape.block.delta, work.product_bytes
     assert s is not None
     values = s.value_heads * s.value_dim
     mixed = 2 * s.key_heads * s.key_dim + values
-    per_token = a * (s.kernel + 1) * mixed + 4 * mixed  # windows, their sum and its activation
-    per_token += a * 2 * values + 4 * 3 * values + 4 * 6 * s.value_heads  # outputs, norm, gate, decay
+    per_token = a * s.kernel * mixed + 8 * _padded(mixed)  # windows, their sum and its activation
+    per_token += 8 * values + 8 * s.value_heads * _padded(s.value_dim) + a * values  # outputs, norm, gate
+    per_token += 16 * _padded(s.value_heads)  # decay and share of the correction
     steps = sequences * work.length * 4 * s.value_heads * (2 * s.key_dim + s.value_dim + 2)
     states = sequences * -(-work.length // STEPS) * 4 * values * s.key_dim
     return tokens * per_token + steps + states
@@ -274,7 +289,8 @@ def feed_bytes(work: Workload, tokens: int, spec: LayerSpec = PLAIN) -> int:
     a, width = work.product_bytes, shape.hidden_size
     per_token += a * e.top_k * width + 8 * e.count + 40 * e.top_k  # what experts return, and the router's
     per_token += a * _kept_widths(work) * e.shared_width + (a * width if e.has_shared_gate else 0)
-    return tokens * per_token + _expert_rows(work, tokens) * a * (width + 3 * e.width)
+    widths = 8 if e.is_clamped else 3  # gate and up together and clamped, up + 1, its products, the sigmoid
+    return tokens * per_token + _expert_rows(work, tokens) * a * (width + widths * e.width)
 
 
 def _expert_rows(work: Workload, tokens: int) -> int:
@@ -368,7 +384,7 @@ class _Rows:
 
 
 def passing_bytes(work: Workload, tokens: int, sequences: int = 0, length: int = 1) -> int:
-    """Return the peak bytes of a forward pass without autograd: the widest part of one layer.
+    """Return the peak bytes of a forward pass without autograd: the widest part of the widest layer.
 
     Args:
         work: The shapes.
@@ -376,34 +392,67 @@ def passing_bytes(work: Workload, tokens: int, sequences: int = 0, length: int =
         sequences: Sequences that they belong to; 0 in decoding, where nothing is padded.
         length: Tokens of each of them.
     """
-    shape, a = work.shape, work.product_bytes
-    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    residual = work.parameter_bytes * shape.hidden_size
-    mlp = tokens * (2 * residual + 3 * a * shape.intermediate_size)
-    attention = tokens * (2 * residual + a * (heads + 2 * keys))
+    shape = work.shape
+    norm = tokens * (2 * work.parameter_bytes if work.is_native else 4 * 4) * shape.hidden_size
+    parts = (
+        part
+        for spec in set(shape.layers)
+        for part in (
+            _passing_feed(work, tokens, spec),
+            _passing_mixer(work, tokens, sequences, length, spec),
+        )
+    )
+    return max(norm, *parts) + tokens * table_bytes(work)
+
+
+def _passing_feed(work: Workload, tokens: int, spec: LayerSpec) -> int:
+    shape, a, e = work.shape, work.product_bytes, work.shape.block.experts
+    residual = 2 * work.parameter_bytes * shape.hidden_size
+    if not spec.has_experts or e is None:
+        return tokens * (residual + 3 * a * (spec.intermediate_size or shape.intermediate_size))
+    # What experts read and return; the widest of them is at most all rows.
+    rows = _expert_rows(work, tokens)
+    return tokens * residual + rows * a * 2 * shape.hidden_size + tokens * a * 3 * e.width
+
+
+def _passing_mixer(work: Workload, tokens: int, sequences: int, length: int, spec: LayerSpec) -> int:
+    shape, a, s = work.shape, work.product_bytes, work.shape.block.delta
+    residual = 2 * work.parameter_bytes * shape.hidden_size
+    if spec.mixer == "convolution":  # products, what is gated, and its windows twice: as parts and together
+        return tokens * (residual + a * (4 + 2 * shape.block.kernel) * shape.hidden_size)
+    if spec.mixer == "delta" and s is not None:
+        mixed = (2 * s.key_heads * s.key_dim + s.value_heads * s.value_dim) * a
+        states = 4 * max(1, sequences) * s.value_heads * s.key_dim * s.value_dim * 4
+        return tokens * (residual + (1 + 2 * s.kernel) * mixed) + states
+    kv_heads, channels = kv_shape(spec, shape)
+    heads, keys = shape.num_heads * channels, kv_heads * channels
+    attention = tokens * (residual + a * (heads + 2 * keys))
     if sequences and not work.has_native_attention:
         rows = _Rows.add_up(work, [(sequences, 0, length)])
         attention += work.score_bytes * (2 * rows.queries * heads + 2 * rows.keys * keys)
-        attention += 4 * rows.tile if work.attention == "exact" else 0
-    norm = tokens * (2 * residual if work.is_native else 4 * 4 * shape.hidden_size)
-    return max(mlp, attention, norm) + tokens * table_bytes(work)
+        attention += 4 * rows.tile if is_exact(work, spec) else 0
+    return attention
 
 
 def table_bytes(work: Workload) -> int:
     """Return the bytes of a token's rotary angles."""
-    return 0 if work.shape.family == "gpt2" else 2 * 4 * work.shape.head_dim
+    ropes = work.shape.block.ropes
+    channels = sum(rope.dims for rope in ropes) if ropes else work.shape.head_dim
+    return 0 if work.shape.family == "gpt2" else 2 * 4 * channels
 
 
-def backward_bytes(work: Workload, tokens: int, sequences: int) -> int:
+def backward_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec = PLAIN) -> int:
     """Return the bytes that the backward pass of a layer needs in addition to the saved ones.
 
     Args:
         work: The shapes.
         tokens: Tokens of a micro-batch.
         sequences: Its sequences, equally long.
+        spec: What is the layer's own.
     """
-    shape, a = work.shape, work.product_bytes
-    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    shape, a, s = work.shape, work.product_bytes, work.shape.block.delta
+    kv_heads, channels = kv_shape(spec, shape)
+    heads, keys = shape.num_heads * channels, kv_heads * channels
     residual = work.parameter_bytes * shape.hidden_size
     feed = a * shape.intermediate_size
     # The gradients of gate and up next to that of their product, which itself is freed.
@@ -417,9 +466,13 @@ def backward_bytes(work: Workload, tokens: int, sequences: int) -> int:
         rows = _Rows.of(work, tokens, sequences)
         attention = tokens * residual + work.score_bytes * (3 * rows.queries * heads + 4 * rows.keys * keys)
         attention += tokens * a * (2 * heads + 2 * keys)
-        if work.attention == "exact":
+        if is_exact(work, spec):
             attention += rows.tile * (4 if work.score_bytes == 4 else 6)
-    freed = feed_bytes(work, tokens)  # freed by the feed-forward part, which comes first
+    if spec.mixer == "convolution":
+        attention = tokens * (residual + a * (3 + 2 * shape.block.kernel) * shape.hidden_size)
+    if spec.mixer == "delta" and s is not None:  # the states of a chunk's steps, before and after decay
+        attention = tokens * residual + sequences * 4 * s.value_heads * s.key_dim * s.value_dim * 2 * STEPS
+    freed = feed_bytes(work, tokens, spec)  # freed by the feed-forward part, which comes first
     return max(mlp, attention - freed)
 
 
@@ -665,7 +718,7 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     earlier = count if micro.count > 1 and not work.update_in_backward else 0
     whole = max(sizes) if work.update_in_backward else max(count, earlier)
     # The peak is in the head (all activations, logits), in the last layer, or at the end (all gradients).
-    inside = again + backward_bytes(work, tokens, micro.sequences)
+    inside = again + backward_bytes(work, tokens, micro.sequences, shape.layers[-1])
     packed = packed_bytes(work, in_training=True)
     one = max(
         sum(size for part, size in sizes.items() if _is_recomputed(work, layer, part))
