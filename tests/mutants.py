@@ -390,6 +390,17 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("factor", "* beta[..., None]", "* 1.0"),
         ("factor", "q * s.key_dim**-0.5", "q"),
     ],
+    ("model/mixers.py", ("tests/model/test_families.py",)): [
+        ("factor", "self.out_proj(after_ND * mixed_ND)", "self.out_proj(mixed_ND)"),
+    ],
+    ("model/transformer.py", ("tests/model/test_families.py",)): [
+        ("factor", "return x_ND * self.layer_scalar", "return x_ND"),
+        ("guard", "if layer in shared:", "if False:"),
+    ],
+    ("model/families.py", ("tests/model/test_families.py",)): [
+        ("guard", "divisors = factors[is_long]", "divisors = factors[0]"),
+        ("factor", "(factor * longest / context - (factor - 1))", "(factor * longest / context)"),
+    ],
     ("model/experts.py", ("tests/model/test_families.py",)): [
         ("factor", "return weights * e.scale, which", "return weights, which"),
         ("guard", "F.pad(rows_ND, (0, 0, 0, -count % ROW_QUANTUM))", "rows_ND"),

@@ -138,6 +138,7 @@ MODES: dict[str, tuple[Data, list[Any]]] = {
     ),
     "policy.template": (TEXT | {"policy.model.max_positions": 512}, ["base"]),
     "policy.system_prompt": (TEXT | {"policy.model.max_positions": 512, "policy.template": "base"}, [False]),
+    "policy.rope_factors": ({"policy": {"init": "{work}/stretched"}}, ["long"]),
     "policy.template_values": ({"policy": {"init": "{work}/chat"}}, [{"twice": True}]),
     "task.name": (TEXT, ["sanity"]),
     "task.path": (JSONL, ["{work}/more.jsonl"]),
@@ -698,6 +699,10 @@ def write_files(folder: Path, problems: Any) -> None:
     (folder / "chat" / "protocol.json").unlink()
     words = "{% for m in messages if m.role == 'user' %}{{ m.content }}{{ m.content if twice }}{% endfor %}"
     (folder / "chat" / "chat_template.jinja").write_text(words)
+    shutil.copytree(folder / "a", folder / "stretched")  # its rope changes with length
+    shape = json.loads((folder / "stretched" / "config.json").read_text())
+    shape["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
+    (folder / "stretched" / "config.json").write_text(json.dumps(shape))
     (folder / "adapter").mkdir()
     lora = {
         "peft_type": "LORA",

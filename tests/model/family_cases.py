@@ -69,7 +69,46 @@ GROUPED = {
     "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": THETA | {"partial_rotary_factor": 0.25},
+}
+LINEAR_MIXTURE = LINEAR | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+}
+SPARSE = {name: value for name, value in BASE.items() if name != "intermediate_size"}
+LFM = {name: value for name, value in BARE.items() if name != "rms_norm_eps"} | {
+    "norm_eps": 1e-5,
+    "hidden_size": 64,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "rope_parameters": THETA,
+}
 GEMMA = BASE | TIED | {"query_pre_attn_scalar": 24, "sliding_window": 40}
+
+GEMMA4 = (
+    BASE
+    | TIED
+    | {
+        "sliding_window": 40,
+        "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 5000.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +268,31 @@ CASES: dict[str, Case] = {
         },
         models="Gemma 3 1B; the text part of 4B to 27B",
     ),
+    "gemma4": Case(
+        family="Gemma 4 (text)",
+        model_type="gemma4_text",
+        config=GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 4.0,
+        },
+        models="the text part of Gemma 4 E2B, E4B and 31B",
+    ),
+    "gemma4-small": Case(
+        family="Gemma 4 (text)",
+        model_type="gemma4_text",
+        config=GEMMA4
+        | {
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        },
+    ),
     "olmo2": Case(
         family="OLMo 2",
         model_type="olmo2",
@@ -265,16 +329,22 @@ CASES: dict[str, Case] = {
     "qwen3_5": Case(
         family="Qwen3.5, Qwen3.6 dense (text)",
         model_type="qwen3_5_text",
-        config=BASE
-        | {
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "rope_parameters": THETA | {"partial_rotary_factor": 0.25},
-        },
+        config=BASE | LINEAR,
         models="Qwen3.5 0.8B to 27B",
+        rough=0.12,
+    ),
+    "qwen3_5_moe": Case(
+        family="Qwen3.5, Qwen3.6 mixtures (text)",
+        model_type="qwen3_5_moe_text",
+        config=SPARSE | LINEAR_MIXTURE,
+        models="Qwen3.5-35B-A3B to 397B-A17B",
+        rough=0.12,
+    ),
+    "qwen3_next": Case(
+        family="Qwen3-Next",
+        model_type="qwen3_next",
+        config=BASE | LINEAR_MIXTURE | {"mlp_only_layers": [1]},
+        models="Qwen3-Next-80B-A3B",
         rough=0.12,
     ),
     "qwen3_moe": Case(
@@ -351,6 +421,36 @@ CASES: dict[str, Case] = {
         },
         models="DeepSeek-V3, R1, Moonlight",
     ),
+    "lfm2": Case(
+        family="LFM2",
+        model_type="lfm2",
+        config=LFM | {"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3},
+        models="LFM2 and LFM2.5 350M to 2.6B",
+    ),
+    "lfm2-biased": Case(
+        family="LFM2",
+        model_type="lfm2",
+        config=LFM
+        | {
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2_moe": Case(
+        family="LFM2-MoE",
+        model_type="lfm2_moe",
+        config=LFM
+        | {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+        models="LFM2-8B-A1B",
+    ),
     "moonlight": Case(
         family="DeepSeek-V3",
         model_type="deepseek_v3",
@@ -370,13 +470,17 @@ CASES: dict[str, Case] = {
 }
 
 
+LEARNT = ("correction_bias", "expert_bias", "layer_scalar")
+"""Buffers that a checkpoint has."""
+
+
 def roughen(model: torch.nn.Module, size: float = 0.2) -> None:
     """Give every weight a size that shows in the logits; biases and norms leave their 0 and 1."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         tensors = [
             *model.named_parameters(),
-            *(b for b in model.named_buffers() if "correction_bias" in b[0]),
+            *(b for b in model.named_buffers() if b[0].endswith(LEARNT)),
         ]
         for _, parameter in tensors:
             noise = torch.empty(parameter.shape).normal_(0.0, size, generator=generator)

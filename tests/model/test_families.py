@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,24 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from whet.generate.engine import Engine
+from whet.algo.packing import TrainingSequence, pack
+from whet.generate.cache import CacheSize, KVCache
+from whet.generate.engine import Engine, Request
 from whet.generate.fused import can_fuse
 from whet.generate.plain import can_step
-from whet.generate.policy import PolicyConfig
+from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.generate.scoring import score_micro_batch
+from whet.inspect.memory.meter import measure
+from whet.inspect.memory.phases import cache_bytes, packed_bytes, parameter_sizes, saved_bytes
+from whet.inspect.memory.plan import PlanConfig, policy_shape, workload
 from whet.kernels.cpu import build as cpu
 from whet.model.attention import Packed
 from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.config import options
 from whet.model.families import FAMILIES, WRAPPERS, from_hf
 from whet.model.text.tokenizer import Tokenizer
-from whet.model.weights import as_reward_model, load_model, save_model
+from whet.model.weights import as_reward_model, load_model, resize_vocabulary, save_model
 from whet.schema import ResponseSchema
 from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
@@ -91,7 +98,7 @@ def test_the_page_lists_every_model_type() -> None:
 
 
 @pytest.mark.usefixtures("few_problems")
-@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "mistral", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "mistral", "gemma2", "deepseek_v3", "gemma4", "lfm2"])
 def test_the_programs_train_a_strangers_folder(name: str, tmp_path: Path) -> None:
     """SFT, then GRPO, whose probe and tolerance of 0 stop a run whose ratio is not exactly 1; then transformers."""
     cases.make(cases.CASES[name], tmp_path / "theirs")
@@ -156,6 +163,53 @@ def test_a_rope_that_changes_with_length_ends_where_it_changes(kind: str, tmp_pa
     assert load_model(tmp_path)[1].max_positions == (300 if kind == "longrope" else 320)
 
 
+@pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
+def test_long_rope_factors_are_those_of_the_whole_context(name: str, tmp_path: Path) -> None:
+    """Chosen once for all lengths: as transformers computes sequences beyond the original context, and the same for
+    short ones, so that what is sampled does not change when a row grows past it."""
+    case = cases.CASES[name]
+    context = {"max_position_embeddings": 96 if name == "llama-dynamic" else 320}
+    original = {} if name == "llama-dynamic" else {"original_max_position_embeddings": 96}
+    reference = cases.make(replace(case, config=case.config | context | original), tmp_path / "theirs")
+    short, config = load_model(tmp_path / "theirs")
+    assert config.max_positions == 96
+    model, config = load_model(tmp_path / "theirs", rope_factors="long")
+    assert config.max_positions == (288 if name == "llama-dynamic" else 320)
+    # transformers stretches 'dynamic' to the length at hand: the whole context's is the one that both compute.
+    row = cases.ids_of(288)
+    expected = cases.their_logits(reference, row)
+    for kind in ("exact", "fast"):
+        gap = cases.our_logits(model, [row, row[:50]], kind) - torch.cat([expected, expected[:50]])
+        assert gap.abs().max() < cases.CLOSE
+    few = (cases.our_logits(m, [row[:90]]) for m in (short, model))
+    assert torch.sub(*few).abs().max() > 0.05
+    # Rows cross the original context, in training as in sampling, and what is saved remembers its factors.
+    requests = [Request(prompt_ids=tuple(row[:80]), seeds=(0, 1))]
+    ((sample, _),) = Engine(model, stop_ids=()).generate(requests, SamplingParams(max_new_tokens=60))
+    (micro,) = pack(
+        [TrainingSequence(prompt_ids=tuple(row[:80]), completion_ids=sample.ids)],
+        token_budget=300,
+        device=torch.device("cpu"),
+    ).micro_batches
+    assert torch.equal(score_micro_batch(model, micro)[0].detach(), torch.tensor(sample.logprobs))
+    save_model(model, tmp_path / "ours", bos_id=1, eos_ids=(2,))
+    assert load_model(tmp_path / "ours")[1] == model.config
+    assert load_model(tmp_path / "ours", rope_factors="short")[1].max_positions == 96
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    )
+    gap = cases.our_logits(model, [row]) - cases.their_logits(theirs.eval(), row)
+    assert gap.abs().max() < cases.CLOSE
+
+
+def test_long_rope_factors_are_refused_where_no_rope_has_them(tmp_path: Path) -> None:
+    for name in ("qwen3", "gpt2"):
+        cases.make(cases.CASES[name], tmp_path)
+        with pytest.raises(UserError, match="rope_factors = long: no rope of this model changes with length"):
+            load_model(tmp_path, rope_factors="long")
+        assert load_model(tmp_path, rope_factors="short")[1].max_positions == 320
+
+
 def test_a_rotary_table_is_no_longer_than_what_is_read(tmp_path: Path) -> None:
     case = cases.CASES["llama"]
     long = cases.Case(family="", model_type="llama", config=case.config | {"max_position_embeddings": 2**20})
@@ -204,6 +258,136 @@ def test_a_wrapper_gives_its_text_part(tmp_path: Path) -> None:
         model, config = load_model(tmp_path)
         assert config.block.is_part
         assert cases.check_load(reference, model) < cases.CLOSE
+
+
+def test_gemma_4_as_its_makers_write_it(tmp_path: Path) -> None:
+    """Within a checkpoint with images and sound, heads by other keys, and tensors of layers that read others' keys."""
+    reference = cases.make(cases.CASES["gemma4-small"], tmp_path)
+    tensors, text = load_file(tmp_path / "model.safetensors"), cases.stored_config(tmp_path)
+    assert set(text.pop("per_layer_config")["1"].values()) == {32}
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    unread = ("k_proj", "v_proj", "k_norm")
+    beside = {f"model.language_model.layers.4.self_attn.{name}.weight": torch.zeros(3) for name in unread}
+    beside |= {f"model.{name}.x": torch.zeros(2) for name in ("audio_tower", "embed_audio", "embed_vision")}
+    save_file(renamed | beside, tmp_path / "model.safetensors")
+    outer = {"model_type": "gemma4", "text_config": text | {"global_head_dim": 32}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    model, config = load_model(tmp_path)
+    assert cases.check_load(reference, model) < cases.CLOSE
+    assert [spec.source for spec in config.layers] == [-1, -1, 0, 1, 1]
+    # More tokens: both tables grow, and what was there stays.
+    grown = resize_vocabulary(model, cases.VOCAB + 5, seed=0)
+    assert cases.check_load(reference, grown) < cases.CLOSE
+    save_model(grown, tmp_path / "grown")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "grown", attn_implementation="eager"
+    )
+    assert theirs.eval().model.embed_tokens_per_layer.weight.shape[0] == cases.VOCAB + 5
+    row = cases.ids_of(50)
+    gap = cases.our_logits(grown, [row]) - cases.their_logits(theirs, row)[:, : cases.VOCAB]
+    assert gap.abs().max() < cases.CLOSE
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block = 'True' is not supported; expected False"),
+        (
+            "gemma4",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention = 'all' is not supported",
+        ),
+        ("gemma4", {"rope_theta": 5.0}, "rope_theta = '5.0' is not supported; expected None"),
+        (
+            "gemma4",
+            {"per_layer_config": {"1": {"sliding_window": 3}}},
+            "per_layer_config with 'sliding_window'",
+        ),
+        (
+            "gemma4",
+            {"num_kv_shared_layers": 2},
+            "num_kv_shared_layers = 2: no layer before is of full_attention",
+        ),
+        (
+            "gemma4-small",
+            {"vocab_size_per_layer_input": 80},
+            "vocab_size_per_layer_input = 80: expected vocab_size",
+        ),
+        ("lfm2", {"conv_dim": 32}, "conv_dim = '32' is not supported; expected 64"),
+        ("lfm2", {"layer_types": ["conv", "linear_attention", "conv"]}, "layer type 'linear_attention'"),
+        ("mistral", {"rope_factors": "longer"}, "rope_factors = 'longer': expected short or long"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_name(
+    name: str, wrong: dict[str, Any], message: str
+) -> None:
+    case = cases.CASES[name]
+    stored = transformers.AutoConfig.for_model(case.model_type, **case.config).to_dict()
+    with pytest.raises(UserError, match=re.escape(message)):
+        from_hf(stored | wrong)
+
+
+def test_lfm2_as_its_makers_write_it() -> None:
+    """The first files name sizes twice, and the feed-forward width and the layers of attention otherwise."""
+    shared = {name: cases.LFM[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")}
+    shared |= {"num_hidden_layers": 3, "num_key_value_heads": 2, "model_type": "lfm2", "rope_theta": 1e6}
+    first = {"block_dim": 64, "conv_dim": 64, "conv_dim_out": 64, "num_heads": 4, "block_norm_eps": 1e-5}
+    first |= {"block_ff_dim": 1000, "block_multiple_of": 16, "full_attn_idxs": [1], "tie_embedding": False}
+    first |= {"block_use_swiglu": True, "use_pos_enc": True, "block_use_xavier_init": True}
+    config = from_hf(shared | first)
+    assert (config.intermediate_size, config.tie_embeddings) == (672, False)  # 2/3 of 1000, in steps of 16
+    assert [spec.mixer for spec in config.layers] == ["convolution", "attention", "convolution"]
+    theirs = transformers.AutoConfig.for_model(**(shared | first)).to_dict()
+    assert from_hf(theirs) == config
+
+
+def supervised(name: str, folder: Path, **more: Any) -> SFTConfig:
+    """Return a run of a tiny model whose memory is planned."""
+    case = cases.CASES[name]
+    cases.make(replace(case, config=case.config | {"max_position_embeddings": 96} | more), folder)
+    Tokenizer.characters("".join(chr(0x4E00 + number) for number in range(cases.VOCAB - 5))).save(folder)
+    start, optim = PolicyConfig(init=str(folder), device="cpu"), OptimConfig(max_grad_norm=1e-3)
+    return SFTConfig(out="unused", policy=start, batch_size=16, optim=optim)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma4-small", "qwen3_5"])
+def test_the_planned_cache_of_layers_of_several_kinds(name: str, tmp_path: Path) -> None:
+    """States in place of keys, heads of two sizes, layers without keys of their own."""
+    run = supervised(name, tmp_path)
+    shape = policy_shape(run.policy)
+    work = workload(run, shape, PlanConfig(recipe="unused", of="sft"))
+    work = replace(work, length=90, num_trained=60, rows=3, num_requests=1, precision="bfloat16_master")
+    size = CacheSize(rows=3, prompt=30, completion=60, context=96, prompts=1)
+    assert cache_bytes(work) == KVCache(shape, size, torch.bfloat16, torch.device("cpu")).nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        ("gemma3", ["sliding_attention", "full_attention"]),
+        ("gemma4-small", ["full_attention"]),
+        ("lfm2", ["conv"]),
+        ("qwen3_5_moe", ["linear_attention"]),
+    ],
+)
+def test_planned_activations_grow_by_the_layer_as_measured(
+    name: str, types: list[str], tmp_path: Path
+) -> None:
+    """The difference of two depths: windows, gates, experts, convolutions and the delta rule's states."""
+    peaks, rest = [], []
+    for times in (1, 3):
+        layers = [*types * times, *["full_attention"] * (len(types) == 1)]
+        more = {"num_hidden_layers": len(layers), "layer_types": layers}
+        more |= {"num_kv_shared_layers": 0} if name == "gemma4-small" else {}
+        run = supervised(name, tmp_path / str(times), **more)
+        loaded = load_policy(run.policy, seed=0)
+        work = workload(run, loaded.model.config, PlanConfig(recipe="unused", of="sft"))
+        peaks.append(measure(run, loaded, work)["backward"])
+        count = sum(parameter_sizes(work.shape))
+        rest.append(12 * count + packed_bytes(work, in_training=True))
+    added = work.shape.layers[: 2 * len(types)]
+    expected = sum(saved_bytes(work, 16 * 96, 16, spec) for spec in added) + rest[1] - rest[0]
+    assert peaks[1] - peaks[0] == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("name", cases.CASES)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ from whet.model.attention import (
     round_up,
     with_sinks,
 )
-from whet.model.config import ModelConfig
+from whet.model.config import ModelConfig, kv_shape
 from whet.model.recurrence import Recurrence, step
 from whet.model.routing import Routing
 
@@ -90,12 +91,13 @@ class KVCache:
         is_tiled: Store keys in the C++ kernels' layout, [rows, K, S / 16, C, 16], and a prompt once for all its rows.
 
     Attributes:
-        keys: Keys of the rows, [L, rows, K, ...]; if tiled, without the shared prompts.
+        keys: Keys of the rows, [L, rows, K, ...]; if tiled, without the shared prompts. Layers with heads of another
+            shape have other tensors.
         values: The same for values.
         prompt_keys: Keys of the prompts if tiled, else empty.
         prompt_values: The same for values.
-        layer_place: Index of each layer's keys and values.
-        states: By layer without attention: its last inputs [rows, T, X], oldest first, and its float32 state.
+        inputs: By layer with a convolution: its last inputs [rows, T, X], oldest first.
+        states: By layer with the delta rule: its float32 state.
         shared_B2: Slot of the prompt that each row continues, and the positions shared from it; 0 if not tiled.
     """
 
@@ -112,35 +114,39 @@ class KVCache:
         self.size = size
         self.capacity = size.own if is_tiled else size.whole
         self.num_rows = size.rows
-        # Layers without attention have a state of fixed size in place of keys and values.
-        is_attention = [spec.mixer == "attention" for spec in config.layers]
-        self.layer_place = [sum(is_attention[:index]) for index in range(config.num_layers)]
-        layers, heads, channels = sum(is_attention), config.num_kv_heads, config.head_dim
-        self.states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        if config.block.delta is not None:
-            s = config.block.delta
-            mixed = 2 * s.key_heads * s.key_dim + s.value_heads * s.value_dim
-            state = (size.rows, s.value_heads, s.key_dim, s.value_dim)
-            self.states = {
-                index: (
-                    torch.zeros(size.rows, s.kernel - 1, mixed, dtype=dtype, device=device),
-                    torch.zeros(state, device=device),
-                )
-                for index in range(config.num_layers)
-                if not is_attention[index]
-            }
-        shape = (layers, size.rows, heads, self.capacity, channels)
+        self.inputs: dict[int, torch.Tensor] = {}
+        self.states: dict[int, torch.Tensor] = {}
+        for index, (inputs, state) in fixed_states(config).items():
+            self.inputs[index] = torch.zeros(size.rows, *inputs, dtype=dtype, device=device)
+            if state:
+                self.states[index] = torch.zeros(size.rows, *state, device=device)
+        places = kv_places(config)
+        shapes = [(len(m), size.rows, heads, self.capacity, c) for (heads, c), m in places.items()]
         self.shared_B2 = torch.zeros(size.rows, 2, dtype=torch.int64)
         self._slots = [_Slot() for _ in range(size.prompts if is_tiled else 0)]
         if is_tiled:
             # The kernels never read behind a row's last position, so it need not be zero.
+            ((layers, _, heads, _, channels),) = shapes
             prompts = (layers, size.prompts, heads, round_up(size.prompt, TILE), channels)
-            self.keys, self.prompt_keys = (torch.empty(_tiles(s), dtype=dtype) for s in (shape, prompts))
-            self.values, self.prompt_values = (torch.empty(s, dtype=dtype) for s in (shape, prompts))
+            keys, self.prompt_keys = (torch.empty(_tiles(s), dtype=dtype) for s in (shapes[0], prompts))
+            values, self.prompt_values = (torch.empty(s, dtype=dtype) for s in (shapes[0], prompts))
+            self._pairs = [(keys, values)]
         else:
             # Zeros, not empty: a masked position still multiplies its value by an exact 0, and 0 x inf would be nan.
-            self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            zeros = partial(torch.zeros, dtype=dtype, device=device)
+            self._pairs = [(zeros(shape), zeros(shape)) for shape in shapes]
             self.prompt_keys = self.prompt_values = torch.empty(0)
+        self.keys, self.values = self._pairs[0]
+        self._place = {
+            layer: (pair, place)
+            for pair, members in zip(self._pairs, places.values(), strict=True)
+            for place, layer in enumerate(members)
+        }
+
+    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's keys and values, [rows, K, ...]."""
+        (keys, values), place = self._place[layer]
+        return keys[place], values[place]
 
     def fits(self, size: CacheSize) -> bool:
         """Say whether the cache has at least this capacity."""
@@ -236,9 +242,10 @@ class KVCache:
         from_rows = torch.tensor(source, device=self.keys.device)
         to_rows = torch.tensor(target, device=self.keys.device)
         num_keys = -(-length // TILE) if self.is_tiled else length  # tiles of 16 positions, or positions
-        self.keys[:, to_rows, :, :num_keys] = self.keys[:, from_rows, :, :num_keys]
-        self.values[:, to_rows, :, :length] = self.values[:, from_rows, :, :length]
-        for tensor in (tensor for pair in self.states.values() for tensor in pair):
+        for keys, values in self._pairs:
+            keys[:, to_rows, :, :num_keys] = keys[:, from_rows, :, :num_keys]
+            values[:, to_rows, :, :length] = values[:, from_rows, :, :length]
+        for tensor in (*self.inputs.values(), *self.states.values()):
             tensor[to_rows] = tensor[from_rows]
 
     def kernel_cache(self, layer: int) -> cpu_attention.Cache:
@@ -251,9 +258,35 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Size of keys, values and states in bytes."""
-        tensors = [self.keys, self.values, self.prompt_keys, self.prompt_values]
-        tensors += [tensor for pair in self.states.values() for tensor in pair]
+        tensors = [tensor for pair in self._pairs for tensor in pair]
+        tensors += [self.prompt_keys, self.prompt_values, *self.inputs.values(), *self.states.values()]
         return sum(tensor.nbytes for tensor in tensors)
+
+
+def kv_places(config: ModelConfig) -> dict[tuple[int, int], list[int]]:
+    """Return the layers that have keys and values of their own, by heads and channels; the model's shape first."""
+    places: dict[tuple[int, int], list[int]] = {(config.num_kv_heads, config.head_dim): []}
+    for index, spec in enumerate(config.layers):
+        if spec.mixer == "attention" and spec.source < 0:
+            places.setdefault(kv_shape(spec, config), []).append(index)
+    return places
+
+
+def fixed_states(config: ModelConfig) -> dict[int, tuple[tuple[int, int], tuple[int, ...]]]:
+    """Return what a row keeps in place of keys and values, by layer without attention.
+
+    Returns:
+        Shapes of its last inputs, in the dtype of the model, and of its float32 state, () for none.
+    """
+    found: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
+    for index, spec in enumerate(config.layers):
+        s = config.block.delta
+        if spec.mixer == "convolution":
+            found[index] = (config.block.kernel - 1, config.hidden_size), ()
+        elif spec.mixer == "delta" and s is not None:
+            mixed = 2 * s.key_heads * s.key_dim + s.value_heads * s.value_dim
+            found[index] = (s.kernel - 1, mixed), (s.value_heads, s.key_dim, s.value_dim)
+    return found
 
 
 def _tiles(shape: tuple[int, int, int, int, int]) -> tuple[int, ...]:
@@ -295,12 +328,16 @@ class Prefill:
             cached = self._cache.prompt_keys[layer], self._cache.prompt_values[layer]
             cpu_attention.write_cache(k, v, *cached, self._row_N, self._position_N)
             return self._packed.attend(layer, q_NHC, k_NKC, v_NKC, rule)
-        place = self._cache.layer_place[layer]
-        self._cache.keys[place, self._row_N, :, self._position_N] = k_NKC[:count].to(self._cache.keys.dtype)
-        self._cache.values[place, self._row_N, :, self._position_N] = v_NKC[:count].to(
-            self._cache.values.dtype
-        )
+        for tensor, new_NKC in zip(self._cache.of_layer(layer), (k_NKC, v_NKC), strict=True):
+            tensor[self._row_N, :, self._position_N] = new_NKC[:count].to(tensor.dtype)
         return self._packed.attend(layer, q_NHC, k_NKC, v_NKC, rule)
+
+    def window(self, layer: int, x_NX: torch.Tensor, width: int) -> torch.Tensor:
+        """Return each row's own input (last) and the ones before it, and store each prompt's last ones."""
+        inputs = self._cache.inputs[layer]
+        scan = self._packed.scan(x_NX.shape[0])
+        inputs[self._homes] = scan.tail(x_NX, inputs.shape[1]).to(inputs.dtype)
+        return scan.window(x_NX, width)
 
     def recur(
         self,
@@ -310,12 +347,10 @@ class Prefill:
         decay_NH: torch.Tensor,
         beta_NH: torch.Tensor,
     ) -> torch.Tensor:
-        """Return outputs [N, H, C] and store each prompt's last inputs and state in the cache."""
+        """Return outputs [N, H, C] and store each prompt's state in the cache."""
         scan = self._packed.scan(mixed_NX.shape[0])
         out_NHC, state = scan.run(rule, mixed_NX, decay_NH, beta_NH)
-        inputs, states = self._cache.states[layer]
-        inputs[self._homes] = scan.tail(mixed_NX, inputs.shape[1]).to(inputs.dtype)
-        states[self._homes] = state
+        self._cache.states[layer][self._homes] = state
         return out_NHC
 
 
@@ -349,11 +384,17 @@ class Decode:
             self._own_B = positions_B - cache.shared_B2[: positions_B.shape[0], 1]
             return
         # Everything that depends only on positions is computed once per step, not in every layer.
-        kv_heads, capacity = cache.keys.shape[2:4]
-        self._biases: dict[int, torch.Tensor] = {}
-        # Flat write indices of a layer's keys and values: the cache viewed as rows of one head and position.
-        slots = torch.arange(self._rows.shape[0] * kv_heads, device=positions_B.device) * capacity
-        self._slots_Z = slots + positions_B.repeat_interleave(kv_heads)
+        self._biases: dict[tuple[int, int], torch.Tensor] = {}
+        self._slots: dict[int, torch.Tensor] = {}
+
+    def window(self, layer: int, x_NX: torch.Tensor, width: int) -> torch.Tensor:
+        """Return each row's own input (last) and the ones before it, and store it; row padding is zero."""
+        rows = self._positions.shape[0]
+        inputs = self._cache.inputs[layer][:rows]
+        window = torch.cat((inputs.transpose(0, 1), x_NX[None, :rows].to(inputs.dtype)))
+        assert window.shape[0] == width
+        inputs.copy_(window[1:].transpose(0, 1))
+        return F.pad(window, (0, 0, 0, x_NX.shape[0] - rows))
 
     def recur(
         self,
@@ -365,22 +406,27 @@ class Decode:
     ) -> torch.Tensor:
         """Return outputs [N, H, C]; rows past the live ones (row padding) are zero."""
         rows = self._positions.shape[0]
-        inputs, states = (tensor[:rows] for tensor in self._cache.states[layer])
-        window = torch.cat((inputs.transpose(0, 1), mixed_NX[None, :rows].to(inputs.dtype)))
-        q, k, v = rule.split(rule.convolve(window))
-        state, out = step(states, q, k, v, decay_NH[:rows], beta_NH[:rows])
-        inputs.copy_(window[1:].transpose(0, 1))
+        states = self._cache.states[layer][:rows]
+        state, out = step(states, *rule.split(mixed_NX[:rows]), decay_NH[:rows], beta_NH[:rows])
         states.copy_(state)
         return F.pad(out, (0, 0, 0, 0, 0, mixed_NX.shape[0] - rows))
 
-    def _bias(self, window: int) -> torch.Tensor:
+    def _slots_of(self, kv_heads: int) -> torch.Tensor:
+        """Return the new tokens' places [Z] in a layer's cache, viewed as rows of one head and position."""
+        if kv_heads not in self._slots:
+            count, device = self._rows.shape[0] * kv_heads, self._positions.device
+            first = torch.arange(count, device=device) * self._cache.capacity
+            self._slots[kv_heads] = first + self._positions.repeat_interleave(kv_heads)
+        return self._slots[kv_heads]
+
+    def _bias(self, window: int, kv_heads: int) -> torch.Tensor:
         """Return the mask [Z, 1, S] of a window."""
-        if window not in self._biases:
+        if (window, kv_heads) not in self._biases:
             key = torch.arange(self._num_keys, device=self._positions.device)
             hidden = outside(key, self._positions[:, None], window)
             bias = torch.zeros(hidden.shape, device=key.device).masked_fill_(hidden, float("-inf"))
-            self._biases[window] = bias.repeat_interleave(self._cache.keys.shape[2], 0)[:, None]
-        return self._biases[window]
+            self._biases[window, kv_heads] = bias.repeat_interleave(kv_heads, 0)[:, None]
+        return self._biases[window, kv_heads]
 
     def attend(
         self,
@@ -392,8 +438,7 @@ class Decode:
     ) -> torch.Tensor:
         """Return attention outputs [N, H, C]; rows past the live ones (row padding) are zero."""
         rows = self._positions.shape[0]
-        place = self._cache.layer_place[layer]
-        keys, values = self._cache.keys[place], self._cache.values[place]
+        keys, values = self._cache.of_layer(layer)
         if self._cache.is_tiled:
             assert rule is None, "the engine makes no tiled cache for such a model"
             new = k_NKC[:rows], v_NKC[:rows]
@@ -405,7 +450,7 @@ class Decode:
         channels = q_NHC.shape[2]
         for tensor, new in ((keys, k_NKC), (values, v_NKC)):
             rows_ZC = new[:rows].reshape(-1, channels).to(tensor.dtype)
-            tensor.view(-1, channels).index_copy_(0, self._slots_Z, rows_ZC)
+            tensor.view(-1, channels).index_copy_(0, self._slots_of(keys.shape[1]), rows_ZC)
         surplus = q_NHC.shape[0] - rows
         is_plain = rule is None or rule.is_plain
         kernel = dispatch.kernel_for(eager.decode_attention, q_NHC) if is_plain else None
@@ -417,7 +462,7 @@ class Decode:
         q_ZQC = q_NHC[:rows].reshape(count_z, -1, channels)
         rep = q_ZQC.shape[1]
         if self._kind == "fast" and q_ZQC.is_cuda and is_plain:
-            mask = self._bias(0).to(q_ZQC.dtype)
+            mask = self._bias(0, keys.shape[1]).to(q_ZQC.dtype)
             out = F.scaled_dot_product_attention(
                 q_ZQC[:, None], k_ZSC[:, None], v_ZSC[:, None], mask[:, None]
             )
@@ -428,7 +473,8 @@ class Decode:
             query, key, value = (x.to(wide) for x in (padded, k_ZSC, v_ZSC))
             window, cap, sinks_H = rule or PLAIN
             lse = None if sinks_H is None else torch.empty(query.shape[:2], device=query.device)
-            out, _ = exact_attention(query, key, value, self._bias(window), cap=cap, lse_ZQ=lse)
+            bias = self._bias(window, keys.shape[1])
+            out, _ = exact_attention(query, key, value, bias, cap=cap, lse_ZQ=lse)
             out = out[:, :rep].to(q_NHC.dtype)
             if lse is not None and sinks_H is not None:
                 heads = q_NHC.shape[1]

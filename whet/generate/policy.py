@@ -22,6 +22,7 @@ from whet.generate.kernel_speed import choose_kernels
 from whet.generate.scoring import hidden_rows, score_micro_batch
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig
+from whet.model.families import RopeFactors
 from whet.model.files import read_json
 from whet.model.lora.adapter import Adapter
 from whet.model.lora.files import find_model
@@ -74,6 +75,10 @@ class PolicyConfig:
     """Values that the model's chat template reads, such as enable_thinking false, beside those of `init`."""
     system_prompt: bool | str = True
     """System message: the schema's (true), none (false), or your own text (plain prompts have none)."""
+    rope_factors: RopeFactors = "auto"
+    """Rotary frequencies of a model whose ropes change with length (longrope, dynamic). short: those of its original
+    context, which no sequence may exceed; long: those of its whole context, for all sequences, short ones too; auto
+    takes those that `init` was trained with, else short."""
     max_rows: int = 256
     """Sequences decoded together."""
     attention: Literal["auto", "exact", "fast"] = "auto"
@@ -104,6 +109,7 @@ class PolicyConfig:
             raise ValueError("policy.model.vocab_size comes from the tokenizer; leave it out")
         unread = {
             "model": (not self.init, "random weights", self.model != ModelConfig()),
+            "rope_factors": (self.init, "policy.init", self.rope_factors != "auto"),
             "adapter": (self.init, "policy.init, the adapter's base,", self.adapter),
             "alphabet": (self.tokenizer == "characters", "policy.tokenizer = characters", self.alphabet),
             "padded_vocab_size": (self.tags_as_tokens, "policy.tags_as_tokens", self.padded_vocab_size),
@@ -520,7 +526,8 @@ def load_policy(
         init_weights(model, seed)
         model = model.to(device=device, dtype=dtype)
     else:
-        model, _ = load_model(folder, dtype=dtype, device=device, is_reward=None if is_reward else False)
+        kinds: dict[str, Any] = {"dtype": dtype, "device": device, "rope_factors": config.rope_factors}
+        model, _ = load_model(folder, is_reward=None if is_reward else False, **kinds)
         if adapter is not None:
             model = adapter.fit(model)
             if merge:

@@ -40,6 +40,10 @@ TILE_SCORES = 2**20
 QUERY_BLOCK = 128
 
 
+Shared = dict[int, tuple[torch.Tensor, ...]]
+"""Keys and values, by layer, of those that later layers read, too; () until they are there."""
+
+
 class Rule(NamedTuple):
     """How a layer attends, where it is not plain causal softmax attention.
 
@@ -89,6 +93,10 @@ class AttentionContext(Protocol):
         rule: Rule | None = None,
     ) -> torch.Tensor:
         """Return attention outputs [N, H, C] of a layer for all rows."""
+        ...
+
+    def window(self, layer: int, x_NX: torch.Tensor, width: int) -> torch.Tensor:
+        """Return each row's own input (last) and the ones before it in its sequence, [width, N, X]."""
         ...
 
     def recur(
@@ -523,6 +531,10 @@ class Packed:
         else:
             out, lse = _TiledAttention.apply(q_NHC, k_NKC, v_NKC, plan, rule)  # pyright: ignore[reportGeneralTypeIssues]
         return out if rule.sinks_H is None else with_sinks(out, lse, rule.sinks_H)
+
+    def window(self, layer: int, x_NX: torch.Tensor, width: int) -> torch.Tensor:
+        """Return each row's own input (last) and the ones before it; zeros stand before each sequence."""
+        return self.scan(x_NX.shape[0]).window(x_NX, width)
 
     def recur(
         self,

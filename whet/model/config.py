@@ -37,7 +37,7 @@ SIZES = frozenset(
     }
 )
 """Fields of a config that every path reads: numbers, and the name that config.json has."""
-STORED = frozenset({"fused", "expert_names", "is_part", "num_ahead"})
+STORED = frozenset({"fused", "renamed", "expert_names", "is_part", "num_ahead"})
 """Fields of a block that say how weights are stored, and change nothing that is computed."""
 
 
@@ -83,14 +83,24 @@ class Rope:
 class LayerSpec:
     """What differs from layer to layer."""
 
-    mixer: Literal["attention", "delta"] = "attention"
-    """What mixes positions: attention, or the gated delta rule."""
+    mixer: Literal["attention", "delta", "convolution"] = "attention"
+    """What mixes positions: attention, the gated delta rule, or a short convolution between two gates."""
     window: int = 0
     """Positions that attention sees, its own included; 0 for all."""
     rope: int = 0
     """Index of the layer's rope; -1 for no positions."""
     has_experts: bool = False
     """Whether the feed-forward part is a mixture of experts."""
+    num_kv_heads: int = 0
+    """Key/value heads; 0 for the model's number."""
+    head_dim: int = 0
+    """Channels per head; 0 for the model's number."""
+    intermediate_size: int = 0
+    """Feed-forward width; 0 for the model's."""
+    has_values: bool = True
+    """Whether values have a product of their own; else they are the keys before norm and rotation."""
+    source: int = -1
+    """Layer before it whose keys and values it reads; -1 for its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +119,8 @@ class Experts:
     """Weights of the experts: softmax over all or over the chosen ones, or each one's sigmoid."""
     is_normalised: bool = True
     """Whether the chosen ones' weights are divided by their sum."""
+    sum_eps: float = 0.0
+    """Added to that sum."""
     scale: float = 1.0
     """Factor of the weights."""
     has_offset: bool = False
@@ -151,9 +163,12 @@ class Delta:
     """Channels of a value."""
     kernel: int
     """Width of the convolution, in tokens."""
+    is_grouped: bool = False
+    """Whether one product gives each key head's query, key, values and gates one after the other (Qwen3-Next)."""
 
     def __post_init__(self) -> None:
-        if not all(1 <= getattr(self, item.name) <= MAX_SIZE for item in fields(self)):
+        sizes = (self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.kernel)
+        if not all(1 <= size <= MAX_SIZE for size in sizes):
             raise ValueError(f"linear attention of {self}: expected sizes of 1 and more")
         if self.value_heads % self.key_heads or self.kernel < 2:
             raise ValueError(f"linear_num_value_heads = {self.value_heads}: expected a multiple of key heads")
@@ -193,10 +208,14 @@ class Block:
     """A norm of all heads' queries and one of all keys."""
     qkv_bias: bool = False
     """Biases of q, k and v alone."""
+    has_value_norm: bool = False
+    """A norm of each head's values, without weights."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Activation of the feed-forward part's gate."""
     query_scale: float = 1.0
     """Factor of the queries, on top of 1 / sqrt(head_dim)."""
+    is_unscaled: bool = False
+    """Whether scores are not divided by sqrt(head_dim)."""
     position_scale: tuple[float, int] = (0.0, 1)
     """(beta, original context): queries are multiplied by 1 + beta log(1 + floor(position / original))."""
     attention_cap: float = 0.0
@@ -205,6 +224,12 @@ class Block:
     """The same for logits."""
     embedding_scale: float = 1.0
     """Factor of the embeddings."""
+    input_width: int = 0
+    """Width of what each layer reads of the tokens themselves, from a second table; 0 for nothing."""
+    input_rows: int = 0
+    """Rows of that table, at least; it has one for each token."""
+    has_layer_scale: bool = False
+    """Whether each layer's output is multiplied by a stored number."""
     residual_scale: float = 1.0
     """Factor of what attention and the feed-forward part add."""
     logit_scale: float = 1.0
@@ -221,8 +246,14 @@ class Block:
     """Of the layers that mix so."""
     latent: Latent | None = None
     """Latent attention."""
+    kernel: int = 0
+    """Width of the short convolution, in tokens, of the layers that mix so."""
+    has_kernel_bias: bool = False
+    """Whether that convolution and the products around it have biases."""
     fused: tuple[str, ...] = ()
     """Tensors of a file that are several parameters one below the other: qkv_proj, gate_up_proj."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of a file's names, and what they are called here; of each name the first that fits is replaced."""
     is_part: bool = False
     """Whether it is the text part of a checkpoint with images."""
     num_ahead: int = 0
@@ -289,6 +320,11 @@ class ModelConfig:
         return self.block.qk_norm or "qk_norm" in FAMILY_FLAGS.get(self.family, ())
 
     @property
+    def input_rows(self) -> int:
+        """Rows of the table of what layers read of the tokens themselves."""
+        return max(self.block.input_rows, self.vocab_size)
+
+    @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """Each layer's own flags."""
         return (self.block.layers or (LayerSpec(),) * self.num_layers)[: self.num_layers]
@@ -325,6 +361,13 @@ class ModelConfig:
             )
         if self.family == "gpt2" and (self.num_kv_heads != self.num_heads or self.rope_scaling is not None):
             raise ValueError("model.family = gpt2: expected num_kv_heads = num_heads, and no rope_scaling")
+        for spec in self.block.layers:
+            kv_heads, channels = kv_shape(spec, self)
+            if self.num_heads % kv_heads or channels % 2:
+                raise ValueError(
+                    f"a layer of {kv_heads} key/value heads of {channels} channels: expected a divisor of num_heads = "
+                    f"{self.num_heads}, and an even number"
+                )
         if self.attention_bias and self.family not in ("llama", "qwen3"):
             raise ValueError(f"model.attention_bias is for llama and qwen3: {self.family} has its own biases")
         if self.mlp_bias and self.family != "llama":
@@ -356,14 +399,22 @@ def has_own_rules(config: ModelConfig) -> bool:
     Then none of them uses the compiled attention, whose cache has no place for the others: sampler and trainer must
     take the same path.
     """
-    block = config.block
-    is_other = any(spec.window or spec.mixer != "attention" for spec in config.layers)
+    block, plain = config.block, (config.num_kv_heads, config.head_dim)
+    is_other = any(
+        spec.window or spec.mixer != "attention" or spec.source >= 0 or kv_shape(spec, config) != plain
+        for spec in config.layers
+    )
     return is_other or bool(block.attention_cap) or block.has_sinks
 
 
 def has_experts(config: ModelConfig) -> bool:
     """Say whether any layer's feed-forward part is a mixture of experts."""
     return any(spec.has_experts for spec in config.layers)
+
+
+def kv_shape(spec: LayerSpec, config: ModelConfig) -> tuple[int, int]:
+    """Return a layer's key/value heads, and the channels of each."""
+    return spec.num_kv_heads or config.num_kv_heads, spec.head_dim or config.head_dim
 
 
 def is_plain(rope: Rope, config: ModelConfig) -> bool:

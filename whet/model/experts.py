@@ -54,7 +54,7 @@ class Router(nn.Module):
         if e.score == "softmax_of_top":
             return weights.softmax(-1), which
         if e.is_normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if e.score == "sigmoid" else 0.0))
+            weights = weights / (weights.sum(-1, keepdim=True) + e.sum_eps)
         return weights * e.scale, which
 
     def _probabilities(self, scores_NE: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from whet.model.config import (
     PLAIN_BLOCK,
@@ -79,8 +79,22 @@ SANDWICH = (
 POST_NORM = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 GLM_NORM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 EXPERT_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
+LFM2_NAMES = (
+    (".feed_forward.w1.", ".mlp.gate_proj."),
+    (".feed_forward.w3.", ".mlp.up_proj."),
+    (".feed_forward.w2.", ".mlp.down_proj."),
+    (".feed_forward.expert_bias", ".mlp.gate.e_score_correction_bias"),
+    (".feed_forward.", ".mlp."),
+    (".self_attn.out_proj.", ".self_attn.o_proj."),
+    (".self_attn.q_layernorm.", ".self_attn.q_norm."),
+    (".self_attn.k_layernorm.", ".self_attn.k_norm."),
+    ("model.embedding_norm.", "model.norm."),
+)
+MIXERS: dict[str, Literal["delta", "convolution"]] = {"linear_attention": "delta", "conv": "convolution"}
+"""Types of layers without attention."""
 
 Reader = Callable[["Keys"], ModelConfig]
+RopeFactors = Literal["auto", "short", "long"]
 
 
 class Keys(Mapping[str, Any]):
@@ -165,9 +179,11 @@ def rope(parameters: Mapping[str, Any], head_dim: int, c: Keys) -> tuple[Rope, i
 
     Source: `transformers.modeling_rope_utils`. Deviation: transformers changes the frequencies of 'dynamic' and
     'longrope' when a sequence outgrows the original context, past keys included or not, depending on the cache; here
-    such a model's context ends there, where all agree.
+    such a model's context ends there, where all agree. With rope_factors = long all sequences, short ones too, have the
+    frequencies of the stretched context, as vLLM computes them where its longest sequence is longer than the original
+    context: 'longrope' those of its long factors, 'dynamic' those of a sequence of factor times the context.
     """
-    p = Keys(parameters)
+    p, is_long = Keys(parameters), c.get("rope_factors") == "long"
     for name in ("rope_theta", "factor"):
         if p.get(name) is not None and not 0 < float(p[name]) < math.inf:
             raise ValueError(f"model.{name} = {p[name]}: expected a positive number")
@@ -181,21 +197,29 @@ def rope(parameters: Mapping[str, Any], head_dim: int, c: Keys) -> tuple[Rope, i
     if kind in ("linear", "dynamic"):
         factor = float(p["factor"])
         divisors = (factor,) * count if kind == "linear" else ()
+        if kind == "dynamic" and is_long:
+            longest = int(factor * context)
+            theta *= (factor * longest / context - (factor - 1)) ** (dims / (dims - 2))
+            context = longest
     elif kind == "llama3":
         divisors = _llama3(p, theta, dims, original)
     elif kind == "yarn":
         divisors, amplitude = _yarn(p, theta, dims, original, context)
     elif kind in ("longrope", "su"):
-        divisors = tuple(float(x) for x in p["short_factor"])
-        p.get("long_factor")
+        factors = [[float(x) for x in p[name]] for name in ("short_factor", "long_factor")]
+        divisors = factors[is_long]
         factor = float(p.get("factor") or context / original)
         given = p.get("attention_factor")
         sharpened = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         amplitude = sharpened if given is None else float(given)
-        context = min(context, original)
+        context = context if is_long else min(context, original)
+    elif kind == "proportional":  # frequencies of the whole head, of which the last are 0
+        count, dims = int(float(p["partial_rotary_factor"]) * head_dim // 2), head_dim
+        divisors = (float(p.get("factor") or 1.0),) * count + (math.inf,) * (dims // 2 - count)
     elif kind != "default":
         raise ValueError(
-            f"rope type {kind[:40]!r} is not supported; expected default, linear, dynamic, yarn, llama3 or longrope"
+            f"rope type {kind[:40]!r} is not supported; expected default, linear, dynamic, yarn, llama3, longrope or "
+            "proportional"
         )
     unknown = next((name for name in p if name not in p.were_read | ROPE_KEYS and p[name] is not None), None)
     if unknown is not None:
@@ -309,7 +333,8 @@ def _decoder(
         )
     sizes["rope_theta"] = own.theta
     config = ModelConfig(family=family, **(sizes | more))
-    if not is_whole or (kind != "llama3" and (own.divisors or own.amplitude != 1.0)):
+    is_stretched = own.divisors or own.amplitude != 1.0 or own.theta != float(parameters["rope_theta"])
+    if not is_whole or (kind != "llama3" and is_stretched):
         config = _flagged(config, ropes=(own,))
     return config if activation == "silu" else _flagged(config, activation="gelu_tanh")
 
@@ -318,7 +343,9 @@ def _with_windows(
     config: ModelConfig, types: Sequence[str], window: int | None, ropes: Mapping[str, int] | None = None
 ) -> ModelConfig:
     """Give each layer the window and the rope of its type."""
-    known = {"full_attention", "sliding_attention", "linear_attention"}
+    known = {"full_attention", "sliding_attention"}
+    known |= {"linear_attention"} if config.block.delta is not None else set()
+    known |= {"conv"} if config.block.kernel else set()
     wrong = next((name for name in types if name not in known), None)
     if wrong is not None:
         raise ValueError(
@@ -328,7 +355,7 @@ def _with_windows(
     width = int(window) if window and int(window) < config.max_positions else 0
     layers = tuple(
         LayerSpec(
-            mixer="delta" if name == "linear_attention" else "attention",
+            mixer=MIXERS.get(name, "attention"),
             window=width if name == "sliding_attention" else 0,
             rope=(ropes or {}).get(name, 0),
         )
@@ -450,6 +477,104 @@ def _gemma3(c: Keys) -> ModelConfig:
     return _flagged(_per_type(c, config, types, whole, local), qk_norm=True)
 
 
+def _gemma4(c: Keys) -> ModelConfig:
+    c.fixed(enable_moe_block=False, use_bidirectional_attention="vision")  # the latter: of images alone
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        c.get(name)  # of the mixture
+    for name in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
+        c.fixed(**{name: None})  # transformers does not read them here
+    types = _types(c, lambda i: (i + 1) % 6 == 0)
+    types[-1] = "full_attention"
+    inner = c.changed(rope_parameters=None, use_bidirectional_attention=None)
+    config = _flagged(_gemma(inner), norm_offset=0.0)
+    layers = _with_windows(config, types, c.get("sliding_window", 512), {"sliding_attention": 1}).layers
+    layers = _shared_keys(c, types, _own_shapes(c, types, layers, config), config.intermediate_size)
+    both = c.get("rope_parameters") or {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    ropes, contexts = [], []
+    for kind in ("full_attention", "sliding_attention"):
+        sizes = {
+            spec.head_dim or config.head_dim for spec, name in zip(layers, types, strict=True) if name == kind
+        }
+        if len(sizes) > 1:
+            raise ValueError(
+                f"layers of type {kind} with heads of {sorted(sizes)} channels are not supported"
+            )
+        parameters = {"partial_rotary_factor": 1.0} | both[kind]
+        if parameters.get("rope_type", "default") == "default" and parameters["partial_rotary_factor"] != 1:
+            raise ValueError(
+                "partial_rotary_factor with rope type 'default' is not supported here; expected 1"
+            )
+        own, context = rope(parameters, next(iter(sizes), config.head_dim), c)
+        ropes.append(own)
+        contexts.append(context)
+    width, rows = (
+        int(c.get("hidden_size_per_layer_input", 256) or 0),
+        c.get("vocab_size_per_layer_input", 262144),
+    )
+    if width and int(rows) < config.vocab_size:
+        raise ValueError(
+            f"vocab_size_per_layer_input = {rows}: expected vocab_size = {config.vocab_size} or more"
+        )
+    return _flagged(
+        replace(config, max_positions=min(contexts)),
+        layers=layers,
+        ropes=tuple(ropes),
+        norms=SANDWICH,
+        qk_norm=True,
+        has_value_norm=True,
+        is_unscaled=True,
+        logit_cap=float(c.get("final_logit_softcapping") or 0.0),
+        has_layer_scale=True,
+        input_width=width,
+        input_rows=int(rows) if width else 0,
+    )
+
+
+def _own_shapes(
+    c: Keys, types: Sequence[str], layers: Sequence[LayerSpec], config: ModelConfig
+) -> list[LayerSpec]:
+    """Give Gemma 4's layers their heads: full layers have wider ones, and may have fewer keys, values at once."""
+    is_same = bool(c.get("attention_k_eq_v"))
+    given, heads = c.get("per_layer_config"), c.get("num_global_key_value_heads")
+    wide = {"head_dim": c.get("global_head_dim") or 512, "num_key_value_heads": heads if is_same else None}
+    found = []
+    for index, (spec, kind) in enumerate(zip(layers, types, strict=True)):
+        is_full = kind == "full_attention"
+        own = (wide if is_full else {}) if given is None else given.get(str(index), given.get(index)) or {}
+        unknown = set(own) - set(wide)
+        if unknown:
+            raise ValueError(f"per_layer_config with {sorted(unknown)[0][:60]!r} is not supported")
+        shape = int(own.get("num_key_value_heads") or 0), int(own.get("head_dim") or 0)
+        plain = config.num_kv_heads, config.head_dim
+        kv_heads, channels = (
+            0 if value == usual else value for value, usual in zip(shape, plain, strict=True)
+        )
+        found.append(
+            replace(spec, num_kv_heads=kv_heads, head_dim=channels, has_values=not (is_same and is_full))
+        )
+    return found
+
+
+def _shared_keys(
+    c: Keys, types: Sequence[str], layers: Sequence[LayerSpec], width: int
+) -> tuple[LayerSpec, ...]:
+    """Let Gemma 4's last layers read the keys and values of the last one of their type that has its own."""
+    first = len(layers) - int(c.get("num_kv_shared_layers") or 0)
+    doubled = 2 * width if c.get("use_double_wide_mlp") else 0
+    found = list(layers)
+    for index in range(max(first, 0), len(layers)):
+        sources = [place for place in range(first) if types[place] == types[index]]
+        if not sources:
+            raise ValueError(
+                f"num_kv_shared_layers = {len(layers) - first}: no layer before is of {types[index]}"
+            )
+        found[index] = replace(layers[index], source=sources[-1], intermediate_size=doubled)
+    return tuple(found)
+
+
 def _two_ropes(c: Keys, theta: float, local_theta: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters of full and of windowed layers' ropes; an old config's scaling is the former's alone."""
     both, scaling = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
@@ -521,9 +646,9 @@ def _qwen3_5(c: Keys) -> ModelConfig:
     delta = Delta(
         key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, kernel=kernel
     )
-    config = _with_windows(config, types, None)
+    config = _with_windows(_flagged(config, delta=delta), types, None)
     # Qwen3.5's files have a layer that draws a token ahead (mtp).
-    return _flagged(config, qk_norm=True, norm_offset=1.0, is_gated=True, delta=delta, num_ahead=1)
+    return _flagged(config, qk_norm=True, norm_offset=1.0, is_gated=True, num_ahead=1)
 
 
 def _with_experts(
@@ -556,6 +681,33 @@ def _qwen3_moe(c: Keys) -> ModelConfig:
     )
     return _flagged(
         _with_experts(config, experts, lambda i: i not in dense and (i + 1) % step == 0), qk_norm=True
+    )
+
+
+def _qwen3_next(c: Keys) -> ModelConfig:
+    config = _qwen3_5(c)
+    delta = config.block.delta
+    assert delta is not None
+    dense, step = c.get("mlp_only_layers") or (), int(c.get("decoder_sparse_step", 1))
+    experts = replace(_qwen_experts(c), is_normalised=bool(c.get("norm_topk_prob", True)))
+    config = _with_experts(config, experts, lambda i: i not in dense and (i + 1) % step == 0)
+    return _flagged(config, delta=replace(delta, is_grouped=True))
+
+
+def _qwen3_5_moe(c: Keys) -> ModelConfig:
+    experts = _qwen_experts(c)
+    return _with_experts(_qwen3_5(c.changed(intermediate_size=experts.width)), experts)
+
+
+def _qwen_experts(c: Keys) -> Experts:
+    """Read a mixture with a gated part that all tokens go through."""
+    return Experts(
+        count=_first(c, "num_local_experts", "num_experts"),
+        top_k=int(c["num_experts_per_tok"]),
+        width=int(c["moe_intermediate_size"]),
+        shared="shared_expert",
+        shared_width=int(c["shared_expert_intermediate_size"]),
+        has_shared_gate=True,
     )
 
 
@@ -608,6 +760,7 @@ def _grouped_experts(c: Keys) -> Experts:
         width=width,
         score="sigmoid",
         is_normalised=bool(c.get("norm_topk_prob", True)),
+        sum_eps=1e-20,
         scale=float(c["routed_scaling_factor"]),
         has_offset=True,
         num_groups=int(c.get("n_group") or 1),
@@ -615,6 +768,58 @@ def _grouped_experts(c: Keys) -> Experts:
         shared="shared_experts",
         shared_width=width * int(c["n_shared_experts"]),
     )
+
+
+def _lfm2(c: Keys) -> ModelConfig:
+    inner = int(c.get("block_ff_dim") or c["intermediate_size"])
+    multiplier, multiple = c.get("block_ffn_dim_multiplier", 1.0), int(c.get("block_multiple_of", 256))
+    if c.get("block_auto_adjust_ff_dim", True):
+        inner = int(2 * inner / 3)
+        if multiplier is not None:
+            inner = -(-int(multiplier * inner) // multiple) * multiple
+    return _lfm(c, inner)
+
+
+def _lfm2_moe(c: Keys) -> ModelConfig:
+    dense = int(c.get("num_dense_layers", 2))
+    experts = Experts(
+        count=_first(c, "num_local_experts", "num_experts"),
+        top_k=int(c["num_experts_per_tok"]),
+        width=int(c["moe_intermediate_size"]),
+        score="sigmoid",
+        is_normalised=bool(c.get("norm_topk_prob", True)),
+        sum_eps=1e-6,
+        scale=float(c.get("routed_scaling_factor", 1.0)),
+        has_offset=bool(c.get("use_expert_bias", True)),
+    )
+    return _with_experts(
+        _lfm(c, int(c["intermediate_size"])), experts, lambda i: i >= dense, ("mlp", "w1", "w3", "w2")
+    )
+
+
+def _lfm(c: Keys, inner: int) -> ModelConfig:
+    """Read what LFM2's dense models and mixtures share; the first files name some sizes twice."""
+    width, eps, tied = int(c["hidden_size"]), c.get("norm_eps", 1e-5), c.get("tie_word_embeddings", True)
+    c.fixed(block_dim=width, conv_dim=width, conv_dim_out=width, num_heads=int(c["num_attention_heads"]))
+    c.fixed(block_norm_eps=eps, block_use_swiglu=True, use_pos_enc=True)
+    for name in (
+        "block_mlp_init_scale",
+        "block_out_init_scale",
+        "block_use_xavier_init",
+        "conv_use_xavier_init",
+    ):
+        c.get(name)  # initialisation
+    chosen = c.get("full_attn_idxs")
+    changed = {"intermediate_size": inner, "rms_norm_eps": eps}
+    config = _decoder(c.changed(tie_word_embeddings=c.get("tie_embedding", tied), **changed), theta=1e6)
+    places = range(config.num_layers) if chosen is None else chosen
+    kinds = ("conv", "full_attention")
+    types = c.get("layer_types") or [kinds[index in places] for index in range(config.num_layers)]
+    config = _flagged(
+        config, kernel=int(c.get("conv_L_cache", 3)), has_kernel_bias=bool(c.get("conv_bias", False))
+    )
+    norms = ("operator_norm", "", "ffn_norm", "")
+    return _flagged(_with_windows(config, types, None), norms=norms, qk_norm=True, renamed=LFM2_NAMES)
 
 
 def _num_ahead(c: Keys) -> int:
@@ -694,17 +899,22 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "gemma": ("GemmaForCausalLM", _gemma),
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3_text": ("Gemma3ForCausalLM", _gemma3),
+    "gemma4_text": ("Gemma4ForCausalLM", _gemma4),
     "olmo2": ("Olmo2ForCausalLM", _olmo2),
     "olmo3": ("Olmo3ForCausalLM", _olmo3),
     "glm": ("GlmForCausalLM", _glm),
     "glm4": ("Glm4ForCausalLM", _glm4),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", _qwen3_5),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
+    "qwen3_next": ("Qwen3NextForCausalLM", _qwen3_next),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
     "mixtral": ("MixtralForCausalLM", _mixtral),
     "olmoe": ("OlmoeForCausalLM", _olmoe),
     "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
     "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
     "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
+    "lfm2": ("Lfm2ForCausalLM", _lfm2),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", _lfm2_moe),
 }
 """The class that transformers has for a model type, and its reader."""
 CLASSIFIERS: dict[str, str] = {
@@ -716,10 +926,25 @@ CLASSIFIERS: dict[str, str] = {
 """What transformers calls a reward model of each type, where it has one (granite, olmoe and glm4_moe have none)."""
 WRAPPERS: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
     "mistral3": ("ministral3", "mistral"),
     "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
 """Checkpoints with images, and the types of text part that are loaded from them."""
+LINEAR: dict[str, Any] = {
+    "max_position_embeddings": 32768,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+LINEAR_MIXTURE = LINEAR | {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         # Gemma 3's own checkpoints with images leave these out.
@@ -749,19 +974,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "gemma": {"num_key_value_heads": 16, "max_position_embeddings": 8192},
     "gemma2": {"num_key_value_heads": 4, "max_position_embeddings": 8192},
+    "gemma4_text": {"num_key_value_heads": 4, "max_position_embeddings": 131072},
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5},
     "glm": {"num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7},
     "glm4": {"num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7},
-    "qwen3_5_text": {
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
+    "qwen3_5_text": LINEAR | {"num_key_value_heads": 4},
+    "qwen3_5_moe_text": LINEAR_MIXTURE | {"num_experts": 256, "num_experts_per_tok": 8},
+    "qwen3_next": LINEAR_MIXTURE | {"num_experts": 512, "num_experts_per_tok": 10},
     "qwen3_moe": {
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
@@ -822,18 +1042,30 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "num_mtp_layers": 1,
     },
+    "lfm2": {"num_key_value_heads": 8, "max_position_embeddings": 128000},
+    "lfm2_moe": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1792,
+    },
     "qwen2": {"max_position_embeddings": 32768},
     "qwen3": {"max_position_embeddings": 32768},
 }
 """What a missing key means where it differs from Llama's."""
 
 
-def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+def from_hf(
+    data: Mapping[str, Any], *, where: str = "config.json", rope_factors: RopeFactors = "auto"
+) -> ModelConfig:
     """Read a Hugging Face model configuration.
 
     Args:
         data: Parsed config.json.
         where: Name for error messages.
+        rope_factors: Of ropes that change with the length of sequences (`rope`); auto takes what whet wrote into the
+            file, else short. The choice is written with the model.
 
     Returns:
         Its shape; of a checkpoint with images, that of the text part.
@@ -860,17 +1092,33 @@ def from_hf(data: Mapping[str, Any], *, where: str = "config.json") -> ModelConf
         )
     architecture, read = FAMILIES[asked]
     _refuse_foreign(outer, architecture, where)
+    is_part = outer is not data
+    if rope_factors != "auto":
+        data = {**data, "rope_factors": rope_factors}
     keys = Keys(data, DEFAULTS.get(asked))
     try:
+        _check_factors(keys, read)
         config = replace(read(keys), is_reward=_is_reward(outer, keys, CLASSIFIERS[asked]))
         keys.refuse_unread()
     except KeyError as missing:
         raise UserError(f"{where}: field {missing} is missing") from None
     except (TypeError, ValueError, ArithmeticError) as error:  # the last: int(Infinity), a division by 0
         raise UserError(f"{where}: {error}") from None
-    if outer is not data:
+    if is_part:
         config = _flagged(config, is_part=True)
     return replace(config, source=json.dumps(dict(data)))
+
+
+def _check_factors(c: Keys, read: Reader) -> None:
+    """Refuse rope factors that are none, and long ones of a model whose ropes have no other than short ones."""
+    factors = c.get("rope_factors", "short")
+    if factors not in ("short", "long"):
+        raise ValueError(f"rope_factors = {str(factors)[:40]!r}: expected short or long")
+    if factors == "long" and read(c).max_positions == read(c.changed(rope_factors="short")).max_positions:
+        raise ValueError(
+            "rope_factors = long: no rope of this model changes with length (longrope, dynamic), so its context stays "
+            "as it is; leave it out"
+        )
 
 
 def _is_reward(outer: Mapping[str, Any], c: Keys, classifier: str) -> bool:
@@ -937,6 +1185,8 @@ def to_hf(
         "torch_dtype": dtype,
         "use_cache": True,
     }
+    if config.block.input_width:
+        shared["vocab_size_per_layer_input"] = config.input_rows
     if config.is_reward:
         shared |= {
             "num_labels": 1,

@@ -1,4 +1,4 @@
-"""What mixes positions in place of grouped-query attention: latent attention and the gated delta rule."""
+"""What mixes positions in place of grouped-query attention: latent attention, the gated delta rule, convolutions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.kernels import eager
-from whet.model.attention import AttentionContext
+from whet.model.attention import AttentionContext, Shared
 from whet.model.config import Delta, Latent, LayerSpec, ModelConfig
 from whet.model.parts import Linear, RMSNorm
-from whet.model.recurrence import Recurrence
+from whet.model.recurrence import Recurrence, convolve
 from whet.model.rotary import Angles, turn
 
 LATENT_EPS = 1e-6
@@ -43,7 +43,12 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(heads * latent.value_dim, width, bias=False)
 
     def forward(
-        self, x_ND: torch.Tensor, angles: Angles | None, context: AttentionContext, layer: int
+        self,
+        x_ND: torch.Tensor,
+        angles: Angles | None,
+        context: AttentionContext,
+        shared: Shared,
+        layer: int,
     ) -> torch.Tensor:
         """Project, rotate, attend within the context, project back."""
         assert angles is not None
@@ -66,9 +71,15 @@ class LatentAttention(nn.Module):
 class _Taps(nn.Module):
     """The convolution's weights, stored as those of an nn.Conv1d over channels of their own."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, *, has_bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.zeros(channels)) if has_bias else None
+
+    @property
+    def kernel_KX(self) -> torch.Tensor:
+        """The taps, oldest first."""
+        return self.weight[:, 0].t()
 
 
 class DeltaMixer(nn.Module):
@@ -79,10 +90,14 @@ class DeltaMixer(nn.Module):
         width, values = config.hidden_size, delta.value_heads * delta.value_dim
         mixed = 2 * delta.key_heads * delta.key_dim + values
         self.delta = delta
-        self.in_proj_qkv = Linear(width, mixed, bias=False)
-        self.in_proj_z = Linear(width, values, bias=False)
-        self.in_proj_b = Linear(width, delta.value_heads, bias=False)
-        self.in_proj_a = Linear(width, delta.value_heads, bias=False)
+        if delta.is_grouped:
+            self.in_proj_qkvz = Linear(width, mixed + values, bias=False)
+            self.in_proj_ba = Linear(width, 2 * delta.value_heads, bias=False)
+        else:
+            self.in_proj_qkv = Linear(width, mixed, bias=False)
+            self.in_proj_z = Linear(width, values, bias=False)
+            self.in_proj_b = Linear(width, delta.value_heads, bias=False)
+            self.in_proj_a = Linear(width, delta.value_heads, bias=False)
         self.conv1d = _Taps(mixed, delta.kernel)
         self.A_log = nn.Parameter(torch.zeros(delta.value_heads))
         self.dt_bias = nn.Parameter(torch.ones(delta.value_heads))
@@ -90,15 +105,67 @@ class DeltaMixer(nn.Module):
         self.out_proj = Linear(values, width, bias=False)
 
     def forward(
-        self, x_ND: torch.Tensor, angles: Angles | None, context: AttentionContext, layer: int
+        self,
+        x_ND: torch.Tensor,
+        angles: Angles | None,
+        context: AttentionContext,
+        shared: Shared,
+        layer: int,
     ) -> torch.Tensor:
         """Project, go from token to token within the context, gate, project back."""
         rows = x_ND.shape[0]
-        beta_NH = eager.row_wise(torch.sigmoid, self.in_proj_b(x_ND)).float()
-        time_NH = eager.row_wise(F.softplus, self.in_proj_a(x_ND).float() + self.dt_bias.float())
+        mixed_NX, gate_NX, b_NH, a_NH = self._project(x_ND)
+        beta_NH = eager.row_wise(torch.sigmoid, b_NH).float()
+        time_NH = eager.row_wise(F.softplus, a_NH.float() + self.dt_bias.float())
         decay_NH = eager.row_wise(torch.exp, -self.A_log.float().exp() * time_NH)
-        rule = Recurrence(self.delta, self.conv1d.weight[:, 0].t())
-        out_NHC = context.recur(layer, rule, self.in_proj_qkv(x_ND), decay_NH, beta_NH).to(x_ND.dtype)
-        gate_NHC = self.in_proj_z(x_ND).view(rows, -1, self.delta.value_dim)
+        rule = Recurrence(self.delta, self.conv1d.kernel_KX)
+        mixed_NX = rule.convolve(context.window(layer, mixed_NX, self.delta.kernel))
+        out_NHC = context.recur(layer, rule, mixed_NX, decay_NH, beta_NH).to(x_ND.dtype)
+        gate_NHC = gate_NX.view(rows, -1, self.delta.value_dim)
         gated_NHC = self.norm(out_NHC) * eager.row_wise(F.silu, gate_NHC.float())
         return self.out_proj(gated_NHC.to(x_ND.dtype).reshape(rows, -1))
+
+    def _project(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what is convolved, gates, and what share of the correction and decay are computed from."""
+        s, rows = self.delta, x_ND.shape[0]
+        if not s.is_grouped:
+            b_NH, a_NH = self.in_proj_b(x_ND), self.in_proj_a(x_ND)
+            return self.in_proj_qkv(x_ND), self.in_proj_z(x_ND), b_NH, a_NH
+        values = s.value_heads // s.key_heads * s.value_dim
+        grouped = self.in_proj_qkvz(x_ND).view(rows, s.key_heads, -1)
+        parts = grouped.split((s.key_dim, s.key_dim, values, values), dim=-1)
+        *qkv, gate_NX = (part.reshape(rows, -1) for part in parts)
+        b_NH, a_NH = (
+            part.reshape(rows, -1)
+            for part in self.in_proj_ba(x_ND).view(rows, s.key_heads, -1).chunk(2, dim=-1)
+        )
+        return torch.cat(qkv, dim=-1), gate_NX, b_NH, a_NH
+
+
+class ConvolutionMixer(nn.Module):
+    """Convolution over the last few tokens, by channel, with a gate before it and one behind it (LFM2).
+
+    Source: LFM2 technical report 2511.23404, section 2.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, self.kernel, has_bias = config.hidden_size, config.block.kernel, config.block.has_kernel_bias
+        self.in_proj = Linear(width, 3 * width, bias=has_bias)
+        self.conv = _Taps(width, self.kernel, has_bias=has_bias)
+        self.out_proj = Linear(width, width, bias=has_bias)
+
+    def forward(
+        self,
+        x_ND: torch.Tensor,
+        angles: Angles | None,
+        context: AttentionContext,
+        shared: Shared,
+        layer: int,
+    ) -> torch.Tensor:
+        """Project, gate, convolve within the context, gate, project back."""
+        before_ND, after_ND, inner_ND = self.in_proj(x_ND).chunk(3, dim=-1)
+        mixed_ND = convolve(context.window(layer, before_ND * inner_ND, self.kernel), self.conv.kernel_KX)
+        if self.conv.bias is not None:
+            mixed_ND = mixed_ND + self.conv.bias
+        return self.out_proj(after_ND * mixed_ND)

@@ -50,6 +50,23 @@ class RMSNorm(nn.Module):
         return dispatch.run(eager.rms_norm, x, self.weight, self.eps)[0]
 
 
+class UnitNorm(nn.Module):
+    """Root-mean-square normalisation of the last axis without weights, in float32.
+
+    Args:
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last axis."""
+        ones = torch.ones(x.shape[-1], device=x.device)
+        return dispatch.run(eager.rms_norm, x.float(), ones, self.eps)[0].to(x.dtype)
+
+
 class Layer(nn.Module):
     """A decoder layer: what mixes positions, and then the feed-forward part `mlp`."""
 

@@ -21,6 +21,14 @@ CHUNK = 32
 """Steps whose states the backward pass computes again at once; between chunks one state is kept."""
 
 
+def convolve(window_KNX: torch.Tensor, kernel_KX: torch.Tensor) -> torch.Tensor:
+    """Return the convolution at each row, [N, X], from its own input (last) and those before it, by channel."""
+    total_NX = window_KNX[0] * kernel_KX[0]
+    for x_NX, tap_X in zip(window_KNX[1:], kernel_KX[1:], strict=True):
+        total_NX = total_NX + x_NX * tap_X  # in this order, whatever the number of rows
+    return total_NX
+
+
 class Recurrence(NamedTuple):
     """A layer's rule.
 
@@ -34,10 +42,7 @@ class Recurrence(NamedTuple):
 
     def convolve(self, window_KNX: torch.Tensor) -> torch.Tensor:
         """Return silu of the convolution at each row, [N, X], from its own input (last) and those before it."""
-        total_NX = window_KNX[0] * self.kernel_KX[0]
-        for x_NX, tap_X in zip(window_KNX[1:], self.kernel_KX[1:], strict=True):
-            total_NX = total_NX + x_NX * tap_X  # in this order, whatever the number of rows
-        return eager.row_wise(F.silu, total_NX)
+        return eager.row_wise(F.silu, convolve(window_KNX, self.kernel_KX))
 
     def split(self, mixed_NX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys of length 1 for each value head, and values, all float32."""
@@ -156,7 +161,7 @@ class Scan:
         self, rule: Recurrence, mixed_NX: torch.Tensor, decay_NH: torch.Tensor, beta_NH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs [N, heads, value channels] and the last state of each sequence."""
-        q, k, v = rule.split(rule.convolve(self.window(mixed_NX, rule.sizes.kernel)))
+        q, k, v = rule.split(mixed_NX)
         # What no sequence has changes nothing: the state of a short one stays until the longest is over.
         fills = ((q, 0.0), (k, 0.0), (v, 0.0), (decay_NH, 1.0), (beta_NH, 0.0))
         padded = (torch.cat((x, x.new_full((1, *x.shape[1:]), fill))) for x, fill in fills)

@@ -7,7 +7,7 @@ dropout anywhere.
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -16,12 +16,12 @@ from torch import nn
 
 from whet.kernels import dispatch, eager
 from whet.kernels.cpu import ops as cpu
-from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, Rule, round_up
+from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, Rule, Shared, round_up
 from whet.model.checkpointing import Recompute
-from whet.model.config import LayerSpec, ModelConfig, has_own_rules
+from whet.model.config import Block, LayerSpec, ModelConfig, has_own_rules, kv_shape
 from whet.model.experts import MixtureOfExperts
-from whet.model.mixers import DeltaMixer, LatentAttention
-from whet.model.parts import MLP, Layer, Linear, RMSNorm, embedding
+from whet.model.mixers import ConvolutionMixer, DeltaMixer, LatentAttention
+from whet.model.parts import MLP, Layer, Linear, RMSNorm, UnitNorm, embedding
 from whet.model.rotary import Angles, rotary_tables, table_rows, turn
 from whet.model.routing import Routing
 
@@ -36,26 +36,35 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
-        width, channels, block = config.hidden_size, config.head_dim, config.block
-        heads, kv_heads = config.num_heads * channels, config.num_kv_heads * channels
+        width, block = config.hidden_size, config.block
+        num_kv_heads, channels = kv_shape(spec, config)
+        heads, kv_heads = config.num_heads * channels, num_kv_heads * channels
         qkv_bias = config.attention_bias or config.qkv_bias
-        self.head_dim, self.clip, self.query_scale = channels, block.qkv_clip, block.query_scale
+        self.head_dim, self.clip, self.query_scale = channels, block.qkv_clip, _query_scale(block, channels)
         self.is_gated, self.has_whole_norms = block.is_gated, block.whole_qk_norm
+        self.has_values = spec.has_values
         self.is_interleaved = bool(block.ropes) and spec.rope >= 0 and block.ropes[spec.rope].is_interleaved
         self.rule = Rule(spec.window, block.attention_cap) if has_own_rules(config) else None
         self.q_proj = Linear(width, heads * (2 if block.is_gated else 1), bias=qkv_bias)
         self.k_proj = Linear(width, kv_heads, bias=qkv_bias)
-        self.v_proj = Linear(width, kv_heads, bias=qkv_bias)
+        if spec.has_values:
+            self.v_proj = Linear(width, kv_heads, bias=qkv_bias)
         self.o_proj = Linear(heads, width, bias=config.attention_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm or block.whole_qk_norm:
             widths = (heads, kv_heads) if block.whole_qk_norm else (channels, channels)
             self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, block.norm_offset) for n in widths)
+        self.v_norm = UnitNorm(config.norm_eps) if block.has_value_norm else None
         if block.has_sinks:
             self.sinks = nn.Parameter(torch.zeros(config.num_heads))
 
     def forward(
-        self, x_ND: torch.Tensor, angles: Angles | None, context: AttentionContext, layer: int
+        self,
+        x_ND: torch.Tensor,
+        angles: Angles | None,
+        context: AttentionContext,
+        shared: Shared,
+        layer: int,
     ) -> torch.Tensor:
         """Project, rotate, attend within the context, project back."""
         rows = x_ND.shape[0]
@@ -64,7 +73,10 @@ class Attention(nn.Module):
             q, gate = (
                 part.reshape(rows, -1) for part in q.view(rows, -1, 2 * self.head_dim).chunk(2, dim=-1)
             )
-        k, v = self.k_proj(x_ND), self.v_proj(x_ND).view(rows, -1, self.head_dim)
+        k = self.k_proj(x_ND)
+        v = (self.v_proj(x_ND) if self.has_values else k).view(rows, -1, self.head_dim)
+        if self.v_norm is not None:
+            v = self.v_norm(v)
         if not self.has_whole_norms:
             q, k = q.view(rows, -1, self.head_dim), k.view(rows, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -83,8 +95,54 @@ class Attention(nn.Module):
         rule = self.rule
         if rule is not None and hasattr(self, "sinks"):
             rule = rule._replace(sinks_H=self.sinks)
+        if layer in shared:
+            shared[layer] = k, v
         out = context.attend(layer, q, k, v, rule).reshape(rows, -1)
         return self.o_proj(out if gate is None else out * eager.row_wise(torch.sigmoid, gate))
+
+
+def _query_scale(block: Block, channels: int) -> float:
+    """Return the factor of queries whose products with keys are divided by sqrt(channels)."""
+    return block.query_scale * (math.sqrt(channels) if block.is_unscaled else 1.0)
+
+
+class ReadingAttention(nn.Module):
+    """Attention to the keys and values of a layer before it, as the last layers of Gemma 4's small models have it.
+
+    Args:
+        config: Shape of the model.
+        spec: What is this layer's own.
+    """
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
+        super().__init__()
+        width, block = config.hidden_size, config.block
+        channels = kv_shape(spec, config)[1]
+        heads = config.num_heads * channels
+        self.head_dim, self.source, self.query_scale = channels, spec.source, _query_scale(block, channels)
+        self.rule = Rule(spec.window, block.attention_cap)
+        self.q_proj = Linear(width, heads, bias=config.attention_bias)
+        self.o_proj = Linear(heads, width, bias=config.attention_bias)
+        self.q_norm = RMSNorm(channels, config.norm_eps, block.norm_offset)
+
+    def forward(
+        self,
+        x_ND: torch.Tensor,
+        angles: Angles | None,
+        context: AttentionContext,
+        shared: Shared,
+        layer: int,
+    ) -> torch.Tensor:
+        """Project queries, rotate, attend within the context, project back."""
+        rows = x_ND.shape[0]
+        k, v = shared[self.source]
+        q = self.q_norm(self.q_proj(x_ND).view(rows, -1, self.head_dim))
+        if angles is not None:
+            q = turn(q, angles, is_interleaved=False)
+        q = q.to(v.dtype) * self.query_scale
+        # Under the source's name: a cache writes the same keys and values again where they are.
+        out = context.attend(self.source, q, k, v, self.rule)
+        return self.o_proj(out.reshape(rows, -1))
 
 
 class DecoderLayer(Layer):
@@ -105,22 +163,32 @@ class DecoderLayer(Layer):
         if spec.mixer == "delta" and block.delta is not None:
             self.mixer = "linear_attn"
             self.linear_attn = DeltaMixer(config, block.delta)
+        elif spec.mixer == "convolution":
+            self.mixer = "conv"
+            self.conv = ConvolutionMixer(config)
         else:
             self.mixer = "self_attn"
-            own = (
-                Attention(config, spec)
-                if block.latent is None
-                else LatentAttention(config, spec, block.latent)
-            )
+            if block.latent is not None:
+                own = LatentAttention(config, spec, block.latent)
+            elif spec.source >= 0:
+                own = ReadingAttention(config, spec)
+            else:
+                own = Attention(config, spec)
             self.add_module("self_attn", own)
         if spec.has_experts and block.experts is not None:
             self.mlp = MixtureOfExperts(config, block.experts)
         else:
-            self.mlp = MLP(config)
+            self.mlp = MLP(config, spec.intermediate_size)
         self.scale = config.block.residual_scale
         self.norms = config.block.norms
         for name in filter(None, self.norms):
             self.add_module(name, RMSNorm(config.hidden_size, config.norm_eps, config.block.norm_offset))
+        if block.input_width:
+            self.per_layer_input_gate = Linear(config.hidden_size, block.input_width, bias=False)
+            self.per_layer_projection = Linear(block.input_width, config.hidden_size, bias=False)
+            self.post_per_layer_input_norm = RMSNorm(config.hidden_size, config.norm_eps, block.norm_offset)
+        if block.has_layer_scale:
+            self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
 
     def mix(self, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
         """Return the residual stream after attention; `rest` is what that takes beside its input."""
@@ -135,6 +203,14 @@ class DecoderLayer(Layer):
         routed = None if routing is None else routing.layer(rest[-1])
         told = () if routed is None else (routed,)
         return self._add(x_ND, self._normed(after, self.mlp(self._normed(before, x_ND), *told)))
+
+    def finish(self, x_ND: torch.Tensor, input_NP: torch.Tensor | None) -> torch.Tensor:
+        """Return the residual stream after what the layer reads of the tokens themselves, and the layer's scale."""
+        if input_NP is not None:
+            gate_NP = eager.row_wise(partial(F.gelu, approximate="tanh"), self.per_layer_input_gate(x_ND))
+            read_ND = self.per_layer_projection(gate_NP * input_NP)
+            x_ND = x_ND + self.post_per_layer_input_norm(read_ND)
+        return x_ND * self.layer_scalar
 
     def _normed(self, name: str, x_ND: torch.Tensor) -> torch.Tensor:
         return getattr(self, name)(x_ND) if name else x_ND
@@ -151,6 +227,31 @@ class Decoder(nn.Module):
         self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, spec) for spec in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.block.norm_offset)
+        width = config.block.input_width
+        if width:
+            self.embed_tokens_per_layer = embedding(config.input_rows, config.num_layers * width)
+            self.per_layer_model_projection = Linear(
+                config.hidden_size, config.num_layers * width, bias=False
+            )
+            self.per_layer_projection_norm = RMSNorm(width, config.norm_eps, config.block.norm_offset)
+
+    def inputs(self, tokens_N: torch.Tensor, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return what each layer reads of the tokens themselves [N, L, P].
+
+        Args:
+            tokens_N: The tokens.
+            x_ND: Their embeddings.
+        """
+        layers, width = len(self.layers), self.per_layer_projection_norm.weight.shape[0]
+        own = _scaled(F.embedding(tokens_N, self.embed_tokens_per_layer.weight), math.sqrt(width))
+        projected = self.per_layer_model_projection(x_ND) * x_ND.shape[1] ** -0.5
+        normed_NLP = self.per_layer_projection_norm(projected.view(-1, layers, width))
+        return (normed_NLP + own.view(-1, layers, width)) * 2**-0.5
+
+
+def _scaled(x_ND: torch.Tensor, scale: float) -> torch.Tensor:
+    """Multiply by a number, rounded first, as a tensor of the parameters' dtype would be."""
+    return x_ND * torch.tensor(scale).to(x_ND.dtype).item()
 
 
 class LanguageModel(nn.Module):
@@ -303,12 +404,16 @@ class LlamaLike(LanguageModel):
         block = self.config.block
         angles = self._angles(positions_N, context.longest)
         x_ND = F.embedding(tokens_N, self.model.embed_tokens.weight)
-        if block.embedding_scale != 1.0:  # rounded first, as a tensor of the parameters' dtype would be
-            x_ND = x_ND * torch.tensor(block.embedding_scale).to(x_ND.dtype).item()
+        if block.embedding_scale != 1.0:
+            x_ND = _scaled(x_ND, block.embedding_scale)
+        inputs_NLP = self.model.inputs(tokens_N, x_ND) if block.input_width else None
+        shared: Shared = {spec.source: () for spec in self.config.layers if spec.source >= 0}
         for index, spec in enumerate(self.config.layers):
             layer = cast(Layer, self.model.layers[index])
             own = angles[spec.rope] if spec.rope >= 0 else None
-            x_ND = self._run(layer, x_ND, own, context, index)
+            x_ND = self._run(layer, x_ND, own, context, shared, index)
+            if block.has_layer_scale and isinstance(layer, DecoderLayer):
+                x_ND = layer.finish(x_ND, None if inputs_NLP is None else inputs_NLP[:, index])
         x_ND = self.model.norm(x_ND)
         # The head is a product: a factor of the logits may as well be one of its input.
         return x_ND if block.logit_scale == 1.0 else x_ND * block.logit_scale

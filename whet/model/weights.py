@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from whet.model.config import ModelConfig
-from whet.model.experts import Router
-from whet.model.families import from_hf, to_hf
+from whet.model.families import RopeFactors, from_hf, to_hf
 from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
 from whet.model.transformer import LanguageModel, LlamaLike
@@ -85,8 +84,9 @@ def model_folder(source: str | Path) -> Path:
     return hub_folder(str(source), HUB_PATTERNS)
 
 
-def _config(folder: Path) -> ModelConfig:
-    return from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
+def _config(folder: Path, rope_factors: RopeFactors = "auto") -> ModelConfig:
+    path = folder / "config.json"
+    return from_hf(read_json(path), where=str(path), rope_factors=rope_factors)
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -120,8 +120,9 @@ def _shards(folder: Path) -> list[Path]:
 
 
 HEAD = "lm_head.weight"
-OUTSIDE_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "mtp.")
-"""Parts of a checkpoint with images, or that draw several tokens ahead, which are not loaded."""
+OUTSIDE_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "mtp.", "audio_tower.", "embed_vision.")
+OUTSIDE_TEXT += ("embed_audio.",)
+"""Parts of a checkpoint with images or sound, or that draw several tokens ahead, which are not loaded."""
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.": "model.",
@@ -155,10 +156,14 @@ def _places(stored: str, config: ModelConfig) -> tuple[_Place, ...]:
         prefix = max((p for p in TEXT_PREFIXES if name.startswith(p)), key=len, default=None)
         if prefix is not None:
             name = TEXT_PREFIXES[prefix] + name.removeprefix(prefix)
+    name = _renamed(name, block.renamed)
     if name.startswith("model.layers.") and block.num_ahead:
         number = name.split(".")[2]
         if number.isdecimal() and int(number) >= config.num_layers:
             return ()
+    found = re.fullmatch(r"model\.layers\.(\d{1,4})\.self_attn\.(k_proj|v_proj|k_norm)\..*", name)
+    if found is not None and int(found[1]) < len(block.layers) and block.layers[int(found[1])].source >= 0:
+        return ()  # Gemma 4's files have tensors of layers that read another one's keys and values
     for whole in block.fused:
         if name.endswith(f".{whole}.weight"):
             return tuple(_Place(name.replace(whole, part)) for part in FUSED[whole])
@@ -182,6 +187,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 def _as_stored(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
     """Return parameters by the names, and in the pieces, that the family's files have: what `_places` undoes."""
     found: dict[str, torch.Tensor] = {}
+    back = [(here, stored) for stored, here in config.block.renamed]
     part, gate, up, down = config.block.expert_names
     for name, tensor in tensors.items():
         is_one_of = {
@@ -205,7 +211,12 @@ def _as_stored(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict
             found[name.replace(".mlp.", f".{part}.")] = tensor
         else:
             found[name] = tensor
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+    return {_renamed(name, back): tensor.contiguous() for name, tensor in found.items()}
+
+
+def _renamed(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Replace the first part that a name has."""
+    return next((name.replace(old, new) for old, new in pairs if old in name), name)
 
 
 def load_model(
@@ -214,6 +225,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     is_reward: bool | None = False,
+    rope_factors: RopeFactors = "auto",
 ) -> tuple[LanguageModel, ModelConfig]:
     """Load a model folder, strictly: every parameter once, every shape as configured.
 
@@ -222,6 +234,7 @@ def load_model(
         dtype: Parameter dtype.
         device: Where the parameters live.
         is_reward: Whether a reward model is expected, or a language model; None for either.
+        rope_factors: Of ropes that change with the length of sequences; auto takes those of the folder, else short.
 
     Returns:
         The model in evaluation mode and its configuration.
@@ -233,7 +246,7 @@ def load_model(
     """
     folder = model_folder(path)
     check_manifest(folder)
-    config = _config(folder)
+    config = _config(folder, rope_factors)
     if is_reward is not None and config.is_reward != is_reward:
         got, want = ("a reward model, which scores texts and writes none", "a language model")
         if is_reward:
@@ -268,12 +281,12 @@ def load_model(
 
 
 def _open_to_training(model: LanguageModel) -> None:
-    """Make all parameters trainable but the routers' offsets, which no gradient moves."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    for router in (part for part in model.modules() if isinstance(part, Router)):
-        if router.experts.has_offset:
-            router.e_score_correction_bias.requires_grad_(False)
+    """Make all parameters trainable but those that no gradient moves: routers' offsets, layers' scales."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(FROZEN))
+
+
+FROZEN = ("e_score_correction_bias", "layer_scalar")
 
 
 class _Loaded:
@@ -490,8 +503,7 @@ def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> Languag
         num_rows: Rows wanted.
         seed: Seed of the noise.
     """
-    old = model.config.vocab_size
-    if num_rows <= old:
+    if num_rows <= model.config.vocab_size:
         return model
     like = next(model.parameters())
     grown = build_model(replace(model.config, vocab_size=num_rows)).to(device=like.device, dtype=like.dtype)
@@ -503,7 +515,8 @@ def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> Languag
             if source.shape == parameter.shape:
                 parameter.copy_(source)
                 continue
-            noise = torch.empty(num_rows - old, source.shape[1]).normal_(0, 0.02, generator=generator)
+            old, more = len(source), len(parameter) - len(source)
+            noise = torch.empty(more, source.shape[1]).normal_(0, 0.02, generator=generator)
             noise = noise.to(source.device) * source.float().std()
             parameter[:old].copy_(source)
             parameter[old:].copy_(source.float().mean(0) + noise)

@@ -6,6 +6,7 @@ allocator's cache. tests/inspect/test_memory.py compares them with `whet.inspect
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,13 +16,13 @@ import torch
 from whet.algo.logprobs import COLUMN_QUANTUM, ROW_QUANTUM, chunk_rows
 from whet.algo.packing import split_by_budget
 from whet.generate.activations import bytes_per_token, is_known
-from whet.generate.cache import CacheSize
+from whet.generate.cache import CacheSize, fixed_states, kv_places
 from whet.generate.engine import PREFILL_TOKENS
 from whet.generate.sampling import SMALL_VOCABULARY
 from whet.kernels.cpu.attention import TILE
 from whet.kernels.cpu.head import KEEP_BYTES
 from whet.kernels.cpu.ops import CHANNELS, QUANTUM
-from whet.kernels.eager import SLICE
+from whet.kernels.eager import LANES, SLICE
 from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
@@ -32,7 +33,9 @@ from whet.model.attention import (
     round_up,
 )
 from whet.model.checkpointing import CheckpointKind
-from whet.model.config import ModelConfig
+from whet.model.config import LayerSpec, ModelConfig, has_own_rules, kv_shape
+from whet.model.experts import ROW_QUANTUM as EXPERT_ROWS
+from whet.model.recurrence import CHUNK as STEPS
 from whet.model.weights import build_model
 from whet.train.optim import adam8bit
 from whet.train.optim.adam8bit import BLOCK, MIN_NUMBERS
@@ -153,7 +156,7 @@ class Workload:
     @property
     def has_native_attention(self) -> bool:
         """Whether a C++ kernel computes attention; it stores no scores and pads nothing."""
-        return self.has_kernels and self.shape.head_dim in CHANNELS
+        return self.has_kernels and self.shape.head_dim in CHANNELS and not has_own_rules(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,42 +195,116 @@ def micro_batches(work: Workload) -> MicroBatches:
     )
 
 
-def saved_bytes(work: Workload, tokens: int, sequences: int) -> int:
+PLAIN = LayerSpec()
+
+
+def saved_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec = PLAIN) -> int:
     """Return the bytes that autograd saves for one layer.
 
     Args:
         work: The shapes.
         tokens: Tokens of a micro-batch.
         sequences: Its sequences, equally long.
+        spec: What is the layer's own.
     """
-    shape, a = work.shape, work.product_bytes
-    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    shape, block = work.shape, work.shape.block
     per_token = shape.hidden_size * norm_bytes(work, 1 if shape.family == "gpt2" else 3) + 4
-    per_token += a * heads  # input of the output projection
-    if shape.family == "qwen3":
-        per_token += (heads + keys) * a + 4 * (shape.num_heads + shape.num_kv_heads)
+    per_token += _after_bytes(work, block.norms[1])
+    if block.input_width:  # the gate, its activation, their product, and the norm after it
+        per_token += work.product_bytes * (2 * _padded(block.input_width) + block.input_width)
+        per_token += _after_bytes(work, "norm")
+    return tokens * per_token + _mixer_bytes(work, tokens, sequences, spec) + feed_bytes(work, tokens, spec)
+
+
+def _after_bytes(work: Workload, name: str) -> int:
+    """Return the bytes per token that a norm behind a product saves; '' for no norm."""
+    return work.product_bytes * work.shape.hidden_size + 4 if name else 0
+
+
+def _mixer_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec) -> int:
+    """Return the bytes that autograd saves between the norms around what mixes positions."""
+    shape, block, a = work.shape, work.shape.block, work.product_bytes
+    if spec.mixer == "convolution":  # products, windows, what is gated, and gated again
+        return tokens * a * (5 + block.kernel) * shape.hidden_size
+    if spec.mixer == "delta" and block.delta is not None:
+        return _delta_bytes(work, tokens, sequences)
+    kv_heads, channels = kv_shape(spec, shape)
+    heads, keys = shape.num_heads * channels, kv_heads * channels
+    own = keys if spec.source < 0 else 0  # a layer that reads another's keys and values saves none
+    per_token = a * heads  # input of the output projection
+    if shape.qk_norm or block.whole_qk_norm:
+        per_token += (heads + own) * a + 4 * (shape.num_heads + kv_heads)
+    if block.has_value_norm:
+        per_token += own * a + 4 * kv_heads
+    if block.has_sinks:  # what their share multiplies
+        per_token += a * heads
+    if block.is_gated:  # the gate, and what it multiplies
+        per_token += 2 * a * heads
     if work.has_native_attention:
-        return tokens * (per_token + a * (heads + 2 * keys) + 4 * shape.num_heads) + feed_bytes(work, tokens)
-    if work.attention == "exact":
-        attention = tokens * a * (heads + 2 * keys)
-        attention += shape.num_heads * _Rows.of(work, tokens, sequences).scores * work.score_bytes
+        return tokens * (per_token + a * (heads + 2 * keys) + 4 * shape.num_heads)
+    if is_exact(work, spec):
+        attention = tokens * a * (heads + 2 * own)
+        scores = _Rows.of(work, tokens, sequences, window=spec.window).scores
+        attention += shape.num_heads * scores * work.score_bytes
     else:
         padded = sequences * padded_length(work.length)
         attention = padded * (2 * a * heads + 2 * a * keys + 4 * shape.num_heads)
-    return tokens * per_token + attention + feed_bytes(work, tokens)
+    return tokens * per_token + attention
 
 
-def feed_bytes(work: Workload, tokens: int) -> int:
-    """Return the bytes that autograd saves for a layer's feed-forward part, including its norm and input."""
-    shape, is_gpt2 = work.shape, work.shape.family == "gpt2"
+def _padded(width: int) -> int:
+    """Return the width of an element-wise function's rows."""
+    return round_up(width, LANES)
+
+
+def is_exact(work: Workload, spec: LayerSpec) -> bool:
+    """Say whether a layer's scores are kept: PyTorch's fused kernel takes plain attention alone."""
+    block = work.shape.block
+    return work.attention == "exact" or bool(spec.window or block.attention_cap or block.has_sinks)
+
+
+def _delta_bytes(work: Workload, tokens: int, sequences: int) -> int:
+    """Return the bytes that autograd saves for a gated delta rule: a state for each chunk of steps, and its inputs."""
+    s, a = work.shape.block.delta, work.product_bytes
+    assert s is not None
+    values = s.value_heads * s.value_dim
+    mixed = 2 * s.key_heads * s.key_dim + values
+    per_token = a * s.kernel * mixed + 8 * _padded(mixed)  # windows, their sum and its activation
+    per_token += 8 * values + 8 * s.value_heads * _padded(s.value_dim) + a * values  # outputs, norm, gate
+    per_token += 16 * _padded(s.value_heads)  # decay and share of the correction
+    steps = sequences * work.length * 4 * s.value_heads * (2 * s.key_dim + s.value_dim + 2)
+    states = sequences * -(-work.length // STEPS) * 4 * values * s.key_dim
+    return tokens * per_token + steps + states
+
+
+def feed_bytes(work: Workload, tokens: int, spec: LayerSpec = PLAIN) -> int:
+    """Return the bytes that autograd saves for a layer's feed-forward part, including its norms and input."""
+    shape, block, is_gpt2 = work.shape, work.shape.block, work.shape.family == "gpt2"
     per_token = shape.hidden_size * norm_bytes(work, 1 if is_gpt2 else 2) + 4
-    per_token += work.product_bytes * _kept_widths(work) * shape.intermediate_size
-    return tokens * per_token
+    per_token += _after_bytes(work, block.norms[3])
+    e = block.experts
+    if not spec.has_experts or e is None:
+        width = spec.intermediate_size or shape.intermediate_size
+        return tokens * (per_token + work.product_bytes * _kept_widths(work) * width)
+    a, width = work.product_bytes, shape.hidden_size
+    per_token += a * e.top_k * width + 8 * e.count + 40 * e.top_k  # what experts return, and the router's
+    per_token += a * _kept_widths(work) * e.shared_width + (a * width if e.has_shared_gate else 0)
+    widths = 8 if e.is_clamped else 3  # gate and up together and clamped, up + 1, its products, the sigmoid
+    return tokens * per_token + _expert_rows(work, tokens) * a * (width + widths * e.width)
+
+
+def _expert_rows(work: Workload, tokens: int) -> int:
+    """Return the rows of all experts, each padded to their quantum."""
+    e = work.shape.block.experts
+    assert e is not None
+    return tokens * e.top_k + min(e.count, tokens * e.top_k) * EXPERT_ROWS // 2
 
 
 def _kept_widths(work: Workload) -> int:
-    """Return the number of saved tensors of feed-forward width: gate, up and their product."""
-    return 2 if work.shape.family == "gpt2" else 3
+    """Return the number of saved tensors of feed-forward width: gate (twice with GELU), up and their product."""
+    if work.shape.family == "gpt2":
+        return 2
+    return 4 if work.shape.block.activation == "gelu_tanh" else 3
 
 
 def norm_bytes(work: Workload, num_readers: int) -> int:
@@ -266,22 +343,24 @@ class _Rows:
     tile: int
 
     @classmethod
-    def of(cls, work: Workload, tokens: int, sequences: int) -> _Rows:
+    def of(cls, work: Workload, tokens: int, sequences: int, *, window: int = 0) -> _Rows:
         """Count those of a micro-batch, as `whet.algo.packing` lays it out.
 
         Args:
             work: The lengths.
             tokens: Its tokens.
             sequences: Its sequences.
+            window: Positions that a query sees; 0 for all.
         """
         prompt = work.length - work.num_trained
         families = (tokens - sequences * work.num_trained) // prompt
         if families >= sequences:
-            return cls.add_up(work, [(sequences, 0, work.length)])
-        return cls.add_up(work, [(families, 0, prompt), (sequences, prompt, work.num_trained)])
+            return cls.add_up(work, [(sequences, 0, work.length)], window=window)
+        kinds = [(families, 0, prompt), (sequences, prompt, work.num_trained)]
+        return cls.add_up(work, kinds, window=window)
 
     @classmethod
-    def add_up(cls, work: Workload, kinds: Sequence[tuple[int, int, int]]) -> _Rows:
+    def add_up(cls, work: Workload, kinds: Sequence[tuple[int, int, int]], *, window: int = 0) -> _Rows:
         """Add up rows of several kinds: how many, position of the first query, queries."""
         queries = keys = scores = tile = 0
         for count, first, length in kinds:
@@ -289,7 +368,12 @@ class _Rows:
             blocks = range(first, first + width, min(width, QUERY_BLOCK))
             ends = [min(begin + QUERY_BLOCK, first + width) for begin in blocks]
             each = [
-                (end - begin) * round_up(end, KEY_QUANTUM) for begin, end in zip(blocks, ends, strict=True)
+                (end - begin)
+                * (
+                    round_up(end, KEY_QUANTUM)
+                    - max(0, begin - window + 1) // KEY_BLOCK * KEY_BLOCK * bool(window)
+                )
+                for begin, end in zip(blocks, ends, strict=True)
             ]
             queries += count * width
             keys += count * round_up(first + width, KEY_QUANTUM)
@@ -300,7 +384,7 @@ class _Rows:
 
 
 def passing_bytes(work: Workload, tokens: int, sequences: int = 0, length: int = 1) -> int:
-    """Return the peak bytes of a forward pass without autograd: the widest part of one layer.
+    """Return the peak bytes of a forward pass without autograd: the widest part of the widest layer.
 
     Args:
         work: The shapes.
@@ -308,34 +392,67 @@ def passing_bytes(work: Workload, tokens: int, sequences: int = 0, length: int =
         sequences: Sequences that they belong to; 0 in decoding, where nothing is padded.
         length: Tokens of each of them.
     """
-    shape, a = work.shape, work.product_bytes
-    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    residual = work.parameter_bytes * shape.hidden_size
-    mlp = tokens * (2 * residual + 3 * a * shape.intermediate_size)
-    attention = tokens * (2 * residual + a * (heads + 2 * keys))
+    shape = work.shape
+    norm = tokens * (2 * work.parameter_bytes if work.is_native else 4 * 4) * shape.hidden_size
+    parts = (
+        part
+        for spec in set(shape.layers)
+        for part in (
+            _passing_feed(work, tokens, spec),
+            _passing_mixer(work, tokens, sequences, length, spec),
+        )
+    )
+    return max(norm, *parts) + tokens * table_bytes(work)
+
+
+def _passing_feed(work: Workload, tokens: int, spec: LayerSpec) -> int:
+    shape, a, e = work.shape, work.product_bytes, work.shape.block.experts
+    residual = 2 * work.parameter_bytes * shape.hidden_size
+    if not spec.has_experts or e is None:
+        return tokens * (residual + 3 * a * (spec.intermediate_size or shape.intermediate_size))
+    # What experts read and return; the widest of them is at most all rows.
+    rows = _expert_rows(work, tokens)
+    return tokens * residual + rows * a * 2 * shape.hidden_size + tokens * a * 3 * e.width
+
+
+def _passing_mixer(work: Workload, tokens: int, sequences: int, length: int, spec: LayerSpec) -> int:
+    shape, a, s = work.shape, work.product_bytes, work.shape.block.delta
+    residual = 2 * work.parameter_bytes * shape.hidden_size
+    if spec.mixer == "convolution":  # products, what is gated, and its windows twice: as parts and together
+        return tokens * (residual + a * (4 + 2 * shape.block.kernel) * shape.hidden_size)
+    if spec.mixer == "delta" and s is not None:
+        mixed = (2 * s.key_heads * s.key_dim + s.value_heads * s.value_dim) * a
+        states = 4 * max(1, sequences) * s.value_heads * s.key_dim * s.value_dim * 4
+        return tokens * (residual + (1 + 2 * s.kernel) * mixed) + states
+    kv_heads, channels = kv_shape(spec, shape)
+    heads, keys = shape.num_heads * channels, kv_heads * channels
+    attention = tokens * (residual + a * (heads + 2 * keys))
     if sequences and not work.has_native_attention:
         rows = _Rows.add_up(work, [(sequences, 0, length)])
         attention += work.score_bytes * (2 * rows.queries * heads + 2 * rows.keys * keys)
-        attention += 4 * rows.tile if work.attention == "exact" else 0
-    norm = tokens * (2 * residual if work.is_native else 4 * 4 * shape.hidden_size)
-    return max(mlp, attention, norm) + tokens * table_bytes(work)
+        attention += 4 * rows.tile if is_exact(work, spec) else 0
+    return attention
 
 
 def table_bytes(work: Workload) -> int:
     """Return the bytes of a token's rotary angles."""
-    return 0 if work.shape.family == "gpt2" else 2 * 4 * work.shape.head_dim
+    ropes = work.shape.block.ropes
+    channels = sum(rope.dims for rope in ropes) if ropes else work.shape.head_dim
+    return 0 if work.shape.family == "gpt2" else 2 * 4 * channels
 
 
-def backward_bytes(work: Workload, tokens: int, sequences: int) -> int:
+def backward_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec = PLAIN) -> int:
     """Return the bytes that the backward pass of a layer needs in addition to the saved ones.
 
     Args:
         work: The shapes.
         tokens: Tokens of a micro-batch.
         sequences: Its sequences, equally long.
+        spec: What is the layer's own.
     """
-    shape, a = work.shape, work.product_bytes
-    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    shape, a, s = work.shape, work.product_bytes, work.shape.block.delta
+    kv_heads, channels = kv_shape(spec, shape)
+    heads, keys = shape.num_heads * channels, kv_heads * channels
     residual = work.parameter_bytes * shape.hidden_size
     feed = a * shape.intermediate_size
     # The gradients of gate and up next to that of their product, which itself is freed.
@@ -349,9 +466,13 @@ def backward_bytes(work: Workload, tokens: int, sequences: int) -> int:
         rows = _Rows.of(work, tokens, sequences)
         attention = tokens * residual + work.score_bytes * (3 * rows.queries * heads + 4 * rows.keys * keys)
         attention += tokens * a * (2 * heads + 2 * keys)
-        if work.attention == "exact":
+        if is_exact(work, spec):
             attention += rows.tile * (4 if work.score_bytes == 4 else 6)
-    freed = feed_bytes(work, tokens)  # freed by the feed-forward part, which comes first
+    if spec.mixer == "convolution":
+        attention = tokens * (residual + a * (3 + 2 * shape.block.kernel) * shape.hidden_size)
+    if spec.mixer == "delta" and s is not None:  # the states of a chunk's steps, before and after decay
+        attention = tokens * residual + sequences * 4 * s.value_heads * s.key_dim * s.value_dim * 2 * STEPS
+    freed = feed_bytes(work, tokens, spec)  # freed by the feed-forward part, which comes first
     return max(mlp, attention - freed)
 
 
@@ -469,10 +590,19 @@ def cache_bytes(work: Workload) -> int:
         context=shape.max_positions,
         prompts=min(work.rows, work.num_requests),
     )
-    per_position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * work.product_bytes
+    numbers = sum(len(layers) * heads * channels for (heads, channels), layers in kv_places(shape).items())
+    per_position = 2 * numbers * work.product_bytes
     if not work.has_native_attention:
-        return size.rows * size.whole * per_position
+        return size.rows * (size.whole * per_position + row_state_bytes(shape, work.product_bytes))
     return (size.rows * size.own + size.prompts * round_up(prompt, TILE)) * per_position
+
+
+def row_state_bytes(shape: ModelConfig, product_bytes: int) -> int:
+    """Return the bytes that a row keeps in layers without attention, whatever its length."""
+    return sum(
+        math.prod(inputs) * product_bytes + (4 * math.prod(state) if state else 0)
+        for inputs, state in fixed_states(shape).values()
+    )
 
 
 def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
@@ -525,7 +655,8 @@ def _packed_layers(work: Workload) -> list[dict[str, int]]:
     for name, size in parameter_shapes(shape):
         is_table = "embed" in name or "wte" in name or "wpe" in name or "lm_head" in name
         if len(size) == 2 and not is_table:
-            layer = next(int(word) for word in name.split(".") if word.isdigit())
+            # What stands outside the layers (Gemma 4's projection of inputs) counts with the first one.
+            layer = next((int(word) for word in name.split(".") if word.isdigit()), 0)
             rows, width = reversed(size) if shape.family == "gpt2" else size
             held = 0 if width % QUANTUM else round_up(rows, PANEL) * width * work.product_bytes
             layers[layer]["mlp" if ".mlp." in name else "attention"] += held
@@ -587,7 +718,7 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     earlier = count if micro.count > 1 and not work.update_in_backward else 0
     whole = max(sizes) if work.update_in_backward else max(count, earlier)
     # The peak is in the head (all activations, logits), in the last layer, or at the end (all gradients).
-    inside = again + backward_bytes(work, tokens, micro.sequences)
+    inside = again + backward_bytes(work, tokens, micro.sequences, shape.layers[-1])
     packed = packed_bytes(work, in_training=True)
     one = max(
         sum(size for part, size in sizes.items() if _is_recomputed(work, layer, part))
@@ -622,17 +753,17 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
 
 def _stored(work: Workload) -> tuple[int, int]:
     """Return the bytes that all layers save for the backward pass, and those recomputed for the last one."""
-    micro, layers = micro_batches(work), work.shape.num_layers
-    layer = saved_bytes(work, micro.tokens, micro.sequences)
-    row = work.parameter_bytes * work.shape.hidden_size * micro.tokens
+    micro, specs = micro_batches(work), work.shape.layers
+    each = [saved_bytes(work, micro.tokens, micro.sequences, spec) for spec in specs]
+    row, count = work.parameter_bytes * work.shape.hidden_size * micro.tokens, len(each)
     if work.checkpoint is None:
-        return layers * layer, 0
+        return sum(each), 0
     if work.checkpoint == "mlp":
-        feed = feed_bytes(work, micro.tokens)
-        return layers * (layer - feed + row), feed - row
+        feeds = [feed_bytes(work, micro.tokens, spec) for spec in specs]
+        return sum(each) - sum(feeds) + count * row, feeds[-1] - row
     if work.checkpoint == "alternate":
-        return (layers + 1) // 2 * layer + layers // 2 * row, 0 if layers % 2 else layer - row
-    return (min(2, layers) if work.offload_inputs else layers) * row, layer - row
+        return sum(each[::2]) + count // 2 * row, 0 if count % 2 else each[-1] - row
+    return (min(2, count) if work.offload_inputs else count) * row, each[-1] - row
 
 
 def _head(work: Workload, trained: int) -> int:

@@ -27,7 +27,7 @@ from whet.kernels import eager
 from whet.kernels.cpu import build
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig
-from whet.model.families import from_hf
+from whet.model.families import RopeFactors, from_hf
 from whet.model.files import find_files, is_hub_name, read_json
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import model_folder
@@ -178,11 +178,12 @@ def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig |
     return resolve_precision(run, policy_shape)
 
 
-def find_shape(source: str) -> ModelConfig:
+def find_shape(source: str, rope_factors: RopeFactors = "auto") -> ModelConfig:
     """Return the shape of a model without its weights.
 
     Args:
         source: Model folder, run folder or hub name.
+        rope_factors: Of ropes that change with length (`PolicyConfig`).
 
     Raises:
         UserError: If its config.json cannot be loaded.
@@ -203,13 +204,13 @@ def find_shape(source: str) -> ModelConfig:
         known = (name for name in SHAPES if name.rpartition("/")[2].lower() in source.lower())
         start = next(known, "FOLDER, or a hub name")
         raise UserError(f"{error}; to plan before it exists: --set policy.init={start}") from None
-    return from_hf(read_json(path), where=str(path))
+    return from_hf(read_json(path), where=str(path), rope_factors=rope_factors)
 
 
 def policy_shape(policy: PolicyConfig) -> ModelConfig:
     """Return the shape of a policy's model, with its vocabulary grown as far as the config determines."""
     if policy.init:
-        shape = find_shape(policy.init)
+        shape = find_shape(policy.init, policy.rope_factors)
         return replace(shape, vocab_size=max(shape.vocab_size, policy.padded_vocab_size))
     schema = find_schema("think_answer" if policy.schema == INHERIT else policy.schema)
     schema = replace(schema, tools=() if policy.tools == ("none",) else policy.tools)
