@@ -199,8 +199,9 @@ class DecoderLayer(Layer):
     def feed(self, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
         """Return the residual stream after the feed-forward part; `rest` is what `mix` takes, for routers."""
         before, after = self.norms[2:]
-        routing: Routing | None = rest[-2].routing
-        routed = None if routing is None else routing.layer(rest[-1])
+        _, context, _, index = rest
+        routing: Routing | None = context.routing
+        routed = None if routing is None else routing.layer(index)
         told = () if routed is None else (routed,)
         return self._add(x_ND, self._normed(after, self.mlp(self._normed(before, x_ND), *told)))
 
