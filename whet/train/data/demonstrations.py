@@ -118,12 +118,7 @@ def render_conversation(
         problem: The conversation, and its tools in `meta`.
         stop_ids: Further ids that end a turn.
     """
-    messages = []
-    for message in conversation(problem):
-        value = message.as_dict()
-        if message.thinking:
-            value["thinking"] = message.thinking  # as gpt-oss's template calls it
-        messages.append(value)
+    messages = [message.as_dict() for message in conversation(problem)]
     values: dict[str, Any] = {}
     if problem.meta.get(TOOLS):
         values["tools"] = json.loads(problem.meta[TOOLS])
