@@ -29,6 +29,7 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model, save_model
 from whet.serve.stream import TokenText
+from whet.train.data.demonstrations import demonstrate
 from whet.types import Problem, UserError
 
 LETTERS = string.ascii_letters + string.digits
@@ -291,7 +292,7 @@ def model_folder(folder: Path, tokenizer: Tokenizer) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["unigram, bytes", "wordpiece, lower case", "t5"])
+@pytest.mark.parametrize("name", ["unigram, bytes", "wordpiece, lower case"])
 def test_two_steps_of_sft_and_rl(name: str, loaded: dict[str, Tokenizer], tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", loaded[name])
     rows = tmp_path / "rows.jsonl"  # not a list, which would be written to the cache
@@ -367,3 +368,28 @@ def test_a_damaged_file_is_a_user_error(folders: dict[str, Path], tmp_path: Path
     (tmp_path / "a/tokenizer.model").write_bytes(b"\x0anonsense")
     with pytest.raises(UserError, match="no tokenizer.json there, and transformers cannot make one"):
         Tokenizer.load(tmp_path / "a")
+
+
+def test_replies_that_the_tokenizer_changes_are_told(loaded: dict[str, Tokenizer], tmp_path: Path) -> None:
+    rows = [
+        Problem(uid=str(n), task="t", prompt="What?", answer="", reply=text)
+        for n, text in enumerate(("hi", "Hi hi"))
+    ]
+    for name, count in (("wordpiece, lower case", 1), ("unigram, bytes", 0)):
+        policy = load_policy(
+            PolicyConfig(init=str(model_folder(tmp_path / str(count), loaded[name])), schema="none"),
+            seed=0,
+            weights=False,
+        )
+        found = demonstrate(policy, rows)
+        assert found.num_changed == count
+        assert any("changes 1 of the first 2 replies" in note for note in found.notes) is bool(count)
+
+
+def test_tools_reach_the_template_of_a_loaded_model(loaded: dict[str, Tokenizer], tmp_path: Path) -> None:
+    template = "{% for t in tools or [] %}{{ t.name }} {% endfor %}{{ messages[0].content }}<think>"
+    folder = model_folder(tmp_path, loaded["unigram, bytes"].with_template(template))
+    policy = whet.load(folder, schema="r1")
+    assert policy.prompt_text([{"role": "user", "content": "hi"}], tools=[{"name": "f"}]).startswith("f hi")
+    calls = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": []}]
+    assert policy.prompt_ids(calls, tools=[{"name": "f"}]) != policy.prompt_ids(calls)

@@ -194,6 +194,10 @@ class Tokenizer:
         """
         return self._spell(ids, opens=not prompt_ids)
 
+    def keeps(self, text: str) -> bool:
+        """Say whether a text comes back unchanged from its ids, but for white space before it."""
+        return self.decode_completion((0,), self.encode(text)).lstrip() == text.lstrip()
+
     def token_text(self, index: int) -> str:
         """Decode one id as inside a text (keeping a leading space); a control token is its bare text."""
         return self._texts[index] if index in self.special_ids else self._spell([index])
