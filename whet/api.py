@@ -62,7 +62,7 @@ from whet.train.sft import SFTConfig
 from whet.types import Group, Problem, UserError
 
 C = TypeVar("C")
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 Rows = Iterable[Mapping[str, Any]]
 
 
@@ -115,18 +115,20 @@ class Policy:
         """Give the model's memory back; the next use loads it again."""
         self.__dict__.pop("loaded", None)
 
-    def prompt_ids(self, messages: str | Messages, **template_values: bool | str) -> list[int]:
+    def prompt_ids(self, messages: str | Messages, **template_values: Any) -> list[int]:
         """Return the tokens that ask something: as the model was trained where it has a protocol or a schema was
         given, else as its chat template alone has it (transformers' `apply_chat_template`).
 
         Args:
             messages: The user's words, or chat messages with 'role' and 'content' (a system message replaces the
                 schema's own).
-            template_values: Further values that the chat template reads, such as `enable_thinking=False`.
+            template_values: Further values that the chat template reads, such as `enable_thinking=False` or
+                `tools=[...]`; and, as in transformers, `add_generation_prompt=False`, `continue_final_message=True`
+                and `chat_template`, the name of one of the model's templates.
         """
         return list(self.loaded.chat_ids(_checked(messages), **template_values))
 
-    def prompt_text(self, messages: str | Messages, **template_values: bool | str) -> str:
+    def prompt_text(self, messages: str | Messages, **template_values: Any) -> str:
         """Return the text of `prompt_ids`, special tokens that the template writes included."""
         return self.loaded.chat_text(_checked(messages), **template_values)
 
@@ -727,7 +729,8 @@ def _checked(messages: str | Messages) -> list[dict[str, Any]]:
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     for place, message in enumerate(messages):
-        if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
+        is_message = isinstance(message, Mapping) and "role" in message
+        if not (is_message and {"content", "tool_calls"} & message.keys()):
             raise UserError(
                 f"message {place}: got {message!r:.80}, expected a dict with 'role' and 'content'"
             )

@@ -383,3 +383,292 @@ SHAPES: dict[str, Shape] = {
         eos="<|end_of_text|>",
     ),
 }
+
+# More shapes, for what their templates do rather than for what they teach: rendering alone is compared.
+OLMO2 = """\
+{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ '<|system|>\n' + m['content'] + '\n' }}
+{%- elif m['role'] == 'user' %}{{ '<|user|>\n' + m['content'] + '\n' }}{% elif m['role'] == 'assistant' %}
+{%- if not loop.last %}{{ '<|assistant|>\n' + m['content'] + eos_token + '\n' }}
+{%- else %}{{ '<|assistant|>\n' + m['content'] + eos_token }}{% endif %}{% endif %}
+{%- if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"""
+
+MISTRAL_TOOLS = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- set users = loop_messages | selectattr("role", "equalto", "user") | list %}
+{%- set ns = namespace(index=0) %}
+{%- for m in loop_messages %}
+    {%- if not (m.role in ("tool", "tool_results") or (m.tool_calls is defined and m.tool_calls is not none)) %}
+        {%- if (m["role"] == "user") != (ns.index % 2 == 0) %}
+            {{- raise_exception("After the system message, roles must alternate user/assistant") }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for m in loop_messages %}
+    {%- if m["role"] == "user" %}
+        {%- if tools is not none and (m == users[-1]) %}
+            {{- "[AVAILABLE_TOOLS][" }}
+            {%- for tool in tools %}
+                {%- set tool = tool.function %}
+                {{- '{"type": "function", "function": {' }}
+                {%- for key, val in tool.items() if key != "return" %}
+                    {%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
+                    {%- else %}{{- '"' + key + '": ' + val | tojson }}{%- endif %}
+                    {%- if not loop.last %}{{- ", " }}{%- endif %}
+                {%- endfor %}
+                {{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}
+            {%- endfor %}
+            {{- "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST]" + system_message + "\\n\\n" + m["content"] + "[/INST]" }}
+        {%- else %}{{- "[INST]" + m["content"] + "[/INST]" }}{%- endif %}
+    {%- elif m.tool_calls is defined and m.tool_calls is not none %}
+        {{- "[TOOL_CALLS][" }}
+        {%- for call in m.tool_calls %}
+            {%- set out = call.function | tojson %}
+            {{- out[:-1] }}
+            {%- if not call.id is defined or call.id | length != 9 %}
+                {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+            {%- endif %}
+            {{- ', "id": "' + call.id + '"}' }}
+            {%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}
+        {%- endfor %}
+    {%- elif m["role"] == "assistant" %}{{- m["content"] + eos_token }}
+    {%- elif m["role"] == "tool_results" or m["role"] == "tool" %}
+        {%- if m.content is defined and m.content.content is defined %}{%- set content = m.content.content %}
+        {%- else %}{%- set content = m.content %}{%- endif %}
+        {{- '[TOOL_RESULTS]{"content": ' + content | string + ", " }}
+        {{- '"call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}{{- raise_exception("Only user and assistant roles are supported!") }}{%- endif %}
+{%- endfor %}"""
+
+GLM4 = """\
+[gMASK]<sop>
+{%- if tools -%}
+<|system|>
+# Tools{% for tool in tools %}{%- set f = tool.function if tool.get("function") else tool %}
+
+## {{ f.name }}
+
+{{ f | tojson(indent=4, ensure_ascii=False) }}
+Write arguments as JSON.{%- endfor %}
+{%- endif -%}
+{%- for msg in messages %}
+{%- if msg.role == 'system' %}
+<|system|>
+{{ msg.content }}{%- endif %}{%- endfor %}
+{%- for m in messages if m.role != 'system' %}
+{%- set role, content, meta = m.role, m.content, m.get("metadata", "") -%}
+{%- if role == 'user' -%}
+<|user|>
+{{ content }}
+{%- elif role == 'assistant' and not meta -%}
+<|assistant|>
+{{ content.split('</think>')[-1].strip() if content else '' }}
+{%- for call in m.tool_calls or [] -%}
+<|assistant|>{{ call.function.name }}
+{%- set arguments = call.function.arguments %}
+{{ arguments if arguments is string else arguments | tojson(indent=None, separators=(',', ':'), sort_keys=true) }}
+{%- endfor -%}
+{%- elif role in ('tool', 'observation') -%}
+<|observation|>
+{{ content }}
+{%- endif -%}
+{%- endfor -%}
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+VICUNA = (
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'].strip() + ' ' }}"
+    "{% set messages = messages[1:] %}"
+    "{% else %}{{ 'A chat.\\u0020' }}{% endif %}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ 'USER: ' + message['content'].strip() + ' ' }}{% else %}"
+    "{{ message['role'].upper() ~ ': ' ~ message['content'].strip() ~ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+COMMAND_R_TOOLS = """\
+{{ bos_token }}
+{%- macro kind(spec, required=true) %}
+    {%- set names = {'string': 'str', 'integer': 'int', 'number': 'float', 'boolean': 'bool', 'array': 'List'} %}
+    {%- if spec.type is string %}{{ names[spec.type] if spec.type in names else spec.type | capitalize }}
+    {%- else %}{%- for one in spec.type %}{{ one }}{{ ' | ' if not loop.last }}{%- endfor %}{%- endif %}
+    {%- if spec['items'] %}[{{ kind(spec['items']) }}]{%- endif %}
+    {%- if not required %} = None{%- endif %}
+{%- endmacro %}
+{%- if messages[0]['role'] == 'system' %}{%- set rest = messages[1:] %}{%- set system = messages[0]['content'] %}
+{%- else %}{%- set rest = messages %}{%- set system = false %}{%- endif %}
+<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># Preamble
+{{ system if system != false else '## Style' -}}
+{%- for tool in tools or [] %}
+{%- set f = tool.function %}
+
+```python
+def {{ f.name }}(
+{%- for name, spec in f.parameters.properties.items() %}
+{{- ', ' if not loop.first }}{{ name }}: {{ kind(spec, name in f.parameters.required) }}
+{%- endfor %}) -> List[Dict]:
+    \"\"\"{{ f.description }}
+
+    Args:
+{%- for name, spec in f.parameters.properties | dictsort %}
+        {{ name }} ({{ kind(spec) }}): {{ spec.description | default('-', true) }}
+{%- endfor %}
+    \"\"\"
+    pass
+```{%- endfor %}<|END_OF_TURN_TOKEN|>
+{%- if documents %}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><results>
+{%- for document in documents %}
+Document: {{ loop.index0 }}
+{%- for key, value in document.items() %}
+{{ key }}: {{ value }}{% endfor %}
+{% endfor %}</results><|END_OF_TURN_TOKEN|>{%- endif %}
+{%- for message in rest %}
+{%- if message.role not in ['user', 'assistant', 'tool'] %}{{ raise_exception('no role ' ~ message.role) }}{% endif %}
+{%- set content = message['content'] %}
+{%- if message['role'] == 'user' %}<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{{ content.strip() }}<|END_OF_TURN_TOKEN|>
+{%- elif message.tool_calls %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>Action:```json
+[
+{%- for call in message.tool_calls %}
+    {
+        "tool_name": {{ call.function.name | tojson }},
+        "parameters": {{ call.function.arguments | tojson(indent=8) }}
+    }{{ ',' if not loop.last }}
+{%- endfor %}
+]```<|END_OF_TURN_TOKEN|>
+{%- else %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{{ content.strip() }}<|END_OF_TURN_TOKEN|>{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{%- endif %}"""
+
+SMOLLM3_TOOLS = """\
+{#- defaults -#}
+{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
+{%- set mode = '/think' if enable_thinking else '/no_think' -%}
+{{- "<|im_start|>system\\n" -}}
+{%- if messages[0].role == "system" -%}
+  {%- set custom = messages[0].content.replace("/no_think", "").replace("/think", "").rstrip() -%}
+  {%- if "/no_think" in messages[0].content -%}{%- set mode = '/no_think' -%}{%- endif -%}
+{%- endif -%}
+{%- set today = strftime_now("%d %B %Y") -%}
+{{- "Today Date: " ~ today ~ "\\nReasoning Mode: " + mode + "\\n\\n" -}}
+{%- if custom -%}{{ custom + "\\n\\n" }}{%- endif -%}
+{%- if tools is iterable and tools | length > 0 -%}
+  {%- set ns = namespace(xml="<tools>") -%}
+  {%- for tool in tools[:] -%}{%- set ns.xml = ns.xml ~ "\\n" ~ (tool | string) -%}{%- endfor -%}
+  {{- ns.xml + "\\n</tools>\\n\\n" -}}
+{%- endif -%}
+{{- "<|im_end|>\\n" -}}
+{%- for message in messages -%}
+  {%- set content = message.content if message.content is string else "" -%}
+  {%- if message.role == "user" -%}
+    {{ "<|im_start|>" + message.role + "\\n" + content + "<|im_end|>\\n" }}
+  {%- elif message.role == "assistant" -%}
+    {% generation %}
+    {%- if mode == "/think" -%}{{ "<|im_start|>assistant\\n" + content.lstrip("\\n") + "<|im_end|>\\n" }}
+    {%- else -%}{{ "<|im_start|>assistant\\n<think>\\n\\n</think>\\n" + content.lstrip("\\n") + "<|im_end|>\\n" }}
+    {%- endif -%}
+    {% endgeneration %}
+  {%- elif message.role == "tool" -%}
+    {{ "<|im_start|>user\\n" + content + "<|im_end|>\\n" }}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{ "<|im_start|>assistant\\n" }}{%- if mode == "/no_think" -%}{{ "<think>\\n\\n</think>\\n" }}{%- endif -%}
+{%- endif -%}"""
+
+GRANITE_RAG = """\
+{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else
+    'Knowledge Cutoff Date: April 2024.\\nToday\\'s Date: ' ~ strftime_now('%B %d, %Y') ~ '.' %}
+{%- if tools %}
+<|start_of_role|>available_tools<|end_of_role|>
+{%- for tool in tools %}
+{{ tool | tojson(indent=4) }}
+{% if not loop.last %}
+
+{% endif %}
+{%- endfor %}<|end_of_text|>
+{% endif %}
+<|start_of_role|>system<|end_of_role|>{{ system }}<|end_of_text|>
+{% if documents %}{% for d in documents %}
+<|start_of_role|>document {"document_id": "{{ d['doc_id'] | default(loop.index) }}"}<|end_of_role|>
+{{ d.text | safe }}<|end_of_text|>
+{% endfor %}{% endif %}
+{% for message in messages[1:] if messages[0].role == 'system' or true %}
+  {% if message.role == 'system' %}
+    {% continue %}
+  {% endif %}
+<|start_of_role|>{{ message.role }}<|end_of_role|>{{ message.content or '' }}<|end_of_text|>
+  {% if loop.index > 40 %}{% break %}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}<|start_of_role|>assistant
+{%- if controls %}{{ ' ' ~ controls | tojson }}{% endif %}<|end_of_role|>{% endif %}"""
+
+FEATURES = """\
+{%- macro listed(items, sep=', ') -%}{{ items | map('string') | join(sep) }}{%- endmacro -%}
+{%- set ns = namespace(count=0, last=none) -%}
+{%- for m in messages -%}
+  {%- set ns.count = ns.count + 1 -%}
+  {%- if m.content is string -%}{%- set body -%}{{ m.content | trim | replace('\\n', ' ') }}{%- endset -%}
+  {%- elif m.content is iterable and m.content is not mapping -%}
+    {%- set body = m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join('|') -%}
+  {%- else -%}{%- set body = '' -%}{%- endif -%}
+  {{- '%s/%d ' % (m.role | upper, loop.index) -}}{{- '%s'|format(body.title()) -}}
+  {{- loop.cycle(' odd', ' even') ~ (' new' if loop.changed(m.role)) -}}
+  {{- ' after ' ~ loop.previtem.role if loop.previtem -}}
+  {%- for key, value in m | dictsort if key not in ('role', 'content') -%}
+    {{- '\\n' ~ key ~ '=' ~ (value | tojson(ensure_ascii=true, sort_keys=true)) | indent(2) -}}
+  {%- endfor -%}
+  {{- '\\n' -}}
+{%- endfor -%}
+{{- listed(['a', 1, 2.5, true, none, {'k': 'é'}]) -}}
+{%- macro framed(title) -%}<{{ title }}>{{ caller(title | length) }}</{{ title }}>{%- endmacro -%}
+{%- call(size) framed('box') -%}{{ size }}{%- endcall -%}
+{%- for row in [[1, [2, [3]]]] recursive -%}{{ row if row is number else loop(row) }}{%- endfor -%}
+{{- ' ' ~ (messages | groupby('role') | map('first') | list) ~ messages[::-1][0].role ~ messages[-1]['role'][:3] -}}
+{{- [3, 1, 2] | sort | string ~ (range(3) | sum) ~ 7 // 2 ~ -7 % 3 ~ 'ab' * 2 ~ (1 if 'a' in 'abc' else 0) -}}
+{{- ('x' ~ bos_token).startswith('x') ~ 'a,b'.split(',') ~ 'é'.encode is defined -}}
+{{- tools | length if tools else 'no tools' -}}
+{%- if add_generation_prompt %}{{ '\\n\\nassistant:' }}{% endif -%}"""
+
+OTHERS: dict[str, Shape] = {
+    "olmo2": Shape(
+        template=OLMO2, control=("<|user|>", "<|assistant|>"), eos="<|endoftext|>", bos="<|endoftext|>"
+    ),
+    "mistral, tools": Shape(
+        template=MISTRAL_TOOLS,
+        control=(
+            "[INST]",
+            "[/INST]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_CALLS]",
+            "[TOOL_RESULTS]",
+        ),
+        eos="</s>",
+        bos="<s>",
+    ),
+    "glm4": Shape(
+        template=GLM4,
+        control=("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        eos="<|endoftext|>",
+    ),
+    "vicuna": Shape(template=VICUNA, control=(), eos="</s>", bos="<s>", spaces=True),
+    "command-r, tools": Shape(
+        template=COMMAND_R_TOOLS,
+        control=("<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
+        eos="<|END_OF_TURN_TOKEN|>",
+        bos="<BOS_TOKEN>",
+    ),
+    "smollm3, tools": Shape(template=SMOLLM3_TOOLS, control=IM, eos="<|im_end|>"),
+    "granite, documents": Shape(
+        template=GRANITE_RAG, control=("<|start_of_role|>", "<|end_of_role|>"), eos="<|end_of_text|>"
+    ),
+    "features": Shape(template=FEATURES, control=(), eos="</s>", bos="<s>", spaces=True),
+}

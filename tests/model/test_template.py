@@ -29,6 +29,8 @@ def test_base_template_in_words() -> None:
         ("{{ 'a' * 2000000000 }}", "too long"),
         ("{{ 10 ** 10000000 }}", "not allowed"),
         ("{{ '%1000000000d' % 1 }}", "not allowed"),
+        ("{{ '%1000000000d'|format(1) }}", "not allowed"),
+        ("{{ '%.*f'|format(1000000000, 1) }}", "not allowed"),
         ("{{ '{:1000000000d}'.format(1) }}", "unsafe"),
         ("{{ 'a'.ljust(2000000000) }}", "unsafe"),
         ("{{ 'a'|center(2000000000) }}", "center"),

@@ -319,6 +319,112 @@ def test_named_templates(tmp_path: Path) -> None:
     assert Tokenizer.load(folder).chat_template == "d"
 
 
+def test_named_templates_are_chosen_as_in_transformers(tmp_path: Path, hf: Any) -> None:
+    """Command-R and Hermes have one for tools, Command-R one for documents."""
+    texts = {
+        "default": "d{{ messages[0].content }}",
+        "tool_use": "t{{ tools[0].name }}",
+        "rag": "r{{ documents[0].x }}",
+    }
+    rows = [{"name": name, "template": text} for name, text in texts.items()]
+    listed = write_folder(tmp_path / "listed", tokenizer_config={"chat_template": rows, "eos_token": "<eos>"})
+    (listed / "chat_template.jinja").unlink()
+    Tokenizer.load(listed).save(tmp_path / "files")
+    asked, tools, documents = [{"role": "user", "content": "hi"}], [{"name": "f"}], [{"x": "1"}]
+    for folder in (listed, tmp_path / "files"):
+        ours, theirs = Tokenizer.load(folder), hf.AutoTokenizer.from_pretrained(folder)
+        assert {"default": ours.chat_template, **ours.named_templates} == theirs.chat_template == texts
+        calls = ({}, {"tools": tools}, {"chat_template": "rag", "documents": documents})
+        for values, expected in zip(calls, ("dhi", "tf", "r1"), strict=True):
+            assert ours.render(asked, values=values) == expected
+            assert theirs.apply_chat_template(asked, tokenize=False, **values) == expected
+        assert ours.render_turn(asked, cue=False, values={"tools": tools})[0] == "tf"
+        assert ours.with_template(PLAIN_TEMPLATE).render(asked, values={"tools": tools}) == "hi"
+        assert (
+            ours.with_template(ours.chat_template, values={"documents": "x"}).named_templates
+            == ours.named_templates
+        )
+    with pytest.raises(
+        UserError, match="chat_template = 'chat': the model's templates are default, rag, tool_use"
+    ):
+        ours.render(asked, values={"chat_template": "chat"})
+
+
+def test_a_processors_template_is_read_where_there_is_no_other(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, chat_template={"chat_template": "p"})
+    assert Tokenizer.load(folder).chat_template == PLAIN_TEMPLATE
+    (folder / "chat_template.jinja").unlink()
+    assert Tokenizer.load(folder).chat_template == "p"
+
+
+def test_a_prompt_may_go_on_with_the_last_message() -> None:
+    tokenizer = Tokenizer.bytes().with_template(CHATML)
+    said = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
+    text = tokenizer.render(said, prefix="<think>", values={"continue_final_message": True})
+    assert text.endswith("<|im_start|>assistant\nIt is")
+    cueless = tokenizer.render(said[:1], prefix="<think>", values={"add_generation_prompt": False})
+    assert cueless.endswith("1+1?<|im_end|>\n")
+    with pytest.raises(UserError, match="changes the last message's content"):
+        tokenizer.with_template("nothing").render(said, values={"continue_final_message": True})
+    with pytest.raises(UserError, match="no generation cue after it"):
+        tokenizer.render(said, values={"continue_final_message": True, "add_generation_prompt": True})
+    with pytest.raises(UserError, match="the last message's thinking has no text"):
+        tokenizer.render(said, values={"continue_final_message": "thinking"})
+
+
+TOKEN = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"additional_special_tokens": ["<x>", "b"]}},
+        {
+            "tokenizer_config": {
+                "extra_special_tokens": [{"content": "<x>", "__type": "AddedToken", **TOKEN}, "b"]
+            }
+        },
+        {"tokenizer_config": {"extra_special_tokens": {"image_token": "<x>", "boi_token": "b"}}},
+        {"tokenizer_config": {}, "special_tokens_map": {"additional_special_tokens": ["<x>", "b"]}},
+        {
+            "tokenizer_config": {
+                "added_tokens_decoder": {"6": {"content": "<x>", **TOKEN}, "4": {"content": "b", **TOKEN}}
+            }
+        },
+        {"tokenizer_config": {"additional_special_tokens": ["b"]}, "added_tokens": {"<x>": 6}},
+        {"tokenizer_config": {"mask_token": "b", "additional_special_tokens": ["<x>"]}},
+    ],
+)
+def test_tokens_of_the_configs_alone_are_tokens(tmp_path: Path, hf: Any, files: dict[str, Any]) -> None:
+    """Else they would be split as text; one that tokenizer.json knows as an ordinary token becomes a control token."""
+    content = files["tokenizer_config"] | {"eos_token": "<eos>", "unk_token": "<unk>"}
+    folder = write_folder(tmp_path / "a", **(files | {"tokenizer_config": content}))
+    ours, theirs = Tokenizer.load(folder), hf.AutoTokenizer.from_pretrained(folder)
+    assert ours.encode("ab<x>c") == theirs.encode("ab<x>c") == [3, 4, 6, 5]
+    assert 4 in ours.special_ids
+    ours.save(tmp_path / "b")
+    assert Tokenizer.load(tmp_path / "b").encode("a<x>") == [3, 6]
+
+
+def test_a_token_without_its_id_is_refused(tmp_path: Path) -> None:
+    config = {"added_tokens_decoder": {"9": {"content": "<x>", **TOKEN}}}
+    with pytest.raises(UserError, match="token '<x>' has id 9, and would get 6"):
+        Tokenizer.load(write_folder(tmp_path, tokenizer_config=config))
+    config = {"added_tokens_decoder": {"9": "<x>"}}
+    with pytest.raises(UserError, match="malformed added tokens"):
+        Tokenizer.load(write_folder(tmp_path, tokenizer_config=config))
+
+
+def test_a_decoder_whose_words_end_late_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(
+        json.dumps(content | {"decoder": {"type": "BPEDecoder", "suffix": "</w>"}})
+    )
+    with pytest.raises(UserError, match="depends on the next token \\(BPEDecoder"):
+        Tokenizer.load(folder)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

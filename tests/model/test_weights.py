@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -450,7 +451,12 @@ def test_a_hub_model_asks_for_no_file_that_can_execute(folder: Path, monkeypatch
     assert config == TINY
     assert asked["name"] == "owner/name"
     for pattern in asked["allow_patterns"]:
-        assert pattern.endswith((".json", ".safetensors", ".jinja"))
+        assert pattern.endswith((".json", ".safetensors", ".jinja", ".model", ".txt"))
+    names = ["model.safetensors", "original/model.safetensors", "additional_chat_templates/tool_use.jinja"]
+    chosen = huggingface_hub.utils.filter_repo_objects(
+        names, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+    )
+    assert list(chosen) == [names[0], names[2]]  # not the copies in original/
 
 
 def test_a_model_that_is_refused_is_not_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +464,6 @@ def test_a_model_that_is_refused_is_not_downloaded(folder: Path, monkeypatch: py
 
     def download(name: str, **options: Any) -> str:
         asked.append(options["allow_patterns"])
-        assert options["ignore_patterns"] == ["*/*"]  # not the copies in original/
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)

@@ -219,17 +219,17 @@ class Policy:
             adapter=self.adapter,
         )
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], **values: bool | str) -> str:
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
         """Write the prompt of a conversation: the schema's instruction, the template, the generation cue, the opening
         tag if the schema has it in the prompt and the template does not write it.
 
         Args:
             messages: Maps with 'role' and 'content'; a system message among them replaces the schema's own.
-            values: Further values for the template, such as enable_thinking=False.
+            values: Further values, such as enable_thinking=False or tools=[...] (`Tokenizer.render`).
         """
         return self.tokenizer.render(self._asked(messages), prefix=self._prefix(values), values=values)
 
-    def chat_ids(self, messages: Sequence[Mapping[str, Any]], **values: bool | str) -> tuple[int, ...]:
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> tuple[int, ...]:
         """Return the tokens of `chat_text`."""
         prefix = self._prefix(values)
         return tuple(self.tokenizer.encode_prompt(self._asked(messages), prefix=prefix, values=values))
@@ -237,7 +237,7 @@ class Policy:
     def _asked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return self.schema.messages(messages, has_system=self.system_prompt)
 
-    def _prefix(self, values: Mapping[str, bool | str]) -> str:
+    def _prefix(self, values: Mapping[str, Any]) -> str:
         """Return the schema's opening tag, or nothing where the template has closed the thinking already."""
         prefix, closing = self.schema.generation_prefix, self.schema.think_close
         is_closed = bool(prefix) and self.tokenizer.ending(values).rstrip().endswith(closing)
@@ -280,26 +280,49 @@ class Policy:
         return tuple(ids), () if all(trained) else tuple(trained)
 
     def check_alphabet(self, problems: Sequence[Problem], *, solutions: bool = False) -> None:
-        """Refuse problems that the tokenizer cannot spell: training on unknown tokens would silently learn nothing.
+        """Refuse problems that the tokenizer cannot spell: training on unknown tokens would silently learn nothing, and
+        what loses letter case or spaces on its way through the tokenizer would never be read as right.
 
         Args:
             problems: The problems; the first few hundred are checked.
             solutions: Whether their demonstrations are read, too.
 
         Raises:
-            UserError: If more than 1 % of the tokens are unknown.
+            UserError: If more than 1 % of the tokens are unknown, or more than 1 % of the right answers are read as
+                others, or as none, once the tokenizer has written them.
         """
         unknown, shown = self.tokenizer.unk_id, problems[:NUM_CHECKED]
-        if unknown is None:
-            return
+        if unknown is not None:
+            self._check_known(unknown, shown, solutions=solutions)
+        self._check_read(shown)
+
+    def _check_read(self, problems: Sequence[Problem]) -> None:
+        """Refuse a tokenizer through which right answers do not come."""
+        changed: list[tuple[str, str]] = []
+        for problem in problems:
+            said = self.schema.render("", problem.answer)
+            back = self.tokenizer.decode_completion((0,), self.tokenizer.encode(said)).lstrip()
+            answers = [self.schema.parse(text).answer for text in (said, back)]
+            if len({None if answer is None else answer.strip() for answer in answers}) > 1:
+                changed.append((said.strip(), back.strip()))
+        if len(changed) > MAX_UNKNOWN_SHARE * len(problems):
+            said, back = changed[0]
+            raise UserError(
+                f"the tokenizer does not keep {len(changed)} of {len(problems)} right answers: {said[-60:]!r} comes "
+                f"back as {back[-60:]!r}; make tags tokens (--policy.tags-as-tokens), or use another tokenizer"
+            )
+
+    def _check_known(self, unknown: int, shown: Sequence[Problem], *, solutions: bool) -> None:
         ids = [index for problem in shown for index in self.prompt_ids(problem)]
         if solutions:
             ids += [index for problem in shown for index in self.solution(problem)[0]]
         if ids.count(unknown) > MAX_UNKNOWN_SHARE * len(ids):
-            text = "".join(p.prompt + p.answer + (p.solution if solutions else "") for p in shown)
-            missing = sorted(c for c in set(text) if unknown in self.tokenizer.encode(c))
+            texts = [text for p in shown for text in (p.prompt, p.answer, p.solution if solutions else "")]
+            letters, words = set("".join(texts)), " ".join(texts).split()
+            missing = "".join(sorted(c for c in letters if unknown in self.tokenizer.encode(c)))
+            missing = missing or next((w for w in words if unknown in self.tokenizer.encode(w)), "")
             raise UserError(
-                f"the tokenizer does not know {''.join(missing)[:40]!r}, {ids.count(unknown) / len(ids):.0%} of the "
+                f"the tokenizer does not know {missing[:40]!r}, {ids.count(unknown) / len(ids):.0%} of the "
                 "problems' tokens: give it another policy.alphabet, or use another tokenizer"
             )
 

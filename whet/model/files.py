@@ -12,6 +12,15 @@ from whet.storage.commit import MANIFEST, verify_folder
 from whet.types import UserError
 
 MAX_FILE_BYTES = 64 * 2**20
+CONVERTED = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+"""Files of tokenizers without tokenizer.json, which transformers converts."""
 
 
 def read_text(path: Path) -> str:
@@ -60,12 +69,13 @@ def check_manifest(folder: Path) -> None:
         raise UserError(f"{error}; take another checkpoint, or write this one again") from None
 
 
-def find_files(source: str | Path, names: Sequence[str]) -> dict[str, Path]:
+def find_files(source: str | Path, names: Sequence[str], *, instead: Sequence[str] = ()) -> dict[str, Path]:
     """Locate those of the named files that exist, in a local folder or on the hub.
 
     Args:
         source: Folder, or hub name such as 'owner/name'.
-        names: Plain file names; the first one must exist.
+        names: Names of files in it; the first one must exist.
+        instead: Names that will do in its place; looked for only where it is absent.
 
     Returns:
         Local path by name.
@@ -75,13 +85,14 @@ def find_files(source: str | Path, names: Sequence[str]) -> dict[str, Path]:
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
-        files = {name: folder / name for name in names if (folder / name).is_file()}
-        if names[0] not in files:
+        wanted = names if (folder / names[0]).is_file() else [*instead, *names]
+        files = {name: folder / name for name in wanted if (folder / name).is_file()}
+        if not files.keys() & {names[0], *instead}:
             raise UserError(f"{folder}: no {names[0]} there; point at a folder in the Hugging Face layout")
         return files
     if not is_hub_name(str(source)):
         raise UserError(f"{str(source)!r}: no such folder, and not a hub name such as 'owner/name'")
-    return _hub_files(str(source), names)
+    return _hub_files(str(source), names, instead)
 
 
 def is_hub_name(source: str) -> bool:
@@ -105,8 +116,8 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
     import huggingface_hub
 
     try:
-        # Nothing of subfolders: some hold the same weights in another form (`original/`).
-        wanted, unwanted = list(patterns), ["*/*"]
+        # Nothing of subfolders but additional_chat_templates/: some hold the weights in another form (`original/`).
+        wanted, unwanted = list(patterns), ["[!a]*/*", "a[!d]*/*"]
         return Path(
             huggingface_hub.snapshot_download(
                 source, allow_patterns=wanted, ignore_patterns=unwanted, etag_timeout=10
@@ -116,22 +127,29 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         raise _no_hub(source, f"cannot be had from the hub ({_first_line(error)})") from error
 
 
-def _hub_files(source: str, names: Sequence[str]) -> dict[str, Path]:
+def _hub_files(source: str, names: Sequence[str], instead: Sequence[str]) -> dict[str, Path]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     files: dict[str, Path] = {}
-    for name in names:
+    wanted = list(names)
+    while wanted:
+        name = wanted.pop(0)
         try:
             files[name] = Path(hf_hub_download(source, name, etag_timeout=10))
         except Exception as error:  # network errors of many libraries
             is_absent = isinstance(error, EntryNotFoundError) and not isinstance(
                 error, LocalEntryNotFoundError
             )
+            if is_absent and name == names[0] and instead:
+                wanted = [*instead, *wanted]
+                continue
             if is_absent and name != names[0]:
                 continue
             reason = f"cannot be had from the hub ({_first_line(error)})"
             raise _no_hub(source, f"has no {name} on the hub" if is_absent else reason) from error
+    if not files.keys() & {names[0], *instead}:
+        raise _no_hub(source, f"has no {names[0]} on the hub")
     return files
 
 

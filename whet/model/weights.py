@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from whet.model.config import ModelConfig
+from whet.model.experts import Router
 from whet.model.families import RopeFactors, from_hf, to_hf
-from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
+from whet.model.files import CONVERTED, check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
 from whet.model.transformer import LanguageModel, LlamaLike
 from whet.storage.commit import MANIFEST
@@ -36,7 +37,11 @@ HUB_PATTERNS = (
     "generation_config.json",
     "tokenizer*.json",
     "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    *CONVERTED,
 )
 
 

@@ -22,6 +22,7 @@ import yaml
 from whet.cli import Program
 from whet.config import read_yaml
 from whet.model.files import check_manifest, is_hub_name
+from whet.model.text.tokenizer import NAMED
 from whet.model.weights import model_folder
 from whet.report.runs import lineage, read_runs
 from whet.telemetry.provenance import read_json, run_id
@@ -42,7 +43,7 @@ MODEL_FILES = (
         "added_tokens.json",
         "tokenizer.model",
     ),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "preprocessor_config.json", "protocol.json"),
+    *("vocab.json", "merges.txt", "*.jinja", "preprocessor_config.json", "protocol.json"),
 )
 """Patterns of what is pushed and pulled: weights, tokenizer, configs; nothing that can run, nothing else."""
 SECRET = re.compile(
@@ -164,7 +165,8 @@ def prepare(config: PushConfig) -> tuple[dict[str, Path], str]:
         raise UserError(f"{source}: no such run folder")
     folder = run if (run / "adapter_config.json").is_file() else model_folder(run)
     check_manifest(folder)
-    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and _is_wanted(path.name)}
+    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {name: path for name, path in paths.items() if _is_wanted(name)}
     if not any(path.endswith(".safetensors") for path in files):
         raise UserError(f"{folder}: no safetensors in it, so there is no model to push")
     if config.optimizer:
@@ -315,7 +317,8 @@ def _title(config: PushConfig) -> str:
 
 
 def _is_wanted(name: str) -> bool:
-    return "/" not in name and any(fnmatch(name, pattern) for pattern in MODEL_FILES)
+    parent, _, base = name.rpartition("/")
+    return parent in ("", NAMED) and any(fnmatch(base, pattern) for pattern in MODEL_FILES)
 
 
 def _texts(files: Mapping[str, Path], card: str) -> list[tuple[str, str]]:

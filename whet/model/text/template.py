@@ -48,6 +48,8 @@ TRIAL_S, TRIAL_MIB = 2.0, 512
 """Limits of the first rendering of an untrusted template, in a separate process."""
 MARKS = ("_generation_opens", "_generation_closes")
 """Names whose values a generation block is written between."""
+NARROW = re.compile(r"(?:[^%]|%%|%[-+ 0]?\d{0,2}(?:\.\d)?[sdfgx])*")
+"""Formats whose fields take no more than a hundred characters beside their values."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """The start of a generation block in a template."""
 
@@ -129,7 +131,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         sizes = [len(side) if isinstance(side, (str, list, tuple)) else abs(side) for side in (left, right)]
         if (
             operator == "**"
-            or (operator == "%" and isinstance(left, str))
+            or (operator == "%" and isinstance(left, str) and not NARROW.fullmatch(left))
             or (operator == "*" and sizes[0] * sizes[1] > 2**53)
         ):
             raise SecurityError(f"operator {operator} is not allowed on {left!r:.40} and {right!r:.40}")
@@ -155,6 +157,12 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _format(text: str, *values: Any) -> str:
+    if not NARROW.fullmatch(text):
+        raise SecurityError(f"format {text!r:.40} is not allowed")
+    return text % values
+
+
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
@@ -172,8 +180,9 @@ def _compile(source: str) -> jinja2.Template:
     """Compile as transformers does (block trimming, loop controls, helpers), minus the filters that pad."""
     extensions = [_Generation, jinja2.ext.loopcontrols]
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
-    for name in ("center", "format", "wordwrap"):
+    for name in ("center", "wordwrap"):
         del sandbox.filters[name]
+    sandbox.filters["format"] = _format
     sandbox.filters["indent"] = lambda text, width=4, first=False, blank=False: do_indent(
         text, min(int(width), 80), first, blank
     )

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from whet.model.files import find_files, read_json, read_text
+from whet.model.files import CONVERTED, find_files, read_json, read_text
 from whet.model.text.template import (
     BASE_TEMPLATE,
     PLAIN_TEMPLATE,
@@ -29,14 +29,23 @@ from whet.types import UserError
 
 MAX_ID = 2**24
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
-FILES = ("tokenizer.json", *CONFIGS, "chat_template.jinja")
+NAMED = "additional_chat_templates"
+"""Folder of the templates beside the default one; of those on a hub the two that transformers documents are read."""
+TEMPLATES = ("chat_template.jinja", "chat_template.json", f"{NAMED}/tool_use.jinja", f"{NAMED}/rag.jinja")
+FILES = ("tokenizer.json", *CONFIGS, "added_tokens.json", *TEMPLATES)
 RESERVED = ("messages", "add_generation_prompt", "strftime_now", "range", TODAY)
 MARK = "\u2402words\u2403"
 """Stands for words of a message where what the template writes around them is looked for."""
-ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+CUES = ("add_generation_prompt", "continue_final_message")
+"""Values that say how a prompt ends, as transformers has them."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message's thinking: templates read one of them."""
+LOCAL_STEPS = frozenset({"ByteLevel", "ByteFallback", "Fuse"})
+"""Steps of decoders that spell a token alike at the start of a text and inside it."""
 
 Values = Mapping[str, bool | str]
-"""Further values for a chat template, such as enable_thinking."""
+"""Further values for a chat template that are kept with it, such as enable_thinking."""
 
 
 class Tokenizer:
@@ -54,6 +63,7 @@ class Tokenizer:
         special_ids: Control tokens; they keep their text in `decode`.
         vocab_size: Highest decodable id, plus 1.
         chat_template: Jinja source, or None.
+        named_templates: Further ones by name; 'tool_use' is taken for prompts with tools.
         template_values: Further values that the template reads, such as enable_thinking.
         date: The template's today, as YYYY-MM-DD.
     """
@@ -65,6 +75,7 @@ class Tokenizer:
         roles: Mapping[str, str],
         adds_bos: bool = False,
         chat_template: str | None = None,
+        named_templates: Mapping[str, str] | None = None,
         stop_ids: Iterable[int] = (),
         template_values: Values | None = None,
         date: str = "",
@@ -77,6 +88,7 @@ class Tokenizer:
             roles: Token text by role (`ROLES`); absent if the model has none.
             adds_bos: Whether prompts start with BOS even if the post-processor adds none.
             chat_template: Jinja source.
+            named_templates: Further ones by name.
             stop_ids: Further ids that end a generation.
             template_values: Further values for the template.
             date: The template's today; empty for the computer's.
@@ -99,7 +111,7 @@ class Tokenizer:
                 raise UserError(
                     f"tokenizer_config.json: {role} {roles[role][:80]!r} is not in tokenizer.json"
                 )
-        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (ids.get(role) for role in ROLES)
+        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (ids.get(role) for role in ROLES[:4])
         flagged = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(flagged | {index for index in ids.values() if index is not None})
         self.stop_ids = frozenset(stop_ids) | ({self.eos_id} if self.eos_id is not None else frozenset())
@@ -110,21 +122,26 @@ class Tokenizer:
             backend.post_processor = TemplateProcessing(
                 single=[bos, "$A"], special_tokens=[(bos, self.bos_id)]
             )
-        if chat_template is not None:
-            check_template(chat_template)
         self.chat_template = chat_template
+        self.named_templates = dict(named_templates or {})
+        for source in (chat_template, *self.named_templates.values()):
+            check_template(source or "")
         self.template_values = dict(template_values or {})
         for name in self.template_values:
-            if not re.search(rf"\b{re.escape(name)}\b", chat_template or "") or name in RESERVED:
+            sources = "\n".join((chat_template or "", *self.named_templates.values()))
+            if not re.search(rf"\b{re.escape(name)}\b", sources) or name in RESERVED:
                 raise UserError(
                     f"policy.template_values.{name}: the model's chat template does not read it; leave it out"
                 )
         self.date = date or datetime.date.today().isoformat()
         own = chat_template in (None, BASE_TEMPLATE, PLAIN_TEMPLATE)
         self.prompt_bos = self.adds_bos and (own if prompt_bos is None else prompt_bos)
-        self._endings: dict[tuple[tuple[str, bool | str], ...], str] = {}
-        self._template_is_checked = self._turns_are_checked = self._turns_are_tried = False
-        self._decoder, self._num_stripped = _space_keeping(backend.decoder)
+        self._endings: dict[str, str] = {}
+        self._turns_are_checked = False
+        self._tried: set[str] = set()
+        steps = _steps(backend)
+        self._joins_words = backend.decoder is None or steps == ["WordPiece"]
+        self._opens_apart = not LOCAL_STEPS.issuperset(steps) or self._joins_words
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -163,9 +180,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids as the start of a text: control tokens visible, split characters and unknown ids as U+FFFD.
 
-        SentencePiece's leading space is removed, as in transformers.
+        SentencePiece's leading space is removed, as in transformers; its `clean_up_tokenization_spaces` is
+        never done.
         """
-        return self._strip(self._spell(ids))
+        return self._spell(ids, opens=True)
 
     def decode_completion(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
         """Decode ids as the continuation of a prompt: `decode(prompt + ids)` minus `decode(prompt)`.
@@ -174,17 +192,22 @@ class Tokenizer:
             prompt_ids: The preceding ids; after any text the first space is kept.
             ids: The completion.
         """
-        if not self._num_stripped:
-            return self._spell(ids)
-        before = self._spell(prompt_ids)
-        return self._strip(before + self._spell(ids))[len(self._strip(before)) :]
+        return self._spell(ids, opens=not prompt_ids)
+
+    def keeps(self, text: str) -> bool:
+        """Say whether a text comes back unchanged from its ids, but for white space before it."""
+        return self.decode_completion((0,), self.encode(text)).lstrip() == text.lstrip()
 
     def token_text(self, index: int) -> str:
-        """Decode one id as inside a text (keeping a leading space)."""
-        return self._spell([index])
+        """Decode one id as inside a text (keeping a leading space); a control token is its bare text."""
+        return self._texts[index] if index in self.special_ids else self._spell([index])
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, prefix: str = "", values: Values | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        prefix: str = "",
+        values: Mapping[str, Any] | None = None,
     ) -> str:
         """Write the prompt: messages through the chat template, the generation cue, then `prefix`.
 
@@ -192,7 +215,10 @@ class Tokenizer:
             messages: Maps with 'role' and 'content'.
             prefix: Forced start of the response (`ResponseSchema.generation_prefix`); not written twice where the
                 template's cue ends with it.
-            values: Further values for the template, besides `template_values`.
+            values: Further values for the template, besides `template_values`: tools, documents, .... Three are not
+                the template's, as in transformers: `chat_template` names one of `named_templates`,
+                `add_generation_prompt=False` leaves the cue and `prefix` out, `continue_final_message=True` (or the
+                name of another field than content) ends the text with the last message's own words.
 
         Returns:
             The prompt as text.
@@ -200,24 +226,46 @@ class Tokenizer:
         Raises:
             UserError: If there is no template, it fails, or it exceeds a limit.
         """
-        if self.chat_template is None:
-            raise UserError(
-                "this tokenizer has no chat template; give it one (for a base model: BASE_TEMPLATE)"
-            )
-        if not self._template_is_checked:
-            try_template(self.chat_template, [self._values(messages, True, values)])
-            self._template_is_checked = True
-        text = self._render(messages, cue=True, values=values)
-        is_open = bool(prefix) and self.ending(values).rstrip().endswith(prefix)
+        values = dict(values or {})
+        if field := values.pop("continue_final_message", False):
+            return self._render_open(messages, "content" if field is True else str(field), values)
+        cue = bool(values.pop("add_generation_prompt", True))
+        text = self._render(messages, cue=cue, values=values)
+        is_open = not cue or (bool(prefix) and self.ending(values).rstrip().endswith(prefix))
         return text if is_open else text + prefix
 
-    def ending(self, values: Values | None = None) -> str:
+    def _render_open(
+        self, messages: Sequence[Mapping[str, Any]], field: str, values: Mapping[str, Any]
+    ) -> str:
+        """Render up to the words of the last message, as transformers does: whatever ends the turn is cut off."""
+        if values.get("add_generation_prompt"):
+            raise UserError("continue_final_message: a message that goes on has no generation cue after it")
+        last = _plain(messages[-1])
+        names = (
+            {name for name in THOUGHTS if last.get(name) == last.get(field)} if field in THOUGHTS else {field}
+        )
+        content = last.get(field)
+        parts = [{"text": content}] if isinstance(content, str) else [dict(part) for part in content or ()]
+        texts = [part for part in parts if "text" in part]
+        if not texts:
+            raise UserError(f"continue_final_message: the last message's {field} has no text")
+        said = str(texts[-1]["text"])
+        texts[-1]["text"] = f"{said}{MARK} "  # the space tells whether the template trims the words
+        last |= dict.fromkeys(names, texts[-1]["text"] if isinstance(content, str) else parts)
+        text = self._render([*messages[:-1], last], cue=False, values=values)
+        head, mark, tail = text.rpartition(MARK)
+        if not mark or said.strip() not in head:
+            raise UserError(f"continue_final_message: the chat template changes the last message's {field}")
+        return head if tail.startswith(" ") else head.rstrip()
+
+    def ending(self, values: Mapping[str, Any] | None = None) -> str:
         """Return what the template writes after the user's words in a prompt; '' if it fails.
 
         Args:
             values: Further values for the template.
         """
-        key = tuple(sorted((values or {}).items()))
+        values = {name: value for name, value in (values or {}).items() if name not in CUES}
+        key = json.dumps(values, sort_keys=True, default=repr)
         if key not in self._endings:
             try:
                 text = self.render([{"role": "user", "content": MARK}], values=values)
@@ -227,7 +275,10 @@ class Tokenizer:
         return self._endings[key]
 
     def encode_prompt(
-        self, messages: Sequence[Mapping[str, Any]], prefix: str = "", values: Values | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        prefix: str = "",
+        values: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Render and encode; with `prompt_bos` there is one leading BOS, whether or not the template wrote it."""
         ids = self.encode(self.render(messages, prefix=prefix, values=values))
@@ -237,7 +288,6 @@ class Tokenizer:
 
     def encode_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Render whole messages without a generation cue, and encode them; BOS as in `encode_prompt`."""
-        self.render(messages[:-1])  # checks the template once
         ids = self.encode(self._render(messages, cue=False))
         if self.prompt_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
@@ -264,7 +314,8 @@ class Tokenizer:
             while place < len(spans) and spans[place][1] <= start:
                 place += 1
             inside = place < len(spans) and spans[place][0] < max(end, start + 1)
-            marked.append(inside and not (index in self.special_ids and start < spans[place][0]))
+            is_control = index in self.special_ids and index != self.unk_id
+            marked.append(inside and not (is_control and start < spans[place][0]))
         ids = list(found.ids)
         if self.prompt_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids, marked = [self.bos_id, *ids], [False, *marked]
@@ -293,15 +344,7 @@ class Tokenizer:
         Raises:
             UserError: If there is no template, it fails, or it exceeds a limit.
         """
-        if self.chat_template is None:
-            raise UserError(
-                "this tokenizer has no chat template; give it one (for a base model: BASE_TEMPLATE)"
-            )
-        given = {**self._values(messages, cue), **(values or {})}
-        if not self._turns_are_tried:
-            try_template(self.chat_template, [given])
-            self._turns_are_tried = True
-        return render_marked(self.chat_template, given)
+        return render_marked(*self._tried_call(messages, cue=cue, values=values))
 
     @functools.cached_property
     def ends(self) -> tuple[str, ...]:
@@ -339,7 +382,8 @@ class Tokenizer:
         date: str = "",
         prompt_bos: bool | None = None,
     ) -> Tokenizer:
-        """Return a copy with another chat template, values that it reads, and its date."""
+        """Return a copy with another chat template, values that it reads, and its date; the named templates stay
+        beside the model's own."""
         return self._copy(self._backend, template, values or {}, date, prompt_bos)
 
     def with_tags(self, tags: Sequence[str], *, padded_vocab_size: int | None = None) -> Tokenizer:
@@ -400,13 +444,23 @@ class Tokenizer:
         """Load a folder or hub model, never its code; BOS, EOS, PAD come from the first of `CONFIGS` that names them.
 
         Args:
-            path_or_hub_name: Folder with tokenizer.json, or 'owner/name'.
+            path_or_hub_name: Folder with tokenizer.json, or 'owner/name'; without it transformers, if it is installed,
+                converts older files (`files.CONVERTED`).
 
         Raises:
             UserError: If files are missing, unreachable, too large, malformed, or ask for remote code.
         """
-        files = find_files(path_or_hub_name, FILES)
-        text = read_text(files["tokenizer.json"])
+        files = find_files(path_or_hub_name, FILES, instead=CONVERTED)
+        config, token_map, generation, model, added = (
+            read_json(files[name]) if name in files else {} for name in (*CONFIGS, "added_tokens.json")
+        )
+        if "auto_map" in config:
+            raise UserError(
+                f"{files['tokenizer_config.json']}: 'auto_map' asks for remote code, which is never run"
+            )
+        home = next(iter(files.values())).parent
+        where = files.get("tokenizer.json", home)
+        text, defaults = (read_text(where), {}) if where != home else _converted(home)
         try:
             backend = tokenizers.Tokenizer.from_str(text)
             backend.no_padding()  # before anything is encoded: padding to 2**40 would abort the process
@@ -415,33 +469,22 @@ class Tokenizer:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise UserError(
-                f"{files['tokenizer.json']}: not a tokenizer that `tokenizers` reads: {str(error)[:300]}"
+                f"{where}: not a tokenizer that `tokenizers` reads: {str(error)[:300]}"
             ) from error
-        config, token_map, generation, model = (
-            read_json(files[name]) if name in files else {} for name in CONFIGS
-        )
-        if "auto_map" in config:
-            raise UserError(
-                f"{files['tokenizer_config.json']}: 'auto_map' asks for remote code, which is never run"
-            )
+        _add_tokens(backend, config, token_map, added)
+        names = {**dict.fromkeys(ROLES), **{name: None for name in config if name.endswith("_token")}}
         roles = {
             role: text
-            for role in ROLES
-            if (text := _role_text(role, backend, (config, token_map), (generation, model)))
+            for role in names
+            if (text := _role_text(role, backend, (config, token_map, defaults), (generation, model)))
         }
-        template = (
-            read_text(files["chat_template.jinja"])
-            if "chat_template.jinja" in files
-            else config.get("chat_template")
-        )
-        if isinstance(template, list):  # several named templates
-            named = {row.get("name"): row.get("template") for row in template if isinstance(row, dict)}
-            template = named.get("default")
+        template, named = _templates(home, files, config)
         return cls(
             backend,
             roles=roles,
             adds_bos=config.get("add_bos_token") is True,
-            chat_template=template if isinstance(template, str) else None,
+            chat_template=template,
+            named_templates=named,
             stop_ids=_ids(generation.get("eos_token_id")),
         )
 
@@ -452,8 +495,11 @@ class Tokenizer:
         config |= {"clean_up_tokenization_spaces": False, "model_max_length": 2**30}
         (folder / "tokenizer.json").write_text(self._backend.to_str(pretty=True), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if self.chat_template is not None:
-            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+        named = {f"{NAMED}/{name}.jinja": source for name, source in self.named_templates.items()}
+        for name, source in {"chat_template.jinja": self.chat_template, **named}.items():
+            if source is not None:
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_text(source, encoding="utf-8")
         if self.stop_ids - {self.eos_id}:
             stops = json.dumps({"eos_token_id": sorted(self.stop_ids)})
             (folder / "generation_config.json").write_text(stops + "\n", encoding="utf-8")
@@ -471,51 +517,89 @@ class Tokenizer:
             roles=self._roles,
             adds_bos=self.adds_bos,
             chat_template=template,
+            named_templates=self.named_templates if template == self.chat_template else {},
             stop_ids=self.stop_ids,
             template_values=values,
             date=date,
             prompt_bos=prompt_bos,
         )
 
-    def _strip(self, text: str) -> str:
-        head = text[: self._num_stripped]
-        return head.lstrip(" ") + text[self._num_stripped :]
+    def _spell(self, ids: Sequence[int], *, opens: bool = False) -> str:
+        """Decode ids.
 
-    def _spell(self, ids: Sequence[int]) -> str:
-        """Decode ordinary tokens; control tokens verbatim, because a byte-level decoder would garble é in them."""
+        Control tokens are written verbatim, because a byte-level decoder would garble é in them; only a decoder that
+        puts spaces between words (WordPiece's) gets them, too.
+
+        Args:
+            ids: The tokens.
+            opens: Whether they start a text; otherwise they follow some.
+        """
         parts: list[str] = []
         run: list[str] = []
         for index in ids:
             text = self._texts.get(index, "\ufffd")
-            if index in self.special_ids or index not in self._texts:
-                parts += [self._decode_run(run), text]
-                run = []
-            else:
+            if self._joins_words or (index in self._texts and index not in self.special_ids):
                 run.append(text)
-        return "".join([*parts, self._decode_run(run)])
+                continue
+            parts += [self._decode_run(run, opens=opens and not parts), text]
+            run = []
+        return "".join([*parts, self._decode_run(run, opens=opens and not parts)])
 
-    def _decode_run(self, texts: list[str]) -> str:
-        return self._decoder.decode(texts) if self._decoder is not None else " ".join(texts)
+    def _decode_run(self, texts: list[str], *, opens: bool) -> str:
+        decoder = self._backend.decoder
+        if not texts:
+            return ""
+        if opens or not self._opens_apart:
+            return decoder.decode(texts) if decoder is not None else " ".join(texts)
+        texts = ["x", *texts]  # another token goes before: decoders treat only the first one of a text apart
+        return (decoder.decode(texts) if decoder is not None else " ".join(texts))[1:]
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], *, cue: bool, values: Values | None = None
+        self, messages: Sequence[Mapping[str, Any]], *, cue: bool, values: Mapping[str, Any] | None = None
     ) -> str:
-        assert self.chat_template is not None
-        return render_template(self.chat_template, self._values(messages, cue, values))
+        return render_template(*self._tried_call(messages, cue=cue, values=values))
 
-    def _values(
-        self, messages: Sequence[Mapping[str, Any]], cue: bool, values: Values | None = None
-    ) -> dict[str, Any]:
+    def _tried_call(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        cue: bool,
+        values: Mapping[str, Any] | None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Return a template and what it is rendered with; before its first use it is tried in another process."""
+        given = {**self.template_values, **(values or {})}
+        source = self._source(given.pop("chat_template", None), has_tools=bool(given.get("tools")))
         fixed = {
-            "messages": list(messages),
+            "messages": [_plain(message) for message in messages],
             "add_generation_prompt": cue,
             TODAY: self.date,
         }
-        return {**self._roles, **self.template_values, **(values or {}), **fixed}
+        given = {**self._roles, **given, **fixed}
+        if source not in self._tried:
+            try_template(source, [given])
+            self._tried.add(source)
+        return source, given
+
+    def _source(self, name: str | None, *, has_tools: bool) -> str:
+        """Choose a template as transformers does."""
+        if name is None:
+            tools = self.named_templates.get("tool_use") if has_tools else None
+            source = self.chat_template if tools is None else tools
+        elif name in ("default", self.chat_template):
+            source = self.chat_template
+        elif name in self.named_templates:
+            source = self.named_templates[name]
+        else:
+            known = ", ".join(("default", *self.named_templates))
+            raise UserError(f"chat_template = {name[:40]!r}: the model's templates are {known}")
+        if source is None:
+            raise UserError(
+                "this tokenizer has no chat template; give it one (for a base model: BASE_TEMPLATE)"
+            )
+        return source
 
     def _check_prefix(self) -> None:
         """Refuse a template that renders a message differently when the generation cue or a reply follows."""
-        assert self.chat_template is not None
         asked = [{"role": "user", "content": "0"}]
         replied = [*asked, {"role": "assistant", "content": "0"}]
         plain, reply = self._render(asked, cue=False), self._render(replied, cue=False)
@@ -524,6 +608,13 @@ class Tokenizer:
                 "chat template is not prefix-preserving: what follows a message changes its text, "
                 "so that the turns of an episode would differ from what was sampled; fix the template"
             )
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as transformers gives it to templates: no None, and thinking under each of its names."""
+    given = {key: value for key, value in message.items() if value is not None}
+    thought = next((given[key] for key in THOUGHTS if key in given), None)
+    return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
 
 
 def _tokens(texts: Sequence[str]) -> list[AddedToken]:
@@ -538,26 +629,125 @@ def _byte_letters() -> list[str]:
     return [chr(byte) if byte in printable else chr(0x100 + hidden.index(byte)) for byte in range(256)]
 
 
-def _space_keeping(decoder: Any) -> tuple[Any, int]:
-    """Return the decoder without its stripping of leading spaces, and how many it stripped."""
-    if decoder is None:
-        return None, 0
-    shell = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
-    holder = tokenizers.Tokenizer(models.BPE())
-    holder.decoder = decoder
-    node = json.loads(holder.to_str())["decoder"]
+def _steps(backend: tokenizers.Tokenizer) -> list[str]:
+    """Name the steps of a decoder; a replacement of fixed text is none.
+
+    Raises:
+        UserError: If one of them makes a token's text depend on those after it.
+    """
+    holder = tokenizers.Tokenizer(models.BPE())  # without the vocabulary, which takes long to write
+    holder.decoder = backend.decoder
+    node = json.loads(holder.to_str())["decoder"] or {"type": "Sequence", "decoders": []}
     steps = node["decoders"] if node["type"] == "Sequence" else [node]
-    kept, num_stripped = [], 0
     for step in steps:
-        if step["type"] == "Strip" and step["content"] == " " and step["start"] and not step["stop"]:
-            num_stripped += step["start"]
+        if step["type"] in ("BPEDecoder", "CTC") or step.get("stop"):
+            raise UserError(
+                f"tokenizer.json: a token's text depends on the next token ({step['type']} in the decoder); expected "
+                "ByteLevel, ByteFallback, Metaspace, WordPiece, Replace, Fuse, or Strip at the start"
+            )
+    return [step["type"] for step in steps if "String" not in step.get("pattern", ())]
+
+
+def _converted(folder: Path) -> tuple[str, dict[str, str]]:
+    """Let transformers convert a tokenizer without tokenizer.json.
+
+    Returns:
+        The text of such a file, and the tokens' roles.
+    """
+    try:
+        import sentencepiece  # noqa: F401  # pyright: ignore[reportMissingImports]
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise UserError(
+            f"{folder}: no tokenizer.json there; transformers converts its other tokenizer files: pip install "
+            "'whet[convert]', or save the folder with AutoTokenizer"
+        ) from None
+    try:
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return found.backend_tokenizer.to_str(), dict(found.special_tokens_map)
+    except Exception as error:  # whatever its readers of untrusted files raise
+        raise UserError(
+            f"{folder}: no tokenizer.json there, and transformers cannot make one: {str(error)[:200]}"
+        ) from error
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    token_map: Mapping[str, Any],
+    added: Mapping[str, Any],
+) -> None:
+    """Make tokens of those that only the configs name, as transformers does: they would be split as text.
+
+    Args:
+        backend: The tokenizer.
+        config: tokenizer_config.json; where it lists `added_tokens_decoder` the other files are older.
+        token_map: special_tokens_map.json.
+        added: added_tokens.json: id by text.
+
+    Raises:
+        UserError: If a token would get another id than the configs give it.
+    """
+    wanted: dict[str, tuple[AddedToken, int | None]] = {}
+    special = config if "added_tokens_decoder" in config else {**config, **token_map}
+    names = [_content(special[role]) for role in special if role.endswith("_token")]
+    names = [text for text in names if backend.token_to_id(text) is not None]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = special.get(key) or []
+        names += [_content(row) for row in (more.values() if isinstance(more, dict) else more)]
+    try:
+        listed = config.get("added_tokens_decoder") or {}
+        for index, row in sorted(listed.items(), key=lambda item: int(item[0])):
+            flags = {name: value for name, value in row.items() if name != "__type"}
+            wanted[row["content"]] = AddedToken(**flags), int(index)
+        for text, index in added.items() if special is not config else ():
+            wanted[text] = AddedToken(text, special=text in names, normalized=text not in names), int(index)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"tokenizer_config.json: malformed added tokens ({error})") from None
+    for text in names:
+        if text and text not in wanted:
+            wanted[text] = AddedToken(text, special=True, normalized=False), None
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for text, (token, index) in wanted.items():
+        if text in known:
             continue
-        if step["type"] == "Metaspace" and step.get("prepend_scheme") != "never":
-            num_stripped += 1
-            step = {**step, "prepend_scheme": "never"}
-        kept.append(step)
-    shell["decoder"] = {"type": "Sequence", "decoders": kept}
-    return tokenizers.Tokenizer.from_str(json.dumps(shell)).decoder, num_stripped
+        backend.add_tokens([token])
+        if index is not None and (got := backend.token_to_id(text)) != index:
+            raise UserError(
+                f"tokenizer_config.json: token {text[:40]!r} has id {index:,}, and would get {got:,} with "
+                "tokenizer.json, which lacks it; save both files with one version of transformers"
+            )
+
+
+def _content(value: Any) -> str:
+    """Return the text of a token that a config writes as text or as an object."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""
+
+
+def _templates(
+    home: Path, files: Mapping[str, Path], config: Mapping[str, Any]
+) -> tuple[str | None, dict[str, str]]:
+    """Find a folder's chat templates, as transformers does: files before the entry of tokenizer_config.json.
+
+    Returns:
+        The default one, and the others by name.
+    """
+    stored = config.get("chat_template")
+    rows = stored if isinstance(stored, list) else [{"name": "default", "template": stored}]
+    found = {row.get("name"): row.get("template") for row in rows if isinstance(row, dict)}
+    if stored is None and "chat_template.json" in files:  # of processors, which older image models have
+        found = {"default": read_json(files["chat_template.json"]).get("chat_template")}
+    on_disk = {path.stem: path for path in sorted((home / NAMED).glob("*.jinja"))}
+    if "chat_template.jinja" in files:
+        on_disk["default"] = files["chat_template.jinja"]
+    if on_disk:
+        found = {
+            "default": found.get("default"),
+            **{name: read_text(path) for name, path in on_disk.items()},
+        }
+    texts = {str(name): text for name, text in found.items() if isinstance(text, str)}
+    return texts.pop("default", None), texts
 
 
 def _ids(value: Any) -> list[int]:
@@ -573,10 +763,9 @@ def _role_text(
 ) -> str | None:
     """Find the token of a role, first in the files that name it by text, then in those that name it by id."""
     for source in by_text:
-        value = source.get(role)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str) and value:
-            return None if role == "pad_token" and backend.token_to_id(value) is None else value
+        if value := _content(source.get(role)):
+            needs_id = role in ROLES and role not in ("pad_token", *ROLES[4:])
+            return value if needs_id or backend.token_to_id(value) is not None else None
     if any(role in source for source in by_text):  # deliberately set to null
         return None
     texts = (

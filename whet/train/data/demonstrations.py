@@ -40,6 +40,7 @@ class Demonstrations:
         num_thoughtless: Sequences of which the chat template does not write the thinking.
         end_ids: Control tokens that end the learnt turns.
         num_endless: Sequences with a learnt turn that no such token ends.
+        num_changed: Replies that come back changed from the tokenizer, among the first few hundred.
     """
 
     problems: list[Problem]
@@ -49,6 +50,7 @@ class Demonstrations:
     num_thoughtless: int = 0
     end_ids: frozenset[int] = frozenset()
     num_endless: int = 0
+    num_changed: int = 0
 
     @property
     def notes(self) -> list[str]:
@@ -65,6 +67,11 @@ class Demonstrations:
             notes.append(
                 f"warning: in {self.num_endless:,} of {count:,} conversations the template's generation blocks leave "
                 "out the token that ends a turn: the model does not learn to stop"
+            )
+        if self.num_changed:
+            notes.append(
+                f"warning: the tokenizer changes {self.num_changed:,} of the first {min(count, NUM_CHECKED):,} replies "
+                "(letter case, spaces, rare characters): what is learnt is what it keeps"
             )
         if count < FEW:
             notes.append(
@@ -118,12 +125,7 @@ def render_conversation(
         problem: The conversation, and its tools in `meta`.
         stop_ids: Further ids that end a turn.
     """
-    messages = []
-    for message in conversation(problem):
-        value = message.as_dict()
-        if message.thinking:
-            value["thinking"] = message.thinking  # as gpt-oss's template calls it
-        messages.append(value)
+    messages = [message.as_dict() for message in conversation(problem)]
     values: dict[str, Any] = {}
     if problem.meta.get(TOOLS):
         values["tools"] = json.loads(problem.meta[TOOLS])
@@ -177,7 +179,7 @@ def demonstrate(
     room = policy.model.config.max_positions
     kept: list[Problem] = []
     ends: set[int] = set()
-    longest = left_out = cut = thoughtless = endless = checked = unknown = 0
+    longest = left_out = cut = thoughtless = endless = checked = unknown = changed = 0
     for problem in problems:
         try:
             parts = _unfold(policy, problem, turns)
@@ -201,13 +203,14 @@ def demonstrate(
                 ends |= {index for index in found if index is not None}
             if kind_of(problem) != "solution" and len(kept) <= NUM_CHECKED:
                 checked += part.sequence.num_tokens
+                changed += not policy.tokenizer.keeps(problem.reply)
                 ids = (*part.sequence.prompt_ids, *part.sequence.completion_ids)
                 unknown += ids.count(policy.tokenizer.unk_id) if policy.tokenizer.unk_id is not None else 0
     if unknown > MAX_UNKNOWN_SHARE * checked:
         raise UserError(
             f"the tokenizer does not know {unknown / checked:.0%} of the rows' tokens: use another tokenizer"
         )
-    return Demonstrations(kept, longest, left_out, cut, thoughtless, frozenset(ends), endless)
+    return Demonstrations(kept, longest, left_out, cut, thoughtless, frozenset(ends), endless, changed)
 
 
 def learn_ends(policy: Policy, end_ids: frozenset[int]) -> list[str]:
