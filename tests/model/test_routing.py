@@ -214,11 +214,10 @@ def test_gradients_over_given_experts_are_finite_differences(name: str) -> None:
 
         loss().backward()
         routers = [part for part in model.modules() if isinstance(part, Router)]
-        generator = torch.Generator().manual_seed(0)
         for router in routers:
             grad = router.weight.grad
             assert grad is not None
-            step = torch.randn(grad.shape, dtype=torch.float64, generator=generator) * 1e-4
+            step = grad / grad.norm() * 3e-4  # uphill: in another direction rounding may be all there is
             with torch.no_grad():
                 router.weight += step
                 above = loss()
@@ -226,8 +225,7 @@ def test_gradients_over_given_experts_are_finite_differences(name: str) -> None:
                 below = loss()
                 router.weight += step
             expected = float((grad * step).sum())
-            assert abs(expected) > 1e-8
-            assert float(above - below) / 2 == pytest.approx(expected, rel=3e-5)
+            assert float(above - below) / 2 == pytest.approx(expected, rel=1e-5)
 
 
 # The load-balancing loss.
