@@ -172,9 +172,9 @@ def test_records_of_any_number_of_experts(count: int) -> None:
     for place, index in enumerate((0, 2)):
         part = again.layer(index)
         assert part is not None
-        taken = part.settle(torch.zeros(16, 2, dtype=torch.int64), torch.zeros(16, count))
+        taken = part.settle(torch.ones(16, 2, dtype=torch.int64), torch.zeros(16, count))
         known = which_LNK[place, :5]
-        assert torch.equal(taken, torch.cat([known, known, taken.new_zeros(6, 2)]))
+        assert torch.equal(taken, torch.cat([known, known, taken.new_ones(6, 2)]))
 
 
 def test_prompts_that_went_other_ways_are_computed_apart() -> None:
@@ -214,11 +214,10 @@ def test_gradients_over_given_experts_are_finite_differences(name: str) -> None:
 
         loss().backward()
         routers = [part for part in model.modules() if isinstance(part, Router)]
-        generator = torch.Generator().manual_seed(0)
         for router in routers:
             grad = router.weight.grad
             assert grad is not None
-            step = torch.randn(grad.shape, dtype=torch.float64, generator=generator) * 1e-4
+            step = grad / grad.norm() * 3e-4  # uphill: in another direction rounding may be all there is
             with torch.no_grad():
                 router.weight += step
                 above = loss()
@@ -226,8 +225,7 @@ def test_gradients_over_given_experts_are_finite_differences(name: str) -> None:
                 below = loss()
                 router.weight += step
             expected = float((grad * step).sum())
-            assert abs(expected) > 1e-8
-            assert float(above - below) / 2 == pytest.approx(expected, rel=3e-5)
+            assert float(above - below) / 2 == pytest.approx(expected, rel=1e-5)
 
 
 # The load-balancing loss.
@@ -295,6 +293,12 @@ def test_the_load_balancing_loss_does_not_depend_on_the_split(name: str) -> None
     experts = policy.model.config.block.experts
     assert experts is not None
     assert 0 <= metrics["router/load_min"] < experts.top_k / experts.count < metrics["router/load_max"] <= 1
+    policy.routings = noted = []
+    policy.hidden(cut(10_000)[0])
+    policy.routings = None
+    num_tokens = sum(len(prompt + own) for prompt, own in ROWS)
+    num_layers = sum(spec.has_experts for spec in policy.model.config.layers)
+    assert noted[0].mass_E().sum().item() == pytest.approx(num_tokens * num_layers), "no probabilities"
     for tokens in (60, 1):
         assert len(cut(tokens)) > 1
         again, parts = balanced(policy, tokens)
