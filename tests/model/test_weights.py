@@ -277,7 +277,7 @@ def test_a_config_that_is_no_text_or_too_long(folder: Path, monkeypatch: pytest.
         ({"auto_map": None}, "auto_map"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "rope type 'proportional' is not"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "rope type 'axial' is not"),
         ({"rope_scaling": {"type": "linear"}}, "field 'factor' is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "model.factor = 0: expected a positive number"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta": 3}}, "rope type 'yarn' with 'beta'"),
