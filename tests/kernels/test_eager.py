@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
+from functools import partial
 
 import kernel_cases as cases
 import pytest
 import torch
+import torch.nn.functional as F
 
 from whet.algo.logprobs import select_logprobs, token_logprobs
 from whet.generate.cache import Decode, KVCache
@@ -25,6 +28,29 @@ def filled_cache(dtype: torch.dtype) -> KVCache:
     for tensor, seed in ((cache.keys, 1), (cache.values, 2)):
         tensor.copy_(cases.draw(*tensor.shape, seed=seed))
     return cache
+
+
+ELEMENTS = {"silu": F.silu, "sigmoid": torch.sigmoid, "softplus": F.softplus, "exp": torch.exp}
+SMOOTH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    name: partial(eager.row_wise, function) for name, function in ELEMENTS.items()
+}
+SMOOTH["gelu"] = eager.gelu
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 6, 7, 12])
+@pytest.mark.parametrize("name", SMOOTH)
+def test_a_number_has_the_same_bits_wherever_it_stands(name: str, threads: int) -> None:
+    """PyTorch deals numbers to threads in shares that end inside a vector, whose rest scalar code computes."""
+    x = 3 * torch.randn(400, 672, generator=torch.Generator().manual_seed(threads))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = SMOOTH[name](x)
+        for rows in (1, 24, 25, 48, 49, 100, 333, 399):
+            assert torch.equal(SMOOTH[name](x[:rows]), whole[:rows])
+            assert torch.equal(SMOOTH[name](x[1 : rows + 1, 5:70]), whole[1 : rows + 1, 5:70])
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -75,6 +75,20 @@ def test_sizes_that_the_kernels_decline_have_a_ratio_of_1(
     assert cases.train(load_model(tmp_path)[0], is_rl=True) == 0.0
 
 
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt_oss"])
+@pytest.mark.parametrize("threads", [2, 3])
+def test_any_number_of_threads_has_a_ratio_of_1(name: str, threads: int, tmp_path: Path) -> None:
+    wide = {"intermediate_size": 544}  # so that element-wise operations take several threads
+    cases.make(replace(cases.CASES[name], config=cases.CASES[name].config | wide), tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert cases.train(load_model(tmp_path)[0], is_rl=True) == 0.0
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("name", cases.CASES)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference = cases.make(cases.CASES[name], tmp_path)

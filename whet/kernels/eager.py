@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 LANES = 64
 """Numbers of the widest loop over vectors."""
+GRAIN = 32768
+"""Numbers below which PyTorch gives an element-wise operation to one thread (at::internal::GRAIN_SIZE)."""
 SPLIT = 256
 NF4_BLOCK = 64
 SCALE_BLOCK = 256
@@ -65,19 +67,52 @@ def decode_attention(
     return out.reshape(rows, heads, channels).to(q_BHC.dtype)
 
 
-def row_wise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def row_wise(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *, needs_all_from: int = 0
+) -> torch.Tensor:
     """Apply an element-wise function so that a number's bits do not depend on where it stands.
 
-    PyTorch's vector code of exp, log and tanh differs from the scalar code that computes the last few numbers of a
-    tensor, so the last rows of a batch would have other bits than the same rows in a larger one. Rows of whole vectors
-    leave nothing to the scalar code.
+    PyTorch's vector code of silu, gelu or exp differs from the scalar code that computes what is left of a thread's
+    share after the last whole vector, so the same row would have other bits in a larger batch. Rows and shares of
+    whole vectors leave nothing to the scalar code.
 
     Args:
         function: An element-wise function that takes zeros.
         x: Its input [..., any width].
+        needs_all_from: Numbers above which it takes all threads; 0: one thread more for every `GRAIN` numbers.
     """
     surplus = -x.shape[-1] % LANES
-    return function(F.pad(x, (0, surplus)))[..., : x.shape[-1]] if surplus else function(x.contiguous())
+    if surplus:
+        padded = F.pad(x, (0, surplus))
+        return row_wise(function, padded, needs_all_from=needs_all_from)[..., : x.shape[-1]]
+    x = x.contiguous()
+    first = _evenly_shared(x, needs_all_from)
+    if first == x.numel():
+        return function(x)
+    flat = x.view(-1)
+    return torch.cat((function(flat[:first]), function(flat[first:]))).view(x.shape)
+
+
+def _evenly_shared(x: torch.Tensor, needs_all_from: int) -> int:
+    """Return how many numbers, from the first, PyTorch deals to its threads in shares of whole vectors.
+
+    It deals ceil(numel / threads) numbers to each thread. So little is left over that it goes to one thread.
+    """
+    count, most = x.numel(), torch.get_num_threads()
+    if x.is_cuda or torch.compiler.is_compiling():
+        return count
+    if needs_all_from:
+        threads = most if count > needs_all_from else 1
+        return count // (threads * LANES) * threads * LANES
+    if count % (min(most, -(-count // GRAIN)) * LANES) == 0:
+        return count
+    full = count // GRAIN
+    return full * GRAIN or count if full < most else count // (most * LANES) * most * LANES
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU in its tanh form, with `row_wise`'s bits."""
+    return row_wise(partial(F.gelu, approximate="tanh"), x, needs_all_from=16384)
 
 
 def logprob_entropy(
@@ -225,7 +260,7 @@ def swiglu(gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up; differentiable."""
     if torch.is_grad_enabled() and gate_NF.dim() == 2 and not torch.compiler.is_compiling():
         return _SwiGLU.apply(gate_NF, up_NF)  # pyright: ignore[reportReturnType]
-    return F.silu(gate_NF) * up_NF
+    return row_wise(F.silu, gate_NF) * up_NF
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -240,7 +275,7 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
         for part in _slices(gate):
-            torch.mul(F.silu(gate[part]), up[part], out=out[part])
+            torch.mul(row_wise(F.silu, gate[part]), up[part], out=out[part])
         return out
 
     @staticmethod

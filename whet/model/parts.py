@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from whet.kernels import dispatch, eager
@@ -110,5 +109,5 @@ class MLP(nn.Module):
         """Return down(silu(gate(x)) * up(x))."""
         gate_NF, up_NF = self.gate_proj(x_ND), self.up_proj(x_ND)
         if self.is_gelu:
-            return self.down_proj(F.gelu(gate_NF, approximate="tanh") * up_NF)
+            return self.down_proj(eager.gelu(gate_NF) * up_NF)
         return self.down_proj(dispatch.run(eager.swiglu, gate_NF, up_NF))

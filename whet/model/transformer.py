@@ -7,7 +7,7 @@ dropout anywhere.
 from __future__ import annotations
 
 import math
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -208,7 +208,7 @@ class DecoderLayer(Layer):
     def finish(self, x_ND: torch.Tensor, input_NP: torch.Tensor | None) -> torch.Tensor:
         """Return the residual stream after what the layer reads of the tokens themselves, and the layer's scale."""
         if input_NP is not None:
-            gate_NP = eager.row_wise(partial(F.gelu, approximate="tanh"), self.per_layer_input_gate(x_ND))
+            gate_NP = eager.gelu(self.per_layer_input_gate(x_ND))
             read_ND = self.per_layer_projection(gate_NP * input_NP)
             x_ND = x_ND + self.post_per_layer_input_norm(read_ND)
         return x_ND * self.layer_scalar
