@@ -26,6 +26,8 @@ from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
 from whet.report.html import write_page
 from whet.report.markdown import write_report
+from whet.report.part import read_part
+from whet.report.stages import overview
 from whet.storage.folder import open_run
 from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
@@ -90,13 +92,13 @@ def main(config: DemoConfig) -> None:
     _show_samples(console, results)
     for part in ("sft", "rl"):
         write_report(folder / part)
-    _write_story(folder, results, config)
+    found = overview([read_part(folder / "eval" / stage, stage) for stage in results])
+    headline = found["headline"] if found else ""
+    _write_story(folder, results, config, headline)
     write_page(folder, folder / "report.html")
-    gain = results["rl"].metrics["pass@1"].mean - results["sft"].metrics["pass@1"].mean
+    console.print(Text(f"{headline}.", style="bold"))
     console.print(
         Text(
-            f"Reinforcement lifted sampled pass@1 by {100 * gain:.0f} points: it made the model use, every time, the "
-            "scratch-pad that fine-tuning had taught it to use half of the time.\n"
             f"{seconds:.0f} s with {config.num_threads} threads. Open {folder / 'report.html'} in a browser: "
             "the curves, and every completion before and after."
         )
@@ -177,8 +179,8 @@ def _show_samples(console: Console, results: Mapping[str, EvalResult]) -> None:
     console.print(text)
 
 
-def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoConfig) -> None:
-    """Write report.md: the table, the curve of the reinforcement stage and the samples shown on screen."""
+def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoConfig, headline: str) -> None:
+    """Write report.md: headline, table, curve of the reinforcement stage, and the samples shown on screen."""
     names = [
         "pass@1",
         "greedy",
@@ -191,6 +193,8 @@ def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoCo
     count = len(results["rl"].problems)
     lines = [
         "# A model learns to think",
+        "",
+        f"**{headline}.**",
         "",
         f"{count} held-out problems x {config.num_samples} samples; in brackets 95 % intervals over problems.",
         "",

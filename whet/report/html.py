@@ -18,13 +18,14 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.report.curves import figures_of, overlay
 from whet.report.markdown import write_report
 from whet.report.page import render
-from whet.report.part import Part, differences, estimates, find_parts, read_part, view
+from whet.report.part import Part, differences, find_parts, read_part, view
 from whet.report.samples import choose, embed, find_tags, histograms
+from whet.report.stages import overview
 from whet.telemetry.log import replace_file
 from whet.types import UserError
 
 SCRIPTS = ("uplot.js", "charts.js", "browser.js", "report.js")
-STYLES = ("uplot.css", "charts.css", "browser.css", "report.css")
+STYLES = ("uplot.css", "charts.css", "browser.css", "bars.css", "report.css")
 MAX_PARTS = 16
 OPEN_FIRST = ("rl", "dpo", "rft", "sft")
 """Kinds of runs of which the page of several opens one: where learning is seen."""
@@ -147,26 +148,10 @@ def build_page(folder: Path, parts: Sequence[Part], other: Part | None, max_samp
         scripts=SCRIPTS,
         styles=STYLES,
         parts=views,
-        evaluations=_cross_table(parts),
+        overview=overview(parts),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     return page, num_shown
-
-
-def _cross_table(parts: Sequence[Part]) -> dict[str, Any] | None:
-    """Return the evaluations of a folder side by side: metrics that all of them have."""
-    tables = [
-        (
-            str(part.evaluation.get("label") or part.name),
-            {row[1]: row[2:] for row in estimates(part.evaluation)},
-        )
-        for part in parts
-        if part.kind == "eval" and part.evaluation
-    ]
-    if len(tables) < 2:
-        return None
-    names = [name for name in tables[0][1] if all(name in table for _, table in tables)]
-    return {"names": names, "rows": [(label, [table[name] for name in names]) for label, table in tables]}
 
 
 def _speller(part: Part) -> Callable[[int], str] | None:

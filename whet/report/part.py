@@ -310,11 +310,7 @@ def _reward_card(part: Part, name: str) -> dict[str, str] | None:
         groups = np.unique(found.groups[keep], return_inverse=True)[1]
         if not len(groups):
             return None
-        values = np.bincount(groups, found.scores[name][keep]) / np.bincount(groups)
-        certain = bool(np.isin(values, (0.0, 1.0)).all())
-        ends.append(
-            wilson_interval(int(values.sum()), len(values)) if certain else bootstrap_interval(values)
-        )
+        ends.append(mean_interval(np.bincount(groups, found.scores[name][keep]) / np.bincount(groups)))
     first, last = ends
     show = (lambda value: f"{value:.1%}") if name == "correct" else (lambda value: f"{value:.4g}")
     return {
@@ -325,6 +321,13 @@ def _reward_card(part: Part, name: str) -> dict[str, str] | None:
         else "the same in all groups",
         "began": f", from {show(first.mean)}",
     }
+
+
+def mean_interval(values: np.ndarray) -> Interval:
+    """Return the mean of one value per group or problem, with its 95 % interval: Wilson's where all are 0 or 1."""
+    if np.isin(values, (0.0, 1.0)).all():
+        return wilson_interval(int(values.sum()), len(values))
+    return bootstrap_interval(values)
 
 
 def estimates(content: Mapping[str, Any], group: str = "") -> Sequence[tuple[str, str, str, str, str]]:
