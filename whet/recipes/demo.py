@@ -18,9 +18,9 @@ from whet.cli import Program
 from whet.config import dump_yaml
 from whet.eval.evaluate import take_problems
 from whet.eval.measure import EvalResult, evaluate
-from whet.eval.record import write_result
+from whet.eval.record import describe_weights, write_result
 from whet.eval.show import print_result, show_metric
-from whet.generate.policy import Policy, load_policy
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
@@ -81,9 +81,9 @@ def main(config: DemoConfig) -> None:
     results: dict[str, EvalResult] = {}
     base = load_policy(sft_config.policy, seed=config.seed)
     console.print(f"kernels: {write_environment(folder)['kernels']}")
-    results["base"] = _measure(base, config, folder, "base")
-    results["sft"] = _measure(sft.train(sft_config), config, folder, "sft")
-    results["rl"] = _measure(rl.train(rl_config), config, folder, "rl")
+    results["base"] = _measure(base, config, folder, "base", sft_config.policy)
+    results["sft"] = _measure(sft.train(sft_config), config, folder, "sft", PolicyConfig(init=sft_config.out))
+    results["rl"] = _measure(rl.train(rl_config), config, folder, "rl", PolicyConfig(init=rl_config.out))
     seconds = time.perf_counter() - began
     _write_summary(folder, results, seconds)
     print()
@@ -120,7 +120,9 @@ def _introduction() -> Panel:
     return Panel(text, padding=(1, 2), width=88)
 
 
-def _measure(policy: Policy, config: DemoConfig, folder: Path, stage: str) -> EvalResult:
+def _measure(
+    policy: Policy, config: DemoConfig, folder: Path, stage: str, source: PolicyConfig
+) -> EvalResult:
     """Evaluate one stage on the held-out problems and keep every completion."""
     task = Arithmetic()
     problems = take_problems(task, config.split, config.num_problems)
@@ -148,7 +150,7 @@ def _measure(policy: Policy, config: DemoConfig, folder: Path, stage: str) -> Ev
         "seed": config.seed,
         "num_samples": config.num_samples,
     }
-    write_result(target, result, label=stage, identity=identity)
+    write_result(target, result, label=stage, identity=identity, model=describe_weights(source, policy))
     return result
 
 

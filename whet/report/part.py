@@ -18,7 +18,7 @@ from whet.report.curves import collect
 from whet.report.follow import is_summed_up
 from whet.report.plots import Series
 from whet.report.samples import Scan, find_samples, read_json, scan
-from whet.stats import Interval, bootstrap_interval, wilson_interval
+from whet.stats import Interval, mean_interval
 from whet.telemetry.health import HISTORY_ROWS, find_warnings
 from whet.telemetry.log import as_number, clean_metrics, leads_out, parse_row
 from whet.telemetry.metrics import METRICS, find_metric, format_metric
@@ -321,13 +321,6 @@ def _reward_card(part: Part, name: str) -> dict[str, str] | None:
         else "the same in all groups",
         "began": f", from {show(first.mean)}",
     }
-
-
-def mean_interval(values: np.ndarray) -> Interval:
-    """Return the mean of one value per group or problem, with its 95 % interval: Wilson's where all are 0 or 1."""
-    if np.isin(values, (0.0, 1.0)).all():
-        return wilson_interval(int(values.sum()), len(values))
-    return bootstrap_interval(values)
 
 
 def estimates(content: Mapping[str, Any], group: str = "") -> Sequence[tuple[str, str, str, str, str]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from whet.report.part import Part, estimates, mean_interval
-from whet.stats import Interval
+from whet.report.part import Part, estimates
+from whet.stats import Interval, mean_interval
 from whet.telemetry.log import as_number
 
 ORDER = ("base", "sft", "rft", "dpo", "rl")
