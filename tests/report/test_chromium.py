@@ -193,7 +193,7 @@ def look_at(tab: Tab, folder: Path, name: str) -> None:
 
 
 def test_report(browser: Any, run: Path, tmp_path: Path) -> None:
-    report(ReportConfig(run=str(run), out=str(tmp_path / "report.html")))
+    report(ReportConfig(run=(str(run),), out=str(tmp_path / "report.html")))
     tab = Tab(browser)
     tab.page.goto((tmp_path / "report.html").as_uri())
     found(tab, "1–50 of 160 samples")

@@ -103,7 +103,8 @@ def make_evaluation(folder, mean=0.5):
 
 
 def page_of(folder, **fields):
-    main(ReportConfig(run=str(folder), **fields))
+    others = fields.pop("others", ())
+    main(ReportConfig(run=(str(folder), *map(str, others)), **fields))
     return (folder / "report.html").read_text()
 
 
@@ -310,14 +311,15 @@ def test_the_page_of_stages_begins_with_the_answer(tmp_path):
 def test_another_run_is_overlaid_and_compared(tmp_path):
     run = make_run(tmp_path / "run")
     other = make_run(tmp_path / "other", config="num_steps: 20\nseed: 2\noptim:\n  lr: 0.1\n")
-    page = page_of(run, against=str(other))
+    third = make_run(tmp_path / "third", num_steps=10)
+    page = page_of(run, others=(other, third))
     added = {
         series.get("other")
         for figure in data_of(page, "part-0")["figures"]
         for panel in figure["panels"]
         for series in panel["series"]
     }
-    assert added == {None, "other"}
+    assert added == {None, "other", "third"}
     text = text_of(page)
     assert "seed 1 2" in text
     assert "optim.lr – 0.1" in text
@@ -353,17 +355,17 @@ def test_mistakes_are_one_line(tmp_path):
     (tmp_path / "folder.html").mkdir()
     cases = {
         "RUN is missing": {},
-        "there is no such folder": {"run": str(tmp_path / "none")},
-        "is a file, expected the run folder": {"run": str(run / "metrics.jsonl")},
-        "holds no run": {"run": str(empty)},
-        "expected the name of an .html file": {"run": str(run), "out": str(run / "metrics.jsonl")},
-        "expected 0": {"run": str(run), "max_samples": -1},
-        "in a folder that exists": {"run": str(run), "out": str(tmp_path / "no" / "x.html")},
-        "expected a new file": {"run": str(run), "out": str(tmp_path / "folder.html")},
-        "is the run itself": {"run": str(run), "against": str(run)},
-        "holds 2 runs; give one": {"run": str(run), "against": runs},
-        "compares single runs": {"run": runs, "against": str(run)},
-        "--against '": {"run": str(run), "against": str(tmp_path / "none")},
+        "there is no such folder": {"run": (str(tmp_path / "none"),)},
+        "is a file, expected the run folder": {"run": (str(run / "metrics.jsonl"),)},
+        "holds no run": {"run": (str(empty),)},
+        "expected the name of an .html file": {"run": (str(run),), "out": str(run / "metrics.jsonl")},
+        "expected 0": {"run": (str(run),), "max_samples": -1},
+        "in a folder that exists": {"run": (str(run),), "out": str(tmp_path / "no" / "x.html")},
+        "expected a new file": {"run": (str(run),), "out": str(tmp_path / "folder.html")},
+        "is given twice": {"run": (str(run), str(run))},
+        "holds 2 runs; give one": {"run": (str(run), runs)},
+        "holds 2 itself; give one": {"run": (runs, str(run))},
+        "none': there is no": {"run": (str(run), str(tmp_path / "none"))},
     }
     for said, fields in cases.items():
         with pytest.raises(ValueError, match=re.escape(said)) as error:
@@ -384,7 +386,7 @@ def test_links_out_of_the_folder_and_deep_results_are_left_out(tmp_path, capsys)
         '{"model": {"init": "' + "x" * 600 + '"}, "metrics": ' + '{"a": ' * 400 + "1" + "}" * 401
     )
     other = make_run(tmp_path / "other")
-    main(ReportConfig(run=str(run), against=str(other)))
+    main(ReportConfig(run=(str(run), str(other))))
     assert secret.read_text() == "key: hunter2\n"
     assert "hunter2" not in (run / "report.html").read_text()
     assert not list(run.glob("*.partial"))
@@ -410,7 +412,7 @@ def test_counts_of_an_evaluation_are_no_percentages_and_its_remark_is_said(tmp_p
     (tmp_path / "eval.json").write_text(json.dumps(content))
     row = {"stage": "eval", "step": 0, "time_s": 1e9, "eval/pass@1": 0.5}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    main(ReportConfig(run=str(tmp_path)))
+    main(ReportConfig(run=(str(tmp_path),)))
     page = (tmp_path / "report.html").read_text()
     table = re.sub(r"<[^>]+>", " ", page[page.index("All 14 estimates") : page.index("</table>")])
     lines = {" ".join(line.split()) for line in re.split(r"\n", table)}

@@ -36,7 +36,7 @@ TAGS = ("think_open", "think_close", "answer_open", "answer_close")
 FORMAT_SCORES = {"perfect": 1.0, "partial": 0.5, "none": 0.0}
 COLUMNS = (
     *("step", "uid", "index", "reward", "advantage", "num_completion_tokens", "finish_reason", "correct"),
-    "snippet",
+    *("snippet", "asked"),
 )
 """Fields that the list of samples shows and filters by, besides the single rewards."""
 
@@ -149,6 +149,12 @@ def snippet(completion: str) -> str:
     """Return the end of a completion, where the answer is, in one line."""
     text = " ".join(completion[-4 * SNIPPET_CHARACTERS :].split())
     return text if len(text) <= SNIPPET_CHARACTERS else "… " + text[-SNIPPET_CHARACTERS:]
+
+
+def asked(prompt: str) -> str:
+    """Return the beginning of a prompt in one line."""
+    text = " ".join(prompt[: 4 * SNIPPET_CHARACTERS].split())
+    return text if len(text) <= SNIPPET_CHARACTERS else text[:SNIPPET_CHARACTERS] + " …"
 
 
 def find_tags(folder: Path) -> dict[str, str] | None:
@@ -266,8 +272,9 @@ def embed(found: Scan, rows: np.ndarray, spell: Callable[[int], str] | None) -> 
         else:
             new = set(sample["completion_ids"] or ()) - vocabulary.keys()
             vocabulary |= {index: spell(index) for index in new}
+        made = {"snippet": snippet(sample["completion"]), "asked": asked(sample["prompt"])}
         for name in COLUMNS:
-            columns[name].append(snippet(sample["completion"]) if name == "snippet" else sample[name])
+            columns[name].append(made[name] if name in made else sample[name])
         for name, column in scores.items():
             column.append(sample["rewards"].get(name))
         gathered.append(_dump(sample))
