@@ -469,7 +469,9 @@ def _verdict(names: Sequence[str], steps: Sequence[Paired], num_resamples: int) 
             if row.is_shown
             else f"between {name_a} and {name_b} no difference could be shown ({size})"
         )
-    return f"{'; '.join(told)}: {means} % of the sampled answers to {steps[0].num_problems:,} problems are right."
+    said = "; ".join(told)
+    said = said if told[0].startswith(names[1]) else said[0].upper() + said[1:]
+    return f"{said}: {means} % of the sampled answers to {steps[0].num_problems:,} problems are right."
 
 
 def _reasoning(row: Paired | None, name_a: str, name_b: str) -> str:
