@@ -39,7 +39,7 @@ FLAGS = [
     "--disable-background-networking",
 ]
 WATCH = "import sys; from whet.report.watch import *; main(WatchConfig(run=sys.argv[1], open=False))"
-REPORT = "import sys; from whet.report.html import *; main(ReportConfig(run=sys.argv[1]))"
+REPORT = "import sys; from whet.report.html import *; main(ReportConfig(run=(sys.argv[1],)))"
 TAGS = {
     "think_open": "<think>",
     "think_close": "</think>",

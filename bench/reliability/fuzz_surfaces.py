@@ -735,7 +735,7 @@ def make_report(rng: Random) -> Case:
 
 
 def run_report(case: Case, folder: Path) -> None:
-    report(ReportConfig(run=str(folder / "run")))
+    report(ReportConfig(run=(str(folder / "run"),)))
 
 
 def make_eval_report(rng: Random) -> Case:

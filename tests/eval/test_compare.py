@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from whet.types import UserError
 REASONING = SCHEMAS["reasoning_answer"]
 PROTOCOL = {"schema": {"think_open": "<think>"}, "system_prompt": False}
 IDENTITY = {"protocol": PROTOCOL, "task": {"name": "arithmetic"}, "split": "test", "sampling": {"top_k": 0}}
+LENGTHS = ["format", "thinking tokens", "completion tokens"]
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m\u202e"
 
 
@@ -145,11 +147,26 @@ def test_three_models_get_a_matrix_and_a_correction(
     content = run(tmp_path / "out", *folders)
     greedy = metric(content, "greedy")
     assert (greedy["p"], greedy["p_holm"]) == (pytest.approx(2 / 2**7), pytest.approx(4 / 2**7))
+    assert [(table["against"], table["name"]) for table in content["tables"]] == [("a", "b"), ("b", "c")]
+    assert content["verdicts"][1] == {"both right": 8, "fixed": 0, "broken": 0, "both wrong": 1}
+    assert content["verdict"] == (
+        "b is better than a (+77.8 points); between b and c no difference could be shown (+0.0 points): "
+        "11.1 → 88.9 → 88.9 % of the sampled answers to 9 problems are right."
+    )
     means = [[cell and cell["mean"] for cell in cells] for cells in content["matrix"]]
     assert means[0] == [None, pytest.approx(-7 / 9), pytest.approx(-7 / 9)]
     assert means[1][0] == pytest.approx(7 / 9)
     assert means[1][2] == means[2][1] == 0
-    assert "row minus column" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "row minus column" in out
+    assert max(len(line) for line in out.splitlines() if not line.startswith("page: ")) <= 80
+    assert "vote share" not in out  # six metrics; the others are folded on the page
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert page_data(page, "pairs") == [[0, 1], [1, 2]]
+    first = page.partition("<h2>b against a</h2>")[2].partition("</div>")[0]
+    assert re.findall(r"<tr>\s*<td>([^<]+)", first) == ["pass@1", "greedy", "maj@2", *LENGTHS]
+    assert '<strong class="muted">0 broken</strong>' in page
+    assert "weights" not in page.partition("<main>")[2]  # no evaluation recorded any: no column of nothing
 
 
 def test_labels_are_compared_one_by_one(tmp_path: Path) -> None:
@@ -441,6 +458,7 @@ def test_the_page_filters_searches_and_turns_in_a_browser(tmp_path: Path) -> Non
             "-0.500 nats per token (probability 0.607); hedges 3; revisions not recorded"
             in page.inner_text(".side-2 >> nth=0")
         )
+        assert page.inner_text(".problem .badge >> nth=0") == "greedy: fixed"
         page.click("#next")
         assert page.inner_text("#place") == "11–17 of 17"
         page.select_option("#verdict", "broken")
@@ -448,7 +466,7 @@ def test_the_page_filters_searches_and_turns_in_a_browser(tmp_path: Path) -> Non
         page.select_option("#verdict", "")
         page.fill("#search", "P003")
         assert page.locator(".problem").count() == 1
-        page.click("summary")
+        page.click(".problem summary")
         opened = page.locator(".problem details").first.locator(".answer")
         opened.nth(1).wait_for()  # a toggle event comes later than the click
         assert opened.count() == 2

@@ -12,8 +12,8 @@ from statsmodels.stats.multitest import multipletests
 
 from whet.eval.compare.paired import (
     Paired,
+    compare_pairs,
     compare_scores,
-    compare_with_first,
     holm,
     percent,
     score_problems,
@@ -192,17 +192,32 @@ def test_holm_equals_statsmodels() -> None:
 def test_several_models_are_corrected_metric_by_metric() -> None:
     base, better, same = rights(10, 40), rights(17, 40), rights(10, 40)
     p = compared("greedy", base, better).p
-    alone = compare_with_first([{"greedy": base}, {"greedy": better}])[0]["greedy"]
+    alone = compare_pairs([{"greedy": base}, {"greedy": better}], [(0, 1)])[0]["greedy"]
     assert alone.p_holm == alone.p == p == pytest.approx(2 / 2**7)
-    tables = compare_with_first([{"greedy": base}, {"greedy": better}, {"greedy": same}, {"pass@1": same}])
+    tables = compare_pairs(
+        [{"greedy": base}, {"greedy": better}, {"greedy": same}, {"pass@1": same}], [(0, 1), (0, 2), (0, 3)]
+    )
     assert tables[0]["greedy"].p_holm == pytest.approx(2 * p)
     assert tables[1]["greedy"].p_holm == 1.0
     assert tables[2] == {}, "only what both have is compared"
     # Of four models that look better, none is shown: 4 x 0.0156 is above 5 %.
-    many = compare_with_first([{"greedy": base}, *[{"greedy": better}] * 4])
+    many = compare_pairs([{"greedy": base}, *[{"greedy": better}] * 4], [(0, n) for n in range(1, 5)])
     assert [table["greedy"].p for table in many] == [p] * 4
     assert [table["greedy"].p_holm for table in many] == pytest.approx([4 * p] * 4)
     assert [table["greedy"].is_shown for table in many] == [False] * 4
+
+
+def test_neighbours_are_compared_with_each_other() -> None:
+    base, better = rights(10, 40), rights(17, 40)
+    first, second = compare_pairs([{"greedy": base}, {"greedy": better}, {"greedy": base}], [(0, 1), (1, 2)])
+    assert (first["greedy"].a, first["greedy"].b) == (0.25, 17 / 40)
+    assert (second["greedy"].a, second["greedy"].b) == (17 / 40, 0.25)
+    assert second["greedy"].p_holm == pytest.approx(2 * second["greedy"].p)
+
+
+def test_a_p_value_that_is_only_a_bound_is_written_as_one() -> None:
+    assert [show_p(p) for p in (0.0002, 0.00149, 0.049)] == ["< 0.001", "0.001", "0.049"]
+    assert show_p(3 / 2001, is_least=True) == "< 0.002"  # three pairs, no round of 2,000 as extreme
 
 
 def test_problems_without_a_score_leave_the_pair() -> None:

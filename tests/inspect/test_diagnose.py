@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -497,13 +498,17 @@ def test_report_and_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(diagnose, "read_recipe", lambda config: rl())
     out = tmp_path / "out"
     main(DiagnoseConfig(recipe="<b>", out=str(out), repeats=1, rounds=0))
-    assert "verdict: warn" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "verdict: warn" in said
+    assert re.search(
+        r"diagnose .*9 components\n.*environment \.\.\.\n(.*\n)*component 9/9", said
+    )  # a calm log
     content = json.loads((out / "diagnose.json").read_text())
     assert content["verdict"] == "warn"
     assert content["components"]["gradients"]["verdict"] == "pass"
     assert content["config"]["group_size"] == 4
     page = (out / "diagnose.html").read_text()
-    assert page.count("<section") == len(content["components"]) == 9
+    assert page.count('<details class="component">') == len(content["components"]) == 9
     assert "<b>" not in page
     assert "<svg" in page
     log = (out / "diagnose.log").read_text()

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from chromium import Tab, launch
 
+from whet.eval.compare.compare import CompareConfig
+from whet.eval.compare.compare import main as compare
 from whet.model.text.tokenizer import Tokenizer
 from whet.report.html import ReportConfig
 from whet.report.html import main as report
@@ -193,7 +195,7 @@ def look_at(tab: Tab, folder: Path, name: str) -> None:
 
 
 def test_report(browser: Any, run: Path, tmp_path: Path) -> None:
-    report(ReportConfig(run=str(run), out=str(tmp_path / "report.html")))
+    report(ReportConfig(run=(str(run),), out=str(tmp_path / "report.html")))
     tab = Tab(browser)
     tab.page.goto((tmp_path / "report.html").as_uri())
     found(tab, "1–50 of 160 samples")
@@ -201,6 +203,73 @@ def test_report(browser: Any, run: Path, tmp_path: Path) -> None:
     click_through(tab)
     look_at(tab, tmp_path, "report")
     tab.close()
+
+
+def test_no_page_is_wider_than_a_phone(browser: Any, run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "stages" / "other"
+    other.mkdir(parents=True)
+    append(other, range(1, 21))
+    for name, shift in (("base", 0), ("sft", 1), ("rl", 2)):
+        evaluation(tmp_path / "stages" / "eval" / name, shift)
+    folders = [str(tmp_path / "stages" / "eval" / name) for name in ("base", "sft", "rl")]
+    compare(CompareConfig(models=tuple(folders), out=str(tmp_path / "compared")))
+    report(ReportConfig(run=(str(run), str(other)), out=str(tmp_path / "two.html")))
+    report(ReportConfig(run=(str(tmp_path / "stages"),), out=str(tmp_path / "stages.html")))
+    registry(RunsConfig(folder=str(tmp_path / "stages" / "eval")))
+    pages = ("two.html", "stages.html", "compared/compare.html", "stages/eval/runs.html")
+    tab = Tab(browser, width=400)
+    for name in pages:
+        tab.page.goto((tmp_path / name).as_uri())
+        if name != "stages/eval/runs.html":
+            tab.page.locator("h3, h2").first.wait_for()
+        tab.page.evaluate("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
+        for dark in (False, True):
+            tab.show(dark=dark, width=400)
+            tab.shoot(tmp_path, f"phone-{name.replace('/', '-')}-{'dark' if dark else 'light'}")
+            assert tab.overflow() <= 0, name
+    assert tab.slips == []
+    tab.page.goto((tmp_path / "two.html").as_uri())
+    legend = tab.page.locator(".legend .name", has_text="other").first
+    legend.wait_for()  # the further run's curve, by its name
+    tab.close()
+
+
+def evaluation(folder: Path, num_right: int) -> None:
+    """Write an evaluation of four problems, each with two samples of which so many are right."""
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "uid": f"u{problem}",
+            "prompt": f"12+{problem}=" + "9" * 200,
+            "gold": "7",
+            "meta": {},
+            "sample": place,
+            "text": "x" * 300,
+            "answer": "7",
+            "answer_from": "schema",
+            "correct": place != "greedy" and place < num_right,
+            "format": "perfect",
+            "thinking_tokens": 5,
+            "completion_tokens": 9,
+            "finish_reason": "stop",
+        }
+        for problem in range(4)
+        for place in ("greedy", 0, 1)
+    ]
+    (folder / "eval_samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text("answer_from: schema\n")
+    (folder / "environment.json").write_text("{}")
+    estimate = {"mean": num_right / 2, "low": num_right / 2, "high": num_right / 2}
+    content = {
+        "label": folder.name,
+        "remark": "",
+        "num_problems": 4,
+        "num_samples": 2,
+        "metrics": {f"a rather long name of a metric {n}": estimate for n in range(40)}
+        | {"pass@1": estimate, "greedy": estimate, "format": estimate},
+        "identity": {"protocol": {}, "task": {"name": "arithmetic"}, "split": "test", "sampling": {}},
+    }
+    (folder / "eval.json").write_text(json.dumps(content))
 
 
 def test_live_page(browser: Any, run: Path, address: str, tmp_path: Path) -> None:

@@ -96,3 +96,10 @@ def test_nothing_is_loaded_from_elsewhere(template: str) -> None:
 
 def test_numbers_that_json_lacks_become_null() -> None:
     assert page.json_for_script({"a": [float("nan"), float("inf"), 1.5]}) == '{"a":[null,null,1.5]}'
+
+
+def test_every_table_scrolls_inside_its_box():
+    for path in sorted((page.FOLDER / "templates").glob("*.html")):
+        text = path.read_text(encoding="utf-8")
+        tables = re.findall(r'(.{0,40}\s*)<table(?! class="bars")', text)
+        assert all(before.rstrip().endswith('<div class="scroll">') for before in tables), path.name

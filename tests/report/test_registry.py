@@ -220,3 +220,27 @@ def test_wrongly_typed_fields_and_impossible_paths_stop_no_registry(
     }
     assert "not recorded" in (tmp_path / "runs.html").read_text()
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_run_shows_its_state_its_curve_and_its_pages(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runs / "rl-one"
+    rows = [
+        {"stage": "rl", "step": step, "time_s": 1e9 + step, "rl/correct": 0.2 * step, "rl/kl": 1}
+        for step in range(1, 5)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "report.html").write_text("x")
+    found = {run["folder"]: run for run in read_runs(runs)}
+    assert (found["rl-one"]["status"]["kind"], found["e1"]["status"]["kind"]) == ("finished", "finished")
+    curve = found["rl-one"]["curve"]
+    assert (curve["metric"], curve["first"], curve["last"]) == ("correct", "20.0%", "80.0%")
+    assert curve["points"] == "0.0,19.0 40.0,13.0 80.0,7.0 120.0,1.0"
+    assert found["e1"]["curve"] is None
+    main(RunsConfig(folder=str(runs)))
+    page = (runs / "runs.html").read_text()
+    assert '<a href="rl-one/report.html">report.html</a>' in page
+    assert page.count("<polyline") == 1
+    line = next(line for line in capsys.readouterr().out.splitlines() if "rl-one" in line)
+    assert "finished" in line

@@ -11,6 +11,8 @@ import pytest
 
 from whet.report.html import ReportConfig, main
 from whet.report.part import differences, find_parts, read_part
+from whet.report.stages import Stage, tell
+from whet.stats import Interval
 from whet.types import UserError
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m</script><!-- \u202e"
@@ -101,7 +103,8 @@ def make_evaluation(folder, mean=0.5):
 
 
 def page_of(folder, **fields):
-    main(ReportConfig(run=str(folder), **fields))
+    others = fields.pop("others", ())
+    main(ReportConfig(run=(str(folder), *map(str, others)), **fields))
     return (folder / "report.html").read_text()
 
 
@@ -226,17 +229,97 @@ def test_a_folder_of_runs_is_one_page_with_its_evaluations_side_by_side(tmp_path
     assert (folder / "report.md").read_text() == "my own"
 
 
+def stage(name, right, *, thinks=None, right_with=None, right_without=None, width=0.01):
+    def around(mean):
+        return None if mean is None else Interval(mean, mean - width, mean + width)
+
+    return Stage(
+        name=name,
+        right=around(right),
+        thinks=around(thinks),
+        right_with=right_with,
+        right_without=right_without,
+    )
+
+
+SFT = stage("sft", 0.49, thinks=0.48, right_with=0.97, right_without=0.05)
+EVERY = {"thinks": 1.0, "right_with": 0.98}
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        (
+            [stage("base", 0.0), SFT, stage("rl", 0.978, **EVERY)],
+            "0 → 49 → 98 % of held-out sums, because it now uses the scratch-pad every time",
+        ),
+        ([SFT, stage("rl", 0.93, **EVERY | {"thinks": 0.96})], "49 → 93 % .* scratch-pad almost every time"),
+        (  # it thinks less, and is right less often for that
+            [SFT, stage("rl", 0.2, thinks=0.16, right_with=0.97, right_without=0.05)],
+            "49 → 20 % .*because it now uses the scratch-pad in 16 % of its answers instead of 48 %",
+        ),
+        (  # 0.48 * 0.97 + 0.52 * 0.8: the answers without the scratch-pad became right
+            [SFT, stage("rl", 0.88, thinks=0.48, right_with=0.97, right_without=0.8)],
+            "49 → 88 % .*right more often, which using the scratch-pad more or less often does not explain",
+        ),
+        (  # more thinking, yet worse answers
+            [SFT, stage("rl", 0.3, thinks=1.0, right_with=0.3)],
+            "49 → 30 % .*wrong more often, which using",
+        ),
+        ([SFT, stage("rl", 0.5, **EVERY)], "between sft and rl no difference can be shown on 512 sums"),
+        ([stage("a", 0.001, width=0), stage("b", 0.9996, width=0)], "0.1 → > 99.9 % of held-out sums"),
+    ],
+)
+def test_the_headline_says_what_the_numbers_say(stages, expected):
+    identity = {"task": {"name": "arithmetic"}, "split": "test"}
+    headline, _ = tell(stages, {"identity": identity, "num_problems": 512})
+    assert re.search(expected, headline)
+
+
+def test_the_page_of_stages_begins_with_the_answer(tmp_path):
+    folder = tmp_path / "all"
+    for name, thinking in (("rl", (True, True)), ("base", (False, False)), ("sft", (True, False))):
+        make_evaluation(folder / "eval" / name, 0.5 * sum(thinking))
+        content = json.loads((folder / "eval" / name / "eval.json").read_text())
+        content["identity"] = {"task": {"name": "arithmetic"}, "split": "test"}
+        (folder / "eval" / name / "eval.json").write_text(json.dumps(content))
+        rows = [
+            {"uid": f"u{n}", "prompt": "p", "gold": "1", "sample": place, "text": "x", "correct": is_thinking}
+            | {"format": "perfect", "thinking_tokens": 9 * is_thinking}
+            for n in range(4)
+            for place, is_thinking in (("greedy", False), (0, thinking[0]), (1, thinking[1]))
+        ]
+        write_lines(folder / "eval" / name / "eval_samples.jsonl", rows)
+    page = page_of(folder)
+    text = text_of(page)
+    headline = "0 → 50 → 100 % of held-out sums, because it now uses the scratch-pad every time."
+    assert text.index(headline) < 200
+    assert (
+        "sft uses the scratch-pad in 50 % of its answers and is right in 100 % of those and in 0 % of" in text
+    )
+    table = page.partition('<table class="bars">')[2]
+    assert re.findall(r'<th rowspan="2">(\w+)</th>', table) == ["base", "sft", "rl"]
+    short = table.partition("<table>")[2].partition("</table>")[0]
+    assert short.partition("</tr>")[0].count("</th>") == 6
+    assert page.count("<details><summary>All 3 measures</summary>") == 1
+    (folder / "eval" / "sft" / "eval.json").write_text(
+        (folder / "eval" / "sft" / "eval.json").read_text().replace("arithmetic", "chess")
+    )
+    assert "because" not in text_of(page_of(folder))  # other problems: shares of them make no sequence
+
+
 def test_another_run_is_overlaid_and_compared(tmp_path):
     run = make_run(tmp_path / "run")
     other = make_run(tmp_path / "other", config="num_steps: 20\nseed: 2\noptim:\n  lr: 0.1\n")
-    page = page_of(run, against=str(other))
+    third = make_run(tmp_path / "third", num_steps=10)
+    page = page_of(run, others=(other, third))
     added = {
         series.get("other")
         for figure in data_of(page, "part-0")["figures"]
         for panel in figure["panels"]
         for series in panel["series"]
     }
-    assert added == {None, "other"}
+    assert added == {None, "other", "third"}
     text = text_of(page)
     assert "seed 1 2" in text
     assert "optim.lr – 0.1" in text
@@ -272,17 +355,17 @@ def test_mistakes_are_one_line(tmp_path):
     (tmp_path / "folder.html").mkdir()
     cases = {
         "RUN is missing": {},
-        "there is no such folder": {"run": str(tmp_path / "none")},
-        "is a file, expected the run folder": {"run": str(run / "metrics.jsonl")},
-        "holds no run": {"run": str(empty)},
-        "expected the name of an .html file": {"run": str(run), "out": str(run / "metrics.jsonl")},
-        "expected 0": {"run": str(run), "max_samples": -1},
-        "in a folder that exists": {"run": str(run), "out": str(tmp_path / "no" / "x.html")},
-        "expected a new file": {"run": str(run), "out": str(tmp_path / "folder.html")},
-        "is the run itself": {"run": str(run), "against": str(run)},
-        "holds 2 runs; give one": {"run": str(run), "against": runs},
-        "compares single runs": {"run": runs, "against": str(run)},
-        "--against '": {"run": str(run), "against": str(tmp_path / "none")},
+        "there is no such folder": {"run": (str(tmp_path / "none"),)},
+        "is a file, expected the run folder": {"run": (str(run / "metrics.jsonl"),)},
+        "holds no run": {"run": (str(empty),)},
+        "expected the name of an .html file": {"run": (str(run),), "out": str(run / "metrics.jsonl")},
+        "expected 0": {"run": (str(run),), "max_samples": -1},
+        "in a folder that exists": {"run": (str(run),), "out": str(tmp_path / "no" / "x.html")},
+        "expected a new file": {"run": (str(run),), "out": str(tmp_path / "folder.html")},
+        "is given twice": {"run": (str(run), str(run))},
+        "holds 2 runs; give one": {"run": (str(run), runs)},
+        "holds 2 itself; give one": {"run": (runs, str(run))},
+        "none': there is no": {"run": (str(run), str(tmp_path / "none"))},
     }
     for said, fields in cases.items():
         with pytest.raises(ValueError, match=re.escape(said)) as error:
@@ -303,7 +386,7 @@ def test_links_out_of_the_folder_and_deep_results_are_left_out(tmp_path, capsys)
         '{"model": {"init": "' + "x" * 600 + '"}, "metrics": ' + '{"a": ' * 400 + "1" + "}" * 401
     )
     other = make_run(tmp_path / "other")
-    main(ReportConfig(run=str(run), against=str(other)))
+    main(ReportConfig(run=(str(run), str(other))))
     assert secret.read_text() == "key: hunter2\n"
     assert "hunter2" not in (run / "report.html").read_text()
     assert not list(run.glob("*.partial"))
@@ -329,7 +412,7 @@ def test_counts_of_an_evaluation_are_no_percentages_and_its_remark_is_said(tmp_p
     (tmp_path / "eval.json").write_text(json.dumps(content))
     row = {"stage": "eval", "step": 0, "time_s": 1e9, "eval/pass@1": 0.5}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    main(ReportConfig(run=str(tmp_path)))
+    main(ReportConfig(run=(str(tmp_path),)))
     page = (tmp_path / "report.html").read_text()
     table = re.sub(r"<[^>]+>", " ", page[page.index("All 14 estimates") : page.index("</table>")])
     lines = {" ".join(line.split()) for line in re.split(r"\n", table)}

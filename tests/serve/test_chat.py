@@ -277,3 +277,16 @@ def test_a_model_must_be_named() -> None:
         ChatConfig()
     with pytest.raises(ValueError, match="context = 1: expected 2 or more"):
         ChatConfig(policy=PolicyConfig(init="x"), context=1)
+
+
+def test_characters_that_the_model_cannot_read_are_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    seat = make()
+    tokenizer = seat.chat._policy.tokenizer
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: [] if text in ("x", "é") else encode(text))
+    answer, note = seat.say("1+1= xé")
+    assert (answer, " ".join(note.split())) == (
+        "2\n",
+        "note: this model's tokenizer has no token for 'xé': the model cannot read these characters",
+    )
+    assert seat.say("1+1=") == ("2\n", "")

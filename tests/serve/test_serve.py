@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import httpx
 import pytest
 import tokenizers
 import torch
+from report.chromium import Tab, launch
 from tokenizers import decoders, models, normalizers
 
 from whet.algo.packing import TrainingSequence, pack
@@ -36,10 +38,10 @@ from whet.schema import SCHEMAS
 from whet.serve import api as serve_api
 from whet.serve import openai as serve_reply
 from whet.serve import serve
-from whet.serve.openai import choice_seeds
+from whet.serve.openai import Reply, choice_seeds, parse_chat
 from whet.serve.scheduler import Scheduler
 from whet.serve.serve import ServeConfig
-from whet.serve.stream import chat_prompt
+from whet.serve.stream import chat_prompt, unread_note
 from whet.types import UserError
 
 for package in ("uvicorn", "starlette", "openai"):
@@ -223,6 +225,89 @@ def test_completions_with_the_official_client(server: Running, twin: Policy) -> 
     assert text == "2+2=" + expected[0][0]
     assert whole.usage is not None
     assert whole.usage.prompt_tokens == 8
+
+
+def test_the_chat_page_holds_no_foreign_resource_and_no_secret(server: Running) -> None:
+    answer = httpx.get(f"{server.url}/")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.headers["content-security-policy"] == "frame-ancestors 'none'"
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', answer.text)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1]
+    assert "connect-src 'self'" in policy[1].replace("&#39;", "'")
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", answer.text)
+    assert NAME not in answer.text.partition("<main>")[2].partition("<script")[0]
+    assert httpx.get(f"{server.url}/", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_the_chat_page_streams_folds_and_shows_probabilities(server: Running, tmp_path: Path) -> None:
+    with launch() as browser:
+        tab = Tab(browser, width=400)
+        page = tab.page
+        page.goto(server.url)
+        page.locator("#about", has_text=f"{NAME} · context of 1,024 tokens").wait_for()
+        page.locator("#temperature").fill("0.8")
+        page.locator("#max-tokens").fill("60")
+        page.locator("#seed").fill("5")
+        page.locator("#question").fill("<img src=x onerror=window.__hacked=1>")
+        page.locator("#question").press("Enter")
+        page.locator("button.probabilities").wait_for()
+        reply = server.client().chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": "<img src=x onerror=window.__hacked=1>"}],
+            temperature=0.8,
+            max_tokens=60,
+            seed=5,
+            logprobs=True,
+        )
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens_details is not None
+        message, spent = (
+            reply.choices[0].message,
+            reply.usage.completion_tokens_details.reasoning_tokens,
+        )
+        assert page.locator("details.thinking summary").inner_text() == f"thought for {spent} tokens"
+        assert (page.locator("details.thinking").get_attribute("open") is None) == bool(message.content)
+        shown = page.evaluate("(text) => visible(text)", message.content)
+        assert page.locator(".answer-text").text_content() == shown
+        assert page.locator("span.token").count() == 0  # drawn on demand
+        page.locator("button.probabilities").click()
+        assert reply.choices[0].logprobs is not None
+        tokens = reply.choices[0].logprobs.content or []
+        assert page.locator("span.token").count() == len(tokens) > 10
+        assert f"{tokens[0].logprob:.3f} nats" in (
+            page.locator("span.token").first.get_attribute("title") or ""
+        )
+        page.locator("#question").fill("and again, endlessly")
+        page.locator("#max-tokens").fill("")
+        page.locator("#temperature").fill("-1")
+        page.locator("#send").click()
+        page.locator(".note.bad", has_text="temperature").wait_for()  # what the server refuses is shown
+        tab.slips = [slip for slip in tab.slips if "400" not in slip]
+        assert tab.slips == []
+        assert not tab.is_hacked()
+        for dark in (False, True):
+            tab.show(dark=dark, width=400)
+            assert tab.overflow() <= 0
+            tab.shoot(tmp_path, f"chat-{'dark' if dark else 'light'}")
+        page.locator("#new").click()
+        assert page.locator(".turn").count() == 0
+        tab.close()
+
+
+def test_a_prompt_that_the_model_cannot_read_is_told() -> None:
+    letters = Tokenizer.characters("0123456789+= ", tags=SCHEMAS["think_answer"].tags)
+    assert unread_note(letters, ("12+30=", "7")) == ""
+    assert "no token for 'hélo'" in unread_note(letters, ("hé", "llo 12"))
+    assert unread_note(Tokenizer.bytes(), ("héllo\n",)) == ""
+    asked = parse_chat({"messages": [{"role": "user", "content": "x"}]}, 8)
+    said = [
+        Reply(make_policy(), NAME, asked, is_chat=True, splits=True, warning=warning).whole([], {})
+        for warning in ("no token", "")
+    ]
+    assert said[0]["warning"] == "no token"
+    assert "warning" not in said[1]
 
 
 def test_a_stop_string_is_cut_from_the_text(server: Running, twin: Policy) -> None:

@@ -18,14 +18,16 @@ from whet.cli import Program
 from whet.config import dump_yaml
 from whet.eval.evaluate import take_problems
 from whet.eval.measure import EvalResult, evaluate
-from whet.eval.record import write_result
+from whet.eval.record import describe_weights, write_result
 from whet.eval.show import print_result, show_metric
-from whet.generate.policy import Policy, load_policy
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
 from whet.report.html import write_page
 from whet.report.markdown import write_report
+from whet.report.part import read_part
+from whet.report.stages import overview
 from whet.storage.folder import open_run
 from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
@@ -79,9 +81,9 @@ def main(config: DemoConfig) -> None:
     results: dict[str, EvalResult] = {}
     base = load_policy(sft_config.policy, seed=config.seed)
     console.print(f"kernels: {write_environment(folder)['kernels']}")
-    results["base"] = _measure(base, config, folder, "base")
-    results["sft"] = _measure(sft.train(sft_config), config, folder, "sft")
-    results["rl"] = _measure(rl.train(rl_config), config, folder, "rl")
+    results["base"] = _measure(base, config, folder, "base", sft_config.policy)
+    results["sft"] = _measure(sft.train(sft_config), config, folder, "sft", PolicyConfig(init=sft_config.out))
+    results["rl"] = _measure(rl.train(rl_config), config, folder, "rl", PolicyConfig(init=rl_config.out))
     seconds = time.perf_counter() - began
     _write_summary(folder, results, seconds)
     print()
@@ -90,13 +92,13 @@ def main(config: DemoConfig) -> None:
     _show_samples(console, results)
     for part in ("sft", "rl"):
         write_report(folder / part)
-    _write_story(folder, results, config)
+    found = overview([read_part(folder / "eval" / stage, stage) for stage in results])
+    headline = found["headline"] if found else ""
+    _write_story(folder, results, config, headline)
     write_page(folder, folder / "report.html")
-    gain = results["rl"].metrics["pass@1"].mean - results["sft"].metrics["pass@1"].mean
+    console.print(Text(f"{headline}.", style="bold"))
     console.print(
         Text(
-            f"Reinforcement lifted sampled pass@1 by {100 * gain:.0f} points: it made the model use, every time, the "
-            "scratch-pad that fine-tuning had taught it to use half of the time.\n"
             f"{seconds:.0f} s with {config.num_threads} threads. Open {folder / 'report.html'} in a browser: "
             "the curves, and every completion before and after."
         )
@@ -118,7 +120,9 @@ def _introduction() -> Panel:
     return Panel(text, padding=(1, 2), width=88)
 
 
-def _measure(policy: Policy, config: DemoConfig, folder: Path, stage: str) -> EvalResult:
+def _measure(
+    policy: Policy, config: DemoConfig, folder: Path, stage: str, source: PolicyConfig
+) -> EvalResult:
     """Evaluate one stage on the held-out problems and keep every completion."""
     task = Arithmetic()
     problems = take_problems(task, config.split, config.num_problems)
@@ -146,7 +150,7 @@ def _measure(policy: Policy, config: DemoConfig, folder: Path, stage: str) -> Ev
         "seed": config.seed,
         "num_samples": config.num_samples,
     }
-    write_result(target, result, label=stage, identity=identity)
+    write_result(target, result, label=stage, identity=identity, model=describe_weights(source, policy))
     return result
 
 
@@ -177,8 +181,8 @@ def _show_samples(console: Console, results: Mapping[str, EvalResult]) -> None:
     console.print(text)
 
 
-def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoConfig) -> None:
-    """Write report.md: the table, the curve of the reinforcement stage and the samples shown on screen."""
+def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoConfig, headline: str) -> None:
+    """Write report.md: headline, table, curve of the reinforcement stage, and the samples shown on screen."""
     names = [
         "pass@1",
         "greedy",
@@ -191,6 +195,8 @@ def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoCo
     count = len(results["rl"].problems)
     lines = [
         "# A model learns to think",
+        "",
+        f"**{headline}.**",
         "",
         f"{count} held-out problems x {config.num_samples} samples; in brackets 95 % intervals over problems.",
         "",

@@ -168,9 +168,11 @@ def _fill(panels: Sequence[Panel], present: Sequence[str]) -> Iterator[tuple[Pan
 def _series(
     name: str, metric: Metric | None, steps: np.ndarray, values: np.ndarray, span: tuple[int, int]
 ) -> dict[str, Any]:
-    families = ("rl/reward/", "rl/signal/")  # the rest is a name that the user chose: keep it unchanged
+    # After a family's name: what the user chose, unchanged, or the reason.
+    families = ("rl/reward/", "rl/signal/", "rl/prompts_dropped/")
     family = next((family for family in families if name.startswith(family)), "")
     label = name.removeprefix(family) if family else metric_label(name)
+    label = label.replace("_", " ") if family == "rl/prompts_dropped/" else label
     series: dict[str, Any] = {
         "name": name,
         "label": label,

@@ -134,6 +134,8 @@ def run_status(folder: Path, recent: Iterable[Mapping[str, Any]], now: float) ->
             kind, text = "finished", "an evaluation, finished"
         elif (folder / "eval_samples.jsonl").is_file():
             text = "an evaluation without a result yet"
+        elif (folder / "summary.json").is_file():  # a folder of runs, such as the demo's
+            kind, text = "finished", "finished"
         return {"kind": kind, "text": text, "step": 0, "num_steps": num_steps}
     times = [time_s for row in recent if (time_s := as_number(row.get("time_s"))) is not None]
     gaps = [after - before for before, after in pairwise(times) if after > before]

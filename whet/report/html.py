@@ -18,13 +18,14 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.report.curves import figures_of, overlay
 from whet.report.markdown import write_report
 from whet.report.page import render
-from whet.report.part import Part, differences, estimates, find_parts, read_part, view
+from whet.report.part import Part, differences, find_parts, read_part, view
 from whet.report.samples import choose, embed, find_tags, histograms
+from whet.report.stages import overview
 from whet.telemetry.log import replace_file
 from whet.types import UserError
 
 SCRIPTS = ("uplot.js", "charts.js", "browser.js", "report.js")
-STYLES = ("uplot.css", "charts.css", "browser.css", "report.css")
+STYLES = ("uplot.css", "charts.css", "browser.css", "bars.css", "report.css")
 MAX_PARTS = 16
 OPEN_FIRST = ("rl", "dpo", "rft", "sft")
 """Kinds of runs of which the page of several opens one: where learning is seen."""
@@ -34,12 +35,11 @@ OPEN_FIRST = ("rl", "dpo", "rft", "sft")
 class ReportConfig:
     """One HTML page of a run: curves, findings, its completions, differences to another run."""
 
-    run: str = ""
-    """Run folder, evaluation folder, or a folder of runs such as the demo's."""
+    run: tuple[str, ...] = ()
+    """Run folder, evaluation folder, or a folder of runs such as the demo's; the curves of any further runs are drawn
+    beside those of the first, and the configs are compared."""
     out: str = ""
-    """The page; empty: report.html in the folder."""
-    against: str = ""
-    """Another run folder: its curves are drawn beside these, and the two configs are compared."""
+    """The page; empty: report.html in the (first) folder."""
     max_samples: int = 20000
     """Most completions in the page, about; of more, whole groups are taken evenly over the steps."""
 
@@ -52,18 +52,19 @@ class ReportConfig:
 
 def main(config: ReportConfig) -> None:
     """Write the page, and report.md where the folder is one run; say where they are."""
-    folder = _folder(config.run, "RUN")
+    first, *further = config.run or ("",)
+    folder = _folder(first)
     names = _parts(folder)
-    if config.against and names != ["."]:
+    if further and names != ["."]:
         raise UserError(
-            f"--against compares single runs, and '{folder}' holds {len(names)}; give '{folder / names[0]}'"
+            f"several runs: '{folder}' holds {len(names)} itself; give one of them, such as '{folder / names[0]}'"
         )
     out = Path(config.out) if config.out else folder / "report.html"
     if not out.parent.is_dir() or out.is_dir():
         raise UserError(f"--out '{out}': expected a new file in a folder that exists")
-    other = _other(config.against, folder) if config.against else None
+    others = _others(further, folder)
     parts = _read(folder, names)
-    print(write_page(folder, out, other, config.max_samples, parts))
+    print(write_page(folder, out, others, config.max_samples, parts))
     if names == ["."]:  # a folder of runs has a report.md of its own making
         print(_write_markdown(folder, parts[0]))
 
@@ -71,14 +72,14 @@ def main(config: ReportConfig) -> None:
 def write_page(
     folder: Path,
     out: Path,
-    other: Part | None = None,
+    others: Sequence[Part] = (),
     max_samples: int = 20000,
     parts: Sequence[Part] = (),
 ) -> str:
     """Write the page of a folder and return one line that says where it is and what is in it; see `build_page`."""
     started = time.monotonic()
     parts = parts or _read(folder, _parts(folder))
-    page, num_shown = build_page(folder, parts, other, max_samples)
+    page, num_shown = build_page(folder, parts, others, max_samples)
     _write(out, page)
     num_samples = sum(len(part.scan) for part in parts if part.scan is not None)
     return (
@@ -87,13 +88,15 @@ def write_page(
     )
 
 
-def build_page(folder: Path, parts: Sequence[Part], other: Part | None, max_samples: int) -> tuple[str, int]:
+def build_page(
+    folder: Path, parts: Sequence[Part], others: Sequence[Part], max_samples: int
+) -> tuple[str, int]:
     """Make the page.
 
     Args:
         folder: The folder that was asked for; it names the page.
         parts: What it holds, read.
-        other: The run to compare with.
+        others: The runs to compare with.
         max_samples: Most completions in the page, about.
 
     Returns:
@@ -106,7 +109,7 @@ def build_page(folder: Path, parts: Sequence[Part], other: Part | None, max_samp
         shown = (
             figures_of(part.curves) if part.kind != "eval" else []
         )  # one point each: the numbers say it all
-        if other is not None and shown:
+        for other in others if shown else ():
             shown = overlay(shown, figures_of(other.curves), other.name)
         info: dict[str, Any] | None = None
         if part.scan is not None and len(part.scan):
@@ -125,16 +128,20 @@ def build_page(folder: Path, parts: Sequence[Part], other: Part | None, max_samp
             }
             num_shown += len(chosen)
         data[f"part-{index}"] = {"figures": shown, "samples": info}
-        changed: list[tuple[str, str, str]] = []
-        for name in ("config", "environment") if other is not None else ():
-            changed += differences(getattr(part, name), getattr(other, name))
+        changed = [
+            (
+                other.name,
+                differences(part.config, other.config) + differences(part.environment, other.environment),
+            )
+            for other in others
+        ]
         views.append(
             view(part)
             | {
                 "num_figures": len(shown),
                 "samples": info,
                 "histograms": [] if part.scan is None else histograms(part.scan),
-                "against": None if other is None else other.name,
+                "against": [other.name for other in others],
                 "differences": changed,
             }
         )
@@ -147,26 +154,10 @@ def build_page(folder: Path, parts: Sequence[Part], other: Part | None, max_samp
         scripts=SCRIPTS,
         styles=STYLES,
         parts=views,
-        evaluations=_cross_table(parts),
+        overview=overview(parts),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     return page, num_shown
-
-
-def _cross_table(parts: Sequence[Part]) -> dict[str, Any] | None:
-    """Return the evaluations of a folder side by side: metrics that all of them have."""
-    tables = [
-        (
-            str(part.evaluation.get("label") or part.name),
-            {row[1]: row[2:] for row in estimates(part.evaluation)},
-        )
-        for part in parts
-        if part.kind == "eval" and part.evaluation
-    ]
-    if len(tables) < 2:
-        return None
-    names = [name for name in tables[0][1] if all(name in table for _, table in tables)]
-    return {"names": names, "rows": [(label, [table[name] for name in names]) for label, table in tables]}
 
 
 def _speller(part: Part) -> Callable[[int], str] | None:
@@ -189,17 +180,15 @@ def _speller(part: Part) -> Callable[[int], str] | None:
     return None
 
 
-def _folder(text: str, what: str) -> Path:
+def _folder(text: str) -> Path:
     """Check that a folder was named."""
     if not text:
-        raise UserError(f"{what} is missing: give a run folder, as in 'whet report runs/rl'")
+        raise UserError("RUN is missing: give a run folder, as in 'whet report runs/rl'")
     folder = Path(text)
     if folder.is_file():
-        raise UserError(
-            f"{what} '{text}' is a file, expected the run folder that it lies in: '{folder.parent}'"
-        )
+        raise UserError(f"RUN '{text}' is a file, expected the run folder that it lies in: '{folder.parent}'")
     if not folder.is_dir():
-        raise UserError(f"{what} '{text}': there is no such folder")
+        raise UserError(f"RUN '{text}': there is no such folder")
     return folder
 
 
@@ -222,18 +211,24 @@ def _read(folder: Path, names: Sequence[str]) -> list[Part]:
     return parts
 
 
-def _other(text: str, folder: Path) -> Part:
-    """Read the run to compare with."""
-    other = _folder(text, "--against")
-    if other.resolve() == folder.resolve():
-        raise UserError(f"--against '{text}' is the run itself: give another run folder")
-    names = _parts(other)
-    if names != ["."]:
-        raise UserError(
-            f"--against '{text}' holds {len(names)} runs; give one of them, such as '{other / names[0]}'"
-        )
-    own, name = folder.resolve().name, other.resolve().name
-    return read_part(other, name if name != own else f"{other.resolve().parent.name}/{name}")
+def _others(texts: Sequence[str], folder: Path) -> list[Part]:
+    """Read the runs to compare with; each is called by as much of its path as tells it apart."""
+    found: dict[Path, str] = {}
+    for text in texts:
+        place = _folder(text).resolve()
+        if place in (folder.resolve(), *found):
+            raise UserError(f"RUN '{text}' is given twice: give other run folders after the first")
+        names = _parts(Path(text))
+        if names != ["."]:
+            raise UserError(
+                f"RUN '{text}' holds {len(names)} runs; give one of them, such as '{Path(text) / names[0]}'"
+            )
+        found[place] = text
+    taken = [place.name for place in (folder.resolve(), *found)]
+    return [
+        read_part(place, place.name if taken.count(place.name) == 1 else f"{place.parent.name}/{place.name}")
+        for place in found
+    ]
 
 
 def _write(path: Path, text: str) -> None:

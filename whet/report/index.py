@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.report.samples import clean, snippet
+from whet.report.samples import asked, clean, snippet
 from whet.telemetry.log import parse_row
 
 # The numbers of samples as numpy columns, and queries on them.
@@ -465,4 +465,10 @@ def _listed(place: int, row: Mapping[str, Any], text: str = "") -> dict[str, Any
             break
     names = ("step", "uid", "index", "reward", "rewards", "advantage", "correct", "finish_reason")
     numbers = {name: sample[name] for name in names}
-    return {"id": place, **numbers, "num_tokens": sample["num_completion_tokens"], "snippet": shown}
+    return {
+        "id": place,
+        **numbers,
+        "num_tokens": sample["num_completion_tokens"],
+        "snippet": shown,
+        "asked": asked(sample["prompt"]),
+    }

@@ -1,6 +1,7 @@
 """`whet runs [FOLDER]`: every run below a folder with its origin and scores, as table, JSON and page.
 
-Only the small files of a run are read (provenance, config, environment, summary, eval.json), never its samples.
+Only the small files of a run are read (provenance, config, environment, summary, eval.json, metrics.jsonl), never its
+samples.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import numpy as np
 import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -20,13 +23,23 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.cli import Program
+from whet.report.curves import collect
+from whet.report.follow import HEADLINES, glance
 from whet.report.page import render
-from whet.telemetry.display import escape_controls
-from whet.telemetry.log import as_number, parse_row, replace_file
+from whet.telemetry.display import escape_controls, metric_label
+from whet.telemetry.log import as_number, parse_row, read_rows, replace_file
+from whet.telemetry.metrics import format_metric
 from whet.telemetry.provenance import PROVENANCE, find_run, parent_run, read_json, run_folders, run_id
 from whet.types import UserError
 
 NOTES = "notes.jsonl"
+PAGES = ("report.html", "compare.html", "diagnose.html", "sweep.html", "report.md")
+"""Pages that a run's folder may hold, which the registry links."""
+
+MAX_CURVE_BYTES = 8 << 20
+"""A longer metrics.jsonl is not read for a sparkline."""
+
+MAX_POINTS, SPARK_WIDTH = 60, 120
 MAX_CONFIG_BYTES = 1 << 18
 KINDS = {
     "group_size": "rl",
@@ -93,7 +106,8 @@ def read_runs(root: Path) -> list[dict[str, Any]]:
 
     Returns:
         One object per run: run_id, folder (below `root`), kind, start_utc, git_commit, base, adapter, config_sha256,
-        data_sha256, parent (folder and run_id), links, notes, task, split, scores, peak_memory_gib.
+        data_sha256, parent (folder and run_id), links, notes, task, split, scores, peak_memory_gib; status ('kind',
+        'text'), pages (those in its folder), curve ('metric', 'points', first and last value; None without).
     """
     runs = [_read_run(root, folder) for folder in run_folders(root)]
     runs.sort(key=lambda run: (str(run["start_utc"] or ""), run["folder"]))
@@ -191,12 +205,13 @@ def write_registry(root: Path, runs: Sequence[Mapping[str, Any]], results: Mappi
     page = render(
         "runs.html",
         title=f"Runs in {root.resolve().name}",
-        styles=("compare.css",),
+        styles=("compare.css", "runs.css"),
         runs=shown[::-1],
         results=results,
         score=_score,
         memory=_memory,
         short=_short,
+        link=lambda run, name: quote(f"{run['folder']}/{name}"),
     )
     try:
         replace_file(root / "registry.json", json.dumps({"runs": shown, "results": results}, indent=1) + "\n")
@@ -210,11 +225,13 @@ def print_runs(runs: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) ->
     """Print the runs and the results table."""
     console = Console()
     table = Table(box=SIMPLE_HEAD)
-    for name in ("run id", "kind", "from", "notes"):
-        table.add_column(name, overflow="fold", no_wrap=name == "run id")
+    has_notes = any(run["notes"] for run in runs)
+    for name in ("run id", "kind", "status", "from", *(["notes"] if has_notes else [])):
+        table.add_column(name, overflow="fold", no_wrap=name in ("run id", "kind", "status"))
     for run in runs:
-        chain = " < ".join(lineage(run, runs)[-2::-1])
-        cells = [run["run_id"], run["kind"], chain or "-", "; ".join(run["notes"])]
+        origin = lineage(run, runs)[-2::-1]  # the nearest first; the page has the whole line
+        cells = [run["run_id"], run["kind"], run["status"]["kind"], origin[0] if origin else "-"]
+        cells += ["; ".join(run["notes"])] if has_notes else []
         table.add_row(*(Text(escape_controls(str(cell))) for cell in cells))
     console.print(table)
     if results["tasks"]:
@@ -270,6 +287,9 @@ def _read_run(root: Path, folder: Path) -> dict[str, Any]:
         "split": str(identity.get("split") or ""),
         "label": str(evaluation.get("label") or ""),
         "scores": _scores(evaluation),
+        "status": {name: glance(folder)[name] for name in ("kind", "text")},
+        "pages": [name for name in PAGES if (folder / name).is_file()],
+        "curve": _curve(folder),
         "peak_memory_gib": _peak(summary),
     }
 
@@ -328,6 +348,34 @@ def _scores(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     counts = {name: as_number(evaluation.get(name)) for name in ("num_problems", "num_samples")}
     counts = {name: None if count is None else int(count) for name, count in counts.items()}
     return {**found, **counts, "peak_memory_gib": max(filter(None, peaks), default=None)}
+
+
+def _curve(folder: Path) -> dict[str, Any] | None:
+    """Return the run's first headline metric as a sparkline of `SPARK_WIDTH` x 20; None where there is none to draw."""
+    path = folder / "metrics.jsonl"
+    try:
+        if path.stat().st_size > MAX_CURVE_BYTES:
+            return None
+    except OSError:
+        return None
+    curves = collect(read_rows(path))
+    stages = (name for names in HEADLINES.values() for name in names.split())
+    metric = next((name for name in stages if name in curves and len(curves[name][0]) > 1), None)
+    if metric is None:
+        return None
+    steps, values = (column[np.isfinite(curves[metric][1])] for column in curves[metric])
+    if len(values) < 2:
+        return None
+    chosen = np.unique(np.linspace(0, len(values) - 1, MAX_POINTS).round().astype(int))
+    span, height = (steps[-1] - steps[0]) or 1, np.ptp(values) or 1.0
+    x = SPARK_WIDTH * (steps[chosen] - steps[0]) / span
+    y = 19 - 18 * (values[chosen] - values.min()) / height
+    return {
+        "metric": metric_label(metric),
+        "points": " ".join(f"{left:.1f},{top:.1f}" for left, top in zip(x, y, strict=True)),
+        "first": format_metric(metric, float(values[0])),
+        "last": format_metric(metric, float(values[-1])),
+    }
 
 
 def _peak(summary: Mapping[str, Any]) -> float | None:

@@ -36,7 +36,7 @@ TAGS = ("think_open", "think_close", "answer_open", "answer_close")
 FORMAT_SCORES = {"perfect": 1.0, "partial": 0.5, "none": 0.0}
 COLUMNS = (
     *("step", "uid", "index", "reward", "advantage", "num_completion_tokens", "finish_reason", "correct"),
-    "snippet",
+    *("snippet", "asked"),
 )
 """Fields that the list of samples shows and filters by, besides the single rewards."""
 
@@ -67,6 +67,8 @@ class Scan:
         steps: Optimizer steps done; -1 if the row has none (evaluations).
         groups: Number of the group (same step and problem, in a row), from 0.
         scores: Score per reward, NaN where it has none; the total is under ''.
+        thinking: Thinking tokens of each row; NaN where they were not counted.
+        is_greedy: Whether it is an evaluation's greedy completion.
         num_bad: Lines that could not be read.
         num_torn: 1 if the last line is incomplete: the run was killed while writing it, or is writing it now.
     """
@@ -77,6 +79,8 @@ class Scan:
     steps: np.ndarray
     groups: np.ndarray
     scores: dict[str, np.ndarray]
+    thinking: np.ndarray
+    is_greedy: np.ndarray
     num_bad: int
     num_torn: int
 
@@ -147,6 +151,12 @@ def snippet(completion: str) -> str:
     return text if len(text) <= SNIPPET_CHARACTERS else "… " + text[-SNIPPET_CHARACTERS:]
 
 
+def asked(prompt: str) -> str:
+    """Return the beginning of a prompt in one line."""
+    text = " ".join(prompt[: 4 * SNIPPET_CHARACTERS].split())
+    return text if len(text) <= SNIPPET_CHARACTERS else text[:SNIPPET_CHARACTERS] + " …"
+
+
 def find_tags(folder: Path) -> dict[str, str] | None:
     """Return the four tags of a run's completions, from its evaluation or checkpoints, or None."""
     evaluation = _mapping(_mapping(read_json(folder / "eval.json")).get("identity"))
@@ -174,6 +184,7 @@ def scan(path: Path) -> Scan:
     """
     offsets, sizes, steps, groups = array("q"), array("q"), array("q"), array("q")
     scores: dict[str, array[float]] = {"": array("d")}
+    thinking, is_greedy = array("d"), array("b")
     num_bad = num_torn = 0
     last: Any = None
     end = path.stat().st_size
@@ -192,6 +203,9 @@ def scan(path: Path) -> Scan:
             logged = len(sample["completion_ids"] or ())
             sizes.append(300 + len(sample["prompt"]) + len(sample["completion"]) + 16 * logged)
             steps.append(-1 if sample["step"] is None else sample["step"])
+            num_thinking = as_number(row.get("thinking_tokens"))
+            thinking.append(math.nan if num_thinking is None else num_thinking)
+            is_greedy.append(sample["index"] == "greedy")
             for name, score in {"": sample["reward"], **sample["rewards"]}.items():
                 if name not in scores:
                     scores[name] = array("d", [math.nan]) * (len(offsets) - 1)
@@ -205,6 +219,8 @@ def scan(path: Path) -> Scan:
         steps=np.array(steps),
         groups=np.array(groups),
         scores={name: np.array(column) for name, column in scores.items()},
+        thinking=np.array(thinking),
+        is_greedy=np.array(is_greedy, bool),
         num_bad=num_bad,
         num_torn=num_torn,
     )
@@ -256,8 +272,9 @@ def embed(found: Scan, rows: np.ndarray, spell: Callable[[int], str] | None) -> 
         else:
             new = set(sample["completion_ids"] or ()) - vocabulary.keys()
             vocabulary |= {index: spell(index) for index in new}
+        made = {"snippet": snippet(sample["completion"]), "asked": asked(sample["prompt"])}
         for name in COLUMNS:
-            columns[name].append(snippet(sample["completion"]) if name == "snippet" else sample[name])
+            columns[name].append(made[name] if name in made else sample[name])
         for name, column in scores.items():
             column.append(sample["rewards"].get(name))
         gathered.append(_dump(sample))

@@ -1,4 +1,4 @@
-"""The routes of `whet serve`: OpenAI's /v1/chat/completions, /v1/completions and /v1/models, and /health."""
+"""The routes of `whet serve`: OpenAI's /v1/chat/completions, /v1/completions and /v1/models, /health, a chat page."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whet.generate import rows
 from whet.generate.policy import Policy
+from whet.report.page import render
 from whet.serve.openai import (
     ApiError,
     Asked,
@@ -34,13 +35,25 @@ from whet.serve.openai import (
     usage_of,
 )
 from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket
-from whet.serve.stream import chat_prompt
+from whet.serve.stream import chat_prompt, has_turns, unread_note
 from whet.types import UserError
 
 MAX_BODY_BYTES = 4 * 2**20
 RECEIVE_S = 30.0
 SEND_S = 60.0
 """A client that takes nothing for so long is cut off, and its rows are free."""
+
+PAGE_HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+"""The rest of the page's policy, with the hashes of its scripts, is in the page."""
+
+OPEN = ("/", "/favicon.ico", "/health")
+"""Paths that need no key: they tell nothing of the model."""
 
 GONE = Response(status_code=499)
 HANDLED = (ApiError, UserError, BusyError, HTTPException, ClientDisconnect, Exception)
@@ -59,6 +72,15 @@ class Api:
     def __init__(self, policy: Policy, scheduler: Scheduler, *, name: str, split_thinking: bool) -> None:
         self._policy, self._scheduler, self._name = policy, scheduler, name
         self._splits = split_thinking
+
+    async def page(self, _: Request) -> Response:
+        """Return the chat page; it holds nothing of the model, and asks for the key where there is one."""
+        data = {"chat": {"remembers": has_turns(self._policy), "splits": self._splits}}
+        scripts, styles = ("browser.js", "chat.js"), ("browser.css", "chat.css")
+        text = render(
+            "chat.html", title="whet serve", data=data, scripts=scripts, styles=styles, connect=True
+        )
+        return HTMLResponse(text, headers=PAGE_HEADERS)
 
     async def health(self, _: Request) -> Response:
         """Say that the server is alive, and how much it has to do."""
@@ -126,7 +148,10 @@ class Api:
     ) -> Response:
         ids = await asyncio.to_thread(self._encode_all, prompts, asked)
         splits = is_chat and self._splits
-        reply = Reply(self._policy, self._name, asked, is_chat=is_chat, splits=splits)
+        texts = [text for text in asked.prompts if isinstance(text, str)]
+        texts += [message["content"] for message in asked.messages]
+        warning = unread_note(self._policy.tokenizer, texts)
+        reply = Reply(self._policy, self._name, asked, is_chat=is_chat, splits=splits, warning=warning)
         session = _Session(self._policy, self._scheduler, request, asked, ids, splits=splits)
         try:
             await session.begin()
@@ -337,7 +362,7 @@ class _Guard:
         if self._hosts and host not in self._hosts:  # a web page whose name was pointed at this machine
             return ApiError(403, "this server answers to localhost only")
         given = request.headers.get("authorization", "").encode()
-        is_open = not self._api_key or request.url.path == "/health"
+        is_open = not self._api_key or request.url.path in OPEN
         if not is_open and not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
             return ApiError(401, "Incorrect API key provided", code="invalid_api_key")
         return None
@@ -352,6 +377,8 @@ def make_app(api: Api, *, api_key: str, hosts: frozenset[str]) -> ASGIApp:
         hosts: Host names that are answered to; empty for any.
     """
     routes: list[tuple[str, Callable[[Request], Any], str]] = [
+        ("/", api.page, "GET"),
+        ("/favicon.ico", lambda _: Response(status_code=204), "GET"),
         ("/health", api.health, "GET"),
         ("/v1/models", api.models, "GET"),
         ("/v1/models/{name:path}", api.model, "GET"),

@@ -22,7 +22,7 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Completion, Request
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.serve.scheduler import Ask, Event, Scheduler
-from whet.serve.stream import Piece, ResponseText, TokenText, chat_prompt, has_turns, silent_ids
+from whet.serve.stream import Piece, ResponseText, TokenText, chat_prompt, has_turns, silent_ids, unread_note
 from whet.telemetry.display import escape_controls
 from whet.types import UserError
 
@@ -115,6 +115,10 @@ class Chat:
             said += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply.answer}]
         return [*said, {"role": "user", "content": question}]
 
+    def unread(self, question: str) -> str:
+        """Say which characters of a question the model cannot read; '' if it can read all."""
+        return unread_note(self._policy.tokenizer, (self.system, question))
+
     def ask(self, question: str, reply: Reply) -> Generator[Piece]:
         """Ask, and yield the reply's pieces as they arrive, filling in `reply`; complete replies join the history.
 
@@ -201,6 +205,8 @@ class Terminal:
     def ask(self, question: str) -> None:
         """Ask, and stream the reply; Ctrl-C stops it."""
         self._last = reply = Reply()
+        if unread := self._chat.unread(question):
+            self._note(f"note: {unread}", style="yellow")
         pieces = self._chat.ask(question, reply)
         try:
             if self._console.is_terminal:

@@ -408,9 +408,12 @@ class Reply:
         asked: What the client wants.
         is_chat: Which of the two formats.
         splits: Whether thinking goes apart.
+        warning: What the client should know of its prompt; every object carries it.
     """
 
-    def __init__(self, policy: Policy, model: str, asked: Asked, *, is_chat: bool, splits: bool) -> None:
+    def __init__(
+        self, policy: Policy, model: str, asked: Asked, *, is_chat: bool, splits: bool, warning: str = ""
+    ) -> None:
         self._policy, self._asked, self._is_chat, self._splits = policy, asked, is_chat, splits
         kind = (
             ("chat.completion.chunk" if asked.stream else "chat.completion") if is_chat else "text_completion"
@@ -420,7 +423,7 @@ class Reply:
             "object": kind,
             "created": int(time.time()),
             "model": model,
-        }
+        } | ({"warning": warning} if warning else {})
 
     def whole(self, choices: Sequence[tuple[int, Delta]], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the body of a response in one piece."""

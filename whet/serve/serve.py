@@ -133,7 +133,7 @@ def main(config: ServeConfig) -> None:
             host, port = listener.getsockname()[:2]
             print(
                 f"serving {name!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 "
-                f"({policy.max_rows} rows of {scheduler.context:,} tokens); Ctrl-C ends it",
+                f"({policy.max_rows} rows of {scheduler.context:,} tokens), a chat page at /; Ctrl-C ends it",
                 flush=True,
             )
             if policy.schema.tools:

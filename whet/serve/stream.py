@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from whet.generate.policy import Policy
@@ -41,6 +41,18 @@ def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, str]]) -> tuple[
         if message["role"] != "assistant" and message["content"].strip() not in text:
             raise UserError(f"the model's chat template drops message {index} ({message['role']})")
     return policy.chat_ids(messages)
+
+
+def unread_note(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
+    """Say which characters of a prompt the tokenizer has no token for: the model cannot see them; '' for none."""
+    lacking = [
+        character
+        for character in dict.fromkeys("".join(texts))
+        if tokenizer.unk_id in (ids := tokenizer.encode(character)) or not (ids or character.isspace())
+    ]
+    if not lacking:
+        return ""
+    return f"this model's tokenizer has no token for {''.join(lacking)[:40]!r}: the model cannot read these characters"
 
 
 def silent_ids(policy: Policy) -> frozenset[int]:

@@ -6,11 +6,12 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -32,8 +33,8 @@ from whet.eval.compare.page import (
 )
 from whet.eval.compare.paired import (
     Paired,
+    compare_pairs,
     compare_scores,
-    compare_with_first,
     holm,
     score_problems,
     show,
@@ -48,6 +49,7 @@ from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
 from whet.model.files import is_hub_name
+from whet.stats import mean_interval
 from whet.storage.folder import open_run
 from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import find_run
@@ -55,10 +57,10 @@ from whet.types import UserError
 
 # A comparison as tables in the terminal. Model output and file names are plain text, never markup.
 
-SPOKEN = ("pass@1", "greedy", "maj", "format", "thinking_tokens")
-"""Metrics whose verdict is printed as a sentence."""
-SENTENCES = ("speed", "energy per token", "energy per request", "power", "memory activity")
-"""Hardware quantities whose difference is printed as a sentence."""
+MAIN = ("pass@1", "greedy", "maj", "format", "thinking_tokens", "completion_tokens")
+"""The metrics of the first table; the others are folded on the page, and all are in compare.json."""
+SENSED = ("utilisation", "memory activity", "power")
+"""Hardware quantities that need the caution of `HARDWARE_NOTE`."""
 SHOWN_TEXT = 600
 
 
@@ -71,14 +73,16 @@ def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[s
     """
     console = Console()
     names = [model["name"] for model in content["models"]]
+    for note in content["different"]:
+        console.print(_text(f"NOT COMPARABLE, compared with --force: {note}"), style="bold red")
+    if content["verdict"]:
+        _say(console, content["verdict"], style="bold")
     for model in content["models"]:
         left = f"; {model['left_out']} of its problems are not in all, skipped" if model["left_out"] else ""
         remark = f"; {model['remark']}" if model["remark"] else ""
         _say(console, f"{model['name']}: {model['folder']}, {model['num_problems']} problems{left}{remark}")
-    for note in content["different"]:
-        console.print(_text(f"NOT COMPARABLE, compared with --force: {note}"), style="bold red")
     for table, counts in zip(content["tables"], content.get("verdicts", ()), strict=True):
-        _significance(console, names[0], table, content)
+        _significance(console, table, content)
         _say(console, "greedy: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
     if content.get("matrix"):
         cells = [[_cell(cell) for cell in row] for row in content["matrix"]]
@@ -89,32 +93,21 @@ def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[s
         _print_transcript(console, names, transcripts)
 
 
-def _significance(console: Console, first: str, table: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    rows = []
-    for row in table["rows"]:
+def _significance(console: Console, table: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Print the main metrics of a pair; one that is 0 on both sides says nothing."""
+    shown = [row for row in table["rows"] if row["is_main"] and (row["a"] or row["b"])]
+    rows: list[list[str]] = []
+    for row in shown:
         text = row["text"]
-        name = row["metric"].removesuffix("_tokens").replace("_", " ")
         star = " *" if row["is_shown"] else ""
-        rows.append(
-            [
-                name,
-                text["a"],
-                text["b"],
-                f"{text['difference']}{star}",
-                text["interval"],
-                text["p"],
-                text["detectable"] or "-",
-            ]
-        )
-    corrected = ", corrected for several models (Holm)" if len(content["tables"]) > 1 else ""
-    title = (
-        f"{len(content['uids'])} problems in all evaluations x {content['num_samples']} samples; shares in percent, "
-        f"differences in points, lengths in tokens; 95 % intervals over problems; * p < 0.05{corrected}"
-    )
-    head = ["", first, table["name"], "difference", "95 %", "p", "unseen\nbelow"]
-    _table(console, title, head, rows)
-    for row in table["rows"]:
-        if row["metric"].partition("@")[0] in SPOKEN or row["metric"] in SPOKEN:
+        name = row["metric"].replace("_", " ")
+        rows.append([name, text["a"], text["b"], f"{text['difference']}{star}", text["interval"], text["p"]])
+    corrected = " (Holm)" if len(content["tables"]) > 1 else ""
+    count = f"{len(content['uids'])} problems x {content['num_samples']} samples"
+    title = f"{count}; percent, points, tokens; * p < 0.05{corrected}"
+    _table(console, title, ["", table["against"], table["name"], "difference", "95 %", "p"], rows)
+    for row in shown:
+        if not row["is_shown"]:  # what was shown, the numbers say
             _say(console, f"  {row['metric'].replace('_', ' ')}: {row['verdict']}")
 
 
@@ -122,19 +115,18 @@ def _print_hardware(console: Console, names: Sequence[str], table: Sequence[Mapp
     if not table:
         _say(console, "hardware: not recorded")
         return
-    rows = []
-    seen = [row for row in table if any(value is not None for value in row["values"])]
-    for row in seen:
-        values = ["not recorded" if value is None else number(value) for value in row["values"]]
-        rows.append([f"{row['name']}, {row['unit']}", *values])
-    _table(console, "hardware, each over its generation window", ["", *names], rows)
-    if len(seen) < len(table):
-        _say(console, "not recorded: " + ", ".join(row["name"] for row in table if row not in seen))
+    rows: list[list[str]] = []
     for row in table:
-        for name, text in zip(names[1:], row["changes"], strict=True):
-            if text and "%" in text and row["name"] in SENTENCES:
-                _say(console, f"  {row['name']}, {name} against {names[0]}: {text}")
-    _say(console, HARDWARE_NOTE, style="dim")
+        if any(value is not None for value in row["values"]):
+            values = ["not recorded" if value is None else number(value) for value in row["values"]]
+            # The same difference with the other base is on the page.
+            changes = [(text or "").partition("; in reverse")[0] for text in row["changes"]]
+            unit_ = "" if row["name"].startswith(row["unit"]) else f", {row['unit']}"
+            rows.append([f"{row['name']}{unit_}", *values, *(changes if len(names) == 2 else [])])
+    head = ["", *names, *(["difference"] if len(names) == 2 else [])]
+    _table(console, "hardware, each over its generation window", head, rows)
+    if any(row["name"] in SENSED and row["values"][0] is not None for row in table):
+        _say(console, HARDWARE_NOTE, style="dim")
 
 
 def _print_transcript(
@@ -150,7 +142,7 @@ def _print_transcript(
 
 
 def _cell(cell: Mapping[str, Any] | None) -> str:
-    return "" if cell is None else f"{cell['text']} ({cell['p']})"
+    return "·" if cell is None else f"{cell['text']} ({cell['p']})"
 
 
 def _table(console: Console, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -264,8 +256,8 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
     """Compare evaluations on the problems that all of them have.
 
     Args:
-        sides: Two or more; every other one is compared with the first.
-        names: What they are called.
+        sides: Two or more.
+        names: What they are called; each is compared with the one before it.
         config: Seed and rounds of the bootstrap, and whether to accept differing protocols.
 
     Returns:
@@ -289,18 +281,26 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
         for side in sides
     ]
     options = {"num_resamples": config.num_resamples, "seed": config.seed}
-    tables = compare_with_first(scores, **options)
+    pairs = list(pairwise(range(len(sides))))
+    tables = compare_pairs(scores, pairs, **options)
     content = describe(sides, names, uids) | {"different": sorted(unlike), "num_samples": num_samples}
+    content["pairs"] = pairs
     content["tables"] = [
         {
-            "name": name,
-            "rows": [_shown(row, names[0], name) for row in table.values()],
-            "reasoning": _reasoning(table.get("thinking_tokens"), names[0], name),
+            "name": names[b],
+            "against": names[a],
+            "rows": [_shown(row, names[a], names[b], config.num_resamples) for row in table.values()],
+            "reasoning": _reasoning(table.get("thinking_tokens"), names[a], names[b]),
         }
-        for name, table in zip(names[1:], tables, strict=True)
+        for (a, b), table in zip(pairs, tables, strict=True)
+    ]
+    content["verdict"] = _verdict(names, [table["pass@1"] for table in tables], config.num_resamples)
+    content["estimates"] = [
+        {name: asdict(mean_interval(np.array(score[name]))) for name in ("pass@1", "greedy")}
+        for score in scores
     ]
     content["matrix"] = _matrix(scores, options) if len(sides) > 2 else None
-    content["verdicts"] = [count_verdicts(sides[0], side, uids) for side in sides[1:]]
+    content["verdicts"] = [count_verdicts(sides[a], sides[b], uids) for a, b in pairs]
     content["by"] = _by_label(sides, scores, uids, options)
     content["pass@k"] = {
         name: pass_curve(side, uids, num_samples) for name, side in zip(names, sides, strict=True)
@@ -328,6 +328,9 @@ def describe(sides: Sequence[StoredEval], names: Sequence[str], uids: Sequence[s
         "models": models,
         "uids": list(uids),
         "different": [],
+        "verdict": "",
+        "pairs": [],
+        "estimates": [],
         "tables": [],
         "matrix": None,
         "by": {},
@@ -424,11 +427,17 @@ def _with_init(policy: PolicyConfig, init: str) -> PolicyConfig:
     return replace(policy, init=init, adapter="", model=ModelConfig(), **made)
 
 
-def _shown(row: Paired, name_a: str, name_b: str) -> dict[str, Any]:
+def _is_least(row: Paired, num_resamples: int) -> bool:
+    """Say whether a p-value is the least that so many rounds can give: 1 / (1 + rounds)."""
+    return row.p < 1.5 / (1 + num_resamples)
+
+
+def _shown(row: Paired, name_a: str, name_b: str, num_resamples: int) -> dict[str, Any]:
     """Return a row of the table as JSON, with its words and printed numbers."""
     low, high = row.difference.low, row.difference.high
     return asdict(row) | {
         "unit": unit(row.metric),
+        "is_main": row.metric in MAIN or row.metric.partition("@")[0] in MAIN,
         "is_shown": row.is_shown,
         "verdict": verdict(row, name_a, name_b),
         "text": {
@@ -436,17 +445,40 @@ def _shown(row: Paired, name_a: str, name_b: str) -> dict[str, Any]:
             "b": show(row.metric, row.b),
             "difference": show(row.metric, row.difference.mean, signed=True),
             "interval": f"{show(row.metric, low, signed=True)}, {show(row.metric, high, signed=True)}",
-            "p": show_p(row.p_holm),
+            "p": show_p(row.p_holm, is_least=_is_least(row, num_resamples)),
             "detectable": "" if row.detectable is None else show(row.metric, row.detectable),
         },
     }
+
+
+def _verdict(names: Sequence[str], steps: Sequence[Paired], num_resamples: int) -> str:
+    """Say in a sentence which model is right more often, step by step, and where that cannot be said."""
+    means = " → ".join(show("pass@1", mean) for mean in (steps[0].a, *(row.b for row in steps)))
+    told: list[str] = []
+    for row, (name_a, name_b) in zip(steps, pairwise(names), strict=True):
+        size = f"{show('pass@1', row.difference.mean, signed=True)} points"
+        if len(steps) == 1:  # with more models the tables say it
+            low, high = (
+                show("pass@1", end, signed=True) for end in (row.difference.low, row.difference.high)
+            )
+            p = show_p(row.p_holm, is_least=_is_least(row, num_resamples))
+            size += f", 95 % interval {low} to {high}, p {p if p[0] == '<' else '= ' + p}"
+        word = "better" if row.difference.mean > 0 else "worse"
+        told.append(
+            f"{name_b} is {word} than {name_a} ({size})"
+            if row.is_shown
+            else f"between {name_a} and {name_b} no difference could be shown ({size})"
+        )
+    said = "; ".join(told)
+    said = said if told[0].startswith(names[1]) else said[0].upper() + said[1:]
+    return f"{said}: {means} % of the sampled answers to {steps[0].num_problems:,} problems are right."
 
 
 def _reasoning(row: Paired | None, name_a: str, name_b: str) -> str:
     """Describe whether the reasoning got shorter, with both lengths and the interval."""
     if row is None:
         return ""
-    text = _shown(row, name_a, name_b)["text"]
+    text = _shown(row, name_a, name_b, 0)["text"]
     lengths = f"{name_a} {text['a']} tokens, {name_b} {text['b']}, difference {text['difference']}"
     return f"{lengths} [{text['interval']}]: {verdict(row, name_a, name_b)}"
 
@@ -462,7 +494,7 @@ def _matrix(scores: Sequence[Mapping[str, Sequence[float | None]]], options: Map
             mean = sign * row.difference.mean
             cells[top][left] = {
                 "text": show("pass@1", mean, signed=True),
-                "p": show_p(p),
+                "p": show_p(p, is_least=_is_least(row, options["num_resamples"])),
                 "mean": mean,
                 "p_holm": p,
             }
@@ -485,6 +517,6 @@ def _by_label(
         for value, inside in sorted(places.items() if len(places) > 1 else ()):
             parts = [[score["pass@1"][place] for place in inside] for score in scores]
             rows = [compare_scores("pass@1", parts[0], part, **options) for part in parts[1:]]
-            cells = [_shown(row, "", "") for row in rows if row is not None]
+            cells = [_shown(row, "", "", options["num_resamples"]) for row in rows if row is not None]
             found.setdefault(label, []).append({"value": value, "num_problems": len(inside), "cells": cells})
     return found

@@ -11,8 +11,9 @@ from whet.eval.compare.paired import percent
 from whet.eval.confidence import vote_share
 from whet.eval.record import StoredEval
 from whet.report.page import render
+from whet.report.stages import bar
 from whet.schema import ResponseSchema
-from whet.stats import pass_at_k
+from whet.stats import Interval, pass_at_k
 from whet.telemetry.hardware import rates
 
 MAX_CHARACTERS = 20_000
@@ -51,6 +52,7 @@ def write_page(
         "names": names,
         "transcripts": transcripts,
         "curves": content.get("pass@k", {}),
+        "pairs": content["pairs"],
         "scored": bool(content["tables"]),
     }
     page = render(
@@ -58,13 +60,30 @@ def write_page(
         title=" vs ".join(names),
         data=data,
         scripts=("uplot.js", "compare.js"),
-        styles=("uplot.css", "compare.css"),
+        styles=("uplot.css", "bars.css", "compare.css"),
         content=content,
+        rows=_bars(content),
         hardware_note=HARDWARE_NOTE,
         number=number,
         left_out=left_out,
     )
     path.write_text(page, encoding="utf-8")
+
+
+def _bars(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the chart: right answers of each model, sampled and greedy."""
+    labels = {"pass@1": "right, sampled", "greedy": "right, greedy"}
+    return (
+        [
+            {
+                "name": model["name"],
+                "bars": [bar(label, Interval(**known[name])) for name, label in labels.items()],
+            }
+            for model, known in zip(content["models"], content["estimates"], strict=True)
+        ]
+        if content["tables"]
+        else []
+    )
 
 
 def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: int) -> list[dict[str, Any]]:

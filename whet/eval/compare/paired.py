@@ -194,28 +194,33 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def compare_with_first(
-    scores: Sequence[Mapping[str, Sequence[float | None]]], *, num_resamples: int = 2000, seed: int = 0
+def compare_pairs(
+    scores: Sequence[Mapping[str, Sequence[float | None]]],
+    pairs: Sequence[tuple[int, int]],
+    *,
+    num_resamples: int = 2000,
+    seed: int = 0,
 ) -> list[dict[str, Paired]]:
-    """Compare every model with the first, each metric corrected for the number of models (Holm).
+    """Compare pairs of models, each metric corrected for the number of pairs (Holm).
 
     Args:
         scores: Scores of each model (`score_problems`), all over the same problems in the same order.
+        pairs: Indices of the models that are compared, the earlier one first.
         num_resamples: Bootstrap rounds.
         seed: Seed of the bootstrap.
 
     Returns:
-        For every model except the first: metric -> comparison, over the metrics that both have.
+        For every pair: metric -> comparison, over the metrics that both have.
     """
     tables: list[dict[str, Paired]] = []
-    for other in scores[1:]:
+    for a, b in pairs:
         found = {
-            name: compare_scores(name, values, other[name], num_resamples=num_resamples, seed=seed)
-            for name, values in scores[0].items()
-            if name in other
+            name: compare_scores(name, values, scores[b][name], num_resamples=num_resamples, seed=seed)
+            for name, values in scores[a].items()
+            if name in scores[b]
         }
         tables.append({name: row for name, row in found.items() if row is not None})
-    for name in scores[0]:
+    for name in dict.fromkeys(name for table in tables for name in table):
         having = [table for table in tables if name in table]
         for table, p in zip(having, holm([table[name].p for table in having]), strict=True):
             table[name] = replace(table[name], p_holm=p)
@@ -236,9 +241,11 @@ def show(metric: str, value: float, *, signed: bool = False) -> str:
     return text.replace("-", "+" if signed else "") if not float(text) else text
 
 
-def show_p(p: float) -> str:
-    """Write a p-value."""
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+def show_p(p: float, *, is_least: bool = False) -> str:
+    """Write a p-value; the least that a bootstrap of so many rounds can give is a bound."""
+    if p < 0.001 or is_least:
+        return f"< {max(1, math.ceil(1000 * p)) / 1000:.3f}"
+    return f"{p:.3f}"
 
 
 def verdict(row: Paired, name_a: str, name_b: str) -> str:

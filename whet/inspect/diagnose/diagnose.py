@@ -13,7 +13,6 @@ from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +27,7 @@ from whet.inspect.diagnose.update import gradients, optimizer
 from whet.inspect.memory.plan import PlanConfig, read_recipe
 from whet.report.page import json_for_script, render
 from whet.storage.folder import open_run
-from whet.telemetry.display import escape_controls
+from whet.telemetry.display import escape_controls, open_display
 from whet.types import UserError
 
 STYLES: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
@@ -77,22 +76,31 @@ def main(config: DiagnoseConfig) -> None:
     run = read_recipe(PlanConfig(recipe=config.recipe, of=config.of, set=config.set))
     console, title = Console(), f"{config.of} {config.recipe}"
     folder = Path(config.out or time.strftime("runs/diagnose-%Y%m%d-%H%M%S"))
-    with console.status("loading") as status:
+    num_components = 9 + bool(config.rounds)
+    with open_display(f"diagnose · {title}", num_components, (), unit="component") as display:
+        display.begin("load the recipe")
         subject = Subject(run)
         open_run(folder, dump_yaml(config), resumable=False)
         with (folder / "diagnose.log").open("w", encoding="utf-8", errors="backslashreplace") as file:
+            num_begun = 0
 
             def say(text: str) -> None:
+                nonlocal num_begun
                 lines = escape_controls(text).splitlines()
-                status.update(escape(lines[0]))
-                if not console.is_terminal and lines[0].endswith("..."):
-                    print(lines[0], flush=True)
+                if lines[0].endswith(" ..."):
+                    if num_begun:
+                        display.update(num_begun, {})
+                    num_begun += 1
+                    display.begin(lines[0].removesuffix(" ..."))
+                    if not console.is_terminal:
+                        display.note(lines[0])
                 file.writelines(f"{time.strftime('%F %T')}  {line}\n" for line in lines)
                 file.flush()
 
             say(f"whet diagnose {title}\n{dump_yaml(run)}")
             components = examine(subject, config, say)
             verdict = worst([component.verdict for component in components.values()])
+            display.update(num_components, {})
             say(f"verdict: {verdict}")
     content = {
         "verdict": verdict,

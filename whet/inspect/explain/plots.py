@@ -57,8 +57,13 @@ def draw_policy_gradient(path: Path) -> None:
             noise.plot(expected, sampled_gradient(policy_V, rewards_V, expected)[1], "o", color=colour)
         noise.set_ylim(bottom=0)
         noise.set_xticks([-10, -5, 0, 5])
-        _head(objective, "The objective", x="probability of right (reward -10)", y="E[R]")
-        _head(score, "Not the objective", x="probability of right (reward -10)", y="sum of r log10 p")
+        _head(objective, "The objective", x="probability of the step to the right (reward -10)", y="E[R]")
+        _head(
+            score,
+            "Not the objective",
+            x="probability of the step to the right (reward -10)",
+            y="sum of r log10 p",
+        )
         _head(
             noise, "Noise of one sample", x="baseline (dots: E[R])", y="variance of the gradient, all logits"
         )

@@ -112,6 +112,8 @@ def main(config: SweepConfig) -> None:
 
         def say(text: str) -> None:
             status.update(escape(escape_controls(text)))
+            if not console.is_terminal:  # a log file: each point once
+                print(escape_controls(text), flush=True)
 
         with Sweep(config, run, say) as sweep:
             open_run(folder, dump_yaml(config), resumable=False)

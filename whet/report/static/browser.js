@@ -5,7 +5,7 @@
 //   info()    -> {num_samples, num_indexed, steps: [min, max] or null, rewards: [names], has_logprobs,
 //                 tags: {think_open, think_close, answer_open, answer_close} or null (texts are then shown raw)}
 //   query(q)  -> {rows: [{id, step, uid, index, reward, rewards: {name: score}, advantage, num_tokens, finish_reason,
-//                 snippet, correct (true, false or null)}], total, indexed};
+//                 snippet, asked (the prompt's beginning), correct (true, false or null)}], total, indexed};
 //                 q = {step_min, step_max, reward ("" is the total), reward_min, reward_max, correct, uid, finish, text,
 //                 order: "step" | "reward" | "length" | "advantage", descending, offset, limit};
 //                 unset fields are null, and "" for uid, finish, text
@@ -20,7 +20,8 @@
 //     [name=reward_max], select[name=correct] ("", "true", "false"), select[name=finish], input[name=uid],
 //     select[name=order], button.direction, button.clear
 //   p.found ("1–50 of 15,360 samples"), button.page-back, button.page-on
-//   ul.samples[role=listbox] > li.sample[data-id][aria-selected] > .s-step .s-verdict .s-reward .s-tokens .s-text
+//   .list-head (the columns' names), ul.samples[role=listbox] > li.sample[data-id][aria-selected] > .s-step .s-verdict
+//     .s-reward .s-tokens .s-both (.s-prompt .s-text)
 //   div.detail > .detail-head (h3, button.previous, button.next, button.same-problem), .facts, .rewards > .reward-row,
 //     pre.prompt, .views > button[data-view=parts|raw|tokens], pre.thinking, pre.answer, pre.gold, pre.raw,
 //     pre.tokens > span.token[title], table.group tr[data-id]
@@ -50,7 +51,8 @@ function Browser(container, source, key = "sample") {
   const on = el("button", { type: "button", class: "page-on", onclick: () => turn(1) }, "›");
   const list = el("ul", { class: "samples", role: "listbox", tabindex: 0, "aria-label": "Samples" });
   const detail = el("div", { class: "detail" });
-  const left = el("div", { class: "list" }, el("div", { class: "bar pager" }, found, back, on), list);
+  const head = el("div", { class: "sample list-head", "aria-hidden": "true" });
+  const left = el("div", { class: "list" }, el("div", { class: "bar pager" }, found, back, on), head, list);
   container.classList.add("browser");
   container.replaceChildren(form, el("div", { class: "two" }, left, detail));
 
@@ -136,6 +138,8 @@ function Browser(container, source, key = "sample") {
 
   async function start() {
     state.info = await source.info();
+    const place = state.info.steps ? "step" : "sample";
+    head.replaceChildren(...[["s-step", place], ["s-verdict", ""], ["s-reward", "reward"], ["s-tokens", "tokens"], ["s-head", "prompt, and how the completion ends"]].map(([name, text]) => el("span", { class: name }, text)));
     if (state.info.num_samples === 0) found.textContent = "No completions yet.";
     buildFilters(form, state, () => load(0));
     await load(0);
@@ -197,7 +201,9 @@ function listRow(row, select) {
     el("span", { class: "s-verdict " + verdict.tone, title: verdict.text }, verdict.mark),
     el("span", { class: "s-reward", title: "total reward" }, score),
     el("span", { class: "s-tokens", title: "tokens of the completion" }, row.num_tokens === null ? "" : shortNumber(row.num_tokens)),
-    el("span", { class: "s-text" }, el("bdi", { dir: "ltr" }, row.snippet || "(empty)")));
+    el("span", { class: "s-both" },
+      el("span", { class: "s-prompt" }, row.asked || "(no prompt)"),
+      el("span", { class: "s-text" }, el("bdi", { dir: "ltr" }, row.snippet || "(empty)"))));
 }
 
 function verdictOf(correct) {

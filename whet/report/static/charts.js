@@ -11,6 +11,7 @@ const FOLDED = ["rl_speed", "rl_off_policy", "rl_critic", "rl_judge", "other"];
 const PLOT_HEIGHT = 170;
 const SMOOTHING = 1 / 15; // as in the PNG curves of report.md
 const NUM_COLOURS = 6;
+const DASHES = [[5, 4], [2, 3], [10, 4], [10, 3, 2, 3]];
 
 function Charts(container, figures) {
   const state = { figures, share: SMOOTHING, sections: new Map(), sync: "charts-" + ++Charts.count };
@@ -65,7 +66,7 @@ function chartSection(figure, state, tip) {
     const still = newer.panels.filter(isConstant);
     const said = still.map((panel) => panel.title + " " + panel.series.map((series) => {
       const value = withUnit(series.values.find((value) => value !== null), panel.unit);
-      return panel.series.length > 1 ? series.label + " " + value : value;
+      return panel.series.length > 1 || isNamed(panel, series) ? series.label + " " + value : value;
     }).join(", "));
     constant.textContent = visible(said.length ? "Never changed: " + said.join(" · ") : "");
     if (!node.open) return;
@@ -86,6 +87,9 @@ function chartSection(figure, state, tip) {
   }
   return section;
 }
+
+/** Say whether a series has a name of its own besides its panel's title: a reward, a reason, a metric of a wider panel. */
+function isNamed(panel, series) { return series.label !== panel.title; }
 
 function panelKey(panel) { return panel.title + "\t" + panel.series.map((series) => series.name + (series.other || "")).join("\t"); }
 
@@ -144,9 +148,22 @@ function aligned(panel, share) {
   return [steps, ...columns];
 }
 
+/** The runs of a panel: "" for its own, then the labels of the others. */
+function runsOf(panel) { return [...new Set(["", ...panel.series.map((series) => series.other || "")])]; }
+
+/** One metric of several runs: a colour for each run. Several metrics: a colour for each, and runs differ by their dashes. */
 function colourOf(panel, index) {
   const names = [...new Set(panel.series.map((series) => series.name))];
-  return colour("series-" + ((names.indexOf(panel.series[index].name) % NUM_COLOURS) + 1));
+  const place = names.length > 1 ? names.indexOf(panel.series[index].name) : runsOf(panel).indexOf(panel.series[index].other || "");
+  return colour("series-" + ((place % NUM_COLOURS) + 1));
+}
+
+/** Draw other runs' series into the panels that both have; others: [{label, figures}]. */
+function overlayFigures(own, others) {
+  return own.map((figure) => ({ ...figure, panels: figure.panels.map((panel) => ({ ...panel, series: panel.series.concat(...others.map(({ label, figures }) => {
+    const theirs = figures.filter((other) => other.name === figure.name).flatMap((other) => other.panels).find((other) => other.title === panel.title);
+    return theirs ? theirs.series.map((series) => ({ ...series, other: label })) : [];
+  })) })) }));
 }
 
 function chartPanel(grid, panel, state, tip) {
@@ -161,7 +178,8 @@ function chartPanel(grid, panel, state, tip) {
   const values = panel.series.map((series, index) => {
     const dot = el("i", { class: series.other ? "key dashed" : "key" });
     const value = el("b", {});
-    const name = panel.series.length > 1 ? series.label + (series.other ? " · " + series.other : "") : series.other || "";
+    const named = panel.series.length > 1 || isNamed(panel, series);
+    const name = [named ? series.label : "", series.other || ""].filter(Boolean).join(" · ");
     legend.append(el("span", { title: `${series.name}: ${series.meaning}` }, dot, el("span", { class: "name" }, name), " ", value));
     return { dot, value };
   });
@@ -183,7 +201,7 @@ function chartPanel(grid, panel, state, tip) {
       const pale = () => colourOf(panel, index) + (few ? "cc" : "48");
       const strong = () => colourOf(panel, index);
       const none = { paths: () => null, points: { show: false } };
-      const dash = series.other ? [5, 4] : undefined;
+      const dash = series.other ? DASHES[(runsOf(panel).indexOf(series.other) - 1) % DASHES.length] : undefined;
       options.push({ stroke: strong, width: 1.8, spanGaps: true, dash, points: { show: false } });
       options.push({ stroke: pale, paths: () => null, points: { show: !series.other && !series.low, size: few ? 6 : 3, width: 0, fill: pale } });
       options.push({ ...none }, { ...none });

@@ -5,16 +5,16 @@
   const problems = pageData("transcripts");
   const curves = pageData("curves");
   const scored = pageData("scored");
+  const pairs = pageData("pairs"); // [index of the earlier model, index of the later one]
   const PAGE = 10;
   const VERDICTS = ["fixed", "broken", "both right", "both wrong"];
   const find = (id) => document.getElementById(id);
   let first = 0;
   let kept = [];
 
-  /** Change of a problem's greedy verdict from the first model to another. */
-  function verdict(problem, other) {
-    const before = problem.columns[0].rows[0].correct;
-    const after = problem.columns[other].rows[0].correct;
+  /** Change of a problem's greedy verdict from one model of a pair to the other. */
+  function verdict(problem, pair) {
+    const [before, after] = pairs[pair].map((place) => problem.columns[place].rows[0].correct);
     if (before) return after ? "both right" : "broken";
     return after ? "fixed" : "both wrong";
   }
@@ -57,7 +57,7 @@
   function completion(row) {
     const parts = el("div", {});
     const badges = el("div", { class: "bar" });
-    if (row.correct !== null) badges.append(badge(row.correct ? "right" : "wrong", row.correct ? "good" : "bad"));
+    if (row.correct !== null) badges.append(badge((row.sample === "greedy" ? "greedy: " : `sample ${row.sample}: `) + (row.correct ? "right" : "wrong"), row.correct ? "good" : "bad"));
     badges.append(badge(`format ${row.format}`, FORMAT_KINDS[row.format]), badge(`${row.tokens} tokens, ${row.thinking_tokens} thinking`, "muted"));
     if (row.cut) badges.append(badge("cut off", "warn"));
     parts.append(badges);
@@ -93,13 +93,13 @@
   }
 
   function card(problem) {
-    const other = Number(find("other").value);
     const node = el("article", { class: "problem" }, el("p", { class: "prompt" }, problem.prompt));
     const facts = el("div", { class: "bar" });
-    if (scored) {
-      const text = verdict(problem, other);
-      facts.append(badge(text, { fixed: "good", broken: "bad" }[text] || "muted"));
-    }
+    pairs.forEach(([a, b], pair) => {
+      const text = verdict(problem, pair);
+      const which = pairs.length > 1 ? `${names[a]} → ${names[b]}, greedy: ` : "greedy: ";
+      facts.append(badge(which + text, { fixed: "good", broken: "bad" }[text] || "muted"));
+    });
     if (problem.gold !== null) facts.append(el("span", {}, "gold: "), el("code", {}, problem.gold));
     for (const [name, value] of Object.entries(problem.labels)) facts.append(el("span", { class: "note" }, `${name}: ${value}`));
     facts.append(el("span", { class: "note" }, problem.uid));
@@ -151,7 +151,7 @@
     );
   }
 
-  options(find("other"), names.slice(1).map((name, place) => [place + 1, `${name} against ${names[0]}`]));
+  options(find("other"), pairs.map(([a, b], pair) => [pair, `${names[b]} against ${names[a]}`]));
   options(find("verdict"), [["", "all verdicts"], ...VERDICTS.map((text) => [text, text])]);
   options(find("format"), [["", "all formats"], ...["perfect", "partial", "none"].map((text) => [text, `format ${text}`])]);
   find("verdict").hidden = !scored;

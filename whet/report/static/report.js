@@ -98,7 +98,7 @@ function EmbeddedSource(part, info) {
     const rows = found.slice(q.offset, q.offset + q.limit).map((i) => ({
       id: columns.id[i], step: columns.step[i], uid: columns.uid[i], index: columns.index[i], reward: columns.reward[i],
       rewards: Object.fromEntries(info.rewards.map((name) => [name, columns.scores[name][i]])), advantage: columns.advantage[i],
-      num_tokens: columns.num_completion_tokens[i], finish_reason: columns.finish_reason[i], snippet: columns.snippet[i], correct: columns.correct[i],
+      num_tokens: columns.num_completion_tokens[i], finish_reason: columns.finish_reason[i], snippet: columns.snippet[i], asked: columns.asked[i], correct: columns.correct[i],
     }));
     return { rows, total: found.length, indexed: info.num_samples };
   }

@@ -6,7 +6,9 @@ const HIDDEN_POLL_MS = 15000;
 const THINNED_MS = 30000; // long curves arrive thinned and must be requested whole, but not at every poll
 const RUN = pageData("watch").run;
 
-const live = { cursor: "", figures: null, charts: null, wholeAt: 0, browser: null, info: null, empty: 0, yet: "", timer: 0 };
+const OTHERS_MS = 30000;
+
+const live = { cursor: "", figures: null, others: new Map(), charts: null, wholeAt: 0, browser: null, info: null, empty: 0, yet: "", timer: 0 };
 
 /** Query the server; an unsuccessful response becomes an error with its reason. */
 async function ask(path, options) {
@@ -102,8 +104,20 @@ async function showCurves(state) {
   live.cursor = state.cursor;
   node("no-curves").hidden = live.figures.length > 0;
   node("no-curves").textContent = `No metrics logged${live.yet}.`;
-  if (live.charts) live.charts.update(live.figures);
-  else if (live.figures.length) live.charts = Charts(node("charts"), live.figures);
+  drawCurves();
+}
+
+function drawCurves() {
+  const shown = overlayFigures(live.figures || [], [...live.others].map(([label, figures]) => ({ label, figures })));
+  if (live.charts) live.charts.update(shown);
+  else if (shown.length) live.charts = Charts(node("charts"), shown);
+}
+
+/** Load the curves of the runs that are ticked, and draw them beside this run's. */
+async function showOthers() {
+  const ticked = [...document.querySelectorAll("input.overlay:checked")].map((box) => box.value);
+  live.others = new Map(await Promise.all(ticked.map(async (name) => [name, (await ask("state", { run: name })).figures])));
+  drawCurves();
 }
 
 function showSamples(info) {
@@ -172,3 +186,5 @@ for (const button of document.querySelectorAll("[data-to]")) {
 }
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
 look();
+for (const box of document.querySelectorAll("input.overlay")) box.addEventListener("change", () => showOthers().catch((error) => { box.checked = false; box.title = visible(error.message); }));
+setInterval(() => { if (live.others.size && !document.hidden) showOthers().catch(() => {}); }, OTHERS_MS);
