@@ -21,6 +21,7 @@ from whet.report.page import render
 from whet.report.part import Part, differences, estimates, find_parts, read_part, view
 from whet.report.samples import choose, embed, find_tags, histograms
 from whet.telemetry.log import replace_file
+from whet.telemetry.provenance import no_run
 from whet.types import UserError
 
 SCRIPTS = ("uplot.js", "charts.js", "browser.js", "report.js")
@@ -199,7 +200,7 @@ def _folder(text: str, what: str) -> Path:
             f"{what} '{text}' is a file, expected the run folder that it lies in: '{folder.parent}'"
         )
     if not folder.is_dir():
-        raise UserError(f"{what} '{text}': there is no such folder")
+        raise no_run(text)
     return folder
 
 
