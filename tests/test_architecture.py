@@ -384,7 +384,7 @@ def check_whet_command(words: list[str], tmp_path: Path) -> None:
         rest[0] = str(tmp_path)
     name = f"whet {words[0]}"
     options: dict[str, Any] = {"resumable": program.resumable, "presets": program.presets}
-    options["positional"] = program.positional
+    options |= {"positional": program.positional, "passes": program.passes}
     ending: object = 0
     try:
         cli.parse(name, program.config_class, program.recipes, rest, **options)

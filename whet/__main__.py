@@ -319,7 +319,10 @@ def run(argv: Sequence[str]) -> int:
     elif parsed.dry_run:
         print(cli.dump_yaml(config), end="", flush=True)
         if program.plan is not None:
-            print("\n".join(f"# {line}".rstrip() for line in program.plan(config).splitlines()), flush=True)
+            sign = "# " if program.recipes else ""  # what is printed of a recipe is one again
+            print(
+                "\n".join(f"{sign}{line}".rstrip() for line in program.plan(config).splitlines()), flush=True
+            )
         if program.check is not None:
             program.check(config, parsed.resume)
     else:

@@ -242,8 +242,9 @@ def parse(
 
 def _refuse_old(program: str, argv: Sequence[str], positional: str) -> None:
     """Refuse how earlier versions were called, with the words of this one."""
-    for word in argv:
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
         option, _, value = word.partition("=")
+        value = value or ("" if after.startswith("-") else after)
         if option == "--program":
             raise UserError(f"--program is now --of, as in: {program} demo --of {value or 'rl'}")
         if option == "--recipe" and positional == "recipe":

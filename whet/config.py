@@ -275,6 +275,9 @@ def closest(name: str, candidates: Sequence[str]) -> str | None:
     common = [one for one in moved if one.lstrip("-").rpartition(".")[0] in COMMON_GROUPS]
     moved = common if common and "." not in name else moved
     matches = difflib.get_close_matches(name, moved or candidates, n=1, cutoff=0.0 if moved else 0.6)
+    begun = [candidate for candidate in candidates if len(candidate) > 2 and name.startswith(candidate)]
+    if begun and "." not in name:  # 'evaluate' means 'eval' more than 'validate'
+        return max(begun, key=len)
     if not matches:  # 'gms8k' means 'gpt2-gsm8k' more than nothing
         parts = {
             part: candidate for candidate in reversed(candidates) for part in candidate.split("-") if part

@@ -383,7 +383,7 @@ def test_ten_mistakes_each_get_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         ((), {}, "name two models"),
         ((a,), {}, "expected two or more"),
         ((a, a), {}, "is given twice"),
-        ((a, tmp_path / "nowhere" / "x"), {}, "no such folder, no run id"),
+        ((a, tmp_path / "nowhere" / "x"), {}, "no such run or folder"),
         ((a, "nowhere-20260101"), {}, "no run of that id"),
         ((a, group), {}, f"it contains evaluations, name them: {group / 'eval' / 'sft'}"),
         ((a, tmp_path / "file.txt"), {}, "is a file; expected the folder"),

@@ -272,7 +272,7 @@ def test_mistakes_are_one_line(tmp_path):
     (tmp_path / "folder.html").mkdir()
     cases = {
         "RUN is missing": {},
-        "there is no such folder": {"run": str(tmp_path / "none")},
+        "no such run or folder": {"run": str(tmp_path / "none")},
         "is a file, expected the run folder": {"run": str(run / "metrics.jsonl")},
         "holds no run": {"run": str(empty)},
         "expected the name of an .html file": {"run": str(run), "out": str(run / "metrics.jsonl")},

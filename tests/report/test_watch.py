@@ -330,7 +330,7 @@ def test_the_program_prints_one_line_and_ends_quietly(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"run": ""}, "needs a run folder"),
-        ({"run": "none"}, "no such folder"),
+        ({"run": "none"}, "no such run or folder"),
         ({"run": "file"}, "this is a file"),
         ({"run": "empty"}, "no run in this folder or below it"),
         ({"run": "run", "host": "0.0.0.0"}, "other machines could read the run"),

@@ -23,7 +23,7 @@ from whet.cli import Program
 from whet.report.page import render
 from whet.telemetry.display import escape_controls
 from whet.telemetry.log import as_number, parse_row, replace_file
-from whet.telemetry.provenance import PROVENANCE, find_run, parent_run, read_json, run_folders, run_id
+from whet.telemetry.provenance import PROVENANCE, find_run, no_run, parent_run, read_json, run_folders, run_id
 from whet.types import UserError
 
 NOTES = "notes.jsonl"
@@ -61,7 +61,7 @@ def main(config: RunsConfig) -> None:
     """
     root = Path(config.folder)
     if not root.is_dir():
-        raise UserError(f"{root}: no such folder; name the folder of your runs: `whet runs FOLDER`")
+        raise no_run(config.folder)
     if config.note is not None:
         add_note(root, *config.note)
     runs = read_runs(root)

@@ -63,6 +63,7 @@ def _qwen25(width: int, feed: int, layers: int, heads: int, kv_heads: int, *, co
 # Shapes of the recipes' starting models, so that a plan needs no network; other names are looked up on the hub.
 SHAPES: dict[str, ModelConfig] = {
     "Qwen/Qwen2.5-0.5B": _qwen25(896, 4864, 24, 14, 2, context=32_768),
+    "Qwen/Qwen2.5-0.5B-Instruct": _qwen25(896, 4864, 24, 14, 2, context=32_768),
     "Qwen/Qwen2.5-1.5B": _qwen25(1536, 8960, 28, 12, 2, context=131_072),
     "Qwen/Qwen2.5-3B": _qwen25(2048, 11_008, 36, 16, 2, context=32_768),
     "Qwen/Qwen2.5-7B": _qwen25(3584, 18_944, 28, 28, 4, context=131_072),
