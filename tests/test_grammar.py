@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -304,6 +305,32 @@ def test_listing_recipes_imports_no_torch() -> None:
         "print('torch' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1] == "False"
+
+
+def test_the_first_hour_counts_what_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hour itself is run by .ci/run; here that a command which fails is counted, told and ends with status 1."""
+    spec = importlib.util.spec_from_file_location("first_hour", ROOT / "bench" / "first_hour.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hour = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hour)
+    monkeypatch.setattr(hour, "make_model", make_model)
+    wrong = (
+        "a column that is not there",
+        "rl own --model my-model --data questions.csv --task.answer x --dry-run",
+    )
+    monkeypatch.setattr(hour, "COMMANDS", (hour.COMMANDS[3], wrong))
+    assert hour.main(["--quick"]) == 1
+    out = capsys.readouterr().out
+    assert [line[:4] for line in out.splitlines() if "  what" in line or "  a col" in line] == [
+        "ok  ",
+        "FAIL",
+    ]
+    assert out.endswith(
+        "2 commands failed or need a second try; goal 0\n"
+    )  # there is no run to chat with, either
 
 
 # A machine with little memory.

@@ -284,8 +284,12 @@ def _pass_on(
             if theirs is None:
                 raise
             if long not in ("--algo", "--optim"):
-                candidates = cls if _near(cls, option) else theirs
-                _resolve(command, candidates, {}, long)
+                try:
+                    _resolve(command, theirs, {}, long)
+                except UserError:
+                    if _near(cls, option):  # a misspelt option of this command
+                        _resolve(command, cls, data, option)
+                    raise
             passed.append(f"{long[2:]}={texts[0]}" if len(texts) == 1 else shlex.join([long[2:], *texts]))
         else:
             own.append((option, texts))

@@ -384,7 +384,7 @@ def test_ten_mistakes_each_get_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         ((a,), {}, "expected two or more"),
         ((a, a), {}, "is given twice"),
         ((a, tmp_path / "nowhere" / "x"), {}, "no such run or folder"),
-        ((a, "nowhere-20260101"), {}, "no run of that id"),
+        ((a, "nowhere-20260101"), {}, "no such run or folder"),
         ((a, group), {}, f"it contains evaluations, name them: {group / 'eval' / 'sft'}"),
         ((a, tmp_path / "file.txt"), {}, "is a file; expected the folder"),
         ((a, torn), {}, "line 7 is damaged"),

@@ -169,7 +169,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ([], "check = '': expected kernels, sandbox, determinism, or hang RUN"),
         (["sandbox", "x"], "check = 'sandbox x': expected nothing after sandbox"),
         (["hang", str(tmp_path), "--only", "x"], "only is not read by the check hang; leave it out"),
-        (["sandbox", "--program", "sft"], "program is not read by the check sandbox; leave it out"),
+        (["sandbox", "--of", "sft"], "of is not read by the check sandbox; leave it out"),
         (["determinism", "--num-workers", "1"], "num_workers is not read by the check determinism"),
     ):
         assert cli.guard(lambda words=words: check(*words)) == 2

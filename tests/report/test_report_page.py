@@ -282,7 +282,7 @@ def test_mistakes_are_one_line(tmp_path):
         "is the run itself": {"run": str(run), "against": str(run)},
         "holds 2 runs; give one": {"run": str(run), "against": runs},
         "compares single runs": {"run": runs, "against": str(run)},
-        "--against '": {"run": str(run), "against": str(tmp_path / "none")},
+        f"{tmp_path / 'none'}': no such run": {"run": str(run), "against": str(tmp_path / "none")},
     }
     for said, fields in cases.items():
         with pytest.raises(ValueError, match=re.escape(said)) as error:

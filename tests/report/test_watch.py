@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from whet.install import install_command
 from whet.model.text.tokenizer import Tokenizer
 from whet.report.watch import WatchConfig, main
 from whet.types import UserError
@@ -356,7 +358,7 @@ def test_mistakes_get_one_clear_line(
 
 def test_a_missing_extra_and_a_port_beyond_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(UserError, match=r"^uvicorn is missing: pip install 'whet\[web\]'$"):
+    with pytest.raises(UserError, match=re.escape(f"whet watch needs uvicorn: {install_command('web')}")):
         main(WatchConfig(run=str(tmp_path)))
     with pytest.raises(ValueError, match=r"^port = 65536: expected 0"):
         WatchConfig(port=65536)

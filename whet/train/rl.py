@@ -115,7 +115,6 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
             "rl", config, policy, tracking, best="eval/greedy", higher_is_better=True, headline=HEADLINE
         )
         order = data_order(task, kept, config.seed)
-        order.look = run.session.stop_unsaved
         source = RolloutSource.of(config, policy, task, rewards, order)
         objective = Objective.of(config, policy)
         trust, failures = Trust(config, probe, judge), Failures(rewards)
@@ -134,6 +133,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
 
         notes = [f"sampler vs trainer: {probe}", *notes]
         with tracking, run.open(f"rl {task.name}", notes=notes, warnings=warnings), closing(source):
+            order.look = run.session.stop_unsaved
             if config.safety.rehearses(policy.device):
                 run.beat("rehearse")
                 objective.rehearse(longest_sequence(policy, kept, config.sampling))
