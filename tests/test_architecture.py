@@ -26,7 +26,7 @@ README = ROOT / "README.md"
 # A name may import what stands in a row above its own, and its own folder; in the first row also what stands
 # left of it. So `algo` cannot know `model`, nor `model` `algo`, nor `tasks` `generate`.
 ORDER = (
-    ("types", "config", "cli", "stats"),
+    ("types", "install", "config", "cli", "stats"),
     ("kernels",),
     ("sandbox", "ranks"),
     ("storage",),
@@ -343,17 +343,20 @@ def test_the_checks_above_can_fail() -> None:
     assert bare_fields(next(walk(ast.parse(told), ast.ClassDef))) == ["c"]
 
 
-def readme_blocks() -> Iterator[tuple[str, list[str]]]:
-    """Yield (language, lines) of each fenced block of the README."""
-    text = README.read_text(encoding="utf-8")
+def readme_blocks(page: Path = README) -> Iterator[tuple[str, list[str]]]:
+    """Yield (language, lines) of each fenced block of a page."""
+    text = page.read_text(encoding="utf-8")
     for match in re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         yield match[1], match[2].splitlines()
 
 
-def readme_commands() -> list[list[str]]:
-    """Return the words of every `whet ...` and `make ...` line in the README's shell blocks."""
+def readme_commands(page: Path = README) -> list[list[str]]:
+    """Return the words of every `whet ...` and `make ...` line in a page's shell blocks."""
     lines = [
-        line for language, block in readme_blocks() if language in ("sh", "bash", "console") for line in block
+        line
+        for language, block in readme_blocks(page)
+        if language in ("sh", "bash", "console")
+        for line in block
     ]
     joined = "\n".join(lines).replace("\\\n", " ")
     commands = [line.strip().removeprefix("$ ") for line in joined.splitlines()]
@@ -372,6 +375,16 @@ def test_readme_commands_parse(tmp_path: Path) -> None:
             check_whet_command(words, tmp_path)
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_commands_of_the_docs_parse(page: Path, tmp_path: Path) -> None:
+    for program, *words in readme_commands(page):
+        if program == "whet" and page.name != "LOG.md":  # the log quotes earlier versions
+            words = words[
+                : next((n for n, word in enumerate(words) if word in ("&&", "|", "&", ">", "2>&1")), None)
+            ]
+            check_whet_command(words, tmp_path)
+
+
 def check_whet_command(words: list[str], tmp_path: Path) -> None:
     """Parse one command line as whet would, without running it; a path becomes a run folder of a recipe."""
     if not words or words[0].startswith("-"):
@@ -385,7 +398,7 @@ def check_whet_command(words: list[str], tmp_path: Path) -> None:
         rest[0] = str(tmp_path)
     name = f"whet {words[0]}"
     options: dict[str, Any] = {"resumable": program.resumable, "presets": program.presets}
-    options["positional"] = program.positional
+    options |= {"positional": program.positional, "passes": program.passes}
     ending: object = 0
     try:
         cli.parse(name, program.config_class, program.recipes, rest, **options)

@@ -340,7 +340,10 @@ def test_every_training_program_knows_the_least_memory(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = "demo" if command in ("rl", "sft") else next(iter(__main__.COMMANDS[command].load().recipes))
-    assert __main__.main([command, recipe, "--optim", "lean", "--optim.token-budget", "64", "--dry-run"]) == 0
+    assert (
+        __main__.main([command, recipe, "--optim", "lean", "--optim.token-budget", "64", "--print-config"])
+        == 0
+    )
     out = capsys.readouterr().out
     for line in ("adam_bits: 8", "precision: bfloat16_master", "checkpoint_layers: true", "token_budget: 64"):
         assert f"  {line}\n" in out
@@ -367,13 +370,13 @@ def test_every_named_algorithm_is_a_preset_of_the_demo(capsys: pytest.CaptureFix
         # DAPO's ramp for long completions is longer than the demo's completions, and the message says so.
         ramp = ["--algo.overlong-cache", "16"] if make().overlong_cache else []
         if ramp:
-            assert __main__.main(["rl", "demo", "--algo", name, "--dry-run"]) == 2
+            assert __main__.main(["rl", "demo", "--algo", name, "--print-config"]) == 2
             assert "algo.overlong_cache = 128: expected at most" in capsys.readouterr().err
-        assert __main__.main(["rl", "demo", "--algo", name, *ramp, "--dry-run"]) == 0
+        assert __main__.main(["rl", "demo", "--algo", name, *ramp, "--print-config"]) == 0
         out = capsys.readouterr().out
         assert f"  aggregation: {make().aggregation}\n" in out
         assert f"  clip_high: {make().clip_high}\n" in out
-    argv = ["rl", "demo", "--algo", "gspo", "--algo.clip-high", "0.1", "--dry-run"]
+    argv = ["rl", "demo", "--algo", "gspo", "--algo.clip-high", "0.1", "--print-config"]
     assert __main__.main(argv) == 0
     out = capsys.readouterr().out
     assert "  ratio: sequence\n" in out
@@ -665,7 +668,7 @@ def test_dry_run_and_resume_reach_the_program(
     )
     monkeypatch.setitem(__main__.COMMANDS, "toy", __main__.Command(load=lambda: program, help="a toy"))
     assert __main__.main(["toy", "toy-small", "--dry-run"]) == 0
-    assert capsys.readouterr().out == cli.dump_yaml(SMALL) + "\nthe plan of small\n"
+    assert capsys.readouterr().out == cli.dump_yaml(SMALL) + "# the plan of small\n"
     assert calls == []
     assert __main__.main(["toy", "toy-small", "--resume"]) == 0
     assert __main__.main(["toy", "toy-small", "--name", "x"]) == 0

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from whet import __version__, calm_threads, cli
-from whet.cli import Program
-from whet.types import UserError
+from whet import __version__, calm_threads
+from whet.install import missing_core
+
+try:
+    from whet import cli
+    from whet.cli import Program
+    from whet.types import UserError
+except ModuleNotFoundError as error:  # yaml, before anything could catch it
+    if not (line := missing_core(error)):
+        raise
+    sys.exit(f"whet: error: {line}")
 
 
 def keep_freed_memory() -> None:
@@ -100,50 +111,69 @@ def load(name: str) -> Program:
 
 
 GROUPS: dict[str, dict[str, str]] = {
-    "see it work": {
-        "demo": "the whole story in minutes on a laptop: base model, SFT, RL, report",
-        "explain": "the arithmetic behind it, by worked examples with plots",
-    },
     "train": {
-        "sft": "fine-tune a model on worked solutions",
+        "demo": "the whole story in minutes on a laptop: base model, SFT, RL, report",
+        "sft": "fine-tune a model on worked solutions, chats or texts",
         "rft": "fine-tune a model on those of its own completions that are right",
         "dpo": "teach a model to prefer better completions over worse ones",
         "rl": "reinforce a model with verifiable rewards",
+        "seeds": "one recipe with several seeds: stop the hopeless ones, report the spread",
     },
-    "measure and compare": {
+    "measure": {
         "eval": "measure a model: accuracy with its confidence interval",
         "compare": "models side by side: what differs, how certain, what they wrote",
         "probe": "what a model forgot: off-domain questions, perplexity of prose, token transcripts",
         "validate": "a whole recipe against thresholds declared before; exit status 1 when one is missed",
-        "seeds": "one recipe with several seeds: stop the hopeless ones, report the spread",
+        "bench": "speed and memory beside TRL, transformers and vLLM on this machine",
     },
-    "look at a run": {
+    "look": {
         "report": "one HTML page of a run: curves, warnings, every completion, differences",
         "watch": "a running run in the browser: live curves, every completion",
         "runs": "the registry of runs: lineage, hashes, results",
         "track": "send a run that has ended to experiment trackers, from its own files",
-        "replay": "recompute a recorded step and say at which stage it differs",
+        "data": "what a task's data is: columns, lengths, repetitions, train/test overlap",
+        "explain": "the arithmetic behind it, by worked examples with plots",
     },
-    "use a model": {
+    "use": {
         "chat": "talk to a model in the terminal",
         "serve": "serve a model to OpenAI's clients and evaluation harnesses",
         "push": "upload a run's model to the hub, with a card of what was measured",
         "pull": "download a model from the hub, every file checked",
     },
-    "before a run": {
+    "check": {
         "plan": "peak memory of a recipe by phase, before it runs, and what fits a device",
-        "diagnose": "one real training step, component by component: pass, warn or fail, with reasons",
-        "sweep": "the fastest settings of a recipe on this machine that its memory holds",
         "audit": "test a task and its rewards before training: right pays most, hostile nothing",
-        "data": "report on a task's data: lengths, repetitions, train/test overlap",
-    },
-    "this machine": {
-        "doctor": "attack the sandbox; train twice and compare; look at a run that hangs",
+        "diagnose": "one real training step, component by component: pass, warn or fail, with reasons",
         "profile": "where a step's time and memory go, by phase; a trace, a page, Nsight's command lines",
-        "bench": "speed and memory beside TRL, transformers and vLLM on this machine",
+        "sweep": "the fastest settings of a recipe on this machine that its memory holds",
+        "replay": "recompute a recorded step and say at which stage it differs",
+        "doctor": "attack the sandbox; train twice and compare; look at a run that hangs",
     },
 }
 """Commands by what one wants to do, each with its line of help."""
+
+RECIPE_FILES = {
+    "sft": "sft",
+    "rft": "rft",
+    "dpo": "dpo",
+    "rl": "rl",
+    "eval": "evaluation",
+    "validate": "validation",
+}
+"""The file in `recipes` of each command that takes a recipe."""
+ARGUMENTS = {
+    **dict.fromkeys(RECIPE_FILES, "RECIPE"),
+    **dict.fromkeys(("plan", "diagnose", "profile", "sweep", "seeds"), "RECIPE"),
+    **dict.fromkeys(("report", "watch", "track", "replay"), "RUN"),
+    **dict.fromkeys(("chat", "serve"), "MODEL"),
+    **dict.fromkeys(("compare", "probe"), "MODEL ..."),
+    **dict.fromkeys(("audit", "data"), "TASK"),
+    "runs": "[FOLDER]",
+    "push": "RUN OWNER/NAME",
+    "pull": "OWNER/NAME",
+    "doctor": "CHECK",
+}
+"""What the words after a command name."""
 
 COMMANDS = {
     name: Command(load=partial(load, name), help=text)
@@ -155,18 +185,89 @@ COMMANDS = {
 def usage() -> str:
     """Return the table of commands."""
     width = max(map(len, COMMANDS)) + 2
+    wide = max(map(len, ARGUMENTS.values())) + 2
     rows: list[str] = []
     for group, names in GROUPS.items():
-        rows += [f"{group}:", *(f"  {name:<{width}}{text}" for name, text in names.items()), ""]
+        lines = (f"  {name:<{width}}{ARGUMENTS.get(name, ''):<{wide}}{text}" for name, text in names.items())
+        rows += [f"{group}:", *lines, ""]
     return "\n".join(
         [
-            "usage: whet COMMAND [RECIPE] [--field value ...]",
+            "usage: whet COMMAND [RECIPE|RUN|TASK] [--field value ...]",
             "",
             *rows,
-            "whet COMMAND --help          its recipes",
+            "whet COMMAND --help          its recipes, or its fields",
             "whet COMMAND RECIPE --help   its fields, with the recipe's values",
+            "whet --completion SHELL      completion for bash, zsh or fish",
             "whet --version",
+            "",
+            "your own model and data:     whet sft|dpo|rl|eval own --model MODEL --data FILE|HUB_NAME",
         ]
+    )
+
+
+def recipe_lines(name: str) -> dict[str, str]:
+    """Return the recipes of a command, each with the first line about it, from the source: nothing is imported.
+
+    Args:
+        name: A name of `RECIPE_FILES`.
+    """
+    path = Path(__file__).parent / "recipes" / f"{RECIPE_FILES[name]}.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    told = {
+        node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.FunctionDef)
+    }
+    tables = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "RECIPES"
+    ]
+    table = tables[0].value
+    assert isinstance(table, ast.Dict), path
+    return {
+        ast.literal_eval(key): told[ast.unparse(value)].partition("\n")[0]
+        for key, value in zip(table.keys, table.values, strict=True)
+        if key is not None
+    }
+
+
+def completion(shell: str) -> str:
+    """Return what a shell reads to complete whet's commands, recipes, common options and paths.
+
+    Raises:
+        UserError: If the shell is unknown.
+    """
+    options = "--model --data --task --num-steps --out --dry-run --print-config --resume --help"
+    words = {name: " ".join(recipe_lines(name)) for name in RECIPE_FILES}
+    cases = "\n".join(f"    {name}) words='{names}' ;;" for name, names in words.items())
+    if shell in ("bash", "zsh"):
+        head = ["autoload -U +X bashcompinit && bashcompinit"] * (shell == "zsh")
+        return "\n".join(
+            [
+                *head,
+                "_whet() {",
+                '  local current="${COMP_WORDS[COMP_CWORD]}" words=""',
+                f"  if [ \"$COMP_CWORD\" -eq 1 ]; then words='{' '.join(COMMANDS)} --help --version --completion'",
+                '  elif [[ "$current" == -* ]]; then',
+                f"    words='{options}'",
+                '  elif [ "$COMP_CWORD" -eq 2 ]; then case "${COMP_WORDS[1]}" in',
+                cases,
+                "  esac; fi",
+                '  COMPREPLY=($(compgen -W "$words" -- "$current"))',
+                "}",
+                "complete -o default -F _whet whet",
+            ]
+        )
+    if shell == "fish":
+        first = "__fish_use_subcommand"
+        lines = [
+            f"complete -c whet -n {first} -a {name} -d {shlex.quote(row.help)}"
+            for name, row in COMMANDS.items()
+        ]
+        second = "test (count (commandline -opc)) -eq 2; and __fish_seen_subcommand_from"
+        lines += [f"complete -c whet -n '{second} {name}' -a '{names}'" for name, names in words.items()]
+        return "\n".join([*lines, *(f"complete -c whet -l {option[2:]}" for option in options.split())])
+    raise UserError(
+        f"--completion {cli.escape(shell) or 'SHELL'}: expected bash, zsh or fish, as in: whet --completion bash"
     )
 
 
@@ -186,8 +287,15 @@ def run(argv: Sequence[str]) -> int:
     if name == "--version":
         print(f"whet {__version__}")
         return 0
+    if name == "--completion":
+        print(completion(" ".join(argv[1:])))
+        return 0
     if name not in COMMANDS:
         raise cli.unknown("command", name, "whet", list(COMMANDS), help_command="whet --help")
+    resumable = name in RECIPE_FILES and name != "validate"
+    if name in RECIPE_FILES and list(argv[1:]) in (["--help"], ["-h"]):
+        print(cli.overview(f"whet {name}", recipe_lines(name), resumable=resumable))
+        return 0
     program = COMMANDS[name].load()
     if _is_rank() and not program.shared:
         raise UserError(f"'whet {name}' runs in one process; start it without torchrun")
@@ -200,21 +308,49 @@ def run(argv: Sequence[str]) -> int:
         has_steps=program.shared,
         presets=program.presets,
         positional=program.positional,
+        passes=program.passes,
+        find_run=_find_run,
     )
-    if parsed.dry_run:
-        print(cli.dump_yaml(parsed.config))
+    config = parsed.config
+    if program.sized is not None and parsed.recipe == "own":
+        config = program.sized(config, parsed.typed)
+    if parsed.print_config:
+        print(cli.dump_yaml(config), end="")
+    elif parsed.dry_run:
+        print(cli.dump_yaml(config), end="", flush=True)
         if program.plan is not None:
-            print(program.plan(parsed.config))
-    elif program.resumable:
-        try:
-            program.main(parsed.config, resume=parsed.resume)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                "the same command with --resume goes on from its last checkpoint"
-            ) from None
+            sign = "# " if program.recipes else ""  # what is printed of a recipe is one again
+            print(
+                "\n".join(f"{sign}{line}".rstrip() for line in program.plan(config).splitlines()), flush=True
+            )
+        if program.check is not None:
+            program.check(config, parsed.resume)
     else:
-        program.main(parsed.config)
+        if program.before is not None:
+            program.before(config)
+        _start(program, config, parsed.resume)
     return 0
+
+
+def _start(program: Program, config: object, resume: bool | int) -> None:
+    if not program.resumable:
+        program.main(config)
+        return
+    try:
+        program.main(config, resume=resume)
+    except KeyboardInterrupt:
+        again = "the same command with --resume goes on from its last checkpoint"
+        raise KeyboardInterrupt(again) from None
+
+
+def _find_run(word: str, of_model: bool) -> str:
+    """Return the run folder that a short name stands for, and tell which it is."""
+    from whet.telemetry.provenance import resolve_run
+
+    found = resolve_run(word, of_model)
+    if found != word:
+        print(f"whet: {word} is {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def _is_rank() -> bool:

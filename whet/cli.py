@@ -6,8 +6,9 @@ import errno
 import inspect
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, is_dataclass
@@ -26,10 +27,12 @@ from whet.config import (
     leaves,
     load_yaml,
     put,
+    reset,
     show,
     to_dict,
     unwrap,
 )
+from whet.install import missing_core
 from whet.types import UserError
 
 if TYPE_CHECKING:
@@ -49,12 +52,43 @@ __all__ = [
 ]
 
 Config = TypeVar("Config", bound="DataclassInstance")
+FindRun = Callable[[str, bool], str]
 _NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SHORT = {"--task": "--task.name", "--track": "--track.to", "--deterministic": "--safety.deterministic"}
-"""Options that stand for one field of a group."""
+_SHORT = {
+    "--task": ("task.name", "eval.task.name"),
+    "--data": ("pairs", "task.name", "eval.task.name"),
+    "--model": ("policy.init",),
+    "--track": ("track.to",),
+    "--deterministic": ("safety.deterministic",),
+}
+"""Short options, each for the first of these fields that a program has."""
+_FOREIGN = {
+    "learning_rate": "optim.lr",
+    "batch_size": "num_prompts",
+    "num_generations": "group_size",
+    "max_steps": "num_steps",
+    "epochs": "num_steps",
+    "output_dir": "out",
+    "output": "out",
+    "dataset": "task.name",
+    "model_name_or_path": "policy.init",
+    "max_tokens": "sampling.max_new_tokens",
+    "max_length": "sampling.max_new_tokens",
+    "max_completion_length": "sampling.max_new_tokens",
+}
+"""What other libraries call a field: a suggestion, no second name."""
+_RUNS = dict.fromkeys(("policy.init", "teacher.init", "reward_model", "models"), True)
+_RUNS |= dict.fromkeys(("run", "against"), False)
+"""Fields, by their last words, that take a run (and whether its model is wanted): it is found by a short name."""
 MAX_LINE = 1000
-_SWITCHES = {"--dry-run": "dry_run", "--dry_run": "dry_run", "--help": "help", "-h": "help"}
+_SWITCHES = {
+    "--dry-run": "dry_run",
+    "--dry_run": "dry_run",
+    "--print-config": "print_config",
+    "--help": "help",
+    "-h": "help",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +104,12 @@ class Program:
         resumable: Whether it knows --resume.
         shared: Whether it trains: several ranks (torchrun) can share its work, and it knows --resume STEP.
         positional: Field that its one word sets (all its words, where it is a tuple), for a program without recipes.
+        passes: For a program that looks at another one's recipe, the configs of those by the value of its field `of`:
+            their options are its own, too, and are collected in its field `set`.
+        check: Finds what a run would stop at before its first step, for --dry-run: `check(config, resume)` creates
+            nothing.
+        before: Runs before `main`, and not for --dry-run: what would end the run later is refused or told of now.
+        sized: Fits a config to this machine, for recipes of one's own: `sized(config, typed)` changes no typed field.
     """
 
     config_class: type[Any]
@@ -80,6 +120,10 @@ class Program:
     resumable: bool = False
     shared: bool = False
     positional: str = ""
+    passes: Mapping[str, type[Any]] = field(default_factory=dict)
+    check: Callable[[Any, Any], None] | None = None
+    before: Callable[[Any], None] | None = None
+    sized: Callable[[Any, Collection[str]], Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +135,16 @@ class Parsed(Generic[Config]):
         recipe: The RECIPE argument as written; '' for a program without recipes.
         dry_run: Print the config and the plan, create nothing.
         resume: Continue an earlier run of this config: from its newest checkpoint, or from that of a step.
+        print_config: Print the config alone, and check nothing else.
+        typed: Dotted names of the fields that the user gave; a named group stands for all its fields.
     """
 
     config: Config
     recipe: str
     dry_run: bool
     resume: bool | int
+    print_config: bool = False
+    typed: frozenset[str] = frozenset()
 
 
 def parse(
@@ -109,8 +157,12 @@ def parse(
     has_steps: bool = True,
     presets: Mapping[str, Mapping[str, Callable[[], Any]]] | None = None,
     positional: str = "",
+    passes: Mapping[str, type[Any]] | None = None,
+    find_run: FindRun = lambda text, _: text,
 ) -> Parsed[Config]:
     """Understand `RECIPE [--field value ...] [--dry-run] [--resume]`.
+
+    Only what the user typed can conflict: where an override makes a recipe's default meaningless, that falls away.
 
     tyro writes the help; values are converted here, because YAML needs the same typed construction and an
     error must be one line. tests/test_cli.py holds the results equal to tyro's own.
@@ -126,6 +178,8 @@ def parse(
             given beside it change it further.
         positional: Field that a program without recipes takes as its one word, `whet audit gsm8k`, or, where it is a
             tuple, as all its words: `whet compare A B`.
+        passes: As in `Program`.
+        find_run: Given the name of a run and whether its model is wanted, returns the folder; any other text unchanged.
 
     Returns:
         The config and the switches.
@@ -135,6 +189,7 @@ def parse(
         SystemExit: Status 0 after printing help.
     """
     argv = [part for word in argv for part in (word.split("=") if word.startswith("--resume=") else [word])]
+    _refuse_old(program, argv, positional)
     words, overrides, switches = _scan(argv, _SWITCHES | ({"--resume": "resume"} if resumable else {}))
     if positional and words:
         takes_all = get_origin(unwrap(leaves(config_class)[positional])[0]) is tuple
@@ -142,12 +197,13 @@ def parse(
         overrides, words = [(_flag(positional), taken), *overrides], words[len(taken) :]
     if recipes and not words:
         if "help" in switches:
-            print(_overview(program, recipes, resumable=resumable))
+            lines = {n: (inspect.getdoc(make) or "").partition("\n")[0] for n, make in recipes.items()}
+            print(overview(program, lines, resumable=resumable))
             raise SystemExit(0)
         first = next(iter(recipes))
         raise UserError(f"'{program}' needs a RECIPE: '{program} {first}' ({program} --help lists all)")
     recipe, stray = (words[0], words[1:]) if recipes else ("", words)
-    start = _start(program, config_class, recipes, recipe) if recipes else None
+    start = _start(program, config_class, recipes, recipe, find_run) if recipes else None
     command = f"{program} {recipe}".rstrip()
     if "help" in switches:
         named = [f"--{group} NAME: {', '.join(table)}" for group, table in (presets or {}).items()]
@@ -161,11 +217,159 @@ def parse(
             f"unexpected argument {show(stray[0])} for '{program}'; an override is written --field value"
         )
     data = default_data(config_class) if start is None else to_dict(start)
+    named = [option[2:] for option, _ in overrides if option[2:] in (presets or {})]
+    overrides = [(_long(config_class, option, overrides), texts) for option, texts in overrides]
     for dotted, table in (presets or {}).items():
+        if data.get(dotted) is None and any(option.startswith(f"--{dotted}.") for option, _ in overrides):
+            overrides = [(f"--{dotted}", [next(iter(table))])] * (dotted not in named) + overrides
         overrides = _preset(command, data, overrides, dotted, table)
-    _apply(command, config_class, data, overrides)
-    config = from_dict(config_class, data, where=command)
-    return Parsed(config=config, recipe=recipe, dry_run="dry_run" in switches, resume=resume)
+    if passes:
+        overrides = _pass_on(command, config_class, passes, data, overrides)
+    typed = frozenset({*named, *_apply(command, config_class, data, overrides)})
+    for dotted in typed:
+        _forget(config_class, data, start, dotted, typed)
+    _name_runs(config_class, data, find_run)
+    config = _built(command, config_class, data, typed)
+    return Parsed(
+        config=config,
+        recipe=recipe,
+        dry_run="dry_run" in switches,
+        resume=resume,
+        print_config="print_config" in switches,
+        typed=typed,
+    )
+
+
+def _refuse_old(program: str, argv: Sequence[str], positional: str) -> None:
+    """Refuse how earlier versions were called, with the words of this one."""
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
+        option, _, value = word.partition("=")
+        value = value or ("" if after.startswith("-") else after)
+        if option == "--program":
+            raise UserError(f"--program is now --of, as in: {program} demo --of {value or 'rl'}")
+        if option == "--recipe" and positional == "recipe":
+            raise UserError(f"--recipe is now the first word: {program} {value or 'demo'}")
+
+
+def _long(cls: type[Any], option: str, given: Sequence[tuple[str, list[str]]]) -> str:
+    """Return the option that a short one stands for; `--data` beside `--task` is the path of that task's data."""
+    places = _SHORT.get(option, ())
+    if option == "--data" and any(name in ("--task", "--task.name") for name, _ in given):
+        places = ("task.path", "eval.task.path")
+    fields = leaves(cls) if places else {}
+    return next((_flag(place) for place in places if place in fields), option)
+
+
+def _pass_on(
+    command: str,
+    cls: type[Any],
+    passes: Mapping[str, type[Any]],
+    data: dict[str, Any],
+    overrides: Sequence[tuple[str, list[str]]],
+) -> list[tuple[str, list[str]]]:
+    """Collect the options of the recipe's own program in the field `set`; return the others."""
+    of = next((texts[0] for option, texts in overrides if option == "--of" and texts), data.get("of"))
+    theirs = passes.get(str(of))
+    own, passed = [], []
+    for option, texts in overrides:
+        long = option if theirs is None else _long(theirs, option, overrides)
+        if option == "--set":
+            example = _written(*texts[0].partition("=")[::2]) if texts else "--policy.init MODEL"
+            raise UserError(
+                f"--set is gone: a recipe's field is an option of '{command}', too, as in {example}"
+            )
+        try:
+            _resolve(command, cls, data, option)
+        except UserError:
+            if theirs is None:
+                raise
+            if long not in ("--algo", "--optim"):
+                try:
+                    _resolve(command, theirs, {}, long)
+                except UserError:
+                    if _near(cls, option):  # a misspelt option of this command
+                        _resolve(command, cls, data, option)
+                    raise
+            passed.append(f"{long[2:]}={texts[0]}" if len(texts) == 1 else shlex.join([long[2:], *texts]))
+        else:
+            own.append((option, texts))
+    return [*own, ("--set", passed)] if passed else own
+
+
+def passed_words(items: Sequence[str]) -> list[str]:
+    """Return the words of a command line that the entries of a field `set` stand for."""
+    words: list[str] = []
+    for item in items:
+        is_single = re.match(r"[\w.-]+=", item) is not None
+        name, *values = [item] if is_single else shlex.split(item)
+        words += [f"--{name}", *values]
+    return words
+
+
+def _near(cls: type[Any], option: str) -> bool:
+    """Say whether an unknown option is a field of a class, misspelt."""
+    return closest(option, [_flag(name) for name in leaves(cls)]) is not None
+
+
+def _written(name: str, value: str) -> str:
+    return f"{_flag(name)} {value}" if value else f"{_flag(name)}=VALUE"
+
+
+def _covers(typed: Collection[str], dotted: str) -> bool:
+    """Say whether the user gave a field, its group, or one of its own fields."""
+    return any(
+        name == dotted or name.startswith(f"{dotted}.") or dotted.startswith(f"{name}.") for name in typed
+    )
+
+
+def _forget(cls: type[Any], data: dict[str, Any], start: Any, dotted: str, typed: Collection[str]) -> None:
+    """Where the user named another thing than the recipe has, drop what the recipe says about that one."""
+    group, _, last = dotted.rpartition(".")
+    hint = groups(cls).get(group)
+    names = getattr(unwrap(hint)[0], "NAMED_BY", {}).get(last, ()) if hint is not None else ()
+    if not names or start is None:
+        return
+    was: Any = to_dict(start)
+    now: Any = data
+    for part in group.split("."):
+        was, now = (was or {}).get(part), (now or {}).get(part)
+    if was is None or was.get(last) == now.get(last):
+        return
+    for name in names:
+        if not _covers(typed, f"{group}.{name}"):
+            reset(cls, data, f"{group}.{name}")
+
+
+def _built(command: str, cls: type[Config], data: dict[str, Any], typed: Collection[str]) -> Config:
+    """Build the config; a recipe's default that nothing reads any more, because of an override, falls away."""
+    for _ in range(100):  # each round resets a field for good; a config of more is a fault of ours
+        try:
+            return from_dict(cls, data, where=command)
+        except UserError as error:
+            idle = [name for name in error.unread if not _covers(typed, name)]
+            if not typed or not idle:
+                raise
+            for name in idle:
+                reset(cls, data, name)
+    raise AssertionError(f"{command}: defaults that do not fall away")
+
+
+def _name_runs(cls: type[Any], data: dict[str, Any], find_run: FindRun) -> None:
+    """Put folders in the place of runs' short names."""
+    for dotted in leaves(cls):
+        name = next((name for name in _RUNS if dotted == name or dotted.endswith(f".{name}")), "")
+        if not name:
+            continue
+        of_model = _RUNS[name]
+        *outer, last = dotted.split(".")
+        group: Any = data
+        for part in outer:
+            group = (group or {}).get(part)
+        value = (group or {}).get(last)
+        if isinstance(value, str) and value:
+            group[last] = find_run(value, of_model)
+        elif isinstance(value, list):
+            group[last] = [find_run(item, of_model) if isinstance(item, str) else item for item in value]
 
 
 def guard(function: Callable[[], int | None]) -> int:
@@ -196,7 +400,8 @@ def guard(function: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        if not (line := _refused(error)):
+        lacks = missing_core(error) if isinstance(error, ModuleNotFoundError) else ""
+        if not (line := lacks or _refused(error)):
             raise
         print(f"whet: error: {escape(line)}", file=sys.stderr)
         return 2
@@ -219,7 +424,9 @@ def escape(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def unknown(kind: str, name: str, owner: str, candidates: Sequence[str], *, help_command: str) -> UserError:
+def unknown(
+    kind: str, name: str, owner: str, candidates: Sequence[str], *, help_command: str, sure: bool = False
+) -> UserError:
     """Make the one-line error for a misspelt name.
 
     Args:
@@ -228,11 +435,12 @@ def unknown(kind: str, name: str, owner: str, candidates: Sequence[str], *, help
         owner: Who does not know it: 'whet sft'.
         candidates: All right spellings.
         help_command: The command that lists them.
+        sure: Whether the first candidate is meant, however it is spelt.
 
     Returns:
         The error, to be raised.
     """
-    match = closest(name, candidates)
+    match = candidates[0] if sure else closest(name, candidates)
     hint = f"; did you mean {match!r}?" if match else ""
     return UserError(f"unknown {kind} {show(name)} for '{owner}'{hint} ({help_command} lists all)")
 
@@ -259,13 +467,23 @@ def _scan(
 
 
 def _start(
-    program: str, cls: type[Config], recipes: Mapping[str, Callable[[], Config]], recipe: str
+    program: str,
+    cls: type[Config],
+    recipes: Mapping[str, Callable[[], Config]],
+    recipe: str,
+    find_run: FindRun,
 ) -> Config:
     """Return the config that a RECIPE argument names; a name in the table wins over a file of that name."""
     if recipe in recipes:
         return recipes[recipe]()
+    if not recipe.endswith((".yaml", ".yml")):
+        recipe = find_run(recipe, False)
     path = Path(recipe)
     if os.path.isdir(recipe):  # False, no error, for what no file system takes as a name
+        if os.path.exists(path / "config.json"):
+            raise UserError(
+                f"{show(recipe)} is a model, not a recipe: {program} {next(iter(recipes))} --model {recipe}"
+            )
         if not os.path.exists(path / "config.yaml"):
             raise UserError(f"folder {show(recipe)} has no config.yaml, so it is not a run folder")
         try:
@@ -277,6 +495,11 @@ def _start(
                 f"{error}; if {show(recipe)} is a folder of another program, start from its model: "
                 f"{program} RECIPE --policy.init {recipe}"
             ) from None
+    if kind := _misplaced(cls, recipe):
+        option = "--task" if kind == "a task" else "--data"
+        raise UserError(
+            f"{show(recipe)} is {kind}, not a recipe: {program} {next(iter(recipes))} {option} {recipe}"
+        )
     if path.suffix in (".yaml", ".yml") or (os.sep in recipe and os.path.exists(recipe)):
         return load_yaml(path, cls)
     if os.sep in recipe:
@@ -284,6 +507,16 @@ def _start(
             f"no recipe, file or folder {show(recipe)} for '{program}' ({program} --help lists all)"
         )
     raise unknown("recipe", recipe, program, list(recipes), help_command=f"{program} --help")
+
+
+def _misplaced(cls: type[Any], word: str) -> str:
+    """Say what a word in the place of a recipe is: 'a task', 'data', or '' for neither."""
+    task = groups(cls).get("task")
+    if task is None:
+        return ""
+    if word in unwrap(task)[0].KNOWN:
+        return "a task"
+    return "data" if word.endswith((".csv", ".tsv", ".json", ".jsonl", ".parquet")) else ""
 
 
 def _preset(
@@ -313,11 +546,11 @@ def _apply(
     cls: type[DataclassInstance],
     data: dict[str, Any],
     overrides: Sequence[tuple[str, list[str]]],
-) -> None:
-    """Write overrides into plain config data."""
+) -> list[str]:
+    """Write overrides into plain config data; return the dotted names of the fields."""
     seen: dict[str, str] = {}
     for option, texts in overrides:
-        path, hint, negated = _resolve(command, cls, data, _SHORT.get(option, option))
+        path, hint, negated = _resolve(command, cls, data, option)
         dotted = ".".join(path)
         for earlier, spelling in seen.items():
             if earlier == dotted:
@@ -337,6 +570,7 @@ def _apply(
         except (ValueError, KeyError):
             raise UserError(f"{option}: got {got}, expected {expected(hint)}") from None
         put(cls, data, path, value)
+    return list(seen)
 
 
 def _resolve(
@@ -370,6 +604,10 @@ def _resolve(
     negations = [
         _flag(re.sub(r"(\w+)$", r"no_\1", field)) for field, hint in fields.items() if is_switch(hint)
     ]
+    if (meant := _FOREIGN.get(name)) in fields:
+        raise unknown(
+            "field", option, command, [_flag(str(meant))], help_command=f"{command} --help", sure=True
+        )
     raise unknown(
         "field", option, command, [*map(_flag, fields), *negations], help_command=f"{command} --help"
     )
@@ -379,13 +617,16 @@ def _flag(dotted: str) -> str:
     return "--" + dotted.replace("_", "-")
 
 
-def _overview(program: str, recipes: Mapping[str, Callable[[], Any]], *, resumable: bool) -> str:
-    """Return the help of a program without a RECIPE: the recipes and how to override."""
+def overview(program: str, recipes: Mapping[str, str], *, resumable: bool) -> str:
+    """Return the help of a program without a RECIPE: the recipes and how to override.
+
+    Args:
+        program: What the user typed: 'whet sft'.
+        recipes: A line about each, by name.
+        resumable: Whether the program knows `--resume`.
+    """
     width = max(map(len, recipes))
-    lines = [
-        f"  {name:<{width}}  {(inspect.getdoc(recipe) or '').partition(chr(10))[0]}"
-        for name, recipe in recipes.items()
-    ]
+    lines = [f"  {name:<{width}}  {text}" for name, text in recipes.items()]
     return "\n".join(
         [
             f"usage: {program} RECIPE [--field value ...] [--dry-run]{' [--resume]' if resumable else ''}",
@@ -401,7 +642,10 @@ def _overview(program: str, recipes: Mapping[str, Callable[[], Any]], *, resumab
 
 
 def _switch_lines(*, resumable: bool) -> list[str]:
-    lines = ["  --dry-run       print the resolved config and the plan, create nothing"]
+    lines = [
+        "  --dry-run       print the resolved config and the plan, find what the run would stop at; create nothing",
+        "  --print-config  print the resolved config alone, a recipe for later",
+    ]
     more = [
         "  --resume [STEP] continue the earlier run of this config, from its newest checkpoint or that of a step"
     ]

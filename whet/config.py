@@ -29,7 +29,7 @@ from typing import (
 
 import yaml
 
-from whet.types import UserError
+from whet.types import UnreadError, UserError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound="DataclassInstance")
 
 MAX_YAML_BYTES = 1 << 20
+COMMON_GROUPS = ("", "policy", "task", "sampling", "optim", "algo")
+"""Groups in which a name without its group is looked for first."""
 INTERNAL = {"internal": True}
 """Metadata of a field that programs set and users do not: it stands in no config.yaml and is no option."""
 # YAML 1.1 reads `1e-4` (no dot) as text; a person means a number.
@@ -174,6 +176,16 @@ def put(cls: type[DataclassInstance], data: dict[str, Any], path: Sequence[str],
     data[path[-1]] = value
 
 
+def reset(cls: type[DataclassInstance], data: dict[str, Any], dotted: str) -> None:
+    """Give a field or a group in plain data the default of its class; nothing where its group is off."""
+    *outer, last = dotted.split(".")
+    owner = unwrap(groups(cls)[".".join(outer)])[0] if outer else cls
+    for part in outer:
+        data = data.get(part) or {}
+    if last in data:
+        data[last] = default_data(owner)[last]
+
+
 def is_switch(hint: Any) -> bool:
     """Say whether a field is true or false, or that or a text (`bool | str`)."""
     return unwrap(hint)[0] in (bool, bool | str)
@@ -260,7 +272,12 @@ def closest(name: str, candidates: Sequence[str]) -> str | None:
     """Return the candidate most likely meant: the same last word in another group, a near spelling, or part of one."""
     last = name.lstrip("-").rpartition(".")[2]
     moved = [candidate for candidate in candidates if candidate.lstrip("-").rpartition(".")[2] == last]
+    common = [one for one in moved if one.lstrip("-").rpartition(".")[0] in COMMON_GROUPS]
+    moved = common if common and "." not in name else moved
     matches = difflib.get_close_matches(name, moved or candidates, n=1, cutoff=0.0 if moved else 0.6)
+    begun = [candidate for candidate in candidates if len(candidate) > 2 and name.startswith(candidate)]
+    if begun and "." not in name:  # 'evaluate' means 'eval' more than 'validate'
+        return max(begun, key=len)
     if not matches:  # 'gms8k' means 'gpt2-gsm8k' more than nothing
         parts = {
             part: candidate for candidate in reversed(candidates) for part in candidate.split("-") if part
@@ -368,7 +385,10 @@ def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: A
     try:
         return cls(**values)
     except ValueError as error:
-        raise UserError(f"{where}: {path + ': ' if path else ''}{error}") from error
+        refused = UserError(f"{where}: {path + ': ' if path else ''}{error}")
+        if isinstance(error, UnreadError):
+            refused.unread = tuple(_join(path, name) for name in error.fields)
+        raise refused from error
 
 
 def _with_new_names(cls: type[Any], data: Mapping[str, Any], *, path: str, where: str) -> Mapping[str, Any]:

@@ -331,4 +331,26 @@ class ManyJudge(Protocol):
 
 
 class UserError(ValueError):
-    """A mistake of the user's: printed as one line, exit status 2, never a traceback."""
+    """A mistake of the user's: printed as one line, exit status 2, never a traceback.
+
+    Attributes:
+        unread: Fields of a config, dotted from its root, that nothing reads as the others are set.
+    """
+
+    unread: tuple[str, ...] = ()
+
+
+class UnreadError(ValueError):
+    """A config sets fields that nothing reads as its others are set.
+
+    What the user typed is refused with the message; a recipe's default that an override made meaningless falls away
+    (`whet.cli.parse`).
+
+    Args:
+        message: What to tell the user.
+        fields: Their names in the class that raises.
+    """
+
+    def __init__(self, message: str, *fields: str) -> None:
+        super().__init__(message)
+        self.fields = fields

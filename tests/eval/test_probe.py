@@ -268,7 +268,7 @@ def test_transcripts(spelling: PolicyConfig, tmp_path: Path, capsys: pytest.Capt
     [
         ("", "models: got none; name one or more"),
         ("--models {m} {m}", "given twice"),
-        ("--models {m} nowhere", "'nowhere': no such folder"),
+        ("--models {m} nowhere", "'nowhere': no such run or folder"),
         ("--models {m} --num-samples 0", "num_samples = 0: expected 1 or more"),
         ("--models {m} --stride 999", "stride = 999: expected 0"),
         ("--models {m} --stride -1", "stride = -1"),

@@ -11,6 +11,7 @@ import pytest
 from whet.__main__ import COMMANDS, Command, Program, run
 from whet.inspect import bench
 from whet.inspect.bench import PROGRAMS, BenchConfig, Result, main, results, select, table
+from whet.install import install_command
 from whet.types import UserError
 
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -121,12 +122,12 @@ def test_peers_choose_the_programs(installed: set[str]) -> None:
     installed -= {"trl", "vllm"}
     chosen, notes = select(BenchConfig())
     assert set(chosen) == {"generate", "mfu"}
-    assert notes[0] == "trl is skipped: not installed; pip install 'whet[peers]'"
+    assert notes[0] == f"trl is skipped: not installed; {install_command('peers')}"
     assert "VLLM_PYTHON" in notes[1]
-    with pytest.raises(UserError, match=r"--against trl: not installed; pip install 'whet\[peers\]'"):
+    with pytest.raises(UserError, match="--against trl: not installed; .*pip install .*peers"):
         select(BenchConfig(against=("hf,trl",)))
     installed.clear()
-    with pytest.raises(UserError, match="no program of grpo_step has a peer here: pip install"):
+    with pytest.raises(UserError, match="no program of grpo_step has a peer here: .*pip install"):
         select(BenchConfig(programs=("grpo_step",)))
 
 

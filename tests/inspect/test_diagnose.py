@@ -529,7 +529,6 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"repeats": 0}, "repeats = 0"),
         ({"rounds": -1}, "rounds = -1"),
         ({"rounds": 0, "compile": True}, "compile is read with rounds"),
-        ({"set": ("lr",)}, "expected field=value"),
     ):
         with pytest.raises(ValueError, match=text):
             DiagnoseConfig(recipe="x", **options)  # type: ignore[arg-type]

@@ -164,12 +164,12 @@ def test_hostile_heartbeats(tmp_path: Path, content: bytes, capsys: pytest.Captu
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["hang", str(tmp_path)], f"{tmp_path}: no heartbeats; expected the folder of a training run"),
-        (["hang", str(tmp_path / "no")], "no: no such folder"),
+        (["hang", str(tmp_path / "no")], "no such run or folder"),
         (["hang"], "check = hang: expected the folder of a run, as in 'whet doctor hang runs/demo-rl'"),
         ([], "check = '': expected kernels, sandbox, determinism, or hang RUN"),
         (["sandbox", "x"], "check = 'sandbox x': expected nothing after sandbox"),
         (["hang", str(tmp_path), "--only", "x"], "only is not read by the check hang; leave it out"),
-        (["sandbox", "--program", "sft"], "program is not read by the check sandbox; leave it out"),
+        (["sandbox", "--of", "sft"], "of is not read by the check sandbox; leave it out"),
         (["determinism", "--num-workers", "1"], "num_workers is not read by the check determinism"),
     ):
         assert cli.guard(lambda words=words: check(*words)) == 2

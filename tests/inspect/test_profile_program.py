@@ -348,7 +348,7 @@ def test_the_program_writes_its_files(
     config = rl_run(tmp_path / "run")
     recipe.write_text(dump_yaml(config))
     monkeypatch.setattr(profile, "read_recipe", lambda asked: replace(config, num_prompts=2))
-    assert run(["profile", str(recipe), "--warmup", "0", "--steps", "1", "--set", "num_prompts=2"]) == 0
+    assert run(["profile", str(recipe), "--warmup", "0", "--steps", "1", "--num-prompts", "2"]) == 0
     folder = tmp_path / "run-profile" / "profiles"
     assert {path.name for path in folder.iterdir()} == {"profile.html", "profile.json", "trace.json.gz"}
     assert not (tmp_path / "run").exists()  # the recipe's own folder stays free for the run
@@ -423,7 +423,7 @@ def test_a_tool_is_run_with_the_steps_in_its_environment(
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("warmup", -1), ("steps", 0), ("set", ("lr",))):
+    for name, value in (("warmup", -1), ("steps", 0)):
         with pytest.raises(ValueError, match=name):
             ProfileConfig(recipe="demo", **{name: value})  # type: ignore[arg-type]
     monkeypatch.setattr(profile, "read_recipe", lambda asked: rl_run(tmp_path / "run", num_steps=6))

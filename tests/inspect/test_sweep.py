@@ -550,7 +550,6 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ({"rounds": -1}, "rounds = -1"),
         ({"steps": 0}, "steps = 0"),
         ({"tokens": (0,)}, "tokens"),
-        ({"set": ("lr",)}, "expected field=value"),
         ({"of": "sft", "mode": "grpo"}, "of = rl"),
         ({"of": "sft", "rows": (4,)}, "of = rl"),
         ({"mode": "single", "compile": True}, "leave out tokens"),

@@ -353,7 +353,7 @@ def test_recipes(name: str) -> None:
         ("demo --probe.models runs/x", "probe.models: the stages' models are probed"),
         ("demo --probe.transcript=", "probe.transcript is empty"),
         ("demo --probe.text nowhere.txt", "text nowhere.txt: cannot be read"),
-        ("stories260k-gsm8k --sft.policy.init runs/nowhere", "'runs/nowhere': no such run yet"),
+        ("stories260k-gsm8k --sft.policy.init runs/nowhere", "'runs/nowhere': no such run or folder"),
         ("stories260k-gsm8k --sft.task.path ./nowhere", "nowhere"),
         ("quick --rl.num-steps 0", "num_steps = 0: expected 1 or more"),
     ],

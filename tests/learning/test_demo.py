@@ -97,8 +97,8 @@ def test_reinforcement_lifts_accuracy(tmp_path: Path) -> None:
         command = [
             "diagnose",
             "demo",
-            "--set",
-            f"policy.init={folder / stage}",
+            "--policy.init",
+            str(folder / stage),
             "--rounds",
             "0",
             "--repeats",

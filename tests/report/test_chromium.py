@@ -380,7 +380,7 @@ def test_long_and_hostile_names_fit_the_registry_on_a_phone(browser: Any, tmp_pa
         }
         (folder / "provenance.json").write_text(json.dumps(content))
         (folder / "notes.jsonl").write_text(json.dumps({"note": name}) + "\n")
-    registry(RunsConfig(folder=str(tmp_path)))
+    registry(RunsConfig(folder=str(tmp_path), write=True))
     tab = Tab(browser, width=390)
     tab.page.goto((tmp_path / "runs.html").as_uri())
     assert tab.page.locator("article").count() == 2

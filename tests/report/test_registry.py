@@ -88,7 +88,7 @@ def test_moved_runs_keep_their_recorded_parents(runs: Path, tmp_path: Path) -> N
 
 
 def test_results_are_models_by_tasks_with_dashes_until_run(runs: Path) -> None:
-    main(RunsConfig(folder=str(runs)))
+    main(RunsConfig(folder=str(runs), write=True))
     results = json.loads((runs / "registry.json").read_text())["results"]
     assert results["tasks"] == ["gsm8k/test", "math/test"]
     assert [row["model"] for row in results["rows"]] == ["o/base", "sft-one", "rl-one"]
@@ -109,8 +109,8 @@ def test_the_newest_evaluation_of_a_model_counts(runs: Path) -> None:
 def test_registry_markdown_has_id_time_commit_and_notes(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(RunsConfig(folder=str(runs), note=("rl-one", "clip too | low")))
-    main(RunsConfig(folder=str(runs), note=("rl-one", "second")))
+    main(RunsConfig(folder=str(runs), write=True, note=("rl-one", "clip too | low")))
+    main(RunsConfig(folder=str(runs), write=True, note=("rl-one", "second")))
     name = run_id(runs / "rl-one")
     row = f"| {name} | 2026-01-02T10:00:00+00:00 | 741352d8f0-dirty | o/base → sft-one | clip too \\| low; second |"
     assert row in (runs / "registry.md").read_text().splitlines()
@@ -141,7 +141,7 @@ def test_hundreds_of_runs_are_read_quickly(tmp_path: Path, capsys: pytest.Captur
             config,
         )
     began = time.process_time()
-    main(RunsConfig(folder=str(tmp_path)))
+    main(RunsConfig(folder=str(tmp_path), write=True))
     assert time.process_time() - began < 10, "2 s on an idle machine"
     assert len(json.loads((tmp_path / "registry.json").read_text())["runs"]) == 200
     assert capsys.readouterr().out.count("rl-run-") == 200
@@ -163,7 +163,7 @@ def test_what_stands_in_old_or_foreign_files_is_text(runs: Path, capsys: pytest.
         )
         (odd / "eval.json").write_text(text)
         (odd / "provenance.json").write_text('{"base": 3, "parent": "x", "links": 4, "run_id": 7}')
-    main(RunsConfig(folder=str(runs)))
+    main(RunsConfig(folder=str(runs), write=True))
     page = (runs / "runs.html").read_text()
     assert "<script>alert" not in page
     assert 'href="javascript' not in page
@@ -174,12 +174,12 @@ def test_what_stands_in_old_or_foreign_files_is_text(runs: Path, capsys: pytest.
 def test_mistakes_get_one_line(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"folder": str(tmp_path / "nowhere")}, "no such folder; name the folder"),
+        ({"folder": str(tmp_path / "nowhere")}, "no such run or folder"),
         ({"folder": str(tmp_path / "empty")}, "no run below it"),
         ({"folder": str(runs), "note": ("zzz", "x")}, "no run of that id"),
         ({"folder": str(runs), "note": ("runs-e", "x")}, "names 3 runs"),
         ({"folder": str(runs), "note": ("rl-one", " ")}, "the text is empty"),
-        ({"folder": str(runs / "e1" / "config.yaml")}, "no such folder"),
+        ({"folder": str(runs / "e1" / "config.yaml")}, "no such run or folder"),
     ]
     for fields, message in cases:
         with pytest.raises(UserError, match=message) as caught:
@@ -212,7 +212,7 @@ def test_wrongly_typed_fields_and_impossible_paths_stop_no_registry(
         "hardware": {"devices": [{"memory_gib": {"max": odd}}, odd]},
     }
     made(tmp_path / "three", "2026-01-01", "x: 1\n", eval=scores)
-    main(RunsConfig(folder=str(tmp_path)))
+    main(RunsConfig(folder=str(tmp_path), write=True))
     assert {run["folder"] for run in json.loads((tmp_path / "registry.json").read_text())["runs"]} == {
         "one",
         "two",

@@ -355,7 +355,7 @@ def test_mistakes_are_one_line(tmp_path):
     (tmp_path / "folder.html").mkdir()
     cases = {
         "RUN is missing": {},
-        "there is no such folder": {"run": (str(tmp_path / "none"),)},
+        "no such run or folder": {"run": (str(tmp_path / "none"),)},
         "is a file, expected the run folder": {"run": (str(run / "metrics.jsonl"),)},
         "holds no run": {"run": (str(empty),)},
         "expected the name of an .html file": {"run": (str(run),), "out": str(run / "metrics.jsonl")},
@@ -365,7 +365,7 @@ def test_mistakes_are_one_line(tmp_path):
         "is given twice": {"run": (str(run), str(run))},
         "holds 2 runs; give one": {"run": (str(run), runs)},
         "holds 2 itself; give one": {"run": (runs, str(run))},
-        "none': there is no": {"run": (str(run), str(tmp_path / "none"))},
+        f"{tmp_path / 'none'}': no such run": {"run": (str(run), str(tmp_path / "none"))},
     }
     for said, fields in cases.items():
         with pytest.raises(ValueError, match=re.escape(said)) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from whet.install import install_command
 from whet.model.text.tokenizer import Tokenizer
 from whet.report.watch import WatchConfig, main
 from whet.types import UserError
@@ -330,7 +332,7 @@ def test_the_program_prints_one_line_and_ends_quietly(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"run": ""}, "needs a run folder"),
-        ({"run": "none"}, "no such folder"),
+        ({"run": "none"}, "no such run or folder"),
         ({"run": "file"}, "this is a file"),
         ({"run": "empty"}, "no run in this folder or below it"),
         ({"run": "run", "host": "0.0.0.0"}, "other machines could read the run"),
@@ -356,7 +358,7 @@ def test_mistakes_get_one_clear_line(
 
 def test_a_missing_extra_and_a_port_beyond_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(UserError, match=r"^uvicorn is missing: pip install 'whet\[web\]'$"):
+    with pytest.raises(UserError, match=re.escape(f"whet watch needs uvicorn: {install_command('web')}")):
         main(WatchConfig(run=str(tmp_path)))
     with pytest.raises(ValueError, match=r"^port = 65536: expected 0"):
         WatchConfig(port=65536)

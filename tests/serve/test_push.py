@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from whet.__main__ import main
 from whet.cli import from_dict
+from whet.install import install_command
 from whet.serve.hub import SECRET, PullConfig, PushConfig, plan, prepare, pull, push, write_card
 from whet.types import UserError
 
@@ -272,7 +273,7 @@ def test_mistakes_are_one_line(run: Path, fields: dict, message: str) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such run folder"):
+    with pytest.raises(UserError, match="no such run or folder"):
         prepare(config(tmp_path / "nothing"))
     with pytest.raises(UserError, match="neither a model folder"):
         prepare(config(tmp_path))
@@ -282,5 +283,5 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_client_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match=re.escape("pip install 'whet[hf]'")):
+    with pytest.raises(UserError, match=re.escape(install_command("hf"))):
         push(config(run))

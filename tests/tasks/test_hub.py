@@ -13,6 +13,7 @@ import hub
 import pytest
 
 import whet
+from whet.install import install_command
 from whet.tasks.base import OPTIONS, ROW_SETS, TaskConfig, load_task
 from whet.tasks.hub import Part, read_hub
 from whet.tasks.jsonl import Jsonl
@@ -237,7 +238,7 @@ def test_what_the_hub_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         Jsonl(Path(__file__), split="train")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert fault("owner/one") == (
-        "data set 'owner/one': no such folder; to read it from the hub, pip install 'whet[hf]'"
+        f"data set 'owner/one': no such folder; to read it from the hub, {install_command('hf')}"
     )
 
 

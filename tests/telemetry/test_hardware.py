@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from whet.install import install_command
 from whet.telemetry import hardware
 from whet.telemetry.hardware import (
     Device,
@@ -287,9 +288,9 @@ def test_no_driver_no_gpu_no_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monitor.sample()
     window = monitor.window(0, 1)
     assert window["devices"] == []
-    assert window["absent"]["nvidia"] == "nvidia-ml-py is not installed: pip install 'whet[hardware]'"
+    assert window["absent"]["nvidia"] == f"nvidia-ml-py is not installed: {install_command('hardware')}"
     assert "no AMD GPU" in window["absent"]["no amd"]
-    assert "whet[hardware]" in window["absent"]["amd"]
+    assert install_command("hardware") in window["absent"]["amd"]
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([]))
     with pytest.raises(LookupError, match="no NVIDIA GPU"):
         nvidia_devices()

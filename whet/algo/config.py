@@ -9,6 +9,7 @@ from typing import Any, Literal
 from whet.algo.advantages import Scale
 from whet.algo.corrections import BOUNDS, Correction
 from whet.algo.losses import Aggregation, RatioLevel, Surrogate
+from whet.types import UnreadError
 
 Overlong = Literal["none", "soft", "hard", "filter"]
 KLKind = Literal["none", "log", "k1_reward", "k2_loss", "k3_loss", "k3_unbiased"]
@@ -37,8 +38,8 @@ def _leave_out(config: Any, names: str, reason: str) -> None:
     """Raise ValueError if a field is set that nothing reads."""
     for field in fields(config):
         if field.name in names.split() and getattr(config, field.name) != field.default:
-            raise ValueError(
-                f"{field.name} = {getattr(config, field.name)} is not read {reason}; leave it out"
+            raise UnreadError(
+                f"{field.name} = {getattr(config, field.name)} is not read {reason}; leave it out", field.name
             )
 
 
@@ -360,7 +361,7 @@ def check_combination(
             "out"
         )
     if algo.baseline != "value" and value != ValueConfig():
-        raise ValueError("value.* is read with algo.baseline = value only; leave it out")
+        raise UnreadError("value.* is read with algo.baseline = value only; leave it out", "value")
 
 
 def _check_age(algo: AlgoConfig, off_policy: OffPolicyConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -23,7 +24,7 @@ from whet.generate.sampling import SamplingParams
 from whet.kernels import dispatch
 from whet.report.markdown import write_report
 from whet.rewards.base import EPISODE, JUDGE, MODEL, WeightedReward, build_rewards
-from whet.storage.folder import open_run
+from whet.storage.folder import check_folder, open_run
 from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.quarantine import write_quarantine
 from whet.tasks.tools import environment_for
@@ -226,6 +227,25 @@ def main(config: EvalConfig, *, resume: bool = False) -> None:
         write_json(folder / SUMMARY, content)
         write_report(folder)
     print(f"report: {folder / 'report.md'}")
+    name = shlex.quote(str(folder))
+    print(f"next: whet report {name} | whet compare {name} OTHER_MODEL")
+
+
+def check(config: EvalConfig, resume: bool) -> None:
+    """Find what an evaluation would stop at before its first completion; loads no weights and creates nothing.
+
+    Raises:
+        UserError: As the evaluation would.
+    """
+    policy = load_policy(config.policy, seed=config.seed, weights=False)
+    for name, own in task_configs(config).items():
+        job = _prepare(config, policy, name, own, load_task(own))
+        print(
+            f"# {len(job.problems):,} problems of task {own.name}; {job.num_left_out} do not fit the context"
+        )
+    if not resume:
+        check_folder(Path(config.out))
+    print("# checked: model, data, prompts and folder; the evaluation would start")
 
 
 def _write_origin(config: EvalConfig, problems: Sequence[Problem]) -> None:

@@ -30,9 +30,16 @@ from whet.model.routing import Routing, times_read
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
-from whet.model.weights import as_reward_model, build_model, load_model, resize_vocabulary, save_model
+from whet.model.weights import (
+    as_reward_model,
+    build_model,
+    load_model,
+    resize_vocabulary,
+    save_model,
+    stored_shape,
+)
 from whet.schema import CALLS, MARKS, SCHEMAS, THINK, AnswerType, ResponseSchema, find_schema
-from whet.types import MicroBatch, Problem, UserError
+from whet.types import MicroBatch, Problem, UnreadError, UserError
 
 INHERIT = "inherit"
 TemplateName = Literal["auto", "chat", "base", "plain"]
@@ -88,6 +95,8 @@ class PolicyConfig:
     num_threads: int = 0
     """CPU threads; 0 leaves PyTorch's choice."""
 
+    NAMED_BY = {"init": ("model", "tokenizer", "alphabet", "padded_vocab_size")}
+
     def __post_init__(self) -> None:
         if self.system_prompt in ("none", ""):
             object.__setattr__(self, "system_prompt", False)
@@ -126,7 +135,7 @@ class PolicyConfig:
         }
         for name, (is_read, reader, is_given) in unread.items():
             if is_given and not is_read:
-                raise ValueError(f"policy.{name} is read with {reader} only; leave it out")
+                raise UnreadError(f"policy.{name} is read with {reader} only; leave it out", name)
 
 
 class Policy:
@@ -524,7 +533,9 @@ def load_policy(
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = resolve_device(config.device)
-    folder, adapter = find_model(config.init, config.adapter) if config.init else (None, None)
+    folder, adapter = (None, None)
+    if config.init:
+        folder, adapter = find_model(config.init, config.adapter, weights=weights)
     stored = _stored(_home(folder, adapter, "protocol.json"))
     chosen = _chosen_schema(config, stored)
     tokenizer = _tokenizer(config, folder, adapter, _tags(config, chosen or SCHEMAS["think_answer"]))
@@ -541,8 +552,11 @@ def load_policy(
         )
     if not weights:
         rows = max(tokenizer.vocab_size, config.padded_vocab_size)
+        shape = config.model if folder is None else stored_shape(folder)
+        if folder is not None and not config.tags_as_tokens:
+            rows = shape.vocab_size
         with torch.device("meta"):
-            model = build_model(replace(config.model, vocab_size=rows))
+            model = build_model(replace(shape, vocab_size=max(rows, shape.vocab_size * (folder is not None))))
     elif folder is None:
         shape = replace(config.model, vocab_size=max(tokenizer.vocab_size, config.padded_vocab_size))
         model = build_model(shape)

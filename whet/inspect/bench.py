@@ -16,6 +16,7 @@ from typing import Any
 
 from whet.cli import Program
 from whet.config import dump_yaml
+from whet.install import install_command
 from whet.report.page import json_for_script, render
 from whet.storage.folder import open_run
 from whet.telemetry.display import escape_controls
@@ -24,8 +25,8 @@ from whet.types import UserError
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 PEERS = {
-    "trl": "pip install 'whet[peers]'",
-    "hf": "pip install 'whet[peers]'",
+    "trl": install_command("peers"),
+    "hf": install_command("peers"),
     "vllm": "set VLLM_PYTHON to the Python of an environment with vLLM (its CPU build if there is no GPU)",
 }
 """Peer -> how to install it."""

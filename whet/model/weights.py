@@ -24,13 +24,14 @@ from whet.model.files import CONVERTED, check_manifest, hub_folder, is_hub_name,
 from whet.model.gpt2 import GPT2
 from whet.model.transformer import LanguageModel, LlamaLike
 from whet.storage.commit import MANIFEST
+from whet.telemetry.provenance import no_run
 from whet.types import UserError
 
 SHARD_BYTES = 4 * 10**9
 MAX_POSITIONS = 2**21
 """Positions that a configuration from outside may ask for: twice as many as any model of these families has."""
 HUB_PATTERNS = (
-    "*.safetensors",
+    "*.safetensors",  # the weights first: `model_folder` can leave them out
     "*.safetensors.index.json",
     "config.json",
     "generation_config.json",
@@ -49,11 +50,12 @@ def build_model(config: ModelConfig) -> LanguageModel:
     return GPT2(config) if config.family == "gpt2" else LlamaLike(config)
 
 
-def model_folder(source: str | Path) -> Path:
+def model_folder(source: str | Path, *, weights: bool = True) -> Path:
     """Find the model folder that a user means.
 
     Args:
         source: A Hugging Face folder, a whet run folder, or a hub name such as 'Qwen/Qwen2.5-0.5B'.
+        weights: False to download no weights from the hub.
 
     Returns:
         A local folder that holds config.json and safetensors.
@@ -79,16 +81,20 @@ def model_folder(source: str | Path) -> Path:
         )
     if path.exists():
         raise UserError(f"{path}: neither a model folder (no config.json) nor a run folder (no checkpoints/)")
-    if str(source).startswith("runs/"):
-        raise UserError(f"{str(source)!r}: no such run yet; make it first, or give another folder")
-    if "/" not in str(source) or not is_hub_name(str(source)):
-        raise UserError(f"{str(source)!r}: no such folder, and not a hub name such as 'owner/name'")
+    if str(source).startswith("runs/") or "/" not in str(source) or not is_hub_name(str(source)):
+        raise no_run(str(source), or_hub=not str(source).startswith("runs/"))
     # The configuration alone first: a model that is refused need not be downloaded.
-    _config(hub_folder(str(source), ("config.json",)))
-    return hub_folder(str(source), HUB_PATTERNS)
+    stored_shape(hub_folder(str(source), ("config.json",)))
+    return hub_folder(str(source), HUB_PATTERNS[0 if weights else 2 :])
 
 
-def _config(folder: Path, rope_factors: RopeFactors = "auto") -> ModelConfig:
+def check_weights(folder: Path) -> None:
+    """Check that the files of a folder's weights are there; UserError otherwise."""
+    _shards(folder)
+
+
+def stored_shape(folder: Path, rope_factors: RopeFactors = "auto") -> ModelConfig:
+    """Return the shape that a model folder's config.json has."""
     path = folder / "config.json"
     return from_hf(read_json(path), where=str(path), rope_factors=rope_factors)
 
@@ -250,7 +256,7 @@ def load_model(
     """
     folder = model_folder(path)
     check_manifest(folder)
-    config = _config(folder, rope_factors)
+    config = stored_shape(folder, rope_factors)
     if is_reward is not None and config.is_reward != is_reward:
         got, want = ("a reward model, which scores texts and writes none", "a language model")
         if is_reward:

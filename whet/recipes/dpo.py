@@ -8,9 +8,10 @@ from dataclasses import replace
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
+from whet.inspect.memory.room import check_room, sized
 from whet.recipes.models import OWN, demo_policy
 from whet.tasks.base import TaskConfig
-from whet.train.dpo import DPOConfig, main, plan
+from whet.train.dpo import DPOConfig, check, main, plan
 from whet.train.optim.step import PRESETS, OptimConfig
 
 
@@ -98,5 +99,8 @@ PROGRAM = Program(
     plan=plan,
     resumable=True,
     shared=True,
+    check=check,
+    before=check_room,
+    sized=sized,
     presets={"optim": PRESETS},
 )

@@ -8,7 +8,7 @@ from whet.cli import Program
 from whet.eval.compare.compare import CompareConfig
 from whet.eval.compare.compare import main as compare_main
 from whet.eval.compare.compare import plan as compare_plan
-from whet.eval.evaluate import EvalConfig, main, plan
+from whet.eval.evaluate import EvalConfig, check, main, plan
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.recipes.models import OWN, calculator_policy, demo_policy
@@ -83,7 +83,7 @@ RECIPES: dict[str, Callable[[], EvalConfig]] = {
 }
 
 
-PROGRAM = Program(config_class=EvalConfig, main=main, recipes=RECIPES, plan=plan, resumable=True)
+PROGRAM = Program(config_class=EvalConfig, main=main, recipes=RECIPES, plan=plan, check=check, resumable=True)
 
 
 COMPARE = Program(

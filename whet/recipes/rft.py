@@ -10,7 +10,7 @@ from whet.generate.sampling import SamplingParams
 from whet.recipes.models import demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.optim.step import PRESETS, OptimConfig
-from whet.train.rft import RFTConfig, main, plan
+from whet.train.rft import RFTConfig, check, main, plan
 
 
 def demo() -> RFTConfig:
@@ -52,5 +52,6 @@ PROGRAM = Program(
     plan=plan,
     resumable=True,
     shared=True,
+    check=check,
     presets={"optim": PRESETS},
 )

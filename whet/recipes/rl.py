@@ -8,12 +8,13 @@ from dataclasses import replace
 from whet.cli import Program
 from whet.generate.policy import INHERIT, PolicyConfig
 from whet.generate.sampling import SamplingParams
+from whet.inspect.memory.room import check_room, sized
 from whet.recipes.models import OWN, calculator_policy, demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.objective.objective import AlgoConfig
 from whet.train.objective.teacher import TeacherConfig
 from whet.train.optim.step import PRESETS, OptimConfig
-from whet.train.rl import main
+from whet.train.rl import check, main
 from whet.train.rl_config import RLConfig, plan
 
 
@@ -363,5 +364,8 @@ PROGRAM = Program(
     plan=plan,
     resumable=True,
     shared=True,
+    check=check,
+    before=check_room,
+    sized=sized,
     presets={"algo": ALGORITHMS, "optim": PRESETS},
 )

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig
+from whet.inspect.memory.room import check_room, sized
 from whet.recipes.models import OWN, STORIES, calculator_policy, demo_policy, gpt2_policy
 from whet.tasks.base import TaskConfig
 from whet.train.optim.step import PRESETS, OptimConfig
-from whet.train.sft import SFTConfig, main, plan
+from whet.train.sft import SFTConfig, check, main, plan
 
 
 def demo() -> SFTConfig:
@@ -177,5 +178,8 @@ PROGRAM = Program(
     plan=plan,
     resumable=True,
     shared=True,
+    check=check,
+    before=check_room,
+    sized=sized,
     presets={"optim": PRESETS},
 )

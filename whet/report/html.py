@@ -22,6 +22,7 @@ from whet.report.part import Part, differences, find_parts, read_part, view
 from whet.report.samples import choose, embed, find_tags, histograms
 from whet.report.stages import overview
 from whet.telemetry.log import replace_file
+from whet.telemetry.provenance import no_run
 from whet.types import UserError
 
 SCRIPTS = ("uplot.js", "charts.js", "browser.js", "report.js")
@@ -188,7 +189,7 @@ def _folder(text: str) -> Path:
     if folder.is_file():
         raise UserError(f"RUN '{text}' is a file, expected the run folder that it lies in: '{folder.parent}'")
     if not folder.is_dir():
-        raise UserError(f"RUN '{text}': there is no such folder")
+        raise no_run(text)
     return folder
 
 

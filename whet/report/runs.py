@@ -29,7 +29,7 @@ from whet.report.page import render
 from whet.telemetry.display import escape_controls, metric_label
 from whet.telemetry.log import as_number, parse_row, read_rows, replace_file
 from whet.telemetry.metrics import format_metric
-from whet.telemetry.provenance import PROVENANCE, find_run, parent_run, read_json, run_folders, run_id
+from whet.telemetry.provenance import PROVENANCE, find_run, no_run, parent_run, read_json, run_folders, run_id
 from whet.types import UserError
 
 NOTES = "notes.jsonl"
@@ -59,28 +59,33 @@ class RunsConfig:
     """The registry of runs: program, base model, data, code and scores of each."""
 
     folder: str = "runs"
-    """Folder to search for runs; registry.json, registry.md and runs.html are written into it."""
+    """Folder to search for runs."""
+    write: bool = False
+    """Write registry.json, registry.md and runs.html into the folder."""
     note: tuple[str, str] | None = None
     """Add a note to a run: its id (or a prefix of it, or its path below the folder) and the text."""
 
 
 def main(config: RunsConfig) -> None:
-    """Print the runs and write the registry's files.
+    """Print the runs; where asked, write the registry's files.
 
     Raises:
         UserError: If the folder is missing, contains no run, or cannot be written.
     """
     root = Path(config.folder)
     if not root.is_dir():
-        raise UserError(f"{root}: no such folder; name the folder of your runs: `whet runs FOLDER`")
+        raise no_run(config.folder)
     if config.note is not None:
         add_note(root, *config.note)
     runs = read_runs(root)
     if not runs:
         raise UserError(f"{root}: no run below it (a run folder has config.yaml and environment.json)")
     results = results_table(runs)
-    write_registry(root, runs, results)
     print_runs(runs, results)
+    if not config.write:
+        print("--write makes a page of them: runs.html, registry.md and registry.json in the folder")
+        return
+    write_registry(root, runs, results)
     print(f"registry: {root / 'registry.md'}, {root / 'registry.json'}, {root / 'runs.html'}")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from whet.cli import Program
 from whet.config import from_dict, read_yaml
 from whet.telemetry.log import read_rows
+from whet.telemetry.provenance import no_run
 from whet.telemetry.trackers import (
     Item,
     TrackConfig,
@@ -66,6 +67,8 @@ def track_settings(config: TrackRunConfig, folder: Path) -> TrackConfig:
     """
     if not config.run:
         raise UserError("which run? whet track RUN --to tensorboard")
+    if not folder.is_dir():
+        raise no_run(config.run)
     try:
         stored = read_yaml(folder / "config.yaml").get("track")
     except UserError:

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from whet.cli import Program
+from whet.install import install_command
 from whet.model.text.tokenizer import Tokenizer
 from whet.report.follow import RunFollower, glance
 from whet.report.index import Query, SampleIndex
 from whet.report.page import json_for_script, render
 from whet.report.samples import FILES, find_samples, find_tags
 from whet.telemetry.display import escape_controls
+from whet.telemetry.provenance import no_run
 from whet.types import UserError
 
 # Access control of `whet watch`: a token, the names of this machine, and the headers of every answer.
@@ -451,7 +453,7 @@ def main(config: WatchConfig) -> None:
         import starlette  # noqa: F401
         import uvicorn
     except ImportError as error:
-        raise UserError(f"{error.name} is missing: pip install 'whet[web]'") from None
+        raise UserError(f"whet watch needs {error.name}: {install_command('web')}") from None
     root = _root(config.run)
     is_local = config.host in LOCAL_NAMES or (
         is_address(config.host) and ipaddress.ip_address(config.host).is_loopback
@@ -502,8 +504,9 @@ def _root(run: str) -> Path:
         raise UserError("'whet watch' needs a run folder: whet watch runs/my-run")
     root = Path(run)
     if not root.is_dir():
-        what = "this is a file" if root.exists() else "there is no such folder"
-        raise UserError(f"{run}: {what}; expected a run folder, or a folder with runs below it")
+        if not root.exists():
+            raise no_run(run)
+        raise UserError(f"{run}: this is a file; expected a run folder, or a folder with runs below it")
     try:
         os.listdir(root)
     except OSError as error:

@@ -21,11 +21,12 @@ import yaml
 
 from whet.cli import Program
 from whet.config import read_yaml
+from whet.install import install_command
 from whet.model.files import check_manifest, is_hub_name
 from whet.model.text.tokenizer import NAMED
 from whet.model.weights import model_folder
 from whet.report.runs import lineage, read_runs
-from whet.telemetry.provenance import read_json, run_id
+from whet.telemetry.provenance import no_run, read_json, resolve_run, run_id
 from whet.types import UserError
 
 MODEL_FILES = (
@@ -160,9 +161,9 @@ def prepare(config: PushConfig) -> tuple[dict[str, Path], str]:
     source, name = config.what
     if "/" not in name or not is_hub_name(name):
         raise UserError(f"repository {name!r}: expected OWNER/NAME, as in: whet push {source} me/my-model")
-    run = Path(source).expanduser()
+    run = Path(resolve_run(source)).expanduser()
     if not run.is_dir():
-        raise UserError(f"{source}: no such run folder")
+        raise no_run(str(source))
     folder = run if (run / "adapter_config.json").is_file() else model_folder(run)
     check_manifest(folder)
     paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -366,7 +367,7 @@ def _hub() -> Any:
     try:
         import huggingface_hub
     except ImportError:
-        raise UserError("push and pull need the hub's client: pip install 'whet[hf]'") from None
+        raise UserError(f"push and pull need the hub's client: {install_command('hf')}") from None
     return huggingface_hub
 
 

@@ -15,6 +15,7 @@ import torch
 
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig, load_policy
+from whet.install import install_command
 from whet.serve.chat import NO_MODEL, require_model
 from whet.serve.scheduler import Scheduler
 from whet.types import UserError
@@ -113,7 +114,7 @@ def main(config: ServeConfig) -> None:
 
         from whet.serve.api import Api, make_app
     except ImportError as error:
-        raise UserError(f"whet serve needs {error.name}: pip install 'whet[web]'") from None
+        raise UserError(f"whet serve needs {error.name}: {install_command('web')}") from None
     key = key_of(config)
     with listen(config.host, config.port) as listener:
         policy = load_policy(config.policy, seed=0, dtype=getattr(torch, config.precision), plain=True)

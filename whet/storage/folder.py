@@ -68,8 +68,7 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder)
         if not _is_unused(folder):
-            remedy = "choose another --out, or --resume" if resumable else "choose another --out"
-            raise UserError(f"{folder}: already exists and is never overwritten; {remedy}")
+            raise _taken(folder, resumable=resumable)
         for name in BEGINNINGS - {"config.yaml"}:  # removed last: without it nothing can resume
             if (folder / name).is_dir():
                 shutil.rmtree(folder / name)
@@ -79,6 +78,24 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
         (folder / PARTIAL).replace(path)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def check_folder(folder: Path, *, resumable: bool = True) -> None:
+    """Find what `open_run` would refuse in a new run's folder; creates nothing.
+
+    Raises:
+        UserError: If the folder holds a run, or cannot be made.
+    """
+    if folder.exists() and not _is_unused(folder):
+        raise _taken(folder, resumable=resumable)
+    nearest = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(f"{folder}: cannot be written ({nearest} is no folder that you may write to)")
+
+
+def _taken(folder: Path, *, resumable: bool) -> UserError:
+    remedy = "choose another --out, or --resume" if resumable else "choose another --out"
+    return UserError(f"{folder}: already exists and is never overwritten; {remedy}")
 
 
 def _lock(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -22,10 +23,11 @@ from whet.tasks.made.products import Products
 from whet.tasks.made.sanity import Sanity
 from whet.tasks.math import MATH
 from whet.tasks.mixture import PART, Mixture
+from whet.tasks.read import CSV, is_hub_name
 from whet.tasks.sets import HUB_SETS
 from whet.tasks.symbolic import Symbolic
 from whet.tasks.user import UserTask, is_user_task
-from whet.types import Problem, Task, UserError
+from whet.types import Problem, Task, UnreadError, UserError
 
 _DRAWN = frozenset({"num_problems", "seed"})
 _MADE = _DRAWN | {"path", "max_bad_rows", "level"}
@@ -60,6 +62,7 @@ OPTIONS: dict[str, frozenset[str]] = {
 except the path."""
 NO_PATH_NEEDED = frozenset({"countdown", "letters"})
 """Tasks that generate their problems if no data is given."""
+DATA_FILES = (*CSV, ".json", ".jsonl", ".jsonl.gz", ".parquet")
 FEW_PROBLEMS = 20
 """Fewer problems to train on are worth a warning."""
 
@@ -71,7 +74,7 @@ class TaskConfig:
     name: str = "arithmetic"
     """Generated: arithmetic, products, countdown, letters; 50 fixed sums: sanity; data of the hub: gsm8k, math, aime25,
     dapo_math and more (docs/tasks.md), or hub with any path; your own: jsonl, choice, yes_no, code, path.py:MyTask;
-    gym (reasoning-gym); mixture."""
+    gym (reasoning-gym); mixture. A file, a folder or a hub name stands for the task that reads it."""
     path: str = ""
     """Folder or file of the data, or hub name; '' for the hub name of a data set that has one (gsm8k, math, ...). gym:
     comma-separated names of environments."""
@@ -94,7 +97,7 @@ class TaskConfig:
     solution: str = ""
     """jsonl, hub: column of the worked solution, or of the reply; '' is recognised."""
     symbolic: bool = False
-    """gsm8k, math, jsonl, hub and its sets: use math-verify (pip install 'whet[math]') for formulas that the built-in
+    """gsm8k, math, jsonl, hub and its sets: use math-verify (the extra math) for formulas that the built-in
     comparison cannot decide."""
     num_problems: int = 0
     """Generated tasks, gym: number of problems in all splits together; 0 takes the task's default."""
@@ -107,6 +110,14 @@ class TaskConfig:
     paths: dict[str, str] = field(default_factory=dict)
     """mixture: path of each task that reads one, under the same names."""
 
+    KNOWN = frozenset(OPTIONS)
+    NAMED_BY = {
+        "name": (
+            *("path", "config", "split", "max_rows", "max_bad_rows", "keep_calculator", "prompt", "answer"),
+            *("solution", "symbolic", "num_problems", "level", "seed", "weights", "paths"),
+        )
+    }
+
     # Names of earlier versions in config.yaml, and the values that meant what '' means now.
     RENAMED = {
         "prompt_field": Renamed("prompt", "prompt"),
@@ -115,6 +126,11 @@ class TaskConfig:
     }
 
     def __post_init__(self) -> None:
+        if (found := _data_in(self.name)) is not None:
+            if self.path:
+                raise UserError(f"task.name = {show(self.name)} is data already; leave out task.path")
+            for name, value in zip(("name", "path"), found, strict=True):
+                object.__setattr__(self, name, value)
         if self.name not in OPTIONS and not is_user_task(self.name):
             near = closest(self.name, list(OPTIONS))
             hint = f"; did you mean {near!r}?" if near else ""
@@ -138,7 +154,19 @@ class TaskConfig:
                 by = f"task {self.name}"
                 if self.path and item.name in _options(self.name):
                     by += " where it reads data"
-                raise UserError(f"task.{item.name} is not read by {by}; leave it out")
+                raise UnreadError(f"task.{item.name} is not read by {by}; leave it out", item.name)
+
+
+def _data_in(name: str) -> tuple[str, str] | None:
+    """Return the task, and the path, of data that stands in a task's place; None for the name of a task."""
+    if name in OPTIONS or is_user_task(name) or name.endswith(".py"):
+        return None
+    if name.endswith(DATA_FILES) or (name and os.path.exists(name)):
+        return "jsonl", name
+    if "/" in name and is_hub_name(name):
+        known = next((label for label, one in HUB_SETS.items() if one.path == name), None)
+        return (known, "") if known else ("hub", name)
+    return None
 
 
 def _options(name: str) -> frozenset[str]:

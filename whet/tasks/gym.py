@@ -27,6 +27,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
+from whet.install import install_command
 from whet.rewards.answers.equal import answers_equal
 from whet.sandbox.graders.graders import GraderPool
 from whet.schema import AnswerType
@@ -260,7 +261,7 @@ def package() -> Any:
     try:
         from reasoning_gym import factory
     except ImportError as error:
-        raise UserError(f"task gym: pip install 'whet[gym]' ({error})") from error
+        raise UserError(f"task gym: {install_command('gym')} ({error})") from error
     return factory
 
 

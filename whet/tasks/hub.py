@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from whet.install import install_command
 from whet.tasks.read import BadRow, Check, Row, as_row, is_hub_name, read_json_array, read_jsonl, sift
 from whet.types import UserError
 
@@ -148,7 +149,7 @@ def _datasets(path: str) -> Any:
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        message = f"data set {path!r}: no such folder; to read it from the hub, pip install 'whet[hf]'"
+        message = f"data set {path!r}: no such folder; to read it from the hub, {install_command('hf')}"
         raise UserError(message) from error
     return datasets
 

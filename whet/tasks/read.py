@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from whet.install import install_command
 from whet.types import Problem, UserError
 
 Row = dict[str, Any]
@@ -155,7 +156,7 @@ def _parquet_rows(path: Path) -> Iterator[Row | str]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise UserError(f"{path.name}: to read parquet files, pip install 'whet[parquet]'") from error
+        raise UserError(f"{path.name}: to read parquet files, {install_command('parquet')}") from error
     try:
         with ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1000):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
+from whet.install import install_command
 from whet.rewards.answers.symbolic import symbolic_equal_pairs
 from whet.schema import AnswerType
 from whet.types import Problem, Task, UserError
@@ -28,7 +29,7 @@ class Symbolic:
             UserError: If math-verify is not installed.
         """
         if importlib.util.find_spec("math_verify") is None:
-            raise UserError("task.symbolic needs math-verify: pip install 'whet[math]', or leave it out")
+            raise UserError(f"task.symbolic needs math-verify: {install_command('math')}, or leave it out")
         self.task = task
         self.name = task.name
         self.answer_type: AnswerType = getattr(task, "answer_type", "number")

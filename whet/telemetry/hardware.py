@@ -22,13 +22,14 @@ from typing import Any
 
 import psutil
 
+from whet.install import install_command
+
 # The devices of this machine and how each of their sensors is read: NVIDIA, AMD, and the CPU with its memory.
 #
 # Each function finds the devices of one kind and raises where there are none, with the reason. The GPUs' libraries are
 # imported inside: none of them is needed for anything else. GPUs that the environment hides from this process are not
 # shown.
 
-EXTRA = "pip install 'whet[hardware]'"
 MIB, GIB = 2**20, 2**30
 CPU_THERMOMETERS = ("coretemp", "k10temp", "zenpower")
 
@@ -88,7 +89,7 @@ def nvidia_devices() -> list[Device]:
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise LookupError(f"nvidia-ml-py is not installed: {EXTRA}") from None
+        raise LookupError(f"nvidia-ml-py is not installed: {install_command('hardware')}") from None
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
     uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
@@ -126,7 +127,9 @@ def amd_devices(kfd: Path = Path("/dev/kfd")) -> list[Device]:
     try:
         import amdsmi  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise LookupError(f"amdsmi is not installed: take ROCm's own, or {EXTRA}") from None
+        raise LookupError(
+            f"amdsmi is not installed: take ROCm's own, or {install_command('hardware')}"
+        ) from None
     amdsmi.amdsmi_init()
     handles = amdsmi.amdsmi_get_processor_handles()
     devices: list[Device] = []

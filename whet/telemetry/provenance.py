@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,81 @@ def parent_run(source: str) -> Path | None:
         return None
     nearest = [path.resolve(), *path.resolve().parents][:3]
     return next((folder for folder in nearest if is_run(folder)), None)
+
+
+RUNS = Path("runs")
+"""Where runs are found by a short name."""
+LATEST = "latest"
+_STAMP = re.compile(r"-\d{8}-\d{6}")
+
+
+def short_name(folder: Path, root: Path = RUNS) -> str:
+    """Return a run's short name: its path below the root, without times; runs/demo-DATE-TIME/rl is demo-rl."""
+    return _STAMP.sub("", "-".join(folder.relative_to(root).parts))
+
+
+def resolve_run(word: str, of_model: bool = False, root: Path = RUNS) -> str:
+    """Return the run folder that a word names; a path that exists, or a word that names no run, unchanged.
+
+    A run is named by its path (also below `runs`), its id, its short name (the newest of that name), a prefix of one of
+    these that fits no other run, or `latest`.
+
+    Args:
+        word: What the user wrote.
+        of_model: Whether `latest` is the newest run with a model.
+        root: Folder of the runs.
+
+    Raises:
+        UserError: If a prefix fits several runs.
+    """
+    if not word or os.path.isabs(word) or os.path.exists(os.path.expanduser(word)) or not root.is_dir():
+        return word
+    is_path = word.startswith(f"{root}/")
+    name = word.removeprefix(f"{root}/").rstrip("/")
+    folders = list(run_folders(root))
+    if name == LATEST:
+        folders = [folder for folder in folders if not of_model or (folder / "checkpoints").is_dir()]
+        return str(max(folders, key=_started)) if folders else word
+    names = {
+        folder: (str(folder.relative_to(root)), short_name(folder, root), run_id(folder))
+        for folder in folders
+    }
+    found = [folder for folder in folders if name in names[folder]]
+    if not found and name and (is_path or "/" not in name):
+        found = [folder for folder in folders if any(known.startswith(name) for known in names[folder])]
+        outer = [folder for folder in found if not any(other in folder.parents for other in found)]
+        found = outer if len(found) > 1 else found
+    if len({names[folder][1] for folder in found}) > 1:
+        some = ", ".join(dict.fromkeys(names[folder][1] for folder in found[:4]))
+        raise UserError(
+            f"{word!r} names {len(found)} runs: {some}; give more of the name (`whet runs` lists them)"
+        )
+    return str(max(found, key=_started)) if found else word
+
+
+def _started(folder: Path) -> float:
+    """Return when a run began to be written, for the newest of several."""
+    path = folder / "config.yaml"
+    return path.stat().st_mtime if path.is_file() else 0.0
+
+
+def no_run(word: str, *, or_hub: bool = False, root: Path = RUNS) -> UserError:
+    """Return the error for a folder that is not there, with the runs whose names are near.
+
+    Args:
+        word: What the user wrote.
+        or_hub: Whether a name of the hub would have done, too.
+        root: Folder of the runs.
+    """
+    hub = ", and not a hub name such as 'owner/name'" if or_hub else ""
+    known: dict[str, str] = {}
+    for folder in run_folders(root) if root.is_dir() else ():
+        known |= {short_name(folder, root): str(folder), str(folder): str(folder)}
+    wanted = [word, _STAMP.sub("", word.removeprefix(f"{root}/").replace("/", "-"))]
+    near = [known[match] for name in wanted for match in get_close_matches(name, known, n=2, cutoff=0.6)]
+    advice = f"near: {', '.join(dict.fromkeys(near))}; " if near else ""
+    some = f"{advice}`whet runs` lists all" if known else "there are no runs yet: `whet demo` makes some"
+    return UserError(f"{word!r}: no such run or folder{hub} ({some})")
 
 
 def find_run(root: Path, name: str) -> Path:

@@ -21,9 +21,10 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from whet.config import read_yaml
+from whet.install import install_command
 from whet.telemetry.display import escape_controls
 from whet.telemetry.log import as_number
-from whet.types import UserError
+from whet.types import UnreadError, UserError
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Row = Mapping[str, Any]
@@ -46,7 +47,7 @@ class TrackConfig:
     """Experiment trackers, in addition to the run's own files."""
 
     to: tuple[TrackerName, ...] = ()
-    """Trackers that receive values, config and some completions; each needs an extra: pip install 'whet[wandb]'."""
+    """Trackers that receive values, config and some completions; each needs the extra of its name."""
     project: str = "whet"
     """Project (for mlflow: experiment) of the run."""
     name: str = ""
@@ -66,7 +67,8 @@ class TrackConfig:
         for item in fields(self)[1:]:
             readers = READ_BY[item.name]
             if getattr(self, item.name) != item.default and not set(readers) & set(self.to):
-                raise ValueError(f"{item.name} is read with to = {' or '.join(readers)} only; leave it out")
+                told = f"{item.name} is read with to = {' or '.join(readers)} only; leave it out"
+                raise UnreadError(told, item.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,8 +328,8 @@ def load_tracker(name: str, config: TrackConfig) -> Tracker:
         return TRACKERS[name](config)
     except ImportError as error:
         raise UserError(
-            f"tracker {name} needs a package that does not load ({brief(error)}): pip install 'whet[{name}]', or leave "
-            "it out"
+            f"tracker {name} needs a package that does not load ({brief(error)}): {install_command(name)}, or leave it "
+            "out"
         ) from None
 
 

@@ -58,8 +58,8 @@ from whet.train.optim.safety import SafetyConfig, TokenBudget
 from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.rollout.order import EpochOrder
 from whet.train.run import Run
-from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
-from whet.types import MicroBatch, UserError
+from whet.train.session import OnStep, begin, end_check, finish, load_trained, open_folder, write_origin
+from whet.types import MicroBatch, Problem, Task, UnreadError, UserError
 
 # Pairs as micro-batches, and the log-probabilities of their completions.
 
@@ -222,7 +222,7 @@ class DPOConfig:
         for name in LOSS_FIELDS:
             if name not in OPTIONS_READ[self.loss] and getattr(self, name) != defaults[name]:
                 readers = ", ".join(loss for loss, names in OPTIONS_READ.items() if name in names)
-                raise ValueError(f"{name} is read by loss = {readers} only; leave it out")
+                raise UnreadError(f"{name} is read by loss = {readers} only; leave it out", name)
         if not 0 <= self.validation_share < 1:
             raise ValueError(f"validation_share = {self.validation_share}: expected 0 to below 1")
         if self.num_problems < 0 or self.max_bad_rows < 0:
@@ -230,9 +230,11 @@ class DPOConfig:
                 f"num_problems = {self.num_problems}, max_bad_rows = {self.max_bad_rows}: expected 0 or more"
             )
         if not self.pairs and self.max_bad_rows:
-            raise ValueError("max_bad_rows is read with a file of pairs only; leave it out")
+            raise UnreadError("max_bad_rows is read with a file of pairs only; leave it out", "max_bad_rows")
         if self.pairs_split and not is_on_hub(self.pairs):
-            raise ValueError("pairs_split is read with a hub data set of pairs only; leave it out")
+            raise UnreadError(
+                "pairs_split is read with a hub data set of pairs only; leave it out", "pairs_split"
+            )
         check_sampling(self.sampling, self.num_samples)
         if not self.pairs and self.num_samples < 2:
             raise ValueError(
@@ -243,14 +245,15 @@ class DPOConfig:
 
     def _check_unread(self) -> None:
         """Refuse fields that only sampling reads, naming all of them at once."""
-        spelt = []
+        spelt, unread = [], []
         for item in fields(self):
             default = item.default if item.default_factory is MISSING else item.default_factory()
             if item.name in ROLLOUT_FIELDS and getattr(self, item.name) != default:
+                unread.append(item.name)
                 spelt += _overrides(item.name, getattr(self, item.name), default)
         if spelt:
-            raise ValueError(
-                f"with a file of pairs nothing is sampled: restore the defaults {' '.join(spelt)}"
+            raise UnreadError(
+                f"with a file of pairs nothing is sampled: restore the defaults {' '.join(spelt)}", *unread
             )
 
 
@@ -522,14 +525,11 @@ def prepare_pairs(config: DPOConfig, policy: Policy, folder: Path) -> list[Pair]
                     f"whet: warning: {left_out} of {left_out + len(pairs)} pairs do not fit the context; skipped"
                 )
         else:
-            task = load_task(config.task)
-            policy.expect(answer_type_of(task))
-            problems = take_problems(task, "train", config.num_problems)
-            check_gold(task, problems, "pairs are made of right and wrong answers")
+            task, problems = pair_problems(config, policy)
             judged = sample_judged(
                 policy,
                 task,
-                fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens),
+                problems,
                 num_samples=config.num_samples,
                 sampling=config.sampling,
                 seed=sequence_seed("dpo", config.seed),
@@ -591,6 +591,57 @@ def main(config: DPOConfig, *, resume: Resume = False) -> None:
     finish(config)
 
 
+def check(config: DPOConfig, resume: Resume) -> None:
+    """Find what a run would stop at before its first step; loads no weights, samples nothing and creates nothing.
+
+    Raises:
+        UserError: As the run would.
+    """
+    begin(config)
+    policy, told = load_start(resolve_precision(config), weights=False), ""
+    if config.pairs:
+        whole, singly = config.loss == "reward", config.loss == "kto"
+        pairs, left_out = read_pairs(
+            config.pairs,
+            policy,
+            config.max_bad_rows,
+            [],
+            split=config.pairs_split,
+            singly=singly,
+            whole=whole,
+        )
+        told = f"{len(pairs):,} pairs; {left_out:,} more do not fit the context"
+    else:
+        task, problems = pair_problems(config, policy)
+        told = f"{len(problems):,} problems of task {task.name} to sample"
+    end_check(config, [told], resume=resume)
+
+
+def load_start(config: DPOConfig, *, weights: bool = True) -> Policy:
+    """Load the model that a run starts from.
+
+    Raises:
+        UserError: If it is missing, or calls tools.
+    """
+    policy = load_trained(
+        config, plain=bool(config.pairs), is_reward=config.loss == "reward", weights=weights
+    )
+    if policy.schema.tools:
+        raise UserError(
+            "this model calls tools, and pairs do not say which tokens a tool wrote; --policy.tools none"
+        )
+    return policy
+
+
+def pair_problems(config: DPOConfig, policy: Policy) -> tuple[Task, list[Problem]]:
+    """Return the task whose completions become pairs, and those of its problems that fit the context."""
+    task = load_task(config.task)
+    policy.expect(answer_type_of(task))
+    problems = take_problems(task, "train", config.num_problems)
+    check_gold(task, problems, "pairs are made of right and wrong answers")
+    return task, fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
+
+
 def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None = None) -> Policy:
     """Run the training, write its run folder (without a report) and return the trained policy.
 
@@ -604,11 +655,7 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
     """
     tracking = begin(config)
     config = resolve_precision(config)
-    policy = load_trained(config, plain=bool(config.pairs), is_reward=config.loss == "reward")
-    if policy.schema.tools:
-        raise UserError(
-            "this model calls tools, and pairs do not say which tokens a tool wrote; --policy.tools none"
-        )
+    policy = load_start(config)
     folder = open_folder(config, resume=resume)
     pairs = prepare_pairs(config, policy, folder)
     held_out = [pair for pair in pairs if is_held_out(pair.uid, config.seed, config.validation_share)]

@@ -19,6 +19,7 @@ from whet.model.attention import AttentionKind
 from whet.ranks.collectives import gather_json, rank
 from whet.storage.checkpoint import RECORDS, step_folder
 from whet.storage.commit import MANIFEST, UNREADABLE, commit_folder, machine, remove, verify_folder
+from whet.telemetry.provenance import no_run
 from whet.train.data.pairs import Pair
 from whet.train.objective.advantage import training_sequences
 from whet.train.optim.step import OptimConfig
@@ -293,6 +294,8 @@ def find_record(run: Path, step: int) -> Path:
     Raises:
         UserError: If there is no such record, or the weights before it are gone.
     """
+    if not run.is_dir():
+        raise no_run(str(run))
     if not (run / "config.yaml").is_file():
         raise UserError(
             f"{run}: no config.yaml, so it is not a run folder; expected one of sft, rft, dpo or rl"

@@ -14,7 +14,7 @@ from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard
 from whet.storage.checkpoint import Resume
-from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
+from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task, told_of
 from whet.telemetry.trackers import TrackConfig
 from whet.train.data.harvest import (
     Row,
@@ -34,7 +34,7 @@ from whet.train.optim.step import OptimConfig
 from whet.train.rollout.order import EpochOrder
 from whet.train.rollout.rollout import RolloutParams, collect_groups, longest_sequence
 from whet.train.run import Run
-from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
+from whet.train.session import OnStep, begin, end_check, finish, load_trained, open_folder, write_origin
 from whet.train.sft import train_step
 from whet.types import Problem, Task, UserError
 
@@ -123,6 +123,36 @@ def main(config: RFTConfig, *, resume: Resume = False) -> None:
     finish(config)
 
 
+def check(config: RFTConfig, resume: Resume) -> None:
+    """Find what a run would stop at before its first step; loads no weights and creates nothing.
+
+    Raises:
+        UserError: As the run would.
+    """
+    begin(config)
+    _, task, problems, _ = load_rft(resolve_precision(config), weights=False)
+    end_check(config, told_of(task, len(problems)), resume=resume)
+
+
+def load_rft(config: RFTConfig, *, weights: bool = True) -> tuple[Policy, Task, list[Problem], list[Problem]]:
+    """Load the policy of a run, its task, the problems that it samples, and those that it is validated on.
+
+    Raises:
+        UserError: If something is missing, or does not fit together.
+    """
+    task = load_task(config.task)
+    policy = load_trained(config, weights=weights)
+    policy.expect(answer_type_of(task))
+    wanted = take_problems(task, "train", config.num_problems)
+    check_gold(task, wanted, "rejection sampling keeps right answers")
+    problems = fitting_problems(policy, wanted, min_new_tokens=config.sampling.max_new_tokens)
+    held_out: list[Problem] = []
+    if config.validation_problems:
+        wanted = take_problems(task, "dev", config.validation_problems)
+        held_out = fitting_problems(policy, wanted, min_new_tokens=1)
+    return policy, task, problems, held_out
+
+
 def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None = None) -> Policy:
     """Run all rounds, write the run folder (without a report) and return the trained policy.
 
@@ -136,16 +166,7 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     """
     tracking = begin(config)
     config = resolve_precision(config)
-    task = load_task(config.task)
-    policy = load_trained(config)
-    policy.expect(answer_type_of(task))
-    wanted = take_problems(task, "train", config.num_problems)
-    check_gold(task, wanted, "rejection sampling keeps right answers")
-    problems = fitting_problems(policy, wanted, min_new_tokens=config.sampling.max_new_tokens)
-    held_out: list[Problem] = []
-    if config.validation_problems:
-        wanted = take_problems(task, "dev", config.validation_problems)
-        held_out = fitting_problems(policy, wanted, min_new_tokens=1)
+    policy, task, problems, held_out = load_rft(config)
     folder = open_folder(config, resume=resume)
     write_origin(config, problems, task)
 

@@ -16,12 +16,14 @@ from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
 from whet.generate.policy import Policy
 from whet.generate.probe import ProbeResult, probe_policy
+from whet.model.weights import model_folder
 from whet.ranks.collectives import all_reduce_sum, rank
 from whet.rewards.base import WeightedReward
 from whet.rewards.judge.divergence import judge_diverges, thin
 from whet.rewards.judge.judge import Judge
 from whet.storage.checkpoint import Resume
 from whet.storage.commit import commit_folder
+from whet.tasks.base import told_of
 from whet.telemetry.hardware import step_metrics
 from whet.telemetry.health import dead_reason, past_rows
 from whet.telemetry.spans import span, spanned
@@ -35,7 +37,7 @@ from whet.train.rollout.order import data_order
 from whet.train.rollout.rollout import longest_sequence, rollout_metrics, sample_note
 from whet.train.rollout.source import Collected, RolloutSource
 from whet.train.run import Held, Run
-from whet.train.session import TrainStep, begin, finish, open_folder, write_origin
+from whet.train.session import TrainStep, begin, end_check, finish, open_folder, write_origin
 from whet.train.setup import audit_parts, load_rl
 from whet.types import Group, Problem, Task, UserError
 
@@ -50,6 +52,21 @@ def main(config: RLConfig, *, resume: Resume = False) -> None:
     """Run the training, write its folder and its report."""
     train(config, resume=resume)
     finish(config)
+
+
+def check(config: RLConfig, resume: Resume) -> None:
+    """Find what a run would stop at before its first step; loads no weights and creates nothing.
+
+    Raises:
+        UserError: As the run would.
+    """
+    begin(config)
+    setup = load_rl(resolve_precision(config), weights=False)
+    warnings = [*audit_parts(setup), *heat_warnings(config.sampling.temperature)]
+    _held_out(config, setup.policy, setup.task)
+    if config.reward_model:
+        model_folder(config.reward_model, weights=False)
+    end_check(config, [*told_of(setup.task, len(setup.problems)), *warnings], resume=resume)
 
 
 def train(config: RLConfig, *, resume: Resume = False) -> Policy:
@@ -97,7 +114,8 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
         run = Run(
             "rl", config, policy, tracking, best="eval/greedy", higher_is_better=True, headline=HEADLINE
         )
-        source = RolloutSource.of(config, policy, task, rewards, data_order(task, kept, config.seed))
+        order = data_order(task, kept, config.seed)
+        source = RolloutSource.of(config, policy, task, rewards, order)
         objective = Objective.of(config, policy)
         trust, failures = Trust(config, probe, judge), Failures(rewards)
         if resume and (saved := run.restore(resume, objective.tensors())):
@@ -115,6 +133,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
 
         notes = [f"sampler vs trainer: {probe}", *notes]
         with tracking, run.open(f"rl {task.name}", notes=notes, warnings=warnings), closing(source):
+            order.look = run.session.stop_unsaved
             if config.safety.rehearses(policy.device):
                 run.beat("rehearse")
                 objective.rehearse(longest_sequence(policy, kept, config.sampling))

@@ -19,6 +19,7 @@ from whet.train.optim.step import OptimConfig
 from whet.train.rollout.curriculum import CurriculumConfig
 from whet.train.rollout.overlap import OverlapConfig, check_overlap
 from whet.train.rollout.rollout import RolloutParams
+from whet.types import UnreadError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +126,9 @@ class RLConfig:
                 "ref_refresh_every, or float32 parameters"
             )
         if self.validation_samples > 1 and not self.validation_problems:
-            raise ValueError(
-                "validation_samples is read with validation_problems; leave it out, or give some"
+            raise UnreadError(
+                "validation_samples is read with validation_problems; leave it out, or give some",
+                "validation_samples",
             )
         self._check_judge()
         self._check_teacher()
@@ -146,7 +148,8 @@ class RLConfig:
         """Refuse a judge that nobody asks, and one that nobody watches."""
         if JUDGE not in self.rewards:
             if self.judge != JudgeConfig():
-                raise ValueError("judge.* is read with rewards.judge only; give it a weight, or leave it out")
+                told = "judge.* is read with rewards.judge only; give it a weight, or leave it out"
+                raise UnreadError(told, "judge")
         elif not self.judge.model:
             raise ValueError("rewards.judge needs judge.model: name the model that judges")
         elif not self.validation_problems:

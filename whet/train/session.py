@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -23,13 +24,14 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_devi
 from whet.kernels import dispatch
 from whet.model.config import has_experts
 from whet.model.files import read_json
-from whet.model.weights import load_model
+from whet.model.lora.files import find_model
+from whet.model.weights import check_weights, load_model
 from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
 from whet.report.markdown import write_report
 from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
 from whet.storage.commit import DiskFullError, commit_folder
-from whet.storage.folder import open_run
+from whet.storage.folder import check_folder, open_run
 from whet.tasks.base import told_of
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
@@ -130,7 +132,9 @@ DOUBLE_S = {False: 0.5, True: 3.0}
 """Seconds in which a second signal is the same one: torchrun sends on what its process group has got already."""
 
 
-def load_trained(config: RunConfig, *, plain: bool = False, is_reward: bool = False) -> Policy:
+def load_trained(
+    config: RunConfig, *, plain: bool = False, is_reward: bool = False, weights: bool = True
+) -> Policy:
     """Load the policy that a run trains, in its precision; recomputation and compilation are applied.
 
     Args:
@@ -138,16 +142,27 @@ def load_trained(config: RunConfig, *, plain: bool = False, is_reward: bool = Fa
         plain: Whether it trains on plain chats or pairs, which a model without a protocol is asked as its template has
             it.
         is_reward: Make it a reward model.
+        weights: False for a dry run: shape, tokenizer and prompts, and of local weights that their files are there.
 
     Raises:
         UserError: If something is missing, malformed or does not fit together.
     """
     kinds, date = dtypes(config.optim.precision), written_date(Path(config.out))
     policy = load_policy(
-        config.policy, seed=config.seed, plain=plain, date=date, is_reward=is_reward, **kinds
+        config.policy,
+        seed=config.seed,
+        plain=plain,
+        date=date,
+        is_reward=is_reward,
+        weights=weights,
+        **kinds,
     )
     if config.optim.router_aux_loss_coef and not has_experts(policy.model.config):
         raise UserError("optim.router_aux_loss_coef: this model has no experts to balance; leave it out")
+    if not weights:
+        if config.policy.init and Path(config.policy.init).expanduser().exists():
+            check_weights(find_model(config.policy.init, config.policy.adapter)[0])
+        return policy
     prepare_model(policy.model, config.optim)
     return policy
 
@@ -181,6 +196,18 @@ def open_folder(config: RunConfig, *, resume: Resume) -> Path:
 
     on_main(prepare)
     return folder
+
+
+def end_check(config: RunConfig, told: Sequence[str], *, resume: Resume) -> None:
+    """End a dry run: check the run folder, and say what was found as comments of the printed config.
+
+    Raises:
+        UserError: If the folder cannot become a run's.
+    """
+    if resume is False:
+        check_folder(Path(config.out))
+    print("".join(f"# {line}\n" for text in told for line in text.splitlines()), end="")
+    print("# checked: model, data, prompts and folder; the run would start")
 
 
 def write_origin(config: RunConfig, problems: Sequence[Problem], source: Task | None) -> None:
@@ -233,6 +260,20 @@ def finish(config: RunConfig) -> None:
     if rank() == 0:
         write_report(folder)
         print(f"done: {folder}  (checkpoint: {folder / 'checkpoints'}, report: {folder / 'report.md'})")
+        print(next_steps(config))
+
+
+def next_steps(config: RunConfig) -> str:
+    """Say what one does with a run that is done; the commands can be pasted."""
+    run = shlex.quote(config.out)
+    if getattr(config, "loss", "") == "reward":
+        return f"next: whet rl own --reward-model {run} --model MODEL --data FILE | whet report {run}"
+    task = getattr(config, "task", None)
+    named = task is not None and not getattr(config, "pairs", "")
+    data = f" --task {shlex.quote(task.name)}" if named else " --task TASK"
+    data += f" --data {shlex.quote(task.path)}" if named and task.path else ""
+    compared = f" | whet compare {shlex.quote(config.policy.init)} {run}{data}" if config.policy.init else ""
+    return f"next: whet chat {run} | whet report {run}{compared}"
 
 
 class Stopped(SystemExit):
@@ -433,6 +474,18 @@ class Session:
             if is_last or self._config.disk_full == "stop":
                 raise
             print(f"whet: warning: {error}; training goes on unsaved", file=sys.stderr, flush=True)
+
+    def stop_unsaved(self) -> None:
+        """End the run within a step, where a signal asked for it and the step has just begun a long work.
+
+        Raises:
+            Stopped: With the signal's exit status.
+        """
+        if self._signal and not is_distributed():
+            name = signal.Signals(self._signal).name
+            line = f"whet: stopped by {name} while problems were drawn; what was saved before is whole"
+            print(f"{line}; go on with: whet {self._program} {self._folder} --resume", flush=True)
+            raise Stopped(128 + self._signal)
 
     def stop_if_asked(self, step: int) -> None:
         """End the run after a step that was saved, where a signal asked for it.

@@ -176,17 +176,18 @@ class RLSetup:
         return open_judge(self.config.judge, scored, folder, self.policy.schema, self.problems[0])
 
 
-def load_rl(config: RLConfig) -> RLSetup:
+def load_rl(config: RLConfig, *, weights: bool = True) -> RLSetup:
     """Load what a run is made of.
 
     Args:
         config: Its settings, with a precision that is settled.
+        weights: False for a dry run, which computes nothing.
 
     Raises:
         UserError: If something is missing, or does not fit together.
     """
     task = load_task(config.task)
-    policy = load_trained(config)
+    policy = load_trained(config, weights=weights)
     check_fit(config, policy, task)
     policy.replays_experts = config.off_policy.router_replay
     problems = task.problems("train")
@@ -204,7 +205,7 @@ def load_rl(config: RLConfig) -> RLSetup:
         problems=kept,
         num_left_out=left_out,
         rewards=rewards,
-        score=model_scores(config.reward_model, policy) if config.reward_model else None,
+        score=model_scores(config.reward_model, policy) if config.reward_model and weights else None,
     )
 
 

@@ -16,7 +16,7 @@ from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import sequence_seed
 from whet.ranks.collectives import all_reduce_sum, shard, sum_gradients
 from whet.storage.checkpoint import Resume
-from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.tasks.base import TaskConfig, answer_type_of, load_task, told_of
 from whet.tasks.tools import environment_for
 from whet.telemetry.spans import span
 from whet.telemetry.trackers import TrackConfig
@@ -36,7 +36,15 @@ from whet.train.optim.safety import SafetyConfig, TokenBudget
 from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.rollout.order import data_order
 from whet.train.run import Run
-from whet.train.session import OnStep, begin, finish, load_trained, open_folder, write_origin
+from whet.train.session import (
+    OnStep,
+    begin,
+    end_check,
+    finish,
+    load_trained,
+    open_folder,
+    write_origin,
+)
 from whet.types import MicroBatch, Problem, Task, UserError
 
 CACHED_DEMONSTRATIONS = 65_536
@@ -101,7 +109,7 @@ def rows_of(config: SFTConfig, task: Task) -> list[Problem]:
     )
 
 
-def load_sft(config: SFTConfig) -> tuple[Policy, Task, list[Problem]]:
+def load_sft(config: SFTConfig, *, weights: bool = True) -> tuple[Policy, Task, list[Problem]]:
     """Load the policy of a run, its task, and the rows that it learns from.
 
     Where all rows are chats or texts, a model that has no schema stays without one: nothing that it learned asks for
@@ -112,7 +120,8 @@ def load_sft(config: SFTConfig) -> tuple[Policy, Task, list[Problem]]:
     """
     task = load_task(config.task)
     problems = rows_of(config, task)
-    policy = load_trained(config, plain=all(kind_of(problem) != "solution" for problem in problems))
+    plain = all(kind_of(problem) != "solution" for problem in problems)
+    policy = load_trained(config, plain=plain, weights=weights)
     policy.expect(answer_type_of(task))
     return policy, task, problems
 
@@ -221,6 +230,28 @@ def main(config: SFTConfig, *, resume: Resume = False) -> None:
     finish(config)
 
 
+def check(config: SFTConfig, resume: Resume) -> None:
+    """Find what a run would stop at before its first step; loads no weights and creates nothing.
+
+    Raises:
+        UserError: As the run would.
+    """
+    begin(config)
+    policy, task, problems = load_sft(resolve_precision(config), weights=False)
+    environment_for(policy.schema, task)
+    learnt = demonstrations_of(config, policy, problems)
+    validation_rows(config, policy, task)
+    end_check(config, [*told_of(task, len(learnt.problems)), *learnt.notes], resume=resume)
+
+
+def validation_rows(config: SFTConfig, policy: Policy, task: Task) -> list[Problem]:
+    """Return the rows of the dev split whose loss is measured."""
+    if not config.validation_problems:
+        return []
+    rows = take_problems(task, "dev", config.validation_problems)
+    return demonstrate(policy, rows, turns=config.turns, too_long=config.too_long).problems
+
+
 def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None = None) -> Policy:
     """Run the training, write its run folder (without a report) and return the trained policy.
 
@@ -238,16 +269,7 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     environment_for(policy.schema, task)  # fails here, before anything is created, if a tool is missing
     learnt = demonstrations_of(config, policy, problems)
     kept = learnt.problems
-    held_out = (
-        demonstrate(
-            policy,
-            take_problems(task, "dev", config.validation_problems),
-            turns=config.turns,
-            too_long=config.too_long,
-        ).problems
-        if config.validation_problems
-        else []
-    )
+    held_out = validation_rows(config, policy, task)
     notes = [*learnt.notes, *learn_ends(policy, learnt.end_ids)]
     open_folder(config, resume=resume)
     write_origin(config, kept, task)

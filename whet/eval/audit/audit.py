@@ -18,6 +18,7 @@ from whet.config import align, dump_yaml
 from whet.eval.audit.dispute import Disputed, dispute, dispute_samples, has_math_verify
 from whet.eval.evaluate import take_problems
 from whet.eval.grade import judge_answers
+from whet.install import install_command
 from whet.rewards.base import WeightedReward, best_total, build_rewards, score_completion, score_completions
 from whet.schema import ResponseSchema, find_schema
 from whet.storage.folder import open_run
@@ -354,7 +355,7 @@ def _table(title: str, audit: Audit) -> str:
     second = (
         "math-verify"
         if has_math_verify()
-        else "plain text and numbers (pip install 'whet[math]' for math-verify)"
+        else f"plain text and numbers (for math-verify: {install_command('math')})"
     )
     facts = {
         "reachable maximum": f"{_number(audit.best)} of {_number(audit.maximum)}",

@@ -52,7 +52,7 @@ from whet.model.files import is_hub_name
 from whet.stats import mean_interval
 from whet.storage.folder import open_run
 from whet.telemetry.display import escape_controls
-from whet.telemetry.provenance import find_run
+from whet.telemetry.provenance import no_run, resolve_run
 from whet.types import UserError
 
 # A comparison as tables in the terminal. Model output and file names are plain text, never markup.
@@ -162,9 +162,6 @@ def _say(console: Console, text: str, *, style: str = "") -> None:
 
 def _text(text: str) -> Text:
     return Text(escape_controls(text))
-
-
-RUNS = Path("runs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,13 +354,11 @@ def locate(word: str) -> str:
         raise UserError(f"{word}: neither an evaluation (eval.json) nor a model{hint}")
     if path.exists():
         raise UserError(f"{word}: is a file; expected the folder of an evaluation or of a model")
-    if "/" not in word and RUNS.is_dir():
-        return str(find_run(RUNS, word))
+    if (found := resolve_run(word)) != word:
+        return found
     if word.count("/") == 1 and is_hub_name(word) and not word.startswith("runs/"):
         return word
-    raise UserError(
-        f"{word!r}: no such folder, no run id below {RUNS}/, and not a hub name such as owner/name"
-    )
+    raise no_run(word, or_hub=True)
 
 
 def short_names(places: Sequence[str]) -> list[str]:

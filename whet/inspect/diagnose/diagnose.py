@@ -28,6 +28,8 @@ from whet.inspect.memory.plan import PlanConfig, read_recipe
 from whet.report.page import json_for_script, render
 from whet.storage.folder import open_run
 from whet.telemetry.display import escape_controls, open_display
+from whet.train.rl_config import RLConfig
+from whet.train.sft import SFTConfig
 from whet.types import UserError
 
 STYLES: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
@@ -45,7 +47,7 @@ class DiagnoseConfig:
     of: Literal["rl", "sft"] = "rl"
     """Program of the recipe."""
     set: tuple[str, ...] = ()
-    """Fields of the program to override, each written field=value, such as num_prompts=4."""
+    """Fields of the recipe that are overridden; written as its own options are: --policy.init MODEL."""
     out: str = ""
     """Output folder for diagnose.log, .json and .html; empty for runs/diagnose-DATE-TIME."""
     repeats: int = 5
@@ -199,4 +201,6 @@ def _print(console: Console, title: str, components: Mapping[str, Component]) ->
                     console.print(Text(status, style=STYLES[status]), Text(escape_controls(reason)))
 
 
-PROGRAM = Program(config_class=DiagnoseConfig, main=main, positional="recipe")
+PROGRAM = Program(
+    config_class=DiagnoseConfig, main=main, positional="recipe", passes={"rl": RLConfig, "sft": SFTConfig}
+)

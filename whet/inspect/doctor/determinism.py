@@ -92,7 +92,7 @@ class Cell:
     difference: str
 
 
-def check_determinism(program: str, recipe: str) -> bool:
+def check_determinism(program: str, recipe: str = "") -> bool:
     """Run a recipe twice, and with two variations for information; print what is equal and what is not.
 
     Args:

@@ -34,7 +34,7 @@ WIDTHS = (128, 512, 1024)
 READ = {
     "kernels": (),
     "sandbox": ("backend", "only", "num_workers"),
-    "determinism": ("program", "recipe"),
+    "determinism": ("of",),
     "hang": (),
 }
 """The fields that each check reads."""
@@ -49,7 +49,8 @@ class DoctorConfig:
 
     check: tuple[str, ...] = ()
     """kernels: the C++ kernels against PyTorch on this machine. sandbox: programs that try to escape, take too much, or
-    cheat their tests. determinism: three training steps, twice, compared bit by bit. hang RUN [RUN ...]: what the ranks
+    cheat their tests. determinism [RECIPE]: three training steps of a recipe, or of a small form of the demo's, twice,
+    compared bit by bit. hang RUN [RUN ...]: what the ranks
     of a run are doing, and where a hung one stopped."""
     backend: Literal["auto", "bwrap", "landlock"] = "auto"
     """sandbox: the backend to attack; auto for the one that training would use here."""
@@ -57,10 +58,8 @@ class DoctorConfig:
     """sandbox: run only attacks with this text in their name or group."""
     num_workers: int = 0
     """sandbox: concurrent attacks; 0 for one per core."""
-    program: Literal["rl", "sft", "dpo"] = "rl"
-    """determinism: the program to run."""
-    recipe: str = ""
-    """determinism: recipe, config.yaml or run folder of that program; empty for a small form of the demo's."""
+    of: Literal["rl", "sft", "dpo"] = "rl"
+    """determinism: the program of the recipe."""
 
     def __post_init__(self) -> None:
         name = self.check[0] if self.check else ""
@@ -70,7 +69,7 @@ class DoctorConfig:
             raise ValueError(
                 "check = hang: expected the folder of a run, as in 'whet doctor hang runs/demo-rl'"
             )
-        if name != "hang" and len(self.check) > 1:
+        if len(self.check) > {"hang": 1 << 20, "determinism": 2}.get(name, 1):
             raise ValueError(f"check = {show(' '.join(self.check))}: expected nothing after {name}")
         for field in fields(self):
             if field.name not in ("check", *READ[name]) and getattr(self, field.name) != field.default:
@@ -92,7 +91,7 @@ def main(config: DoctorConfig) -> None:
     elif name == "sandbox":
         is_well = check_sandbox(config.backend, config.only, config.num_workers)
     elif name == "determinism":
-        is_well = check_determinism(config.program, config.recipe)
+        is_well = check_determinism(config.of, *runs)
     else:
         is_well = check_hang(runs)
     if not is_well:

@@ -18,6 +18,7 @@ from rich.text import Text
 from whet.telemetry.display import one_line
 from whet.telemetry.heartbeat import FOLDER, birth
 from whet.telemetry.log import as_number, parse_row
+from whet.telemetry.provenance import no_run, resolve_run
 from whet.types import UserError
 
 FRESH_S = 30.0
@@ -75,7 +76,7 @@ def check_hang(runs: Sequence[str]) -> bool:
     Raises:
         UserError: If a folder has no heartbeats.
     """
-    found = {run: read_ranks(Path(run)) for run in runs}
+    found = {run: read_ranks(Path(resolve_run(run))) for run in runs}
     console = Console()
     for run, ranks in found.items():
         console.print(Text(one_line(run), style="bold"))
@@ -96,8 +97,9 @@ def read_ranks(run: Path) -> list[Rank]:
     """
     paths = {int(path.stem[5:]): path for path in (run / FOLDER).glob("rank_*.json") if _is_rank(path)}
     if not paths:
-        reason = "no heartbeats" if run.is_dir() else "no such folder"
-        raise UserError(f"{run}: {reason}; expected the folder of a training run")
+        if not run.is_dir():
+            raise no_run(str(run))
+        raise UserError(f"{run}: no heartbeats; expected the folder of a training run")
     rows = {number: _load(path) for number, path in paths.items()}
     newest = max(rows.values(), key=lambda row: _number(row, "time"))
     count = int(_number(newest, "ranks")) or len(

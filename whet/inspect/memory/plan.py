@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from whet.cli import Program
-from whet.config import load_yaml, show
+from whet.cli import Program, passed_words
+from whet.config import load_yaml
 from whet.generate.policy import INHERIT, PolicyConfig, load_policy, resolve_device
 from whet.inspect.memory.meter import compare, measure
 from whet.inspect.memory.phases import (
@@ -63,6 +63,7 @@ def _qwen25(width: int, feed: int, layers: int, heads: int, kv_heads: int, *, co
 # Shapes of the recipes' starting models, so that a plan needs no network; other names are looked up on the hub.
 SHAPES: dict[str, ModelConfig] = {
     "Qwen/Qwen2.5-0.5B": _qwen25(896, 4864, 24, 14, 2, context=32_768),
+    "Qwen/Qwen2.5-0.5B-Instruct": _qwen25(896, 4864, 24, 14, 2, context=32_768),
     "Qwen/Qwen2.5-1.5B": _qwen25(1536, 8960, 28, 12, 2, context=131_072),
     "Qwen/Qwen2.5-3B": _qwen25(2048, 11_008, 36, 16, 2, context=32_768),
     "Qwen/Qwen2.5-7B": _qwen25(3584, 18_944, 28, 28, 4, context=131_072),
@@ -103,7 +104,7 @@ class PlanConfig:
     of: Literal["rl", "sft", "model"] = "rl"
     """Program of the recipe; model only prints the sharded budget."""
     set: tuple[str, ...] = ()
-    """Fields of the program to override, each written field=value, such as policy.init=Qwen/Qwen2.5-3B."""
+    """Fields of the recipe that are overridden; written as its own options are: --policy.init MODEL."""
     length: int = 0
     """Longest sequence, prompt and completion, in tokens; 0 takes 256 for the prompt and the recipe's longest
     completion (sft: a whole micro-batch), within the context."""
@@ -120,9 +121,6 @@ class PlanConfig:
         for name, least in (("length", 0), ("memory_gib", 0), ("num_devices", 1)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected {least} or more")
-        for item in self.set:
-            if not item.partition("=")[0] or "=" not in item:
-                raise ValueError(f"set: got {show(item)}, expected field=value")
         if self.of == "model" and (self.set or self.length or self.memory_gib or self.measure):
             raise ValueError(
                 "of = model reads num_devices only: leave out set, length, memory_gib and measure"
@@ -155,7 +153,7 @@ def main(config: PlanConfig) -> None:
 
 
 def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig | SFTConfig:
-    """Have the program resolve recipe and overrides, as printed by --dry-run.
+    """Have the program resolve recipe and overrides, as printed by --print-config.
 
     Args:
         config: What to plan.
@@ -164,8 +162,7 @@ def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig |
     Raises:
         UserError: With the program's message, if it refuses.
     """
-    overrides = [f"--{item}" for item in config.set]
-    words = [*command, config.of, config.recipe, *overrides, "--dry-run"]
+    words = [*command, config.of, config.recipe, *passed_words(config.set), "--print-config"]
     result = subprocess.run(words, capture_output=True, text=True, errors="replace")
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
@@ -173,7 +170,7 @@ def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig |
         raise UserError(f"whet {config.of} refuses: {said}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
-        path.write_text(result.stdout.partition("\nbatch of one step\n")[0] + "\n", encoding="utf-8")
+        path.write_text(result.stdout, encoding="utf-8")
         run = load_yaml(path, RLConfig) if config.of == "rl" else load_yaml(path, SFTConfig)
     return resolve_precision(run, policy_shape)
 
@@ -203,7 +200,7 @@ def find_shape(source: str, rope_factors: RopeFactors = "auto") -> ModelConfig:
     except UserError as error:
         known = (name for name in SHAPES if name.rpartition("/")[2].lower() in source.lower())
         start = next(known, "FOLDER, or a hub name")
-        raise UserError(f"{error}; to plan before it exists: --set policy.init={start}") from None
+        raise UserError(f"{error}; to plan before it exists: --policy.init {start}") from None
     return from_hf(read_json(path), where=str(path), rope_factors=rope_factors)
 
 
@@ -343,4 +340,6 @@ def _budget_text(shape: ModelConfig, num_devices: int) -> str:
     return "\n".join(lines)
 
 
-PROGRAM = Program(config_class=PlanConfig, main=main, positional="recipe")
+PROGRAM = Program(
+    config_class=PlanConfig, main=main, positional="recipe", passes={"rl": RLConfig, "sft": SFTConfig}
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -19,8 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from whet.cli import Program
-from whet.config import show
+from whet.cli import Program, passed_words
 from whet.generate.policy import resolve_device
 from whet.inspect.memory.plan import PlanConfig, read_recipe
 from whet.inspect.profile.trace import Traced, Tracer
@@ -110,7 +110,7 @@ class ProfileConfig:
     of: Literal["rl", "sft"] = "rl"
     """Program of the recipe."""
     set: tuple[str, ...] = ()
-    """Fields of the program to override, each written field=value, such as sampling.max_new_tokens=64."""
+    """Fields of the recipe that are overridden; written as its own options are: --policy.init MODEL."""
     warmup: int = 2
     """Warm-up steps."""
     steps: int = 3
@@ -124,9 +124,6 @@ class ProfileConfig:
         for name, least in (("warmup", 0), ("steps", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected {least} or more")
-        for item in self.set:
-            if not item.partition("=")[0] or "=" not in item:
-                raise ValueError(f"set: got {show(item)}, expected field=value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +350,8 @@ def tool_commands(config: ProfileConfig, out: Path, *, tracks: bool) -> dict[str
         tracks: Whether the recipe sends its metrics to trackers.
     """
     own = {"num_steps", "out"}
-    overrides = [f"--{item}" for item in config.set if item.partition("=")[0].replace("-", "_") not in own]
+    kept = [item for item in config.set if re.split(r"[= ]", item)[0].replace("-", "_") not in own]
+    overrides = passed_words(kept)
     folder = out / "profiles"
 
     def run(tool: str) -> list[str]:
@@ -413,4 +411,6 @@ def _window(config: ProfileConfig) -> str:
     return f"{config.warmup}:{config.steps}"
 
 
-PROGRAM = Program(config_class=ProfileConfig, main=main, positional="recipe")
+PROGRAM = Program(
+    config_class=ProfileConfig, main=main, positional="recipe", passes={"rl": RLConfig, "sft": SFTConfig}
+)

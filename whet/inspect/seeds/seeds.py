@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from whet.cli import Program
-from whet.config import closest, dump_yaml
+from whet.cli import Program, passed_words
+from whet.config import Renamed, closest, dump_yaml
 from whet.inspect.seeds.outcome import Board, Measure, Outcome, Status, write_outcomes
 from whet.inspect.seeds.spread import FLAT_BELOW, Curve, KillRules, kill_reason
 from whet.sandbox.reentry import refuse_reentry
@@ -26,6 +26,10 @@ from whet.storage.folder import open_run
 from whet.telemetry.display import escape_controls
 from whet.telemetry.log import parse_row
 from whet.telemetry.metrics import METRICS, find_metric
+from whet.train.dpo import DPOConfig
+from whet.train.rft import RFTConfig
+from whet.train.rl_config import RLConfig
+from whet.train.sft import SFTConfig
 from whet.types import UserError
 
 WHET = (sys.executable, "-m", "whet")
@@ -40,12 +44,12 @@ class SeedsConfig:
     """Output folder, with seed-K/ for each seed."""
     recipe: str
     """Recipe, .yaml file or run folder, as the program accepts it."""
-    program: str = "rl"
-    """Program to run: any with --seed, --out and --resume (sft, rl ...)."""
+    of: Literal["rl", "sft", "dpo", "rft"] = "rl"
+    """Program of the recipe."""
     seeds: tuple[int, ...] = (0, 1, 2, 3)
     """Seeds, in starting order."""
     set: tuple[str, ...] = ()
-    """Fields of the program to override in every seed, each written field=value."""
+    """Fields of the recipe that are overridden in every seed; written as its own options are: --num-steps 40."""
     parallel: int = 1
     """Seeds that run concurrently."""
     num_threads: int = 0
@@ -64,6 +68,8 @@ class SeedsConfig:
     """How far below the median of the other seeds a seed may lag, in units of the metric."""
     grace_s: float = 10.0
     """Seconds between asking a seed to end and killing it."""
+
+    RENAMED = {"program": Renamed("of", "rl")}
 
     def __post_init__(self) -> None:
         twice = sorted({seed for seed in self.seeds if self.seeds.count(seed) > 1})
@@ -88,11 +94,9 @@ class SeedsConfig:
             hint = f", did you mean {match!r}?" if match else "; metrics.jsonl of a run names them"
             raise ValueError(f"metric = {self.metric!r}: no program logs that{hint}") from None
         for item in self.set:
-            name, equals, _ = item.partition("=")
-            if not name or not equals:
-                raise ValueError(f"set: got {item!r}, expected field=value")
+            name = re.split(r"[= ]", item)[0]
             if name in ("out", "seed"):
-                raise ValueError(f"set: got {item!r}, but {name!r} differs for each seed; leave it out")
+                raise ValueError(f"{name} differs for each seed; leave it out")
 
 
 def sign_of(config: SeedsConfig) -> int:
@@ -179,7 +183,7 @@ def launch(config: SeedsConfig, *, resume: bool = False, command: Sequence[str] 
         _load_seed(folder / f"seed-{number}", number, config.metric, num_steps) for number in config.seeds
     ]
     outcomes = [seed.outcome for seed in seeds]
-    title = f"{config.program} {config.recipe}"
+    title = f"{config.of} {config.recipe}"
     measure = Measure(
         metric=config.metric, window=config.window, sign=sign_of(config), threshold=config.threshold
     )
@@ -205,7 +209,7 @@ def launch(config: SeedsConfig, *, resume: bool = False, command: Sequence[str] 
 
 def _arguments(config: SeedsConfig, seed: int) -> list[str]:
     own = [f"--out={Path(config.out) / f'seed-{seed}'}", f"--seed={seed}"]
-    return [config.program, config.recipe, *own, *(f"--{item}" for item in config.set)]
+    return [config.of, config.recipe, *own, *passed_words(config.set)]
 
 
 def _rehearse(config: SeedsConfig, command: Sequence[str]) -> int | None:
@@ -217,7 +221,7 @@ def _rehearse(config: SeedsConfig, command: Sequence[str]) -> int | None:
         errors="replace",
     )
     if result.returncode:
-        raise UserError(f"whet {config.program} refuses: {_last_line(result.stderr)}")
+        raise UserError(f"whet {config.of} refuses: {_last_line(result.stderr)}")
     found = re.search(r"^num_steps: (\d+)$", result.stdout, flags=re.MULTILINE)
     num_steps = int(found[1]) if found else None
     if num_steps is not None and config.kill_after >= num_steps:
@@ -394,4 +398,11 @@ def _interruption() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-PROGRAM = Program(config_class=SeedsConfig, main=main, plan=plan, resumable=True)
+PROGRAM = Program(
+    config_class=SeedsConfig,
+    main=main,
+    plan=plan,
+    resumable=True,
+    positional="recipe",
+    passes={"rl": RLConfig, "sft": SFTConfig, "dpo": DPOConfig, "rft": RFTConfig},
+)

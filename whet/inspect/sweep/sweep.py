@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from whet.cli import Program
+from whet.cli import Program, passed_words
 from whet.config import dump_yaml, to_dict
 from whet.inspect.memory.plan import PlanConfig, read_recipe
 from whet.inspect.sweep.page import as_text, write_page
@@ -35,6 +36,7 @@ from whet.storage.folder import open_run
 from whet.telemetry.display import escape_controls
 from whet.train.optim.step import parameter_dtype
 from whet.train.rl_config import RLConfig
+from whet.train.sft import SFTConfig
 from whet.types import UserError
 
 Mode = Literal["quick", "full", "single", "grpo"]
@@ -61,7 +63,7 @@ class SweepConfig:
     of: Literal["rl", "sft"] = "rl"
     """Program of the recipe."""
     set: tuple[str, ...] = ()
-    """Fields of the program to override, each written field=value, such as policy.init=runs/demo-sft."""
+    """Fields of the recipe that are overridden; written as its own options are: --policy.init MODEL."""
     mode: Mode = "quick"
     """quick: one setting after the other; full: all combinations; single: the unchanged recipe; grpo: like quick, with
     a frozen reference model in memory."""
@@ -129,7 +131,7 @@ def main(config: SweepConfig) -> None:
     if content["best"] is None:
         raise UserError(
             f"none of the tried settings fits {HEADROOM:.0%} of {content['memory_bytes'] / 2**30:.2f} GiB: use a "
-            "smaller model, shorter completions, or --set optim.precision=bfloat16_master"
+            "smaller model, shorter completions, or --optim.precision bfloat16_master"
         )
 
 
@@ -326,9 +328,11 @@ class Sweep:
         words = best.words(self.base, ALWAYS)
         given = {flag for name, flag in FLAGS.items() if getattr(best, name) != getattr(self.base, name)}
         given |= {FLAGS[name] for name in ALWAYS}
-        options = (f"--{item}" for item in self._config.set)
-        kept = [word for word in options if word.partition("=")[0].replace("_", "-") not in given]
+        names = {item: f"--{re.split('[= ]', item)[0].replace('_', '-')}" for item in self._config.set}
+        kept = passed_words([item for item, name in names.items() if name not in given])
         return shlex.join(["whet", self._config.of, self._config.recipe, *kept, *words])
 
 
-PROGRAM = Program(config_class=SweepConfig, main=main, positional="recipe")
+PROGRAM = Program(
+    config_class=SweepConfig, main=main, positional="recipe", passes={"rl": RLConfig, "sft": SFTConfig}
+)

@@ -47,12 +47,13 @@ MAX_PATTERN_CHARS, MAX_BRANCHES = (
 )  # a hostile pattern with more, or with a repeated group, could match forever
 
 
-def find_model(init: str, adapter: str = "") -> tuple[Path, Adapter | None]:
+def find_model(init: str, adapter: str = "", *, weights: bool = True) -> tuple[Path, Adapter | None]:
     """Find the base and the adapter that a user names.
 
     Args:
         init: A model (run folder, Hugging Face folder, hub name), or an adapter that names its base.
         adapter: Adapter folder or hub name; empty for none.
+        weights: False to download no weights of the base.
 
     Returns:
         The base's folder, and the adapter.
@@ -62,7 +63,7 @@ def find_model(init: str, adapter: str = "") -> tuple[Path, Adapter | None]:
     """
     path = Path(init).expanduser()
     if not (path / CONFIG).is_file() or (path / "config.json").is_file():
-        folder = model_folder(init)
+        folder = model_folder(init, weights=weights)
         if path.exists() or (folder / "config.json").is_file():
             return folder, read_adapter(adapter) if adapter else None
     if adapter:
@@ -78,7 +79,7 @@ def find_model(init: str, adapter: str = "") -> tuple[Path, Adapter | None]:
             f"{found.folder}: the adapter needs revision {found.revision[:40]!r} of its base: download that, {advice}"
         )
     try:
-        return model_folder(found.base), found
+        return model_folder(found.base, weights=weights), found
     except UserError as error:
         raise UserError(f"{found.folder}: its base is missing ({error}); {advice}") from None
 

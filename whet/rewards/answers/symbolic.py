@@ -1,4 +1,4 @@
-r"""Symbolic equality of answers through math-verify (`pip install 'whet[math]'`), in workers that can be killed.
+r"""Symbolic equality of answers through math-verify (the extra `math`), in workers that can be killed.
 
 For what `answers_equal` cannot decide: sums, integrals, limits, determinants, relations in several variables.
 whet's stricter rules come first; math-verify is used only when
@@ -20,6 +20,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from whet.install import install_command
 from whet.rewards.answers.calculator import evaluate_at
 from whet.rewards.answers.equal import answers_equal
 from whet.rewards.answers.expression import FUNCTIONS, ParseError, parse_expression
@@ -147,7 +148,7 @@ def _pool(deadline_s: float) -> GraderPool:
     with _lock:
         if deadline_s not in _pools:
             if importlib.util.find_spec("math_verify") is None:
-                raise UserError("symbolic equality needs math-verify: pip install 'whet[math]'")
+                raise UserError(f"symbolic equality needs math-verify: {install_command('math')}")
             _pools[deadline_s] = GraderPool(
                 f"{__name__}:verify_in_worker",
                 deadline_s=deadline_s,

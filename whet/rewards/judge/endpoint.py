@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, cast
 
+from whet.install import install_command
 from whet.types import UserError
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class ChatEndpoint:
         try:
             import openai
         except ImportError:
-            raise UserError("a judge at a server needs openai: pip install 'whet[judge]'") from None
+            raise UserError(f"a judge at a server needs openai: {install_command('judge')}") from None
         # What stands in the environment for openai.com is not sent to another server.
         left_out = ("OpenAI-Organization", "OpenAI-Project", *(() if self._key else ("Authorization",)))
         self._headers = dict.fromkeys(left_out, cast(str, openai.Omit()))

@@ -13,10 +13,11 @@ import torch
 
 from whet.algo.packing import TrainingSequence
 from whet.generate.policy import Policy
+from whet.install import install_command
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel
 from whet.model.weights import load_model, model_folder
-from whet.types import UserError
+from whet.types import UnreadError, UserError
 
 PROBE = "The quick brown fox jumps over the lazy dog, 0123456789 times: x = (a + b) * c?\n"
 """Text that a server's tokenizer has to read as ours does."""
@@ -64,7 +65,7 @@ class TeacherConfig:
         for name in unread:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 reader = "teacher.url" if self.init else "a teacher"
-                raise ValueError(f"teacher.{name} is read with {reader} only; leave it out")
+                raise UnreadError(f"teacher.{name} is read with {reader} only; leave it out", name)
 
     @property
     def is_given(self) -> bool:
@@ -114,7 +115,7 @@ class ServerTeacher:
         try:
             import openai
         except ImportError:
-            raise UserError("a teacher at a server needs openai: pip install 'whet[judge]'") from None
+            raise UserError(f"a teacher at a server needs openai: {install_command('judge')}") from None
         self._config = config
         key = os.environ.get(config.api_key_env, "")
         left_out = ("OpenAI-Organization", "OpenAI-Project", *(() if key else ("Authorization",)))

@@ -24,7 +24,7 @@ from whet.ranks.collectives import world_size
 from whet.telemetry.spans import span, spanned
 from whet.train.optim.adam8bit import MIN_NUMBERS, Moments
 from whet.train.optim.optimizer import CHUNK, LossScale, Master, adamw, muon, suits_kernel, sum_of_squares
-from whet.types import MicroBatch, UserError
+from whet.types import MicroBatch, UnreadError, UserError
 
 M_MMAP_THRESHOLD = -3
 LARGE_BYTES = 32 * 2**20
@@ -172,7 +172,9 @@ class OptimConfig:
         for name, (owner, is_read) in needs.items():
             value = getattr(self, name)
             if not is_read and value != type(self).__dataclass_fields__[name].default:
-                raise ValueError(f"optim.{name} = {value} is read with optim.{owner} only; leave it out")
+                raise UnreadError(
+                    f"optim.{name} = {value} is read with optim.{owner} only; leave it out", name
+                )
         if self.is_scaled and self.update_in_backward:
             raise ValueError(
                 f"optim.update_in_backward = true with precision = {self.precision}: whether the scaled gradients "

@@ -18,7 +18,7 @@ from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.ranks.collectives import all_reduce_sum, rank, shard
 from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
-from whet.types import Problem, Task, UserError
+from whet.types import Problem, Task, UnreadError, UserError
 
 DIFFICULTY_FILE = "difficulty.jsonl"
 ROWS_PER_PORTION = 16
@@ -72,9 +72,9 @@ class CurriculumConfig:
         if self.num_samples == 1 and not (math.isinf(low) or math.isinf(high)):
             raise ValueError("num_samples = 1: a pass rate is then 0 or 1, none between; expected 2 or more")
         if self.max_problems and not self.num_samples:
-            raise ValueError("max_problems is read with num_samples only; leave it out")
+            raise UnreadError("max_problems is read with num_samples only; leave it out", "max_problems")
         if self.unmeasured != "error" and not self.difficulty_file:
-            raise ValueError("unmeasured is read with difficulty_file only; leave it out")
+            raise UnreadError("unmeasured is read with difficulty_file only; leave it out", "unmeasured")
         if (self.min_pass_rate, self.max_pass_rate) != (0.0, 1.0) and not self.by_difficulty:
             raise ValueError(
                 "min_pass_rate and max_pass_rate need pass rates: give num_samples or difficulty_file"

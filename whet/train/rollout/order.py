@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -13,6 +13,8 @@ from whet.types import Problem, Task, UserError
 
 Item = TypeVar("Item")
 
+LOOK_EVERY = 1 << 16
+"""Draws after which `EpochOrder.look` is called: a step that draws so many may take long."""
 REPLAY_BLOCK = 1 << 20
 """Draws replayed per batch when a mixture resumes from a cursor."""
 
@@ -24,7 +26,12 @@ class EpochOrder(Generic[Item]):
         items: The items; not empty.
         seed: Seed of the permutations.
         cursor: Items read so far.
+
+    Attributes:
+        look: Called while very many are drawn; may raise to end it.
     """
+
+    look: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, items: Sequence[Item], seed: int, cursor: int = 0) -> None:
         assert items, "nothing to order"
@@ -42,7 +49,9 @@ class EpochOrder(Generic[Item]):
     def next(self, count: int) -> list[tuple[int, Item]]:
         """Return the next `count` items, each with the number of its epoch."""
         taken = []
-        for _ in range(count):
+        for number in range(1, count + 1):
+            if number % LOOK_EVERY == 0:
+                self.look()
             epoch, index = divmod(self.cursor, len(self._items))
             if epoch != self._epoch:
                 generator = torch.Generator().manual_seed(sequence_seed("order", self._seed, epoch))
@@ -64,7 +73,12 @@ class MixtureOrder(Generic[Item]):
         weights: Weight by label, above 0.
         seed: Seed of the draws and of the permutations.
         cursor: Items read so far, over all parts.
+
+    Attributes:
+        look: Called while very many are drawn; may raise to end it.
     """
+
+    look: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self, parts: Mapping[str, Sequence[Item]], weights: Mapping[str, float], seed: int, cursor: int = 0
@@ -100,7 +114,12 @@ class MixtureOrder(Generic[Item]):
 
     def next(self, count: int) -> list[tuple[int, Item]]:
         """Return the next `count` items, each with the number of its part's epoch."""
-        return [self._orders[part].next(1)[0] for part in self._draw(self.cursor, count).tolist()]
+        taken = []
+        for number, part in enumerate(self._draw(self.cursor, count).tolist(), start=1):
+            if number % LOOK_EVERY == 0:
+                self.look()
+            taken += self._orders[part].next(1)
+        return taken
 
     def _draw(self, start: int, count: int) -> torch.Tensor:
         """Return the index of the part of each item from `start` on."""

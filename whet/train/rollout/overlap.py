@@ -33,7 +33,7 @@ from whet.tasks.tools import environment_for
 from whet.telemetry.spans import spanned
 from whet.train.optim.step import OptimConfig
 from whet.train.rollout.rollout import Rollout, RolloutParams, sample_seeds, score_groups
-from whet.types import Group, Problem, Task
+from whet.types import Group, Problem, Task, UnreadError
 
 Mode = Literal["off", "stream", "async"]
 NUM_PARTS = 4
@@ -53,7 +53,9 @@ class OverlapConfig:
         if self.num_parts < 1:
             raise ValueError(f"overlap.num_parts = {self.num_parts}: expected 1 or more")
         if self.mode != "stream" and self.num_parts != NUM_PARTS:
-            raise ValueError("overlap.num_parts is read with overlap.mode = stream only; leave it out")
+            raise UnreadError(
+                "overlap.num_parts is read with overlap.mode = stream only; leave it out", "num_parts"
+            )
 
 
 def part_groups(overlap: OverlapConfig, num_prompts: int) -> int:

@@ -1,0 +1,142 @@
+"""The memory at hand: a run that cannot fit is refused before it starts, and recipes of one's own are sized by it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TypeVar
+
+import psutil
+import torch
+
+from whet.generate.policy import resolve_device
+from whet.inspect.memory.phases import GIB, Workload, fit, peak
+from whet.inspect.memory.plan import PlanConfig, policy_shape, workload
+from whet.inspect.sweep.worker import free_memory
+from whet.train.dpo import DPOConfig
+from whet.train.optim.precision import resolve_precision
+from whet.train.optim.step import lean
+from whet.train.rl_config import RLConfig
+from whet.train.sft import SFTConfig
+from whet.types import UserError
+
+TrainConfig = RLConfig | SFTConfig | DPOConfig
+Trained = TypeVar("Trained", bound=TrainConfig)
+SAMPLE_BYTES = 2_000
+"""Least that a sample takes while its step lasts; measured on the demo, of 25 tokens each."""
+SHARE = 0.8
+"""Share of a machine's whole memory that a recipe of one's own is sized for: the rest is others', and the system's."""
+ROW_TOKENS = 1024
+"""Tokens of a row of fine-tuning data, for sizing: most have fewer, and a longer one gets its own micro-batch."""
+
+
+def check_room(config: TrainConfig) -> None:
+    """Compare what a run will need with the memory at hand, before it starts.
+
+    Args:
+        config: Its settings.
+
+    Raises:
+        UserError: If even the smallest batches do not fit. A plan above what is free, of sequences of full length, is
+            a warning: most are shorter.
+    """
+    work = _work(config)
+    if work is None:
+        return
+    free, what = _free(work.device)
+    if isinstance(config, RLConfig):
+        samples = config.num_prompts * config.group_size
+        if (need := samples * SAMPLE_BYTES) > (host := free_memory()):
+            raise UserError(
+                f"num_prompts = {config.num_prompts:,} x group_size = {config.group_size:,}: {samples:,} samples of a "
+                f"step need {need / GIB:,.0f} GiB or more, and {host / GIB:.1f} GiB are free; lower num_prompts"
+            )
+    least = replace(
+        work,
+        length=2,
+        num_trained=1,
+        num_sequences=1,
+        group_size=1,
+        rows=min(work.rows, 1),
+        token_budget=2,
+        kept_gib=0.0,
+    )
+    least = replace(least, num_prompts=min(work.num_prompts, 1), num_requests=min(work.num_requests, 1))
+    if (need := peak(least)) > free:
+        raise UserError(
+            f"the model with its gradients and optimizer needs {need / GIB:.1f} GiB, and {free / GIB:.1f} GiB of "
+            f"{what} are free: try --optim lean, or a smaller model (`whet plan` shows each part)"
+        )
+    if (need := peak(work)) > free and (found := fit(replace(work, kept_gib=0.0), free)) is not None:
+        rows = f" --policy.max-rows {found.rows}" if work.rows else ""
+        print(
+            f"whet: warning: sequences of full length would need {need / GIB:.1f} GiB of {what}, {free / GIB:.1f} GiB "
+            f"are free; safe: --optim.token-budget {found.token_budget}{rows}",
+            flush=True,
+        )
+
+
+def sized(config: Trained, typed: Collection[str]) -> Trained:
+    """Fit a recipe of one's own to this machine: micro-batches and rows, then the lean optimizer where it must be.
+
+    None of it changes what is learned from which rows; the lean optimizer rounds (`whet.train.optim.step.lean`). It
+    goes by the whole memory of the machine, so that the same command gives the same run.
+
+    Args:
+        config: The recipe, overrides applied.
+        typed: Fields that the user gave.
+
+    Returns:
+        The config, changed only in fields that the user did not give.
+    """
+    work = _work(config)
+    if work is None:
+        return config
+    room = int(SHARE * _whole(work.device))
+    found = fit(work, room)
+    if found is None and not any(name.startswith("optim.") and name != "optim.lr" for name in typed):
+        preset = lean()
+        config = replace(config, optim=replace(config.optim, **preset))
+        work = _work(config) or work
+        found = fit(replace(work, kept_gib=0.0), room)
+    if found is None:
+        return config  # refused, with reasons, when it starts
+    if "optim.token_budget" not in typed and found.token_budget < config.optim.token_budget:
+        config = replace(config, optim=replace(config.optim, token_budget=found.token_budget))
+    if work.rows and "policy.max_rows" not in typed and found.rows < config.policy.max_rows:
+        config = replace(config, policy=replace(config.policy, max_rows=found.rows))
+    return config
+
+
+def _work(config: TrainConfig) -> Workload | None:
+    """Return the workload of a run; None where the model's shape is not known yet, and the run will say why."""
+    try:
+        config = resolve_precision(config, policy_shape)
+        shape = policy_shape(config.policy)
+        if isinstance(config, DPOConfig):  # pairs: two sequences each, and the reference is scored before
+            config = SFTConfig(
+                out=config.out,
+                policy=replace(config.policy, attention="auto"),
+                optim=config.optim,
+                batch_size=2 * config.batch_size,
+            )
+        if isinstance(config, RLConfig):
+            return workload(config, shape, PlanConfig(recipe=config.out))
+        length = min(shape.max_positions, config.optim.token_budget, ROW_TOKENS)
+        return workload(config, shape, PlanConfig(recipe=config.out, of="sft", length=length))
+    except UserError:
+        return None
+
+
+def _free(device: str) -> tuple[int, str]:
+    """Return the free bytes of a kind of device, and its name."""
+    if device == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info(resolve_device("cuda"))[0], "the GPU's memory"
+    return free_memory(), "memory"
+
+
+def _whole(device: str) -> int:
+    """Return all bytes of a kind of device."""
+    if device == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info(resolve_device("cuda"))[1]
+    return psutil.virtual_memory().total

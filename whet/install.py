@@ -1,0 +1,82 @@
+"""How to install what is missing, for how whet itself was installed; imports nothing but Python's own library."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+CORE = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "tyro",
+    "rich",
+    "yaml",
+    "matplotlib",
+    "psutil",
+)
+"""Modules without which whet does not run, as pyproject.toml names their packages (yaml: pyyaml)."""
+
+
+def install_command(extra: str = "") -> str:
+    """Return the command that installs an extra of whet, or without one what whet itself needs.
+
+    Args:
+        extra: A name of `[project.optional-dependencies]`.
+    """
+    pip = "pip" if _has_pip() else f"{sys.executable} -m pip"
+    suffix = f"[{extra}]" if extra else ""
+    source = _source()
+    url, place = str(source.get("url", "")), urlsplit(str(source.get("url", "")))
+    folder = unquote(place.path)
+    if "dir_info" in source and place.scheme == "file":
+        if not source["dir_info"].get("editable"):
+            return f"{pip} install '{folder}{suffix}'"
+        pins = Path(folder) / "constraints.txt"
+        pinned = f" -c {_quoted(str(pins))}" if pins.is_file() else ""
+        return f"{pip} install -e '{folder}{suffix}'{pinned}"
+    if "vcs_info" in source:
+        found = source["vcs_info"]
+        return f"{pip} install 'whet{suffix} @ {found['vcs']}+{url}@{found['commit_id']}'"
+    if "archive_info" in source:
+        return f"{pip} install 'whet{suffix} @ {url}'"
+    return f"{pip} install 'whet{suffix}'"
+
+
+def missing_core(error: ModuleNotFoundError) -> str:
+    """Return the line about a package of whet's own that is not installed; '' for any other module."""
+    name = (error.name or "").partition(".")[0]
+    if name not in CORE:
+        return ""
+    return f"{name} is not installed, and whet needs it: {install_command()}"
+
+
+def _source() -> dict[str, Any]:
+    """Return where whet was installed from (PEP 610): {} from an index; a checkout that runs in place is editable."""
+    try:
+        text = metadata.distribution("whet").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        folder = Path(__file__).resolve().parents[1]
+        return {"url": folder.as_uri(), "dir_info": {"editable": True}}
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _has_pip() -> bool:
+    """Say whether the `pip` of the shell is this Python's."""
+    found = shutil.which("pip")
+    return found is not None and Path(found).parent == Path(sys.executable).parent
+
+
+def _quoted(text: str) -> str:
+    return f"'{text}'" if " " in text else text
