@@ -281,17 +281,17 @@ class Tokenizer:
         values: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Render and encode; with `prompt_bos` there is one leading BOS, whether or not the template wrote it."""
-        ids = self.encode(self.render(messages, prefix=prefix, values=values))
-        if self.prompt_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            return [self.bos_id, *ids]
-        return ids
+        return self._led(self.encode(self.render(messages, prefix=prefix, values=values)), self.prompt_bos)
 
     def encode_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Render whole messages without a generation cue, and encode them; BOS as in `encode_prompt`."""
-        ids = self.encode(self._render(messages, cue=False))
-        if self.prompt_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            return [self.bos_id, *ids]
-        return ids
+        return self._led(self.encode(self._render(messages, cue=False)), self.prompt_bos)
+
+    def _led(self, ids: list[int], is_wanted: bool) -> list[int]:
+        """Return the ids with one BOS before them where it is wanted and not there."""
+        if not is_wanted or self.bos_id is None or ids[:1] == [self.bos_id]:
+            return ids
+        return [self.bos_id, *ids]
 
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]]
@@ -316,16 +316,12 @@ class Tokenizer:
             inside = place < len(spans) and spans[place][0] < max(end, start + 1)
             is_control = index in self.special_ids and index != self.unk_id
             marked.append(inside and not (is_control and start < spans[place][0]))
-        ids = list(found.ids)
-        if self.prompt_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids, marked = [self.bos_id, *ids], [False, *marked]
-        return tuple(ids), tuple(marked)
+        ids = self._led(list(found.ids), self.prompt_bos)
+        return tuple(ids), (False,) * (len(ids) - len(marked)) + tuple(marked)
 
     def encode_document(self, text: str) -> tuple[int, ...]:
         """Encode a text that stands alone: BOS where the tokenizer writes one, the text, EOS where there is one."""
-        ids = self.encode(text)
-        if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids = [self.bos_id, *ids]
+        ids = self._led(self.encode(text), self.adds_bos)
         return tuple(ids if self.eos_id is None or ids[-1:] == [self.eos_id] else [*ids, self.eos_id])
 
     def render_turn(
