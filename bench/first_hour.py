@@ -221,6 +221,7 @@ class Hour:
         with log.open("w") as file:
             server = subprocess.Popen(words, stdout=file, stderr=file, cwd=self._folder, env=self._env)
         try:
+            address = ""
             for _ in range(600):
                 address = next((w for w in log.read_text().split() if w.startswith("http://")), "").rstrip(
                     ",;."

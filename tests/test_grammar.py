@@ -338,6 +338,7 @@ def test_the_first_hour_counts_what_fails(
 
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(rl_recipes.demo(), policy=sft_recipes.demo().policy)
+    monkeypatch.setattr(room, "free_memory", lambda: 64 * 2**30)
     room.check_room(config)
     with pytest.raises(UserError, match=r"num_prompts = 10,000,000 x group_size = 8: 80,000,000 samples"):
         room.check_room(replace(config, num_prompts=10_000_000))

@@ -78,8 +78,14 @@ _FOREIGN = {
     "max_completion_length": "sampling.max_new_tokens",
 }
 """What other libraries call a field: a suggestion, no second name."""
-_RUNS = dict.fromkeys(("policy.init", "teacher.init", "reward_model", "models"), True)
-_RUNS |= dict.fromkeys(("run", "against"), False)
+_RUNS: dict[str, bool] = {
+    "policy.init": True,
+    "teacher.init": True,
+    "reward_model": True,
+    "models": True,
+    "run": False,
+    "against": False,
+}
 """Fields, by their last words, that take a run (and whether its model is wanted): it is found by a short name."""
 MAX_LINE = 1000
 _SWITCHES = {

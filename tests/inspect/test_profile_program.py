@@ -337,7 +337,9 @@ def test_bars_are_stacked_without_gaps() -> None:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = Program(config_class=ProfileConfig, main=main, positional="recipe")
+    program = Program(
+        config_class=ProfileConfig, main=main, positional="recipe", passes=profile.PROGRAM.passes
+    )
     monkeypatch.setitem(COMMANDS, "profile", Command(load=lambda: program, help="profile"))
 
 

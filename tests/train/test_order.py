@@ -149,3 +149,25 @@ def test_data_order_of_a_mixture_and_of_a_task() -> None:
     assert data_order(Arithmetic(), plain, 5).next(9) == EpochOrder(plain, 5).next(9)
     with pytest.raises(UserError, match=r"no problem of arithmetic:2 is left to train on"):
         data_order(task, [p for p in problems if p.meta["part"] == "arithmetic"], 0)
+
+
+@pytest.mark.parametrize("kind", ["epochs", "mixture"])
+def test_very_many_draws_look_up_now_and_then_and_may_be_ended(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order_module, "LOOK_EVERY", 100)
+    order = EpochOrder([1, 2, 3], 0) if kind == "epochs" else MixtureOrder({"a": [1, 2]}, {"a": 1.0}, 0)
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(order.cursor)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    order.look = look
+    order.next(99)
+    assert looks == []
+    order.next(250)
+    assert looks == [198, 298]
+    with pytest.raises(KeyboardInterrupt):
+        order.next(100)

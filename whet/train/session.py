@@ -268,10 +268,9 @@ def next_steps(config: RunConfig) -> str:
     run = shlex.quote(config.out)
     if getattr(config, "loss", "") == "reward":
         return f"next: whet rl own --reward-model {run} --model MODEL --data FILE | whet report {run}"
-    task = getattr(config, "task", None)
-    named = task is not None and not getattr(config, "pairs", "")
-    data = f" --task {shlex.quote(task.name)}" if named else " --task TASK"
-    data += f" --data {shlex.quote(task.path)}" if named and task.path else ""
+    task = None if getattr(config, "pairs", "") else getattr(config, "task", None)
+    data = " --task TASK" if task is None else f" --task {shlex.quote(task.name)}"
+    data += f" --data {shlex.quote(task.path)}" if task is not None and task.path else ""
     compared = f" | whet compare {shlex.quote(config.policy.init)} {run}{data}" if config.policy.init else ""
     return f"next: whet chat {run} | whet report {run}{compared}"
 
