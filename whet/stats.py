@@ -189,13 +189,6 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> Interva
     return Interval(share, low, high)
 
 
-def mean_interval(values: np.ndarray) -> Interval:
-    """Return the mean of one value per problem with its 95 % interval: Wilson's where all are 0 or 1."""
-    if np.isin(values, (0.0, 1.0)).all():
-        return wilson_interval(int(values.sum()), len(values))
-    return bootstrap_interval(values)
-
-
 def share_interval(values_P: Sequence[float], seed: int = 0) -> Interval:
     """Give the 95 % interval of a mean of shares: Wilson's if each is 0 or 1, `unanimous` if all are equal, else BCa.
 

@@ -364,6 +364,11 @@ def test_the_choice_among_runs(browser: Any, run: Path, address: str) -> None:
     tab.page.locator(".choice a", has_text="second").click()
     found(tab, "1–16 of 16 samples")
     assert tab.page.locator("nav a[aria-current]").inner_text() == "second"
+    tab.page.locator("input.overlay").check()  # the first run's curves, beside these
+    tab.page.locator(".legend .name", has_text="run <img").first.wait_for()
+    assert tab.page.locator(".legend .key.dashed").count() >= 3
+    tab.page.locator("input.overlay").uncheck()
+    tab.page.wait_for_function("document.querySelectorAll('.legend .key.dashed').length === 0")
     check(tab)
     tab.close()
 

@@ -18,7 +18,7 @@ from whet.report.curves import collect
 from whet.report.follow import is_summed_up
 from whet.report.plots import Series
 from whet.report.samples import Scan, find_samples, read_json, scan
-from whet.stats import Interval, mean_interval
+from whet.stats import Interval, bootstrap_interval, wilson_interval
 from whet.telemetry.health import HISTORY_ROWS, find_warnings
 from whet.telemetry.log import as_number, clean_metrics, leads_out, parse_row
 from whet.telemetry.metrics import METRICS, find_metric, format_metric
@@ -310,7 +310,11 @@ def _reward_card(part: Part, name: str) -> dict[str, str] | None:
         groups = np.unique(found.groups[keep], return_inverse=True)[1]
         if not len(groups):
             return None
-        ends.append(mean_interval(np.bincount(groups, found.scores[name][keep]) / np.bincount(groups)))
+        values = np.bincount(groups, found.scores[name][keep]) / np.bincount(groups)
+        certain = bool(np.isin(values, (0.0, 1.0)).all())
+        ends.append(
+            wilson_interval(int(values.sum()), len(values)) if certain else bootstrap_interval(values)
+        )
     first, last = ends
     show = (lambda value: f"{value:.1%}") if name == "correct" else (lambda value: f"{value:.4g}")
     return {

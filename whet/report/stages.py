@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from whet.report.part import Part, estimates
-from whet.stats import Interval, mean_interval
+from whet.stats import Interval, share_interval
 from whet.telemetry.log import as_number
 
 ORDER = ("base", "sft", "rft", "dpo", "rl")
@@ -169,7 +169,7 @@ def _thinking(part: Part) -> tuple[Interval | None, float | None, float | None]:
         return None, None, None
     thinks, right = (found.thinking > 0)[keep] & is_formed[keep], right[keep]
     groups = np.unique(found.groups[keep], return_inverse=True)[1]
-    share = mean_interval(np.bincount(groups, thinks) / np.bincount(groups))
+    share = share_interval((np.bincount(groups, thinks) / np.bincount(groups)).tolist())
     with_, without = (float(right[rows].mean()) if rows.any() else None for rows in (thinks, ~thinks))
     return share, with_, without
 

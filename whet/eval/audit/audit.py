@@ -24,7 +24,7 @@ from whet.schema import ResponseSchema, find_schema
 from whet.storage.folder import open_run
 from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.selftest import hostile_answers, mutated_answer, rewritten_answers
-from whet.telemetry.display import escape_controls
+from whet.telemetry.display import advancing, escape_controls, open_display
 from whet.types import Problem, Task, UserError
 
 T = TypeVar("T")
@@ -259,6 +259,7 @@ def audit_task(
     problems: Sequence[Problem],
     *,
     num_measured: int = 3,
+    on_done: Callable[[int], None] | None = None,
 ) -> Audit:
     """Test every claim on every problem.
 
@@ -269,6 +270,7 @@ def audit_task(
         schema: The schema that prompts and rewards share.
         problems: The problems.
         num_measured: Problems whose memory is measured, which is slow.
+        on_done: Called with 1 after each problem.
 
     Raises:
         UserError: If there is no problem, or a reward fails.
@@ -280,6 +282,8 @@ def audit_task(
     score_completions(auditor.rewards, [(problems[0], schema.render("...", problems[0].answer))])
     for number, problem in enumerate(problems):
         auditor.try_problem(problem, is_measured=number < num_measured)
+        if on_done is not None:
+            on_done(1)
     return auditor.audit
 
 
@@ -324,7 +328,8 @@ def main(config: AuditConfig) -> None:
     schema = find_schema(config.schema)
     rewards = build_rewards(config.rewards, schema, task, config.reward)
     problems = take_problems(task, config.split, config.num_problems)
-    audit = audit_task(task, rewards, schema, problems)
+    with open_display(f"audit · {task.name}", max(1, len(problems)), (), unit="problem") as display:
+        audit = audit_task(task, rewards, schema, problems, on_done=advancing(display))
     audit.disputed += dispute(task, problems)
     if config.samples:
         everything = task.problems(config.split)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -49,7 +48,7 @@ from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
 from whet.model.files import is_hub_name
-from whet.stats import mean_interval
+from whet.stats import share_interval
 from whet.storage.folder import open_run
 from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import no_run, resolve_run
@@ -293,7 +292,10 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
     ]
     content["verdict"] = _verdict(names, [table["pass@1"] for table in tables], config.num_resamples)
     content["estimates"] = [
-        {name: asdict(mean_interval(np.array(score[name]))) for name in ("pass@1", "greedy")}
+        {
+            name: asdict(share_interval([value for value in score[name] if value is not None]))
+            for name in ("pass@1", "greedy")
+        }
         for score in scores
     ]
     content["matrix"] = _matrix(scores, options) if len(sides) > 2 else None

@@ -32,7 +32,7 @@ from whet.model.files import find_files, is_hub_name, read_json
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import model_folder
 from whet.schema import find_schema
-from whet.telemetry.display import escape_controls
+from whet.telemetry.display import escape_controls, open_display
 from whet.train.fit import FIT_ATTENTION
 from whet.train.optim.precision import resolve_precision
 from whet.train.optim.step import dtypes
@@ -149,7 +149,11 @@ def main(config: PlanConfig) -> None:
         print(f"\n{_advice(work, config.memory_gib)}")
     print(f"\n{_budget_text(shape, config.num_devices)}")
     if policy is not None:
-        print(f"\n{compare(predicted, measure(run, policy, work))}")
+        with open_display("plan · measure a step of the longest sequences", 1, ()) as display:
+            display.begin("the step")
+            measured = measure(run, policy, work)
+            display.update(1, {})
+        print(f"\n{compare(predicted, measured)}")
 
 
 def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig | SFTConfig:
