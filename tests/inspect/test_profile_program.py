@@ -366,7 +366,7 @@ def test_the_program_writes_its_files(
     assert page.count("<rect") == 2 * 6  # one bar of six parts, and the legend
     assert "WHET_NVTX=0:1 nsys profile -t cuda,nvtx,osrt" in printed
     assert "--nvtx-include policy_loss_backward/" in printed
-    assert f"whet rl {recipe} --num_prompts=2 --out=" in printed
+    assert f"whet rl {recipe} --num-prompts=2 --out=" in printed
 
 
 @pytest.mark.parametrize("program", ["rl", "sft"])
