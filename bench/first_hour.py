@@ -229,7 +229,8 @@ class Hour:
                 if address or server.poll() is not None:
                     break
                 time.sleep(0.1)
-            body: dict[str, Any] = {"messages": [{"role": "user", "content": "Say 3."}], "max_tokens": 8}
+            message = {"role": "user", "content": "Say 3."}
+            body: dict[str, Any] = {"model": model, "messages": [message], "max_tokens": 8}
             url = f"{address.removesuffix('/').removesuffix('/v1')}/v1/chat/completions"
             asked = urllib.request.Request(
                 url, json.dumps(body).encode(), headers={"Content-Type": "application/json"}
