@@ -215,7 +215,7 @@ def test_no_page_is_wider_than_a_phone(browser: Any, run: Path, tmp_path: Path) 
     compare(CompareConfig(models=tuple(folders), out=str(tmp_path / "compared")))
     report(ReportConfig(run=(str(run), str(other)), out=str(tmp_path / "two.html")))
     report(ReportConfig(run=(str(tmp_path / "stages"),), out=str(tmp_path / "stages.html")))
-    registry(RunsConfig(folder=str(tmp_path / "stages" / "eval")))
+    registry(RunsConfig(folder=str(tmp_path / "stages" / "eval"), write=True))
     pages = ("two.html", "stages.html", "compared/compare.html", "stages/eval/runs.html")
     tab = Tab(browser, width=400)
     for name in pages:

@@ -238,7 +238,7 @@ def test_a_run_shows_its_state_its_curve_and_its_pages(
     assert (curve["metric"], curve["first"], curve["last"]) == ("correct", "20.0%", "80.0%")
     assert curve["points"] == "0.0,19.0 40.0,13.0 80.0,7.0 120.0,1.0"
     assert found["e1"]["curve"] is None
-    main(RunsConfig(folder=str(runs)))
+    main(RunsConfig(folder=str(runs), write=True))
     page = (runs / "runs.html").read_text()
     assert '<a href="rl-one/report.html">report.html</a>' in page
     assert page.count("<polyline") == 1

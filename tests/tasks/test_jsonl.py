@@ -381,6 +381,6 @@ def test_table(tmp_path: Path) -> None:
     ],
 )
 def test_config_says_what_is_wrong(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(ValueError) as caught:
         TaskConfig(**options)
     assert str(caught.value) == message

@@ -13,7 +13,6 @@ from whet import cli
 from whet.tasks.base import OPTIONS, TaskConfig, load_task
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.mixture import PART, Mixture
-from whet.types import UserError
 
 PAIRS = {"weights": {"arithmetic": 3.0, "jsonl:a": 1.0, "jsonl:b": 1.0}}
 
@@ -141,6 +140,6 @@ KNOWN = ", ".join(name for name in OPTIONS if name != "mixture")
     ],
 )
 def test_config_says_what_is_wrong(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(ValueError) as caught:
         TaskConfig(**options)
     assert str(caught.value) == message

@@ -181,7 +181,7 @@ def test_levels_and_numbers_are_checked() -> None:
     with pytest.raises(UserError, match="split 'x'"):
         countdown().problems("x")
     with pytest.raises(
-        UserError, match="task.level is not read by task letters where it reads data; leave it out"
+        ValueError, match="task.level is not read by task letters where it reads data; leave it out"
     ):
         TaskConfig(name="letters", path="x", level=2)
 

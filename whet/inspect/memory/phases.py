@@ -285,10 +285,10 @@ def feed_bytes(work: Workload, tokens: int, spec: LayerSpec = PLAIN) -> int:
     e = block.experts
     if not spec.has_experts or e is None:
         width = spec.intermediate_size or shape.intermediate_size
-        return tokens * (per_token + work.product_bytes * _kept_widths(work) * width)
+        return tokens * (per_token + work.product_bytes * _kept_channels(work, width))
     a, width = work.product_bytes, shape.hidden_size
     per_token += a * e.top_k * width + 8 * e.count + 40 * e.top_k  # what experts return, and the router's
-    per_token += a * _kept_widths(work) * e.shared_width + (a * width if e.has_shared_gate else 0)
+    per_token += a * _kept_channels(work, e.shared_width) + (a * width if e.has_shared_gate else 0)
     widths = 8 if e.is_clamped else 3  # gate and up together and clamped, up + 1, its products, the sigmoid
     return tokens * per_token + _expert_rows(work, tokens) * a * (width + widths * e.width)
 
@@ -300,11 +300,12 @@ def _expert_rows(work: Workload, tokens: int) -> int:
     return tokens * e.top_k + min(e.count, tokens * e.top_k) * EXPERT_ROWS // 2
 
 
-def _kept_widths(work: Workload) -> int:
-    """Return the number of saved tensors of feed-forward width: gate (twice with GELU), up and their product."""
+def _kept_channels(work: Workload, width: int) -> int:
+    """Return the channels of the tensors that a feed-forward part of some width saves: gate (with GELU what goes in and
+    what comes out), up and their product."""
     if work.shape.family == "gpt2":
-        return 2
-    return 4 if work.shape.block.activation == "gelu_tanh" else 3
+        return 2 * _padded(width)
+    return 2 * _padded(width) + 2 * width if work.shape.block.activation == "gelu_tanh" else 3 * width
 
 
 def norm_bytes(work: Workload, num_readers: int) -> int:
