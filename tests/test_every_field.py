@@ -86,6 +86,8 @@ HOMES: dict[str, str] = {
     "track.num_samples": "rl",
     "safety.": "sft",
     "task.": "sft",
+    "task.path": "eval",
+    "task.paths": "sft",
 }
 """Groups that programs share are flipped in one of them; in the others each of their fields must be read, or refused,
 as it is there: the longest beginning counts."""

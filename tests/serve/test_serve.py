@@ -712,7 +712,7 @@ def test_the_program_serves_a_folder_until_interrupted(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert "(4 rows of 4,096 tokens); Ctrl-C ends it" in line, line
+        assert "(4 rows of 4,096 tokens), a chat page at /; Ctrl-C ends it" in line, line
         url = line.split(" at ")[1].split(" ")[0]
         body = {"model": "mine", "prompt": "a", "max_tokens": 3}
         assert (

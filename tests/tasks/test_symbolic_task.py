@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from whet.tasks.base import TaskConfig, load_task
-from whet.types import ManyJudge, UserError
+from whet.types import ManyJudge
 
 ROWS = [
     {"prompt": "the integral", "answer": r"\int_0^1 x^2 dx"},
@@ -61,5 +61,5 @@ def test_hostile_answers_cost_one_deadline_together(tmp_path: Path) -> None:
 
 
 def test_other_tasks_do_not_read_it() -> None:
-    with pytest.raises(UserError, match=r"task\.symbolic is not read by task arithmetic"):
+    with pytest.raises(ValueError, match=r"task\.symbolic is not read by task arithmetic"):
         TaskConfig(name="arithmetic", symbolic=True)

@@ -139,7 +139,7 @@ def test_files_and_paths(tmp_path: Path) -> None:
         UserError, match="task.path is not read by task .*: its constructor has no parameter 'path'"
     ):
         load_task(TaskConfig(name=spec, path="x"))
-    with pytest.raises(UserError, match="task.level is not read by task .*Mine; leave it out"):
+    with pytest.raises(ValueError, match="task.level is not read by task .*Mine; leave it out"):
         TaskConfig(name=spec, level=2)
     with pytest.raises(UserError, match="mine.py line 3: is_correct failed: KeyError: 'x'"):
         load_task(TaskConfig(name=spec)).is_correct(None, "x")  # pyright: ignore[reportArgumentType]

@@ -32,6 +32,7 @@ NAMES: dict[str, str] = {
     "sample": "tokens are sampled from logits",
     "reward_computation": "completions are graded and scored",
     "advantage_computation": "rewards become advantages",
+    "count_experts": "what each expert of a mixture gets, for the load-balancing loss",
     "measure_logprobs": "reference, recomputed policy or critic score the tokens before the first update",
     "policy_loss_backward": "loss of the policy, forward and backward over all micro-batches",
     "value_loss_backward": "the same of the critic",
