@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from many_rewards import reward_lengths
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig
 from whet.algo.packing import TrainingSequence
@@ -36,7 +37,6 @@ from whet.train.optim import balance
 from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.overlap import OverlapConfig
-from whet.train.rollout.source import RolloutSource
 from whet.types import Group, MicroBatch, Problem, Turn, UserError
 
 pytestmark = pytest.mark.usefixtures("few_problems")
@@ -127,21 +127,6 @@ def make_config(policy: PolicyConfig, folder: Path, **changes: Any) -> RLConfig:
 def rows(folder: Path, stage: str = "rl") -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in found if f"{stage}/loss" in row]
-
-
-def reward_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewards of many values, so that every group teaches something."""
-    plain = RolloutSource._collect
-
-    def collect(self: RolloutSource, step: int, rollout: Any) -> Any:
-        return plain(self, step, replace(rollout, groups=[scored(group) for group in rollout.groups]))
-
-    monkeypatch.setattr(RolloutSource, "_collect", collect)
-
-
-def scored(group: Group) -> Group:
-    samples = (replace(s, reward=(sum(s.completion_ids) % 7) / 7) for s in group.samples)
-    return replace(group, samples=tuple(samples))
 
 
 @pytest.mark.usefixtures("contrary")

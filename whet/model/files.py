@@ -117,7 +117,7 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
 
     try:
         # Nothing of subfolders but additional_chat_templates/: some hold the weights in another form (`original/`).
-        wanted, unwanted = list(patterns), ["[!a]*/*", "a[!d]*/*"]
+        wanted, unwanted = list(patterns), ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*"]
         return Path(
             huggingface_hub.snapshot_download(
                 source, allow_patterns=wanted, ignore_patterns=unwanted, etag_timeout=10

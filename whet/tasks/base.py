@@ -23,7 +23,7 @@ from whet.tasks.made.products import Products
 from whet.tasks.made.sanity import Sanity
 from whet.tasks.math import MATH
 from whet.tasks.mixture import PART, Mixture
-from whet.tasks.read import CSV, is_hub_name
+from whet.tasks.read import ENDINGS, is_hub_name
 from whet.tasks.sets import HUB_SETS
 from whet.tasks.symbolic import Symbolic
 from whet.tasks.user import UserTask, is_user_task
@@ -62,7 +62,6 @@ OPTIONS: dict[str, frozenset[str]] = {
 except the path."""
 NO_PATH_NEEDED = frozenset({"countdown", "letters"})
 """Tasks that generate their problems if no data is given."""
-DATA_FILES = (*CSV, ".json", ".jsonl", ".jsonl.gz", ".parquet")
 FEW_PROBLEMS = 20
 """Fewer problems to train on are worth a warning."""
 
@@ -161,7 +160,7 @@ def _data_in(name: str) -> tuple[str, str] | None:
     """Return the task, and the path, of data that stands in a task's place; None for the name of a task."""
     if name in OPTIONS or is_user_task(name) or name.endswith(".py"):
         return None
-    if name.endswith(DATA_FILES) or (name and os.path.exists(name)):
+    if name.endswith(ENDINGS) or (name and os.path.exists(name)):
         return "jsonl", name
     if "/" in name and is_hub_name(name):
         known = next((label for label, one in HUB_SETS.items() if one.path == name), None)

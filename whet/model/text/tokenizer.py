@@ -138,7 +138,6 @@ class Tokenizer:
         self.prompt_bos = self.adds_bos and (own if prompt_bos is None else prompt_bos)
         self._endings: dict[str, str] = {}
         self._turns_are_checked = False
-        self._tried: set[str] = set()
         steps = _steps(backend)
         self._joins_words = backend.decoder is None or steps == ["WordPiece"]
         self._opens_apart = not LOCAL_STEPS.issuperset(steps) or self._joins_words
@@ -571,9 +570,7 @@ class Tokenizer:
             TODAY: self.date,
         }
         given = {**self._roles, **given, **fixed}
-        if source not in self._tried:
-            try_template(source, [given])
-            self._tried.add(source)
+        try_template(source, [given])
         return source, given
 
     def _source(self, name: str | None, *, has_tools: bool) -> str:
