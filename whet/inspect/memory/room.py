@@ -14,7 +14,6 @@ from whet.inspect.memory.phases import GIB, Workload, fit, peak
 from whet.inspect.memory.plan import PlanConfig, policy_shape, workload
 from whet.inspect.sweep.worker import free_memory
 from whet.train.dpo import DPOConfig
-from whet.train.optim.precision import resolve_precision
 from whet.train.optim.step import lean
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
@@ -111,7 +110,8 @@ def sized(config: Trained, typed: Collection[str]) -> Trained:
 def _work(config: TrainConfig) -> Workload | None:
     """Return the workload of a run; None where the model's shape is not known yet, and the run will say why."""
     try:
-        config = resolve_precision(config, policy_shape)
+        if config.optim.precision == "auto":  # the run measures which; what it can take needs no less than float32
+            config = replace(config, optim=replace(config.optim, precision="float32"))
         shape = policy_shape(config.policy)
         if isinstance(config, DPOConfig):  # pairs: two sequences each, and the reference is scored before
             config = SFTConfig(
