@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -20,10 +21,13 @@ import yaml
 from test_bring_your_own import make_model
 
 from whet import __main__, cli, install
+from whet.__main__ import COMMANDS
 from whet.inspect.memory import room
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
+from whet.tasks.base import TaskConfig
 from whet.telemetry.provenance import no_run, resolve_run, short_name
+from whet.train.session import next_steps
 from whet.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -459,6 +463,8 @@ rl demo --num-steps many | --num-steps: got 'many', expected int
 rl demo --num-steps 0 | num_steps = 0: expected 1 or more
 rl demo --num-steps 1.5 | got '1.5', expected int
 rl demo --num-steps 3 --num-steps 4 | --num-steps is given twice
+rl own --model a --model b | --model is given twice
+rl own --model --data questions.csv | --model: got no value
 rl demo --num-prompts 0 | num_prompts = 0
 rl demo --optim 3 | --optim: got '3', expected one of lean
 rl demo --optim.lr fast | --optim.lr: got 'fast', expected float
@@ -525,3 +531,24 @@ def test_a_bad_input_is_one_line(line: str, home: Path, capsys: pytest.CaptureFi
     status, _, err = told(capsys, *words.split())
     assert (status, err.count("\n"), err.startswith("whet: error: ")) == (2, 1, True), err
     assert message in err
+
+
+def test_the_next_command_names_the_columns_that_were_given(tmp_path: Path) -> None:
+    """What a run prints at its end can be pasted: the comparison reads the same columns."""
+    task = TaskConfig(name="jsonl", path="my rows.csv", prompt="pregunta", answer="respuesta")
+    config = replace(rl_recipes.RECIPES["own"](), out=str(tmp_path), task=task)
+    pasted = shlex.split(next_steps(config).rpartition(" | whet ")[2])
+    program = COMMANDS["compare"].load()
+    options: dict[str, Any] = {
+        "positional": program.positional,
+        "passes": program.passes,
+        "presets": program.presets,
+    }
+    parsed = cli.parse("whet compare", program.config_class, program.recipes, pasted[1:], **options)
+    read = parsed.config.eval.task
+    assert (read.name, read.path, read.prompt, read.answer) == (
+        task.name,
+        task.path,
+        task.prompt,
+        task.answer,
+    )

@@ -224,6 +224,7 @@ def parse(
         )
     data = default_data(config_class) if start is None else to_dict(start)
     named = [option[2:] for option, _ in overrides if option[2:] in (presets or {})]
+    written = {_long(config_class, option, overrides): option for option, _ in overrides}
     overrides = [(_long(config_class, option, overrides), texts) for option, texts in overrides]
     for dotted, table in (presets or {}).items():
         if data.get(dotted) is None and any(option.startswith(f"--{dotted}.") for option, _ in overrides):
@@ -231,7 +232,7 @@ def parse(
         overrides = _preset(command, data, overrides, dotted, table)
     if passes:
         overrides = _pass_on(command, config_class, passes, data, overrides)
-    typed = frozenset({*named, *_apply(command, config_class, data, overrides)})
+    typed = frozenset({*named, *_apply(command, config_class, data, overrides, written)})
     for dotted in typed:
         _forget(config_class, data, start, dotted, typed)
     _name_runs(config_class, data, find_run)
@@ -552,11 +553,21 @@ def _apply(
     cls: type[DataclassInstance],
     data: dict[str, Any],
     overrides: Sequence[tuple[str, list[str]]],
+    written: Mapping[str, str],
 ) -> list[str]:
-    """Write overrides into plain config data; return the dotted names of the fields."""
+    """Write overrides into plain config data; return the dotted names of the fields.
+
+    Args:
+        command: What the user typed before them, for messages.
+        cls: The config's class.
+        data: The config.
+        overrides: Options and their values.
+        written: How the user wrote an option that stands for another.
+    """
     seen: dict[str, str] = {}
-    for option, texts in overrides:
-        path, hint, negated = _resolve(command, cls, data, option)
+    for long, texts in overrides:
+        path, hint, negated = _resolve(command, cls, data, long)
+        option = written.get(long, long)
         dotted = ".".join(path)
         for earlier, spelling in seen.items():
             if earlier == dotted:

@@ -278,7 +278,10 @@ def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, tas
     check_gold(task, wanted, "an evaluation compares answers")
     problems = fitting_problems(policy, wanted, min_new_tokens=1)
     if not problems:
-        raise UserError(f"nothing to evaluate: task {task.name} has no problems in split {config.split!r}")
+        raise UserError(
+            f"nothing to evaluate: task {task.name} has no problems in split {config.split!r}; give more rows, or "
+            "another split"
+        )
     if name:
         config = replace(config, tasks=(), task=own, out=str(Path(config.out) / name))
     return _Job(

@@ -271,6 +271,9 @@ def next_steps(config: RunConfig) -> str:
     task = None if getattr(config, "pairs", "") else getattr(config, "task", None)
     data = " --task TASK" if task is None else f" --task {shlex.quote(task.name)}"
     data += f" --data {shlex.quote(task.path)}" if task is not None and task.path else ""
+    for name in ("config", "split", "prompt", "answer"):
+        if value := getattr(task, name, ""):
+            data += f" --eval.task.{name} {shlex.quote(value)}"
     compared = f" | whet compare {shlex.quote(config.policy.init)} {run}{data}" if config.policy.init else ""
     return f"next: whet chat {run} | whet report {run}{compared}"
 
