@@ -102,10 +102,8 @@ def tell(stages: Sequence[Stage], evaluation: Mapping[str, Any]) -> tuple[str, s
     before, after = stages[-2:]
     gain = after.right.mean - before.right.mean
     if before.right.low <= after.right.high and after.right.low <= before.right.high:
-        return (
-            f"{shares}: between {before.name} and {after.name} no difference can be shown on {count} {noun}",
-            "",
-        )
+        # Overlap is no proof of no difference: `whet compare` tests it problem by problem.
+        return f"{shares}: the intervals of {before.name} and {after.name} overlap ({count} {noun})", ""
     if before.thinks is None or after.thinks is None:
         return shares, ""
     was, now = before.thinks.mean, after.thinks.mean
