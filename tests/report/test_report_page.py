@@ -266,7 +266,7 @@ EVERY = {"thinks": 1.0, "right_with": 0.98}
             [SFT, stage("rl", 0.3, thinks=1.0, right_with=0.3)],
             "49 → 30 % .*wrong more often, which using",
         ),
-        ([SFT, stage("rl", 0.5, **EVERY)], "the intervals of sft and rl overlap (512 sums)"),
+        ([SFT, stage("rl", 0.5, **EVERY)], r"the intervals of sft and rl overlap \(512 sums\)"),
         ([stage("a", 0.001, width=0), stage("b", 0.9996, width=0)], "0.1 → > 99.9 % of held-out sums"),
     ],
 )
