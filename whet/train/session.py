@@ -270,10 +270,10 @@ def next_steps(config: RunConfig) -> str:
         return f"next: whet rl own --reward-model {run} --model MODEL --data FILE | whet report {run}"
     task = None if getattr(config, "pairs", "") else getattr(config, "task", None)
     data = " --task TASK" if task is None else f" --task {shlex.quote(task.name)}"
-    data += f" --data {shlex.quote(task.path)}" if task is not None and task.path else ""
-    for name in ("config", "split", "prompt", "answer"):
-        if value := getattr(task, name, ""):
-            data += f" --eval.task.{name} {shlex.quote(value)}"
+    if task is not None and task.path:  # without data of one's own nothing names its columns
+        data += f" --data {shlex.quote(task.path)}"
+        named = ((name, getattr(task, name, "")) for name in ("config", "split", "prompt", "answer"))
+        data += "".join(f" --eval.task.{name} {shlex.quote(value)}" for name, value in named if value)
     compared = f" | whet compare {shlex.quote(config.policy.init)} {run}{data}" if config.policy.init else ""
     return f"next: whet chat {run} | whet report {run}{compared}"
 

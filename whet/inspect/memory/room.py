@@ -110,9 +110,8 @@ def sized(config: Trained, typed: Collection[str]) -> Trained:
 def _work(config: TrainConfig) -> Workload | None:
     """Return the workload of a run; None where the model's shape is not known yet, and the run will say why."""
     try:
-        if (
-            config.optim.precision == "auto"
-        ):  # the run measures which; what it can take needs no less than float32
+        if config.optim.precision == "auto":
+            # the run measures which; none that it takes needs more than float32
             config = replace(config, optim=replace(config.optim, precision="float32"))
         shape = policy_shape(config.policy)
         if isinstance(config, DPOConfig):  # pairs: two sequences each, and the reference is scored before
