@@ -1393,7 +1393,7 @@ class Copy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._clock = int(time.time())
-        for part in (PACKAGE, "tests"):
+        for part in (PACKAGE, "tests", "docs"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy2(ROOT / "pyproject.toml", folder)
 
