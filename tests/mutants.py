@@ -90,6 +90,9 @@ def cases(*names: str) -> tuple[str, ...]:
     return tuple(f"{DEFINITION}[{name}-float64]" for name in names)
 
 
+FAMILIES = "tests/model/test_families.py"
+FAMILY = f"{FAMILIES}::test_a_family"
+GRADIENTS = f"{FAMILIES}::test_gradients_are_those_of_transformers"
 TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ("algo/advantages.py", ("tests/algo/test_advantages.py",)): [
         ("bound", "SPREAD_TOLERANCE = 1e-6", "SPREAD_TOLERANCE = 1e-3"),
@@ -381,27 +384,27 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("guard", "ids[-1] == self._pad_id", "False"),
         ("bound", "2 <= len(ids) <= self._config.max_positions", "2 <= len(ids)"),
     ],
-    ("model/attention.py", ("tests/model/test_families.py",)): [
+    ("model/attention.py", (f"{FAMILY}[gpt_oss]", f"{GRADIENTS}[gpt_oss]", f"{GRADIENTS}[gemma2]")): [
         ("mask", "(key <= query - window)", "(key < query - window)"),
         ("sign", "lse_NH - sinks_H.float()", "lse_NH + sinks_H.float()"),
         ("factor", "(1 - tanh.square_())", "(1 - tanh)"),
     ],
-    ("model/recurrence.py", ("tests/model/test_families.py",)): [
+    ("model/recurrence.py", (f"{FAMILY}[qwen3_5]",)): [
         ("factor", "* beta[..., None]", "* 1.0"),
         ("factor", "q * s.key_dim**-0.5", "q"),
     ],
-    ("model/mixers.py", ("tests/model/test_families.py",)): [
+    ("model/mixers.py", (f"{FAMILY}[lfm2]",)): [
         ("factor", "self.out_proj(after_ND * mixed_ND)", "self.out_proj(mixed_ND)"),
     ],
-    ("model/transformer.py", ("tests/model/test_families.py",)): [
+    ("model/transformer.py", (f"{FAMILY}[gemma4]", f"{FAMILY}[gemma4-small]")): [
         ("factor", "return x_ND * self.layer_scalar", "return x_ND"),
         ("guard", "if layer in shared:", "if False:"),
     ],
-    ("model/families.py", ("tests/model/test_families.py",)): [
+    ("model/families.py", (f"{FAMILIES}::test_long_rope_factors_are_those_of_the_whole_context",)): [
         ("guard", "divisors = factors[is_long]", "divisors = factors[0]"),
         ("factor", "(factor * longest / context - (factor - 1))", "(factor * longest / context)"),
     ],
-    ("model/experts.py", ("tests/model/test_families.py",)): [
+    ("model/experts.py", (f"{FAMILY}[deepseek_v3]", f"{FAMILY}[gpt_oss]")): [
         ("factor", "return weights * e.scale, which", "return weights, which"),
         ("guard", "F.pad(rows_ND, (0, 0, 0, -count % ROW_QUANTUM))", "rows_ND"),
     ],

@@ -118,6 +118,14 @@ class ResponseSchema:
                 "schema tags must be four different non-empty strings, or both thinking tags empty, got "
                 f"{str((self.think_open, self.think_close))[:200]}"
             )
+        # A protocol.json is not checked against the types.
+        if not isinstance(self.opening_in_prompt, bool):
+            raise ValueError(
+                f"schema: opening_in_prompt = {self.opening_in_prompt!r:.40}: expected true or false"
+            )
+        if not isinstance(self.system, str) or not isinstance(self.instruction, str | None):
+            got = self.system if isinstance(self.instruction, str | None) else self.instruction
+            raise ValueError(f"schema: system and instruction are texts, got {got!r:.40}")
         tags = (*self.tags, *self.tool_tags)
         if not all(isinstance(tag, str) and tag.strip() for tag in tags) or len(set(tags)) != len(tags):
             count = {2: "two", 4: "four", 6: "six", 8: "eight"}.get(len(tags), "")
@@ -127,7 +135,7 @@ class ResponseSchema:
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"schema stop strings must be non-empty, got {str(self.stop)[:200]}")
         choices = ((self.answer_place, WORDING), (self.fallback, FALLBACKS))
-        for value, table in choices:  # a protocol.json is not checked against the types
+        for value, table in choices:
             if value not in table:
                 raise ValueError(f"schema: got {value!r:.40}, expected one of {', '.join(table)}")
         if self.instruction_in not in ("system", "user"):

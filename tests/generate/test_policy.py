@@ -253,6 +253,11 @@ def test_no_system_prompt_stays_so(tmp_path: Path) -> None:
         ('{"schema": {"think_open": "<a>", "color": 1}, "template": "", "system_prompt": true}', "malformed"),
         ('{"schema": [1], "template": "", "system_prompt": true}', "malformed"),
         ('{"schema": {"think_open": ""}, "template": "", "system_prompt": true}', "malformed"),
+        (
+            '{"schema": {"opening_in_prompt": {}}, "template": "", "system_prompt": true}',
+            "expected true or false",
+        ),
+        ('{"schema": {"instruction": 3}, "template": "", "system_prompt": true}', "texts, got 3"),
         ('{"schema": {}, "system_prompt": true}', "malformed"),
     ],
 )

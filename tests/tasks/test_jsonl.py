@@ -56,6 +56,7 @@ def chat(*turns: str) -> dict[str, Any]:
         (chat("user:p", "assistant:hm", "user:well?", "assistant:2+2\n#### 4"), {}, ("well?", "4", "2+2")),
         ({"question": "p", "answer": 53}, {}, ("p", "53", "")),
         ({"question": "p", "answer": 53.0}, {}, ("p", "53", "")),
+        ({"question": "p", "answer": 10**400}, {}, ("p", f"1{'0' * 400}", "")),  # more than a float holds
         ({"question": "p", "answer": 0.25}, {}, ("p", "0.25", "")),
         ({"Problem": "p", "Solution": "2+2", "Answer": 4}, {}, ("p", "4", "2+2")),
         ({"problem": "p", "expected_answer": "4"}, {}, ("p", "4", "")),

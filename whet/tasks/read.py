@@ -327,7 +327,10 @@ def kind_of(value: Any) -> str:
 
 def is_number(value: Any) -> bool:
     """Say whether a value is a number that can stand for its text: not a truth value, not NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    # Also beyond the floats, up to the length that Python still writes out (4,300 digits).
+    return isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < 14_000
 
 
 def as_text(value: Any) -> str:

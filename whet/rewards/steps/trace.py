@@ -28,6 +28,7 @@ from whet.rewards.steps.tokens import (
 
 MAX_DEPTH = 20
 """Deepest nesting of parentheses that is read."""
+ONE = Fraction(1)
 MAX_DIGITS, MAX_EXPONENT, MAX_BITS = 40, 64, 2048
 """Characters of a number, size of an exponent, bits of any intermediate value."""
 MAX_UNIT_WORDS = 7
@@ -282,12 +283,16 @@ class _Reader:
 
     def _number(self, token: Token) -> tuple[Pair, bool]:
         """Read a number, also the mixed `1 1/2` and `1\frac{1}{2}`."""
-        if len(token.text) > MAX_DIGITS or re.match("0[0-9]", token.text):
+        text = token.text
+        if len(text) > MAX_DIGITS or (text[0] == "0" and text[1:2].isdigit()):
             raise ValueError("too long, or not a quantity (0900)")
-        digits = re.sub(r"[^0-9.]", "", token.text)
-        value = Fraction(digits)
+        digits = text if text.isdigit() else re.sub(r"[^0-9.]", "", text)
         decimals = len(digits.partition(".")[2])
-        self.side.place = Fraction(1, 10**decimals) if self.side.num_operators == 0 else None
+        value = Fraction(digits) if decimals else Fraction(int(digits))  # of an integer 5 times as fast
+        if self.side.num_operators:
+            self.side.place = None
+        else:
+            self.side.place = Fraction(1, 10**decimals) if decimals else ONE
         if decimals:
             return Pair(value, value), False
         mixed = None
