@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 os.environ.setdefault("WHET_KERNELS", "cpp")
 # Two test processes share two cores: threads that spin while they wait take them from each other (twice the time).
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# Some machines set this for every process; then each that a test starts would compile whet's sources anew (a second).
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
@@ -67,6 +70,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(slow)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector from scanning a million objects of modules and tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
