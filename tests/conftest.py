@@ -105,6 +105,12 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a run's report without its curves: drawing them is most of a tiny run's time (two seconds)."""
+    monkeypatch.setattr("whet.report.markdown.draw_figures", lambda series, folder: [])
+
+
 ALL_PROBLEMS = Arithmetic.problems
 
 

@@ -218,7 +218,8 @@ def cells(name: str, dtype: torch.dtype) -> dict[str, tuple[float, str]]:
     case, groups = CASES[name], make_groups(CASES[name].is_filtered)
     defined, lengths = run_definition(case, dtype)
     whole = run(case, groups, dtype, max(map(sum, lengths)), num_micro=1)
-    budgets = {cut: budget_for(whole.packed[0], cut) for cut in CUTS[dtype] if cut > 1} | {1: max(map(sum, lengths))}
+    budgets = {cut: budget_for(whole.packed[0], cut) for cut in CUTS[dtype] if cut > 1}
+    budgets[1] = max(map(sum, lengths))
     every = list(whole.metrics)
     own = {metric for metric in every if not metric.startswith("rollout/")}
     assert own == defined.metrics.keys(), own ^ defined.metrics.keys()
