@@ -68,7 +68,9 @@ def test_both_notebooks_run_one_after_the_other(tmp_path: Path) -> None:
 def test_the_python_notebook_teaches_a_model_and_measures_it(tmp_path: Path) -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    cache = tmp_path / "cache" / "whet"  # rows and rewards go to a place of this test; the kernels are built already
+    cache = (
+        tmp_path / "cache" / "whet"
+    )  # rows and rewards go to a place of this test; the kernels are built already
     cache.mkdir(parents=True)
     (cache / "kernels").symlink_to(cache_folder() / "kernels")
     told = run("python_api", tmp_path, XDG_CACHE_HOME=str(cache.parent))
