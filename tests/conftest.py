@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 os.environ.setdefault("WHET_KERNELS", "cpp")
 # Two test processes share two cores: threads that spin while they wait take them from each other (twice the time).
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# Some machines set this for every process; then each that a test starts would compile whet's sources anew (a second).
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
@@ -69,6 +72,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(gpu)
 
 
+def pytest_collection_finish() -> None:
+    """Keep the collector from scanning a million objects of modules and tests again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Run every test with one thread, unless it sets another number itself."""
@@ -94,6 +103,12 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     shutil.copy(GOLDEN / "gpt2/config.json", folder)
     return folder
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a run's report without its curves: drawing them is most of a tiny run's time (two seconds)."""
+    monkeypatch.setattr("whet.report.markdown.draw_figures", lambda series, folder: [])
 
 
 ALL_PROBLEMS = Arithmetic.problems

@@ -117,6 +117,7 @@ def test_the_first_ten_lines(folder: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_run_is_a_recipe_that_can_be_resumed(folder: Path, tmp_path: Path, cache: Path) -> None:
     """What was given as objects is in the folder: rows and reward are files, named by their content."""
     out = tmp_path / "run"
@@ -138,6 +139,7 @@ def test_a_run_is_a_recipe_that_can_be_resumed(folder: Path, tmp_path: Path, cac
     assert len(list((cache / "rows").iterdir())) == 1
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_loop_of_ones_own_may_be_left(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     steps = whet.rl_steps(
@@ -172,6 +174,7 @@ def test_rows_may_be_numbers_a_csv_or_a_data_frame(tmp_path: Path) -> None:
         whet.Task.from_rows(pandas.DataFrame({"question": ["a", "b"], "answer": [1.0, float("nan")]}))
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_errors_name_arguments_of_python(folder: Path, tmp_path: Path) -> None:
     bad = [*ROWS, {"question": "a", "answer": ""}]
     with pytest.raises(UserError, match=r"allow it with max_bad_rows=1$"):
@@ -186,6 +189,7 @@ def test_errors_name_arguments_of_python(folder: Path, tmp_path: Path) -> None:
         whet.sft(folder, ROWS, out=tmp_path / "full", num_steps=1)
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_sft_and_dpo(folder: Path, tmp_path: Path) -> None:
     rows = [row | {"solution": row["question"] + row["answer"]} for row in ROWS]
     steps: list[int] = []
@@ -286,6 +290,7 @@ def test_a_reward_is_the_same_file_wherever_it_is_defined(cache: Path) -> None:
     assert specs[0] == specs[1]
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_signal_ends_a_loop_of_ones_own(folder: Path, tmp_path: Path) -> None:
     seen = []
     for step in whet.rl_steps(folder, ROWS, out=tmp_path / "run", num_steps=9, **SHORT):

@@ -350,7 +350,9 @@ def run(program: str, config: Any, *, reads: bool = False) -> Seen:
             calls.append(f"exit {ending.code}")
         finally:
             handle.remove()
-            torch.use_deterministic_algorithms(False)
+            torch.set_deterministic_debug_mode("default")
+            if "torch._inductor" in sys.modules:  # else it would take two seconds to load it
+                torch.use_deterministic_algorithms(False)
             torch.set_num_threads(1)
     seen.parts |= {"calls": calls, "asides": sorted(asides)}
     text = re.sub(r"[\d.,]+ ?(s|ms|min|GiB|MiB|MB|W|tokens/s)\b|\d+:\d+(:\d+)?", "", printed.getvalue())

@@ -421,7 +421,7 @@ def main() -> int:
     programs = args.only.split(",") if args.only else [*HALTS, START_FROM]
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="whet-corrupt-"))
-    base = make_base(work)
+    base = work if programs == ["sft"] else make_base(work)  # fine-tuning starts without one
     shares = {name: list(range(place, args.trials, len(programs))) for place, name in enumerate(programs)}
     portions = [
         (name, numbers, args.seed, str(work), str(base)) for name, numbers in shares.items() if numbers

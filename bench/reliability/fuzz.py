@@ -50,9 +50,13 @@ FORBIDDEN = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.f
 FORBIDDEN |= {"socket.connect", "socket.bind", "ctypes.dlopen"}
 
 
+HARMS = ("raises", "hangs", "grows", "dies", "executes", "writes")
+"""What no input may do; `--surface self-test` does each in turn."""
+
+
 def harm(case: Case, folder: Path) -> None:
     """Do what no input may do, to see that it is noticed."""
-    kind = os.environ.get("WHET_FUZZ_HARM", "raises")
+    (kind,) = case.words
     if kind == "raises":
         raise KeyError("x")
     if kind == "hangs":
@@ -106,6 +110,8 @@ class Watch:
 
 def case_of(surface: str, index: int, seed: int) -> Case:
     """Make an input; -1 is the valid one, which must be taken."""
+    if surface == "self-test":
+        return Case(words=[HARMS[index % len(HARMS)]])
     if index < 0:
         return SURFACES[surface].valid()
     return SURFACES[surface].make(Random(f"{seed}/{surface}/{index}"))
@@ -276,16 +282,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--surface", default="", choices=["", *SURFACES, "self-test"])
-    parser.add_argument(
-        "--harm", default="", help="with --surface self-test: raises hangs grows dies executes writes"
-    )
     parser.add_argument("--skip", action="append", default=[], choices=SURFACES, help="leave a surface out")
     parser.add_argument("--index", type=int, default=None, help="repeat this one input of --surface")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", default="/tmp/whet-fuzz", help="folder for failing inputs")
     args = parser.parse_args()
     if args.surface == "self-test":
-        os.environ["WHET_FUZZ_HARM"] = args.harm
         SURFACES["self-test"] = Surface(lambda _: Case(), harm, 1, Case)
     chosen = [args.surface] if args.surface else [name for name in SURFACES if name not in args.skip]
     total = sum(SURFACES[name].weight for name in chosen)

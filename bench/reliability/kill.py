@@ -175,7 +175,7 @@ def main() -> int:
     programs = args.only.split(",") if args.only else list(PROGRAMS)
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="whet-kill-"))
-    base = make_base(work)
+    base = work if programs == ["sft"] else make_base(work)  # fine-tuning starts without one
     portions = []
     for place, program in enumerate(programs):
         numbers = list(range(place, args.trials, len(programs)))

@@ -39,6 +39,7 @@ import whet.train.dpo
 import whet.train.rft
 import whet.train.rl  # noqa: F401 - loaded before the fork, as all programs
 from whet.__main__ import main as whet_main
+from whet.tasks.made import arithmetic
 from whet.tasks.made.arithmetic import Arithmetic
 
 # ruff: noqa: SIM905 - command lines are read more easily as such
@@ -196,6 +197,7 @@ def start(argv: list[str], log: Path, hook: Hook | None = None, *, fresh: bool =
 
 def run_here(argv: list[str], hook: Hook) -> int:
     """Patch this process, and run a command line in it."""
+    arithmetic.NUM_PROBLEMS = 50 * FEW  # the same first ones; making all would be half of a run's time
     original = Arithmetic.problems
     Arithmetic.problems = lambda self, split: original(self, split)[:FEW]
     for place in PLOTS:

@@ -34,9 +34,11 @@ from pathlib import Path
 from whet.config import load_yaml
 from whet.eval import measure
 from whet.eval.evaluate import EvalConfig, main
+from whet.tasks.made import arithmetic
 from whet.tasks.made.arithmetic import Arithmetic
 torch.set_num_threads(1)
 measure.CHUNK_ROUNDS = 1
+arithmetic.NUM_PROBLEMS = 6000
 original = Arithmetic.problems
 Arithmetic.problems = lambda self, split: original(self, split)[:200]
 main(load_yaml(Path(sys.argv[1]), EvalConfig), resume="--resume" in sys.argv)

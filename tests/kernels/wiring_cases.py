@@ -15,7 +15,7 @@ from whet.model.config import Family, ModelConfig
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model
 
-PARAMS = SamplingParams(temperature=0.8, max_new_tokens=9)
+PARAMS = SamplingParams(temperature=0.8, max_new_tokens=5)  # the interpreter takes a second each
 
 
 def make_model(family: Family = "qwen3") -> LanguageModel:
@@ -43,7 +43,7 @@ def sample(model: LanguageModel, engine: Engine | None = None) -> list[list[Comp
     """Draw ragged rows, several of a prompt, more than fit at once."""
     requests = [
         Request(prompt_ids=tuple(range(3, 3 + length)), seeds=(length, length + 50), max_new_tokens=limit)
-        for length, limit in ((4, 9), (1, 3), (11, 9), (7, 5))
+        for length, limit in ((4, 5), (1, 2), (11, 5), (7, 3))
     ]
     return (engine or Engine(model, stop_ids=(5,), max_rows=5)).generate(requests, PARAMS)
 

@@ -602,7 +602,9 @@ def train(model: LanguageModel, *, is_rl: bool, steps: int = 2) -> float:
     prompts, worst = [ids_of(19, seed=1), ids_of(50, seed=2)], 0.0
     for step in range(steps):
         requests = [Request(prompt_ids=tuple(p), seeds=tuple(range(8 * step, 8 * step + 3))) for p in prompts]
-        sampled = Engine(model, stop_ids=(2,)).generate(requests, SamplingParams(max_new_tokens=40))
+        # The first samples are long enough for every window and tile; the others are of weights that have moved.
+        params = SamplingParams(max_new_tokens=40 if is_rl and step == 0 else 10)
+        sampled = Engine(model, stop_ids=(2,)).generate(requests, params)
         sequences = [
             TrainingSequence(
                 prompt_ids=request.prompt_ids,

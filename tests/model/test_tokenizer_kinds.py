@@ -292,6 +292,7 @@ def model_folder(folder: Path, tokenizer: Tokenizer) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("name", ["unigram, bytes", "wordpiece, lower case"])
 def test_two_steps_of_sft_and_rl(name: str, loaded: dict[str, Tokenizer], tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", loaded[name])

@@ -93,8 +93,10 @@ for name in ("trl", "transformers", "accelerate", "peft", "deepspeed", "verl"):
 import tempfile
 from dataclasses import replace
 from whet.recipes import rl as rl_recipes, sft as sft_recipes
+from whet.tasks.made import arithmetic
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import rl, sft
+arithmetic.NUM_PROBLEMS = 1000
 few = {split: Arithmetic().problems(split)[:8] for split in ("train", "dev", "test")}
 Arithmetic.problems = lambda self, split: few[split]
 folder = tempfile.mkdtemp()

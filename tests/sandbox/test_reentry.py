@@ -80,6 +80,7 @@ import torch
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
+from whet.tasks.made import arithmetic
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.train.rl import train
 from whet.train.rl_config import RLConfig
@@ -87,6 +88,7 @@ from whet.train.optim.step import OptimConfig
 
 print("top level")
 every, LIMIT = Arithmetic.problems, 1000
+arithmetic.NUM_PROBLEMS = 2000
 Arithmetic.problems = lambda self, split: every(self, split)[:50]
 
 def share(text):

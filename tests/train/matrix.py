@@ -45,7 +45,8 @@ from whet.train.optim.step import OptimConfig, Optimizer, forward_backward
 from whet.train.rollout.rollout import Rollout, rollout_metrics
 from whet.types import Group
 
-CUTS = (1, 2, 5)
+CUTS = {torch.float64: (1, 2, 5), torch.float32: (5,)}
+"""Micro-batches of an update: in float64 a cut's mistakes are seen to the last digit, in float32 the kernels'."""
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 COLUMNS = ("micro-batches", "packing", "order", "ranks", "metrics")
 
@@ -217,12 +218,13 @@ def cells(name: str, dtype: torch.dtype) -> dict[str, tuple[float, str]]:
     case, groups = CASES[name], make_groups(CASES[name].is_filtered)
     defined, lengths = run_definition(case, dtype)
     whole = run(case, groups, dtype, max(map(sum, lengths)), num_micro=1)
-    budgets = {cut: budget_for(whole.packed[0], cut) for cut in CUTS[1:]} | {1: max(map(sum, lengths))}
+    budgets = {cut: budget_for(whole.packed[0], cut) for cut in CUTS[dtype] if cut > 1}
+    budgets[1] = max(map(sum, lengths))
     every = list(whole.metrics)
     own = {metric for metric in every if not metric.startswith("rollout/")}
     assert own == defined.metrics.keys(), own ^ defined.metrics.keys()
     table = {"packing": [difference(whole, defined, list(own))], "micro-batches": [], "order": []}
-    for cut in CUTS:
+    for cut in CUTS[dtype]:
         order = shuffled(groups)
         table["order"].append(difference(run(case, order, dtype, budgets[cut], cut), whole, every))
         if cut > 1:

@@ -100,8 +100,10 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     program = """
 import os, signal, sys, time
 from whet.recipes.sft import RECIPES
+from whet.tasks.made import arithmetic
 from whet.train import sft
 from dataclasses import replace
+arithmetic.NUM_PROBLEMS = 500
 def step(*_):
     os.kill(os.getpid(), signal.SIGTERM)
     print("first", flush=True)

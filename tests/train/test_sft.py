@@ -110,8 +110,10 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from whet.config import load_yaml
+from whet.tasks.made import arithmetic
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import sft
+arithmetic.NUM_PROBLEMS = 6000
 problems = Arithmetic.problems
 Arithmetic.problems = lambda self, split: problems(self, split)[:200]  # as the fixture few_problems does
 original, calls = sft.train_step, 0

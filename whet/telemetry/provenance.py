@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,12 @@ def _kernels(cuda: str | None) -> str:
     return dispatch.describe()
 
 
+@cache
 def _git_commit(root: Path) -> str | None:
-    """Return the commit of the checkout that this package runs from, '-dirty' if tracked files differ."""
+    """Return the commit of the checkout that this package runs from, '-dirty' if tracked files differ.
+
+    Asked for once: whatever is edited or checked out later is not what this process has loaded.
+    """
     if not (root / ".git").exists():  # an installed package may be inside somebody else's repository
         return None
     try:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,14 @@ def second_opinions(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
     """
     if not has_math_verify():
         return [plain_equal(*pair) for pair in pairs]
+    return [outcome.value if outcome.kind == "ok" else None for outcome in _pool().map(pairs)]
+
+
+@cache
+def _pool() -> GraderPool:
+    """Start the workers, which takes a second, and keep them: an audit asks twice."""
     prepare = "whet.rewards.answers.symbolic:prepare_worker"
-    with GraderPool(f"{__name__}:math_verify_equal", deadline_s=DEADLINE_S, prepare=prepare) as pool:
-        return [outcome.value if outcome.kind == "ok" else None for outcome in pool.map(pairs)]
+    return GraderPool(f"{__name__}:math_verify_equal", deadline_s=DEADLINE_S, prepare=prepare)
 
 
 def math_verify_equal(answer: str, gold: str) -> bool:

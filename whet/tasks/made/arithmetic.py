@@ -33,7 +33,7 @@ class Arithmetic:
             ValueError: If there is no such split.
         """
         check_split(split)
-        return [_problem(numbers) for numbers in _drawn() if _split(numbers) == split]
+        return list(_problems(split))
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool:
         """Say whether the answer is the sum, written as a number."""
@@ -41,6 +41,20 @@ class Arithmetic:
 
 
 @cache
+def _problems(split: str) -> tuple[Problem, ...]:
+    """Write a split's problems once: a run asks for each split again and again, and hashing takes a second."""
+    return tuple(_problem(numbers) for numbers in _splits()[split])
+
+
+@cache
+def _splits() -> dict[str, list[tuple[int, int, int]]]:
+    """Sort what is drawn by the hash of the unordered numbers."""
+    found: dict[str, list[tuple[int, int, int]]] = {"train": [], "dev": [], "test": []}
+    for numbers in _drawn():
+        found[_split(numbers)].append(numbers)
+    return found
+
+
 def _drawn() -> tuple[tuple[int, int, int], ...]:
     """Draw the problems, without repetition, in a fixed order."""
     found: dict[tuple[int, int, int], None] = {}
