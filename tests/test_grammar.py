@@ -67,6 +67,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         writer.writerows(rows)
     pairs = [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": f"Well, {n}."} for n in range(40)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (folder / "asked.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n}+1="}) + "\n" for n in range(24))
+    )
     (folder / "bad.jsonl").write_text('{"question": "x"\n')
     (folder / "mine.py").write_text(TASK + REWARD)
     (folder / "broken.yaml").write_text("out: [\n")
@@ -535,6 +538,9 @@ profile own --of sft --model my-model --data questions.csv --task.prompt x --dry
 seeds own --out x --model my-model --data questions.csv --task.answer gold --dry-run | no column 'gold'
 audit nowhere.csv --dry-run | nowhere.csv
 probe my-model --text nowhere.txt --dry-run | nowhere.txt
+rl own --model my-model --data asked.jsonl --dry-run | reward something else: --rewards format 0.1 --reward FILE.py
+rl own --model my-model --data asked.jsonl --reward mine.py:brief --dry-run | reward something else: --rewards
+report demo-rl --against demo-sft | name further runs after the first, as in: whet report RUN demo-sft
 diagnose demo --set policy.init=x | as in --policy.init x
 diagnose demo --repeat 3 | did you mean '--repeats'?
 diagnose demo --num-promts 3 | did you mean '--num-prompts'?

@@ -256,6 +256,10 @@ def _refuse_old(program: str, argv: Sequence[str], positional: str) -> None:
         value = value or ("" if after.startswith("-") else after)
         if option == "--program":
             raise UserError(f"--program is now --of, as in: {program} demo --of {value or 'rl'}")
+        if option == "--against" and program == "whet report":
+            raise UserError(
+                f"--against is gone: name further runs after the first, as in: {program} RUN {value or 'OTHER'}"
+            )
         if option == "--recipe" and positional == "recipe":
             raise UserError(f"--recipe is now the first word: {program} {value or 'demo'}")
 

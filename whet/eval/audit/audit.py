@@ -21,7 +21,7 @@ from whet.eval.grade import judge_answers
 from whet.install import install_command
 from whet.rewards.base import WeightedReward, best_total, build_rewards, score_completion, score_completions
 from whet.schema import ResponseSchema, find_schema
-from whet.storage.folder import check_folder, open_run
+from whet.storage.folder import check_folder, dated, open_run
 from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.selftest import hostile_answers, mutated_answer, rewritten_answers
 from whet.telemetry.display import advancing, escape_controls, open_display
@@ -343,7 +343,7 @@ def main(config: AuditConfig) -> None:
     Raises:
         UserError: If a required claim fails.
     """
-    folder = Path(config.out or time.strftime("runs/audit-%Y%m%d-%H%M%S"))
+    folder = Path(config.out or dated("audit"))
     task, schema, rewards, problems = _load(config)
     with open_display(f"audit · {task.name}", max(1, len(problems)), (), unit="problem") as display:
         audit = audit_task(task, rewards, schema, problems, on_done=advancing(display))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, pairwise
@@ -49,7 +48,7 @@ from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
 from whet.model.files import is_hub_name
 from whet.stats import share_interval
-from whet.storage.folder import check_folder, open_run
+from whet.storage.folder import check_folder, dated, open_run
 from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import no_run, resolve_run
 from whet.types import UserError
@@ -251,7 +250,7 @@ def _places(config: CompareConfig) -> tuple[list[str], list[str]]:
 def main(config: CompareConfig, *, resume: bool = False) -> None:
     """Compare, print the tables, and write compare.json and compare.html; `resume` continues unfinished evaluations."""
     places, names = _places(config)
-    folder = Path(config.out or time.strftime("runs/compare-%Y%m%d-%H%M%S"))
+    folder = Path(config.out or dated("compare"))
     needs_work = bool(config.prompts) or not all(map(_is_evaluation, places))
     prompts = read_prompts(config.prompts)
     jobs = {} if prompts else _jobs(config, places, names, folder)

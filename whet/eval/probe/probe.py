@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ from whet.generate.policy import Policy, PolicyConfig, TemplateName, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.files import find_model
 from whet.stats import paired_bootstrap, share_interval
-from whet.storage.folder import check_folder, open_run
+from whet.storage.folder import check_folder, dated, open_run
 from whet.telemetry.display import advancing, escape_controls, open_display
 from whet.telemetry.provenance import write_environment
 from whet.types import Problem, UserError
@@ -122,7 +121,7 @@ def main(config: ProbeConfig) -> None:
         _transcripts(config)
         return
     first = _load(config, config.models[0])  # a model that does not load fails before the folder is created
-    folder = Path(config.out or time.strftime("runs/probe-%Y%m%d-%H%M%S"))
+    folder = Path(config.out or dated("probe"))
     open_run(folder, dump_yaml(config), resumable=False)
     write_environment(folder)
     probes: list[ModelProbe] = []

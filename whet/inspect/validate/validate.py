@@ -26,7 +26,7 @@ from whet.inspect.memory.room import check_room
 from whet.inspect.validate.verdict import NEEDS, STAGES, Item, Status, ThresholdConfig, declared, judge_stage
 from whet.report.page import render
 from whet.rewards.base import build_rewards
-from whet.storage.folder import check_folder, open_run
+from whet.storage.folder import check_folder, dated, open_run
 from whet.tasks.base import load_task, told_of
 from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import write_environment
@@ -138,7 +138,7 @@ def main(config: ValidateConfig) -> None:
         KeyboardInterrupt: After Ctrl-C, once the report of the finished stages is written.
     """
     _inspect(config)
-    folder = Path(config.out or time.strftime("runs/validate-%Y%m%d-%H%M%S"))
+    folder = Path(config.out or dated("validate"))
     open_run(folder, dump_yaml(config), resumable=False)
     write_environment(folder)
     console = Console()
