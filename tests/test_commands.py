@@ -1,4 +1,7 @@
-"""Every command that README and docs/ show runs: on a tiny model, with the smallest sizes and recorded hub rows."""
+"""Every command that README and docs/ show runs: on a tiny model, with the smallest sizes and recorded hub rows.
+
+About 90 s of processor time, so `.ci/run` runs it, and `make test` only parses the commands (test_architecture.py).
+"""
 
 from __future__ import annotations
 
@@ -230,7 +233,7 @@ def write_adapter(home: Path, base: str) -> None:
     weights = next((home / base).glob("checkpoints/*/model.safetensors"))
     name = "model.layers.0.self_attn.q_proj"
     size_out, size_in = load_file(weights)[f"{name}.weight"].shape
-    parts = {"lora_A": torch.zeros(2, size_in), "lora_B": torch.zeros(size_out, 2)}
+    parts = {"lora_A": torch.full((2, size_in), 0.01), "lora_B": torch.full((size_out, 2), 0.01)}
     (home / "ADAPTER").mkdir()
     tensors = {f"base_model.model.{name}.{part}.weight": tensor for part, tensor in parts.items()}
     save_file(tensors, home / "ADAPTER/adapter_model.safetensors")
