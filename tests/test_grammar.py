@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -58,6 +59,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a stranger's own things, in which the commands run."""
     folder = tmp_path_factory.mktemp("home")
     make_model(folder / "my-model")
+    shutil.copytree(folder / "my-model", folder / "twin")
     rows = [{"question": f"What is {a} + {b}?", "answer": a + b} for a in range(1, 9) for b in range(1, 9)]
     with (folder / "questions.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["question", "answer"])
@@ -65,6 +67,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         writer.writerows(rows)
     pairs = [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": f"Well, {n}."} for n in range(40)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (folder / "asked.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n}+1="}) + "\n" for n in range(24))
+    )
     (folder / "bad.jsonl").write_text('{"question": "x"\n')
     (folder / "mine.py").write_text(TASK + REWARD)
     (folder / "broken.yaml").write_text("out: [\n")
@@ -189,6 +194,32 @@ def test_a_dry_run_finds_what_the_run_would_stop_at_and_can_be_loaded_again(
     ):
         status, out, err = told(capsys, *words, "--dry-run")
         assert (status, out.splitlines()[-1].endswith("would start")) == (0, True), err
+
+
+def test_a_dry_run_compares_the_plan_with_the_memory_at_hand(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["sft", "own", "--model", "my-model", "--data", "mine.py:Sums", "--dry-run"]
+    monkeypatch.setattr(room, "free_memory", lambda: 2**10)
+    status, _, err = told(capsys, *words)
+    assert (status, "gradients and optimizer needs" in err) == (2, True)
+    need = room.peak(
+        room._work(replace(sft_recipes.own(), policy=replace(sft_recipes.own().policy, init="my-model")))
+    )
+    monkeypatch.setattr(room, "free_memory", lambda: int(0.9 * need))
+    status, out, _ = told(capsys, *words)
+    assert (status, "\n# warning: sequences of full length would need" in out) == (0, True)
+    assert cli.from_dict(type(sft_recipes.own()), yaml.safe_load(out), where="") is not None
+
+
+@pytest.mark.usefixtures("few_problems")
+def test_a_dry_run_of_a_whole_validation_is_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = told(capsys, "validate", "demo", "--dry-run")
+    assert (status, err) == (0, "")
+    assert len(out.splitlines()) < 30
+    assert out.startswith("# all fields: whet validate demo --print-config\n# stages\n")
+    assert "#   eval_rl: pass@1 " in out
+    assert out.endswith("the stages would start\n")
 
 
 # Names of runs.
@@ -497,6 +528,19 @@ dpo own --model my-model --data nowhere.jsonl --dry-run | nowhere.jsonl
 dpo own --model my-model --data questions.csv --dry-run | questions.csv
 eval own --model my-model --data questions.csv --k 99 --dry-run | k = 99
 eval own --model my-model --sampling.temperature 0 | greedy is measured anyway
+compare my-model twin --data nowhere.csv --dry-run | nowhere.csv
+compare my-model twin --data questions.csv --eval.task.answer gold --dry-run | no column 'gold'
+compare my-model twin --dry-run | give the protocol: --eval gsm8k
+validate demo --eval.task.name jsonl --eval.task.path nowhere.csv --dry-run | nowhere.csv
+validate demo --rl.sampling.max-new-tokens 4000 --dry-run | lower sampling.max_new_tokens
+diagnose own --model my-model --data nowhere.csv --dry-run | nowhere.csv
+profile own --of sft --model my-model --data questions.csv --task.prompt x --dry-run | no column 'x'
+seeds own --out x --model my-model --data questions.csv --task.answer gold --dry-run | no column 'gold'
+audit nowhere.csv --dry-run | nowhere.csv
+probe my-model --text nowhere.txt --dry-run | nowhere.txt
+rl own --model my-model --data asked.jsonl --dry-run | reward something else: --rewards format 0.1 --reward FILE.py
+rl own --model my-model --data asked.jsonl --reward mine.py:brief --dry-run | reward something else: --rewards
+report demo-rl --against demo-sft | name further runs after the first, as in: whet report RUN demo-sft
 diagnose demo --set policy.init=x | as in --policy.init x
 diagnose demo --repeat 3 | did you mean '--repeats'?
 diagnose demo --num-promts 3 | did you mean '--num-prompts'?
@@ -525,6 +569,7 @@ def test_the_battery_has_eighty_inputs() -> None:
     assert len(BAD.strip().splitlines()) >= 80
 
 
+@pytest.mark.usefixtures("few_problems")
 @pytest.mark.parametrize("line", BAD.strip().splitlines())
 def test_a_bad_input_is_one_line(line: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words, _, message = line.partition(" | ")

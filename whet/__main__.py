@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from whet import __version__, calm_threads
 from whet.install import missing_core
@@ -317,19 +318,45 @@ def run(argv: Sequence[str]) -> int:
     if parsed.print_config:
         print(cli.dump_yaml(config), end="")
     elif parsed.dry_run:
-        print(cli.dump_yaml(config), end="", flush=True)
-        if program.plan is not None:
-            sign = "# " if program.recipes else ""  # what is printed of a recipe is one again
-            print(
-                "\n".join(f"{sign}{line}".rstrip() for line in program.plan(config).splitlines()), flush=True
-            )
-        if program.check is not None:
-            program.check(config, parsed.resume)
+        _rehearse(name, program, parsed.recipe, config, parsed.resume)
     else:
-        if program.before is not None:
-            program.before(config)
+        for warning in program.before(config) if program.before is not None else ():
+            print(f"whet: warning: {warning}", flush=True)
         _start(program, config, parsed.resume)
     return 0
+
+
+def _rehearse(name: str, program: Program, recipe: str, config: object, resume: bool | int) -> None:
+    """Print what would be done, and find what it would stop at before its first step: data, columns, files, memory."""
+    if program.prints_config:
+        print(cli.dump_yaml(config), end="", flush=True)
+    else:
+        print(f"# all fields: whet {name} {recipe} --print-config")
+    sign = "# " if program.recipes else ""  # what is printed of a recipe is one again
+    told = program.plan(config).splitlines() if program.plan is not None else []
+    told += [f"warning: {line}" for line in (program.before(config) if program.before is not None else ())]
+    if told:
+        print("\n".join(f"{sign}{line}".rstrip() for line in told), flush=True)
+    if program.check is not None:
+        program.check(config, resume)
+    elif (theirs := getattr(config, "of", None)) in program.passes:
+        _check_recipe(theirs, config)
+
+
+def _check_recipe(theirs: str, config: object) -> None:
+    """Check a recipe that a program looks at as the recipe's own program would, but for its run folder."""
+    looked_at: Any = config
+    program, words = COMMANDS[theirs].load(), [looked_at.recipe, *cli.passed_words(looked_at.set)]
+    inner = cli.parse(
+        f"whet {theirs}",
+        program.config_class,
+        program.recipes,
+        words,
+        presets=program.presets,
+        find_run=_find_run,
+    )
+    assert program.check is not None
+    program.check(inner.config, True)
 
 
 def _start(program: Program, config: object, resume: bool | int) -> None:

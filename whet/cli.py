@@ -114,7 +114,8 @@ class Program:
             their options are its own, too, and are collected in its field `set`.
         check: Finds what a run would stop at before its first step, for --dry-run: `check(config, resume)` creates
             nothing.
-        before: Runs before `main`, and not for --dry-run: what would end the run later is refused or told of now.
+        before: Compares a run with the memory at hand: refuses it, or returns warnings.
+        prints_config: Whether --dry-run prints the config; not where it is that of several programs.
         sized: Fits a config to this machine, for recipes of one's own: `sized(config, typed)` changes no typed field.
     """
 
@@ -128,7 +129,8 @@ class Program:
     positional: str = ""
     passes: Mapping[str, type[Any]] = field(default_factory=dict)
     check: Callable[[Any, Any], None] | None = None
-    before: Callable[[Any], None] | None = None
+    before: Callable[[Any], list[str]] | None = None
+    prints_config: bool = True
     sized: Callable[[Any, Collection[str]], Any] | None = None
 
 
@@ -254,6 +256,10 @@ def _refuse_old(program: str, argv: Sequence[str], positional: str) -> None:
         value = value or ("" if after.startswith("-") else after)
         if option == "--program":
             raise UserError(f"--program is now --of, as in: {program} demo --of {value or 'rl'}")
+        if option == "--against" and program == "whet report":
+            raise UserError(
+                f"--against is gone: name further runs after the first, as in: {program} RUN {value or 'OTHER'}"
+            )
         if option == "--recipe" and positional == "recipe":
             raise UserError(f"--recipe is now the first word: {program} {value or 'demo'}")
 

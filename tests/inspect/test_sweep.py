@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -261,10 +262,16 @@ def fresh() -> None:
     Machine.started, Machine.asked = [], []
 
 
-def swept(config: SweepConfig, seconds: Callable[[Any], float], limit: float = 1e12, **options: Any) -> Sweep:
+def swept(
+    config: SweepConfig,
+    seconds: Callable[[Any], float],
+    limit: float = 1e12,
+    say: Callable[[str], object] = lambda text: None,
+    **options: Any,
+) -> Sweep:
     recipe = rl_config(POLICY, Path("unused"), num_prompts=16, group_size=4)
     recipe = replace(recipe, optim=replace(recipe.optim, **options))
-    found = Sweep(config, recipe, lambda text: None, lambda: Machine(seconds, limit))  # type: ignore[arg-type]
+    found = Sweep(config, recipe, say, lambda: Machine(seconds, limit))  # type: ignore[arg-type]
     with found:
         found.run_all()
     return found
@@ -331,6 +338,16 @@ def test_points_are_visited_in_alternating_order() -> None:
     assert len(measured) == len(set(measured)) == 6  # the memory of each is measured once
     rounds = [step["round"] for step in found.stages["all combinations"][0].steps]
     assert rounds == [0, 1, 2]
+
+
+def test_it_says_how_long_it_will_take() -> None:
+    said: list[str] = []
+    config = SweepConfig(recipe="demo", rounds=2, threads=(1,), rows=(64,), tokens=(100, 200))
+    found = swept(config, cost, say=said.append)
+    planned = int(re.search(r"; (\d+) visits of a point at most$", said[0])[1])  # pyright: ignore[reportOptionalSubscript]
+    visits = sum(2 * len(stage) for stage in found.stages.values())
+    assert visits == len(said) <= planned <= visits + 8
+    assert all(re.search(r"; at most \d+:\d\d left$", line) for line in said[1:])
 
 
 def test_memory_that_runs_out_is_recorded_and_the_rest_goes_on() -> None:

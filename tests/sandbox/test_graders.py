@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from whet.sandbox.graders.graders import GraderPool
+from whet.sandbox.graders.server import plain_number
 from whet.types import Problem, UserError
 
 GRADERS = """
@@ -479,3 +482,13 @@ def test_what_cannot_be_had_is_said_at_once(tmp_path: Path, function: str, messa
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], spec: Callable[[str], str]) -> None:
     with pytest.raises(UserError, match=f"{next(iter(options))} = .*: expected"):
         GraderPool(spec("double"), **options)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    for value in (np.float32(0.5), np.array(0.5), torch.tensor(0.5), 0.5):
+        assert type(plain_number(value)) is float
+        assert plain_number(value) == 0.5
+    assert plain_number(np.bool_(True)) is True
+    assert [plain_number(value) for value in (np.int64(3), "3", None)] == [3, "3", None]
+    several = np.array([1.0])
+    assert plain_number(several) is several  # refused, with a name, as before

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.tasks.choice import choice
+from whet.tasks.jsonl import Jsonl
 from whet.types import Problem, Task, UserError
 
 
@@ -130,3 +132,25 @@ def test_repeated_and_contradicting_rows(tmp_path: Path) -> None:
     assert [problem.answer for problem in problems] == ["yes", "no"]  # `whet data` reports the contradiction
     assert len({problem.uid for problem in problems}) == 2
     assert task.num_duplicates == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Which?", "choices": ["x", "y"], "answer": "B"},
+        {"question": "Which?", "options": ["x", "y"], "answer": 1},
+        {"question": "Which?", "A": "x", "B": "y", "answer": "B"},
+        {"question": "Which?", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answer": "2"},
+    ],
+)
+def test_choices_are_not_dropped_on_the_quiet(row: dict[str, object], tmp_path: Path) -> None:
+    """Read as plain questions, they would be asked without their choices."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({**row, "question": f"Which, {n}?"}) + "\n" for n in range(9)))
+    with pytest.raises(UserError, match="the model would not see; read them with --task choice"):
+        Jsonl(str(path)).problems("train")
+    assert Jsonl(str(path), answer="answer").problems("train")
+    assert choice(str(path)).problems("train")
+    said = {**row, "answer": "y"}  # the answer itself: the question stands for itself
+    path.write_text("".join(json.dumps({**said, "question": f"Which, {n}?"}) + "\n" for n in range(9)))
+    assert Jsonl(str(path)).problems("train")

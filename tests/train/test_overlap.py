@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +37,7 @@ from whet.train.rollout import source
 from whet.train.rollout.order import EpochOrder
 from whet.train.rollout.overlap import BackgroundSampler, OverlapConfig, part_groups
 from whet.train.rollout.rollout import Rollout, RolloutParams
+from whet.train.session import Stopped
 from whet.types import Group, UserError
 
 OLD = OffPolicyConfig(staleness=1)
@@ -261,6 +264,76 @@ def test_a_killed_run_resumes_bitwise(
     found = [json.loads(row) for row in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()]
     assert untimed(found) == untimed(rows)
     assert samples(broken) == samples(config)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "staleness"),
+    [(OverlapConfig(), 0), (OverlapConfig(), 1), (STREAM, 0)],
+    ids=["off", "stale", "stream"],
+)
+def test_a_signal_ends_the_sampling_and_the_run_goes_on_bitwise(
+    overlap: OverlapConfig,
+    staleness: int,
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing of the step is kept; the one before it is saved, although nothing else asked for that."""
+    old = OffPolicyConfig(staleness=staleness)
+    config = make_config(tiny_policy, tmp_path / "straight", overlap=overlap, off_policy=old)
+    straight, _ = run(config)
+    broken = replace(config, out=str(tmp_path / "broken"))
+    begin, decode, seen = source.RolloutSource.next, Engine.decode, [0, 0]
+
+    def next_step(self: Any, step: int, *arguments: Any) -> Any:
+        seen[0] = step
+        return begin(self, step, *arguments)
+
+    def decode_once(*arguments: Any) -> None:
+        decode(*arguments)
+        seen[1] += seen[0] == 1
+        if seen == [1, 3]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(source.RolloutSource, "next", next_step)
+        patch.setattr(Engine, "decode", decode_once)
+        with pytest.raises(Stopped) as stopped:
+            rl.train(broken)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert seen[1] <= 3 + (overlap is STREAM)  # in a thread the main one may be told a step later
+    assert saved_steps(tmp_path / "broken") == [1]
+    assert "after step 1 of 3, which is saved; go on with: whet rl" in capfd.readouterr().out
+    weights = {n: p.detach() for n, p in rl.train(broken, resume=True).model.named_parameters()}
+    assert max(differences(weights, straight)) == 0.0
+    assert samples(broken) == samples(config)
+
+
+def test_a_signal_in_the_first_step_leaves_a_run_that_can_begin_again(
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = make_config(tiny_policy, tmp_path / "run", num_steps=1)
+    decode = Engine.decode
+
+    def decode_once(*arguments: Any) -> None:
+        decode(*arguments)
+        if len(
+            list(tmp_path.glob("run/checkpoints/protocol"))
+        ):  # the probe before the first step decodes, too
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "decode", decode_once)
+        with pytest.raises(Stopped):
+            rl.train(config)
+    assert saved_steps(tmp_path / "run") == []
+    assert "whet: stopped by SIGTERM in its first step; go on with: whet rl" in capfd.readouterr().out
+    rl.train(config, resume=True)
+    assert saved_steps(tmp_path / "run") == [1]
 
 
 def train_on_ranks(folder: str, policy: PolicyConfig) -> list[float]:

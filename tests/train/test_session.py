@@ -91,7 +91,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_exactly(
         f"stopped by {name} after step 5 of 8, which is saved; go on with: whet sft {tmp_path}/run --resume"
         in output
     )
-    assert f"{name}: stopping after this step" in errors
+    assert f"{name}: stopping, saving the last whole step" in errors
     train(config, resume=True)
     assert weights(tmp_path / "run", 8) == weights(tmp_path / "straight", 8)
 

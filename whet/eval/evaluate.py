@@ -22,6 +22,8 @@ from whet.eval.show import describe, draw_evaluation, intervals, print_result
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.kernels import dispatch
+from whet.model.lora.files import find_model
+from whet.model.weights import check_weights
 from whet.report.markdown import write_report
 from whet.rewards.base import EPISODE, JUDGE, MODEL, WeightedReward, build_rewards
 from whet.storage.folder import check_folder, open_run
@@ -237,15 +239,29 @@ def check(config: EvalConfig, resume: bool) -> None:
     Raises:
         UserError: As the evaluation would.
     """
-    policy = load_policy(config.policy, seed=config.seed, weights=False)
-    for name, own in task_configs(config).items():
-        job = _prepare(config, policy, name, own, load_task(own))
-        print(
-            f"# {len(job.problems):,} problems of task {own.name}; {job.num_left_out} do not fit the context"
-        )
+    told = inspect(config)
     if not resume:
         check_folder(Path(config.out))
+    print("".join(f"# {line}\n" for line in told), end="")
     print("# checked: model, data, prompts and folder; the evaluation would start")
+
+
+def inspect(config: EvalConfig) -> list[str]:
+    """Find what an evaluation would stop at in its model, data and prompts; return a line about each task.
+
+    Raises:
+        UserError: As the evaluation would.
+    """
+    policy = load_policy(config.policy, seed=config.seed, weights=False)
+    if config.policy.init and Path(config.policy.init).expanduser().exists():
+        check_weights(find_model(config.policy.init, config.policy.adapter)[0])
+    told: list[str] = []
+    for name, own in task_configs(config).items():
+        job = _prepare(config, policy, name, own, load_task(own))
+        told.append(
+            f"{len(job.problems):,} problems of task {own.name}; {job.num_left_out} do not fit the context"
+        )
+    return told
 
 
 def _write_origin(config: EvalConfig, problems: Sequence[Problem]) -> None:

@@ -79,7 +79,12 @@ class Engine:
         activations: Where `generate` keeps what it computes, if anywhere.
         trains: Whether completions will be trained on: `generate` then records what filters left of each distribution.
         records_experts: Whether to record the experts that each token goes to, too.
+
+    Attributes:
+        look: Called before every decoding step of `generate`; may raise to end it.
     """
+
+    look: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -276,6 +281,7 @@ class Engine:
         waiting.reverse()  # the next job is the one that `pop` takes
         steps = 0
         while waiting or state.jobs:
+            self.look()
             # Free rows are filled before the next step, which reads all weights whatever the number of rows.
             if waiting and len(state.jobs) < state.num_rows:
                 self.admit(state, waiting)

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from whet.cli import Program
 from whet.config import dump_yaml
 from whet.install import install_command
 from whet.report.page import json_for_script, render
-from whet.storage.folder import open_run
+from whet.storage.folder import dated, open_run
 from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import describe_environment
 from whet.types import UserError
@@ -166,7 +165,7 @@ def main(config: BenchConfig) -> None:
             "repository with its bench/ folder, there pip install -e '.[peers]', and run whet bench again"
         )
     chosen, notes = select(config)
-    folder = Path(config.out or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
+    folder = Path(config.out or dated("bench"))
     open_run(folder, dump_yaml(config), resumable=False)
     for note in notes:
         print(note)

@@ -28,7 +28,7 @@ from whet.report.html import write_page
 from whet.report.markdown import write_report
 from whet.report.part import read_part
 from whet.report.stages import overview
-from whet.storage.folder import open_run
+from whet.storage.folder import dated, open_run
 from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.telemetry.display import advancing, open_display
@@ -69,7 +69,7 @@ class DemoConfig:
 def main(config: DemoConfig) -> None:
     """Train, evaluate, and print the results."""
     console = Console()
-    folder = Path(config.out or time.strftime("runs/demo-%Y%m%d-%H%M%S"))
+    folder = Path(config.out or dated("demo"))
     open_run(folder, dump_yaml(config), resumable=False)
     torch.set_num_threads(config.num_threads)
     console.print(_introduction())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from whet.cli import Program
 from whet.eval.compare.compare import CompareConfig
+from whet.eval.compare.compare import check as compare_check
 from whet.eval.compare.compare import main as compare_main
 from whet.eval.compare.compare import plan as compare_plan
 from whet.eval.evaluate import EvalConfig, check, main, plan
@@ -90,6 +91,7 @@ COMPARE = Program(
     config_class=CompareConfig,
     main=compare_main,
     plan=compare_plan,
+    check=compare_check,
     presets={"eval": RECIPES},
     positional="models",
     resumable=True,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
+from whet.inspect.memory.room import check_room
 from whet.recipes.models import demo_policy
 from whet.tasks.base import TaskConfig
 from whet.train.optim.step import PRESETS, OptimConfig
@@ -53,5 +54,6 @@ PROGRAM = Program(
     resumable=True,
     shared=True,
     check=check,
+    before=check_room,
     presets={"optim": PRESETS},
 )

@@ -9,7 +9,7 @@ from whet.cli import Program
 from whet.eval.evaluate import EvalConfig
 from whet.eval.probe.probe import ProbeConfig
 from whet.generate.sampling import SamplingParams
-from whet.inspect.validate.validate import BEFORE, ValidateConfig, main, plan
+from whet.inspect.validate.validate import BEFORE, ValidateConfig, check, main, plan
 from whet.inspect.validate.verdict import ThresholdConfig
 from whet.recipes import evaluation as evaluations
 from whet.recipes import rl, sft
@@ -86,4 +86,6 @@ RECIPES: dict[str, Callable[[], ValidateConfig]] = {
 }
 
 
-PROGRAM = Program(config_class=ValidateConfig, main=main, recipes=RECIPES, plan=plan)
+PROGRAM = Program(
+    config_class=ValidateConfig, main=main, recipes=RECIPES, plan=plan, check=check, prints_config=False
+)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 from whet.storage.commit import UNREADABLE, recover, set_aside, sync, verify_folder
@@ -78,6 +80,13 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
         (folder / PARTIAL).replace(path)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def dated(kind: str) -> str:
+    """Return a run folder's name of now, runs/KIND-DATE-TIME; two of one second get a number."""
+    name = time.strftime(f"runs/{kind}-%Y%m%d-%H%M%S")
+    names = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+    return next(name for name in names if not Path(name).exists())
 
 
 def check_folder(folder: Path, *, resumable: bool = True) -> None:

@@ -296,13 +296,16 @@ def tasks_inside(task: Task) -> dict[str | None, Task]:
     return tasks_inside(task.task) if isinstance(task, Symbolic) else {None: task}
 
 
-def check_gold(task: Task, problems: Sequence[Problem], why: str) -> None:
+def check_gold(
+    task: Task, problems: Sequence[Problem], why: str, *, instead: str = "leave out what compares answers"
+) -> None:
     """Refuse problems without a gold answer where one is compared.
 
     Args:
         task: Their task. One that judges without gold answers says so: `needs_gold = False`.
         problems: The problems.
         why: What compares them, for the error.
+        instead: What to do without gold answers, for the error.
 
     Raises:
         UserError: With the reason and what to do.
@@ -314,7 +317,7 @@ def check_gold(task: Task, problems: Sequence[Problem], why: str) -> None:
             reason = getattr(part, "no_gold", "") or f"first: {without[0].prompt[:60]!r}"
             raise UserError(
                 f"task {label or part.name}: {len(without):,} of {len(own):,} problems have no gold answer, but {why} "
-                f"({reason}); name its column with --task.answer, or leave out what compares answers"
+                f"({reason}); name its column with --task.answer, or {instead}"
             )
 
 

@@ -44,6 +44,15 @@ def yes_no(path: str, *, max_bad_rows: int = 0) -> Task:
     return FromRows("yes_no", path, _yes_no_row, is_yes_no, answer_type="yes_no", max_bad_rows=max_bad_rows)
 
 
+def has_options(row: Row) -> bool:
+    """Say whether a row's answer is the letter or the place of a choice that stands in a column of its own."""
+    labels, texts = _choices(row)
+    raw = next((row[name] for name in ANSWER_FIELDS if name in row), None)
+    is_named = isinstance(raw, int) or (isinstance(raw, str) and raw.strip() in labels)
+    texts_given = len(texts) >= 2 and all(isinstance(text, str) for text in texts)
+    return texts_given and is_named and isinstance(_right(raw, labels, texts), int)
+
+
 def is_choice(problem: Problem, answer: str) -> bool:
     """Say whether an answer names the right choice, and only that one.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from whet.rewards.answers.equal import answers_equal
 from whet.schema import AnswerType
+from whet.tasks.choice import has_options
 from whet.tasks.columns import Columns, Content, read_row, recognise
 from whet.tasks.hub import TEST, TRAIN, Part, find_parts, hub_rows
 from whet.tasks.read import (
@@ -173,6 +174,11 @@ class Jsonl:
     def _read(self, source: str, present: Row, rows: Path | Iterable[tuple[Any, ...]]) -> list[Problem]:
         """Read rows into problems: a file's, or those that `sift` takes."""
         columns = recognise(present, source, **self._columns) if present else None
+        if self._known is None and not self._columns["answer"] and has_options(present):
+            raise UserError(
+                f"{source}: multiple-choice questions, whose choices the model would not see; read them with --task "
+                "choice (or, where the question itself lists them, name the answer's column: --task.answer)"
+            )
 
         def check(row: Row) -> Any:
             prepared = self._prepared(row)

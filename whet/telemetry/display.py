@@ -328,7 +328,7 @@ class _Phase:
     def text(self, now: float) -> str:
         """Write it as 'sample: 84 of at most 256 tokens, 0:31'."""
         told = f" {self._detail()}," if self._detail is not None else ""
-        return f"{self._name}:{told} {_clock(now - self.began)}"
+        return f"{self._name}:{told} {clock(now - self.began)}"
 
 
 class _Progress:
@@ -368,14 +368,14 @@ class _Progress:
 
     def times(self, now: float) -> str:
         """Return the time left at the recent pace; without one, and at the end, the time elapsed."""
-        elapsed = f"{_clock(now - self._started)} elapsed"
+        elapsed = f"{clock(now - self._started)} elapsed"
         if self.step >= self.total_steps or len(self._pace) < 2:
             return elapsed
         (first_at, first), (last_at, last) = self._pace[0], self._pace[-1]
         if last <= first:
             return elapsed
         left = (last_at - first_at) / (last - first) * (self.total_steps - last) - (now - last_at)
-        return f"{_clock(max(0.0, left))} left"
+        return f"{clock(max(0.0, left))} left"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -429,7 +429,7 @@ def _escape(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """Write a duration as 0:07, 12:31 or 3:05:09."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)

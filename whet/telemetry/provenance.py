@@ -261,7 +261,7 @@ def parent_run(source: str) -> Path | None:
 RUNS = Path("runs")
 """Where runs are found by a short name."""
 LATEST = "latest"
-_STAMP = re.compile(r"-\d{8}-\d{6}")
+_STAMP = re.compile(r"-\d{8}-\d{6}(-\d+)?(?![^-])")
 
 
 def short_name(folder: Path, root: Path = RUNS) -> str:

@@ -154,8 +154,9 @@ class Fit(Generic[Item]):
         run, config, stage = self._run, self._config, self._run.stage
         began = time.monotonic()
         run.beat("train")
-        order.look = run.session.stop_unsaved
-        drawn = order.next(config.batch_size)
+        order.look = run.session.look
+        with run.before_update(partial(self._held, order.cursor)):
+            drawn = order.next(config.batch_size)
         mine = [drawn[index] for index in shard(len(drawn))]
         lr = run.lr
         run.optimizer.begin(lr)

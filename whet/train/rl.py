@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -127,13 +127,13 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
         def training() -> Held:
             return objective.tensors(), {"objective": objective.state()}
 
-        def held() -> Held:
+        def held(source_state: Callable[[], dict[str, Any]] = source.state) -> Held:
             tensors, state = training()
-            return tensors, {**state, "source": source.state(), "dead_steps": trust.dead_steps}
+            return tensors, {**state, "source": source_state(), "dead_steps": trust.dead_steps}
 
         notes = [f"sampler vs trainer: {probe}", *notes]
         with tracking, run.open(f"rl {task.name}", notes=notes, warnings=warnings), closing(source):
-            order.look = run.session.stop_unsaved
+            order.look = source.look = run.session.look
             if config.safety.rehearses(policy.device):
                 run.beat("rehearse")
                 objective.rehearse(longest_sequence(policy, kept, config.sampling))
@@ -142,7 +142,8 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
                 with span("step"):
                     began = time.monotonic()
                     run.beat("sample", source.how_far)
-                    collected = source.next(step, partial(objective.add, progress=run.progress))
+                    with run.before_update(partial(held, source.snapshot())):
+                        collected = source.next(step, partial(objective.add, progress=run.progress))
                     groups = trained_groups(collected, config)
                     metrics = sampled_metrics(collected, config, step, judge, failures)
                     sampled = time.monotonic()

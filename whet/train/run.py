@@ -22,7 +22,7 @@ from whet.telemetry.spans import span, spanned
 from whet.telemetry.trackers import Tracking
 from whet.train.optim.step import Optimizer, learning_rate
 from whet.train.record import Data, Kind, Recorder
-from whet.train.session import RunConfig, Session, Skipped, TrainStep, restore_model
+from whet.train.session import Interrupted, RunConfig, Session, Skipped, TrainStep, restore_model
 from whet.types import Group
 
 Held = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
@@ -94,6 +94,7 @@ class Run:
         self._num_overflows = 0
         self._history: list[dict[str, float]] = []
         self._end = config.num_steps
+        self._saved = 0
         self._values: Mapping[str, float] = {}
 
     @property
@@ -117,7 +118,7 @@ class Run:
         saved = found.read(self.optimizer.tensors() | dict(tensors or {}))
         self.optimizer.load_tensors(saved)
         state = found.state
-        self.step = int(state["step"])
+        self.step = self._saved = int(state["step"])
         self.best = None if state["best"] is None else float(state["best"])
         self.last = dict(state["last"])
         self._skipped.count = int(state.get("skipped", 0))
@@ -157,6 +158,25 @@ class Run:
         while self.step < self._end:
             yield self.step
             # Not in `end_step`: whoever follows the steps also gets the one that was saved before the stop.
+            self.session.stop_if_asked(self.step)
+
+    @contextmanager
+    def before_update(self, held: Callable[[], Held]) -> Iterator[None]:
+        """Around the part of a step before the weights move: a signal ends it there.
+
+        Nothing of that part is kept. What is saved, where it is not yet, is the state after the step before.
+
+        Args:
+            held: Returns what the program held besides model and optimizer after that step.
+
+        Raises:
+            Stopped: After a signal.
+        """
+        try:
+            yield
+        except Interrupted:
+            if self.step > self._saved:
+                self.session.save(self.step, is_best=False, training=self._training(held))
             self.session.stop_if_asked(self.step)
 
     def beat(self, phase: str, detail: Callable[[], str] | None = None) -> None:
@@ -264,11 +284,15 @@ class Run:
         is_due = self.session.is_due(self.step) or self.step == self._end
         training: Held | None = None
         if is_due:
-            tensors, state = held()
-            own = {"best": self.best, "last": self.last, "skipped": self._skipped.count}
-            training = {**self.optimizer.tensors(), **tensors}, {**state, **own}
+            training, self._saved = self._training(held), self.step
         self.session.save(self.step, is_best=is_best, training=training)
         self._recorder.is_due |= is_due
+
+    def _training(self, held: Callable[[], Held]) -> Held:
+        """Return everything that training goes on from, besides the weights."""
+        tensors, state = held()
+        own = {"best": self.best, "last": self.last, "skipped": self._skipped.count}
+        return {**self.optimizer.tensors(), **tensors}, {**state, **own}
 
     def write_summary(self, extra: Mapping[str, float | str]) -> None:
         """Write summary.json: the last value of every metric, `extra`, and the best validation."""

@@ -282,6 +282,10 @@ class Stopped(SystemExit):
     """A run that was asked to stop, and is saved; its exit status is that of the signal."""
 
 
+class Interrupted(BaseException):
+    """Ends the part of a step before its update, where a signal asked the run to stop."""
+
+
 class Writer:
     """Does one job at a time beside the caller; what goes wrong in it is raised by the next call.
 
@@ -327,8 +331,8 @@ class Writer:
 class Session:
     """Around the steps of one run; a context manager.
 
-    SIGTERM, SIGINT and SIGUSR1 let the step that is under way end on all ranks, save it and stop; a second one ends
-    the process at once.
+    SIGTERM, SIGINT and SIGUSR1 let the step that is under way end on all ranks, save it and stop; on one rank a step
+    that still samples is given up, and the one before it is saved. A second signal ends the process at once.
 
     Args:
         program: Name of the command, for messages.
@@ -377,7 +381,7 @@ class Session:
             os.write(2, f"\nwhet: {name} again: ended at once, without saving\n".encode())
             os._exit(128 + number)
         self._signal, self._signalled_at = number, now
-        os.write(2, f"\nwhet: {name}: stopping after this step, saving it (once more: at once)\n".encode())
+        os.write(2, f"\nwhet: {name}: stopping, saving the last whole step (once more: at once)\n".encode())
 
     def beat(self, phase: str, step: int) -> None:
         """Say what is done next, in which step: a sign of life."""
@@ -477,20 +481,20 @@ class Session:
                 raise
             print(f"whet: warning: {error}; training goes on unsaved", file=sys.stderr, flush=True)
 
-    def stop_unsaved(self) -> None:
-        """End the run within a step, where a signal asked for it and the step has just begun a long work.
+    def look(self) -> None:
+        """Leave a step whose weights have not moved yet, where a signal asked for it.
+
+        With several ranks the step goes on: one that left would let the others wait.
 
         Raises:
-            Stopped: With the signal's exit status.
+            Interrupted: To the caller of `Run.before_update`.
         """
         if self._signal and not is_distributed():
-            name = signal.Signals(self._signal).name
-            line = f"whet: stopped by {name} while problems were drawn; what was saved before is whole"
-            print(f"{line}; go on with: whet {self._program} {self._folder} --resume", flush=True)
-            raise Stopped(128 + self._signal)
+            self._stop = self._signal
+            raise Interrupted
 
     def stop_if_asked(self, step: int) -> None:
-        """End the run after a step that was saved, where a signal asked for it.
+        """End the run after a step that was saved, where a signal asked for it; 0: before the first one was over.
 
         Raises:
             Stopped: With the signal's exit status.
@@ -499,7 +503,10 @@ class Session:
             self._writer.wait()
             if rank() == 0:
                 name = signal.Signals(self._stop).name
-                line = f"whet: stopped by {name} after step {step} of {self._num_steps}, which is saved"
+                where = (
+                    f"after step {step} of {self._num_steps}, which is saved" if step else "in its first step"
+                )
+                line = f"whet: stopped by {name} {where}"
                 print(f"{line}; go on with: whet {self._program} {self._folder} --resume", flush=True)
             raise Stopped(128 + self._stop)
 

@@ -195,7 +195,14 @@ def load_rl(config: RLConfig, *, weights: bool = True) -> RLSetup:
     if not kept:
         raise UserError(f"task {task.name}: no problem of the train split fits the context")
     if comparing := [name for name in config.rewards if name in REWARDS and REWARDS[name].needs_gold]:
-        check_gold(task, kept, f"the reward {comparing[0]!r} compares answers")
+        others = {name: weight for name, weight in config.rewards.items() if name not in comparing}
+        words = " ".join(f"{name} {weight:g}" for name, weight in (others or {"format": 0.1}).items())
+        check_gold(
+            task,
+            kept,
+            f"the reward {comparing[0]!r} compares answers",
+            instead=f"reward something else: --rewards {words}{'' if config.reward else ' --reward FILE.py:FUNCTION'}",
+        )
     rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
     left_out = len(problems) - len(kept)
     return RLSetup(

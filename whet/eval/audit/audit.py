@@ -21,7 +21,7 @@ from whet.eval.grade import judge_answers
 from whet.install import install_command
 from whet.rewards.base import WeightedReward, best_total, build_rewards, score_completion, score_completions
 from whet.schema import ResponseSchema, find_schema
-from whet.storage.folder import open_run
+from whet.storage.folder import check_folder, dated, open_run
 from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.selftest import hostile_answers, mutated_answer, rewritten_answers
 from whet.telemetry.display import advancing, escape_controls, open_display
@@ -317,17 +317,34 @@ def plan(config: AuditConfig) -> str:
     return align("work", {"task": config.task.name, "problems": config.num_problems or "all"})
 
 
+def _load(config: AuditConfig) -> tuple[Task, ResponseSchema, list[WeightedReward], list[Problem]]:
+    """Return what is audited."""
+    task = load_task(config.task)
+    schema = find_schema(config.schema)
+    rewards = build_rewards(config.rewards, schema, task, config.reward)
+    return task, schema, rewards, take_problems(task, config.split, config.num_problems)
+
+
+def check(config: AuditConfig, resume: bool) -> None:
+    """Find what an audit would stop at before its first problem; creates nothing.
+
+    Raises:
+        UserError: As the audit would.
+    """
+    *_, problems = _load(config)
+    if config.out and not resume:
+        check_folder(Path(config.out))
+    print(f"checked: {len(problems):,} problems, rewards and folder; the audit would start")
+
+
 def main(config: AuditConfig) -> None:
     """Run the audit, print its table and write its folder.
 
     Raises:
         UserError: If a required claim fails.
     """
-    folder = Path(config.out or time.strftime("runs/audit-%Y%m%d-%H%M%S"))
-    task = load_task(config.task)
-    schema = find_schema(config.schema)
-    rewards = build_rewards(config.rewards, schema, task, config.reward)
-    problems = take_problems(task, config.split, config.num_problems)
+    folder = Path(config.out or dated("audit"))
+    task, schema, rewards, problems = _load(config)
     with open_display(f"audit · {task.name}", max(1, len(problems)), (), unit="problem") as display:
         audit = audit_task(task, rewards, schema, problems, on_done=advancing(display))
     audit.disputed += dispute(task, problems)
@@ -403,4 +420,4 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
-PROGRAM = Program(config_class=AuditConfig, main=main, plan=plan, positional="task.name")
+PROGRAM = Program(config_class=AuditConfig, main=main, plan=plan, check=check, positional="task.name")

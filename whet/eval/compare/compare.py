@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, pairwise
@@ -44,12 +43,12 @@ from whet.eval.compare.paired import (
 from whet.eval.evaluate import EvalConfig
 from whet.eval.metrics import BREAKDOWN
 from whet.eval.record import ROW, StoredEval, differences, read_eval
-from whet.generate.policy import PolicyConfig
+from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
 from whet.model.files import is_hub_name
 from whet.stats import share_interval
-from whet.storage.folder import open_run
+from whet.storage.folder import check_folder, dated, open_run
 from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import no_run, resolve_run
 from whet.types import UserError
@@ -215,15 +214,43 @@ def plan(config: CompareConfig) -> str:
     return align("models", rows)
 
 
-def main(config: CompareConfig, *, resume: bool = False) -> None:
-    """Compare, print the tables, and write compare.json and compare.html; `resume` continues unfinished evaluations."""
+def check(config: CompareConfig, resume: bool) -> None:
+    """Find what a comparison would stop at before its first completion; loads no weights and creates nothing.
+
+    Raises:
+        UserError: As the comparison would.
+    """
+    places, names = _places(config)
+    folder = Path(config.out or "compare")
+    told: list[str] = []
+    if config.prompts:
+        for policy in (_policy_of(config, place) for place in places):
+            load_policy(policy, seed=config.seed, weights=False)
+    else:
+        for number, job in _jobs(config, places, names, folder).items():
+            told += [f"{names[number]}: {line}" for line in evaluate.inspect(job)]
+        for place in filter(_is_evaluation, places):
+            read_eval(place, ROW)
+    if config.out and not resume:
+        check_folder(folder)
+    print("".join(f"{line}\n" for line in told), end="")
+    print("checked: models, data, prompts and folder; the comparison would start")
+
+
+def _places(config: CompareConfig) -> tuple[list[str], list[str]]:
+    """Return where the models or evaluations are, and what they are called."""
     if not config.models:
         raise UserError("nothing to compare: name two models or evaluation folders, as in `whet compare A B`")
     places = [locate(word) for word in config.models]
     if len({Path(place).resolve() for place in places}) < len(places):
         raise UserError(f"models = {', '.join(config.models)}: one of them is given twice")
-    folder = Path(config.out or time.strftime("runs/compare-%Y%m%d-%H%M%S"))
-    names = short_names(places)
+    return places, short_names(places)
+
+
+def main(config: CompareConfig, *, resume: bool = False) -> None:
+    """Compare, print the tables, and write compare.json and compare.html; `resume` continues unfinished evaluations."""
+    places, names = _places(config)
+    folder = Path(config.out or dated("compare"))
     needs_work = bool(config.prompts) or not all(map(_is_evaluation, places))
     prompts = read_prompts(config.prompts)
     jobs = {} if prompts else _jobs(config, places, names, folder)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ from whet.generate.policy import Policy, PolicyConfig, TemplateName, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.files import find_model
 from whet.stats import paired_bootstrap, share_interval
-from whet.storage.folder import open_run
+from whet.storage.folder import check_folder, dated, open_run
 from whet.telemetry.display import advancing, escape_controls, open_display
 from whet.telemetry.provenance import write_environment
 from whet.types import Problem, UserError
@@ -94,18 +93,35 @@ def plan(config: ProbeConfig) -> str:
     )
 
 
-def main(config: ProbeConfig) -> None:
-    """Probe the models and write probe.json, probe_samples.jsonl and probe.md; or show transcripts."""
+def check(config: ProbeConfig, resume: bool) -> None:
+    """Find what a probe would stop at before its first completion; loads no weights and creates nothing.
+
+    Raises:
+        UserError: As the probe would.
+    """
+    _find(config)
+    if config.out and not resume:
+        check_folder(Path(config.out))
+    print("checked: models, text and folder; the probe would start")
+
+
+def _find(config: ProbeConfig) -> str:
+    """Find the models: a misspelt name fails before the first one runs; return the text."""
     if not config.models:
         raise UserError("models: got none; name one or more: whet probe runs/demo-sft runs/demo-rl")
     for name in config.models:
-        find_model(name)  # a misspelt name fails before the first model runs
+        find_model(name)
+    return "" if config.transcript else read_text(config.text)
+
+
+def main(config: ProbeConfig) -> None:
+    """Probe the models and write probe.json, probe_samples.jsonl and probe.md; or show transcripts."""
+    text = _find(config)
     if config.transcript:
         _transcripts(config)
         return
-    text = read_text(config.text)
     first = _load(config, config.models[0])  # a model that does not load fails before the folder is created
-    folder = Path(config.out or time.strftime("runs/probe-%Y%m%d-%H%M%S"))
+    folder = Path(config.out or dated("probe"))
     open_run(folder, dump_yaml(config), resumable=False)
     write_environment(folder)
     probes: list[ModelProbe] = []
@@ -347,4 +363,4 @@ def _page(probes: Sequence[ModelProbe], content: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-PROGRAM = Program(config_class=ProbeConfig, main=main, plan=plan, positional="models")
+PROGRAM = Program(config_class=ProbeConfig, main=main, plan=plan, check=check, positional="models")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from whet.config import dump_yaml
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.inspect.data.overlap import VIEWS, Overlap, Texts, View, compare, fold_prompts
 from whet.report.plots import COLOURS, MUTED, STYLE
-from whet.storage.folder import open_run
+from whet.storage.folder import dated, open_run
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.mixture import Mixture
 from whet.telemetry.display import escape_controls, one_line
@@ -125,7 +124,7 @@ def main(config: DataReportConfig) -> None:
     Raises:
         UserError: If data cannot be read; at the end, if something overlaps and `fail_on_overlap` is set.
     """
-    folder = Path(config.out or time.strftime("runs/data-%Y%m%d-%H%M%S"))
+    folder = Path(config.out or dated("data"))
     task = load_task(config.task)
     splits = {split: task.problems(split) for split in SPLITS}
     policy = _policy(config, task)

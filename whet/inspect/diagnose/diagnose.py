@@ -26,7 +26,7 @@ from whet.inspect.diagnose.switches import toggles
 from whet.inspect.diagnose.update import gradients, optimizer
 from whet.inspect.memory.plan import PlanConfig, read_recipe
 from whet.report.page import json_for_script, render
-from whet.storage.folder import open_run
+from whet.storage.folder import dated, open_run
 from whet.telemetry.display import escape_controls, open_display
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
@@ -77,7 +77,7 @@ def main(config: DiagnoseConfig) -> None:
     """
     run = read_recipe(PlanConfig(recipe=config.recipe, of=config.of, set=config.set))
     console, title = Console(), f"{config.of} {config.recipe}"
-    folder = Path(config.out or time.strftime("runs/diagnose-%Y%m%d-%H%M%S"))
+    folder = Path(config.out or dated("diagnose"))
     num_components = 9 + bool(config.rounds)
     with open_display(f"diagnose · {title}", num_components, (), unit="component") as display:
         display.begin("load the recipe")

@@ -70,7 +70,8 @@ def environment(subject: Subject) -> Component:
         part.check("bfloat16 in hardware", native, native, "yes: emulated it is slow", otherwise="warn")
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     free = load < cores + 0.5
-    part.check("machine is free", free, f"load {load:.1f} on {cores} cores", "below that", otherwise="warn")
+    told = f"{load:.1f} on {cores} cores"
+    part.check("load of the machine", free, told, f"at most {cores}: others slow it", otherwise="warn")
     return part
 
 

@@ -15,11 +15,12 @@ from whet.inspect.memory.plan import PlanConfig, policy_shape, workload
 from whet.inspect.sweep.worker import free_memory
 from whet.train.dpo import DPOConfig
 from whet.train.optim.step import lean
+from whet.train.rft import RFTConfig
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
 from whet.types import UserError
 
-TrainConfig = RLConfig | SFTConfig | DPOConfig
+TrainConfig = RLConfig | SFTConfig | DPOConfig | RFTConfig
 Trained = TypeVar("Trained", bound=TrainConfig)
 SAMPLE_BYTES = 1_400
 """Least that a sample takes until its step ends: 1,389 bytes of Python's heap were measured, 12 tokens long."""
@@ -29,19 +30,21 @@ ROW_TOKENS = 1024
 """Tokens of a row of fine-tuning data, for sizing: most have fewer, and a longer one gets its own micro-batch."""
 
 
-def check_room(config: TrainConfig) -> None:
+def check_room(config: TrainConfig) -> list[str]:
     """Compare what a run will need with the memory at hand, before it starts.
 
     Args:
         config: Its settings.
 
+    Returns:
+        A warning where sequences of full length would not fit: most are shorter.
+
     Raises:
-        UserError: If even the smallest batches do not fit. A plan above what is free, of sequences of full length, is
-            a warning: most are shorter.
+        UserError: If even the smallest batches do not fit.
     """
     work = _work(config)
     if work is None:
-        return
+        return []
     free, what = _free(work.device)
     if isinstance(config, RLConfig):
         samples = config.num_prompts * config.group_size
@@ -68,11 +71,11 @@ def check_room(config: TrainConfig) -> None:
         )
     if (need := peak(work)) > free and (found := fit(replace(work, kept_gib=0.0), free)) is not None:
         rows = f" --policy.max-rows {found.rows}" if work.rows else ""
-        print(
-            f"whet: warning: sequences of full length would need {need / GIB:.1f} GiB of {what}, {free / GIB:.1f} GiB "
-            f"are free; safe: --optim.token-budget {found.token_budget}{rows}",
-            flush=True,
-        )
+        return [
+            f"sequences of full length would need {need / GIB:.1f} GiB of {what}, {free / GIB:.1f} GiB are free; safe: "
+            f"--optim.token-budget {found.token_budget}{rows}"
+        ]
+    return []
 
 
 def sized(config: Trained, typed: Collection[str]) -> Trained:
@@ -114,12 +117,14 @@ def _work(config: TrainConfig) -> Workload | None:
             # the run measures which; none that it takes needs more than float32
             config = replace(config, optim=replace(config.optim, precision="float32"))
         shape = policy_shape(config.policy)
-        if isinstance(config, DPOConfig):  # pairs: two sequences each, and the reference is scored before
+        if isinstance(config, DPOConfig | RFTConfig):
+            # A pair is two sequences (its reference is scored before); what rft samples takes less than its training.
+            count = 2 if isinstance(config, DPOConfig) else 1
             config = SFTConfig(
                 out=config.out,
                 policy=replace(config.policy, attention="auto"),
                 optim=config.optim,
-                batch_size=2 * config.batch_size,
+                batch_size=count * config.batch_size,
             )
         if isinstance(config, RLConfig):
             return workload(config, shape, PlanConfig(recipe=config.out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import time
@@ -32,8 +33,8 @@ from whet.inspect.sweep.points import (
 )
 from whet.inspect.sweep.worker import Answer, Worker
 from whet.report.page import json_for_script
-from whet.storage.folder import open_run
-from whet.telemetry.display import escape_controls
+from whet.storage.folder import dated, open_run
+from whet.telemetry.display import clock, escape_controls
 from whet.train.optim.step import parameter_dtype
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
@@ -109,7 +110,7 @@ def main(config: SweepConfig) -> None:
         UserError: If the recipe cannot be loaded, or none of the tried settings fits.
     """
     run = read_recipe(PlanConfig(recipe=config.recipe, of=config.of, set=config.set))
-    folder, console = Path(config.out or time.strftime("runs/sweep-%Y%m%d-%H%M%S")), Console()
+    folder, console = Path(config.out or dated("sweep")), Console()
     with console.status("loading") as status:
 
         def say(text: str) -> None:
@@ -177,6 +178,8 @@ class Sweep:
         self._is_substituted = False
         self._one_model: dict[str, int] | None = None
         self._memory_bytes = int(config.memory_gib * 2**30)
+        self._num_visits = self._num_planned = 0
+        self._began = time.monotonic()
         self.stages: dict[str, list[Measured]] = {}
         self.best: Point | None = None
         self.base = Point.of(run, run.policy.num_threads)
@@ -202,11 +205,16 @@ class Sweep:
     def run_all(self) -> None:
         """Run the mode's measurements, and choose."""
         config, base = self._config, self.base
+        self._num_planned, self._began = self._rounds, time.monotonic()
         if config.mode == "single":
             self.best = choose(self.measure("the recipe", [base]), base, self._memory_bytes)
             return
         chosen = {"token_budget": config.tokens, "max_rows": config.rows, "num_threads": config.threads}
         values = candidates(base, self.about, chosen, most=MOST[config.mode])
+        sizes = [len(several) for several in values.values()]
+        tried = math.prod(sizes) if config.mode == "full" else sum(sizes)
+        # The recipe against the best, the precisions, and torch.compile.
+        self._num_planned = self._rounds * (tried + 2 + len(PRECISIONS) + 2 * config.compile)
         if config.mode == "full":
             self._choose("all combinations", grid(base, values), base)
         else:
@@ -244,7 +252,9 @@ class Sweep:
         found = self.stages[stage] = [Measured(point) for point in points]
         for number in range(self._rounds):
             for place, item in enumerate(found if number % 2 == 0 else found[::-1], start=1):
-                self._say(f"{stage}: round {number + 1} of {self._rounds}, point {place} of {len(found)}")
+                where = f"round {number + 1} of {self._rounds}, point {place} of {len(found)}"
+                self._say(f"{stage}: {where}{self._left()}")
+                self._num_visits += 1
                 if number == 0:
                     self._measure_memory(item)
                 if item.status == "ok":
@@ -253,6 +263,13 @@ class Sweep:
                     item.steps += [step | {"round": number} for step in answer.get("steps", [])]
                     self._is_substituted |= answer.get("is_substituted", False)
         return found
+
+    def _left(self) -> str:
+        """Say how long the rest will take, at the pace so far; points that do not fit take less."""
+        if not self._num_visits:
+            return f"; {self._num_planned} visits of a point at most"
+        pace = (time.monotonic() - self._began) / self._num_visits
+        return f"; at most {clock(pace * max(1, self._num_planned - self._num_visits))} left"
 
     def _measure_memory(self, item: Measured) -> None:
         """Measure a step of longest sequences, unless it is known, or smaller settings already failed."""

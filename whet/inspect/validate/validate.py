@@ -18,20 +18,22 @@ from rich.text import Text
 
 from whet.config import align, dump_yaml
 from whet.eval import evaluate
-from whet.eval.evaluate import EvalConfig
+from whet.eval.evaluate import EvalConfig, fitting_problems
 from whet.eval.probe import probe
 from whet.eval.probe.probe import ProbeConfig
 from whet.generate.policy import load_policy
+from whet.inspect.memory.room import check_room
 from whet.inspect.validate.verdict import NEEDS, STAGES, Item, Status, ThresholdConfig, declared, judge_stage
 from whet.report.page import render
-from whet.storage.folder import open_run
-from whet.tasks.base import load_task
+from whet.rewards.base import build_rewards
+from whet.storage.folder import check_folder, dated, open_run
+from whet.tasks.base import load_task, told_of
 from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import write_environment
 from whet.train import rl, sft
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
-from whet.types import UserError
+from whet.types import Problem, Task, UserError
 
 BEFORE = "(the stage before)"
 """Placeholder for the model of an earlier stage in `rl.policy.init` and `eval.policy.init`."""
@@ -90,6 +92,43 @@ def plan(config: ValidateConfig) -> str:
     )
 
 
+def check(config: ValidateConfig, resume: bool) -> None:
+    """Find what the stages would stop at before their first steps; loads no weights and creates nothing.
+
+    Raises:
+        UserError: As they would.
+    """
+    told = _inspect(config)
+    if config.out and not resume:
+        check_folder(Path(config.out), resumable=False)
+    print("".join(f"# {line}\n" for line in told), end="")
+    print("# checked: model, data, prompts, rewards and folder; the stages would start")
+
+
+def _inspect(config: ValidateConfig) -> list[str]:
+    """Check what the stages read: the starting model, their data, rewards and prose; return what is to be known.
+
+    Raises:
+        UserError: With the first that is missing or does not fit.
+    """
+    wanted = ((config.sft.task, "train"), (config.rl.task, "train"), (config.eval.task, config.eval.split))
+    found: list[tuple[Task, list[Problem]]] = []
+    for own, split in wanted:
+        task = load_task(own)
+        if not (problems := task.problems(split)):
+            raise UserError(f"task {own.name} has no problems in its split {split!r}; choose another task")
+        found.append((task, problems))
+    policy = load_policy(config.sft.policy, seed=config.sft.seed, weights=False)
+    told: list[str] = []
+    for (task, problems), room in zip(found, (1, config.rl.sampling.max_new_tokens, 1), strict=True):
+        fitting_problems(policy, problems, min_new_tokens=room)
+        told += [line for line in told_of(task, len(problems)) if line not in told]
+    build_rewards(config.rl.rewards, policy.schema, found[1][0], config.rl.reward)
+    probe.read_text(config.probe.text)
+    policy_of_rl = replace(config.rl, policy=replace(config.sft.policy, max_rows=config.rl.policy.max_rows))
+    return told + [f"warning: {line}" for run in (config.sft, policy_of_rl) for line in check_room(run)]
+
+
 def main(config: ValidateConfig) -> None:
     """Run the stages, judge them, and write validation.json, validation.md and validation.html.
 
@@ -98,13 +137,8 @@ def main(config: ValidateConfig) -> None:
         SystemExit: With status 1 if a threshold is missed or a stage fails.
         KeyboardInterrupt: After Ctrl-C, once the report of the finished stages is written.
     """
-    wanted = ((config.sft.task, "train"), (config.rl.task, "train"), (config.eval.task, config.eval.split))
-    for task, split in wanted:
-        if not load_task(task).problems(split):
-            raise UserError(f"task {task.name} has no problems in its split {split!r}; choose another task")
-    load_policy(config.sft.policy, seed=config.sft.seed)
-    probe.read_text(config.probe.text)
-    folder = Path(config.out or time.strftime("runs/validate-%Y%m%d-%H%M%S"))
+    _inspect(config)
+    folder = Path(config.out or dated("validate"))
     open_run(folder, dump_yaml(config), resumable=False)
     write_environment(folder)
     console = Console()
@@ -112,7 +146,9 @@ def main(config: ValidateConfig) -> None:
     items: list[Item] = []
     try:
         for number, (stage, run) in enumerate(_stages(config, folder).items(), start=1):
-            console.rule(f"{number}/{len(STAGES)} {STAGES[stage]}")
+            limit = config.thresholds.seconds.get(stage)
+            most = "" if limit is None else f", at most {limit:g} s"
+            console.rule(f"{number}/{len(STAGES)} {STAGES[stage]}{most}")
             new = _run_stage(stage, run, folder, config.thresholds, items)
             items += new
             _print(console, "", new)

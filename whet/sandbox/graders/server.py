@@ -60,12 +60,19 @@ def grade(function: Callable[..., Any], line: bytes, runner: asyncio.Runner) -> 
         value = function(*args)
         if inspect.iscoroutine(value):
             value = runner.run(value)
+        value = plain_number(value)
         check_value(value)
     except MemoryError:
         kind, value, message = "memory", None, "MemoryError: the call needed more than the pool's memory_mib"
     except BaseException as error:
         kind, value, message = "error", None, describe(error)
     return {"kind": kind, "value": value, "message": message, "seconds": time.perf_counter() - started}
+
+
+def plain_number(value: Any) -> Any:
+    """Return Python's number for one of numpy or torch, as `np.mean` returns it; anything else as it is."""
+    is_scalar = getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None))
+    return value.item() if is_scalar else value
 
 
 def check_value(value: Any) -> None:

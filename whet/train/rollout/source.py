@@ -119,7 +119,7 @@ class PromptAccount:
             "pending": self.pending,
             "in_flight": self.in_flight,
             "consumed": self.consumed,
-            "dropped": self.dropped,
+            "dropped": dict(self.dropped),
         }
 
     @classmethod
@@ -208,7 +208,13 @@ class RolloutSource:
         seed: The run's seed.
         overlap: What is sampled beside the training.
         kept_gib: Memory for what the sampler computes of each token, for the update (`whet.generate.activations`).
+
+    Attributes:
+        look: Called between the decoding steps of `next`; may raise to end it. What is drawn beside an update goes on
+            to its end: without it the update's step could not be saved.
     """
+
+    look: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -290,8 +296,10 @@ class RolloutSource:
         if self._beside is not None:
             self._beside.refresh()
         now = max(step, ahead - 1) if self._mode == "async" else ahead
+        self._engine.look = self.look
         while self._num_collected <= now:
             self._keep(step, self._work(self._num_prompts)())
+        self._engine.look = RolloutSource.look
         self._training = self._pending.popleft()
         if self._beside is not None and self._num_collected <= ahead:
             self._begun = step
@@ -357,11 +365,16 @@ class RolloutSource:
         All ranks call it; the samples of all are in it.
         """
         self.close_step()
-        return {
-            "cursor": self._order.cursor,
-            "collected": self._num_collected,
-            "pending": gather_json([collected.to_json() for collected in self._pending]),
-            "account": self._account.state(),
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the `state` as it is now, between two steps, also within the next one."""
+        counts = {"cursor": self._order.cursor, "collected": self._num_collected}
+        pending, account = list(self._pending), self._account.state()
+        return lambda: {
+            **counts,
+            "pending": gather_json([collected.to_json() for collected in pending]),
+            "account": account,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
