@@ -14,6 +14,7 @@ import torch
 from whet.algo.config import AlgoConfig
 from whet.algo.packing import TrainingSequence, pack
 from whet.config import dump_yaml
+from whet.generate import kernel_speed
 from whet.generate.cache import CacheSize, KVCache
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
@@ -29,6 +30,7 @@ from whet.inspect.memory.phases import (
     phases,
     saved_bytes,
     sharded_budget,
+    state_bytes,
 )
 from whet.inspect.memory.plan import (
     SHAPES,
@@ -40,8 +42,9 @@ from whet.inspect.memory.plan import (
     read_recipe,
     workload,
 )
+from whet.kernels.dispatch import OPERATIONS, Choice, taken
 from whet.model.config import ModelConfig
-from whet.train.optim.step import OptimConfig, dtypes, lean
+from whet.train.optim.step import OptimConfig, Optimizer, dtypes, lean
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.source import KEPT_CACHE
 from whet.train.sft import SFTConfig
@@ -134,6 +137,11 @@ MORE: dict[str, RLConfig | SFTConfig] = {
         optim={"precision": "bfloat16_master", "checkpoint_layers": True, "checkpoint_kind": "mlp"},
     ),
     "qwen3, autocast": supervised(policy(family="qwen3", **WIDE), precision="bfloat16_autocast"),
+    "adafactor, master": supervised(policy(**WIDE), optimizer="adafactor", precision="bfloat16_master"),
+    "galore, 8 bits": supervised(
+        policy(**WIDE), optimizer="galore", galore_rank=48, adam_bits=8, checkpoint_layers=True
+    ),
+    "muon": supervised(policy(**WIDE), optimizer="muon", checkpoint_layers=True),
     "qwen3, master": rl(policy(family="qwen3", **WIDE), optim={"precision": "bfloat16_master"}),
 }
 
@@ -147,6 +155,46 @@ def test_prediction_is_within_a_tenth_of_what_is_alive(name: str) -> None:
 @pytest.mark.parametrize("name", [*CASES, "mlp", "alternate, even", "8 bits, master"])
 def test_prediction_holds_without_a_compiler(name: str) -> None:
     check((CASES | MORE)[name])
+
+
+@pytest.mark.parametrize("operations", [("attention",), ("product",), ()])
+@pytest.mark.parametrize("name", ["plain", "sft"])
+def test_prediction_knows_which_kernels_are_used(name: str, operations: tuple[Any, ...]) -> None:
+    """Where a CPU's kernels are slower than PyTorch they are not used: there are no packed weights then."""
+    with taken(Choice(frozenset(operations))):
+        check(CASES[name])
+
+
+def test_what_runs_on_the_kernels_is_known_without_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, everything = policy().model, frozenset(OPERATIONS)
+    monkeypatch.setattr(kernel_speed, "mode", lambda: "auto")
+    monkeypatch.setattr(kernel_speed.build, "folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_speed.build, "library", lambda: object())
+    assert kernel_speed.expected_kernels(shape, torch.float32) == everything
+    ratios = {"product": 0.5, "attention": 2.0, "decode": 2.0}
+    monkeypatch.setattr(kernel_speed, "measure", lambda *_: ratios)
+    kernel_speed._known(kernel_speed.small(shape), torch.float32)
+    assert kernel_speed.expected_kernels(shape, torch.float32) == {"attention"}
+    assert kernel_speed.expected_kernels(shape, torch.bfloat16) == everything
+    with taken(Choice(frozenset({"product"}))):
+        assert kernel_speed.expected_kernels(shape, torch.float32) == {"product"}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "galore", "adafactor"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16_master", "float16_master"])
+def test_optimizers_state_is_as_large_as_planned(kind: Any, precision: Any) -> None:
+    run = supervised(policy(family="qwen2", **WIDE), optimizer=kind, precision=precision)
+    others: list[dict[str, Any]] = [{"galore_rank": 48}] if kind == "galore" else [{}]
+    others += [{**others[0], "adam_bits": 8}] if kind != "adafactor" else []
+    for options in others:
+        optim = replace(run.optim, **options)
+        loaded = load_policy(run.policy, seed=0, **dtypes(precision))
+        held = Optimizer(loaded.model, optim).held()
+        work = workload(replace(run, optim=optim), loaded.model.config, PlanConfig(recipe="x", of="sft"))
+        steps = 4 * len(list(loaded.model.parameters()))
+        assert state_bytes(work) == sum(tensor.nbytes for tensor in held) - steps
 
 
 def check(run: RLConfig | SFTConfig) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from whet.algo.logprobs import token_logprobs
 from whet.generate.sampling import counter_uniforms, draw_tokens
+from whet.inspect.memory.meter import LiveTensors
 from whet.kernels.cpu import attention as cpu_attention
 from whet.kernels.cpu import build
 from whet.kernels.cpu import head as cpu_head
@@ -256,3 +257,20 @@ def test_without_kernels_it_says_why(
     library, reason, folder = build._load.__wrapped__()  # as in a process that has not loaded them yet
     assert (library, folder) == (None, None)
     assert reason.startswith(said)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_product_by_blocks_has_the_bits_of_the_whole(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "product_dtype", lambda x: torch.float32)
+    monkeypatch.setattr(cpu, "WIDENED", 2**14)
+    generator = torch.Generator().manual_seed(0)
+    for rows, inner, columns in ((2048, 64, 512), (300, 70, 200), (40, 900, 130), (7, 5, 3)):
+        left = torch.randn(rows, inner, generator=generator)
+        left = left if wide else left.bfloat16()
+        right = torch.randn(inner, columns, generator=generator).bfloat16()
+        expected = (left.float() @ right.float()).bfloat16()
+        with LiveTensors(torch.device("cpu")) as meter:
+            got = cpu.matmul(left, right)
+            assert meter.peak - got.nbytes < 2**20  # the first one's float32 result alone has 4 MiB
+        assert torch.equal(got, expected)
+        assert torch.equal(cpu.matmul(left.t().contiguous().t(), right), expected)

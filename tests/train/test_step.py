@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -308,6 +309,13 @@ def test_recomputed_layers_give_the_same_gradient(kind: str, family: str, autoca
     with torch.no_grad():
         model.logits(tokens)
     assert set(begun.values()) == {1}
+
+
+def test_recomputing_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # an import would fail: it takes 3 s and 100 MB
+    model, begun = recomputing("llama", "layer")
+    model.logits(torch.arange(8).view(1, 8)).sum().backward()
+    assert set(begun.values()) == {2}
 
 
 def test_inputs_in_host_memory_are_here_two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

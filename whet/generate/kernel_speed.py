@@ -58,6 +58,23 @@ def choose_kernels(shape: ModelConfig, dtype: torch.dtype, device: torch.device)
     dispatch.take(Choice.of(ratios))
 
 
+def expected_kernels(shape: ModelConfig, dtype: torch.dtype) -> frozenset[Operation]:
+    """Return the operations that would run on the C++ kernels for a model on this CPU, without measuring anything.
+
+    Args:
+        shape: The first model of a process.
+        dtype: Its parameters' dtype.
+
+    Returns:
+        This process's choice, or that of an earlier process for the same widths, or all.
+    """
+    if (choice := dispatch.current()) is not None:
+        return choice.used
+    folder = build.folder() if build.library() is not None and mode() in ("auto", "triton") else None
+    kept = None if folder is None else _read(folder / FILE).get(_name(small(shape), dtype))
+    return frozenset(OPERATIONS) if kept is None else Choice.of(kept).used
+
+
 def small(shape: ModelConfig) -> ModelConfig:
     """Return a one-layer shape with a model's widths, capped to what can be measured quickly."""
     heads = min(shape.num_heads, MOST_HEADS)
@@ -80,14 +97,17 @@ def _known(shape: ModelConfig, dtype: torch.dtype) -> Mapping[Operation, float]:
     """Return the ratios for a shape, stored or newly measured."""
     folder = build.folder()
     assert folder is not None
-    sizes = shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim
-    name = f"{shape.family} {'x'.join(map(str, sizes))} {dtype} {torch.get_num_threads()} threads"
-    name += f" torch {torch.__version__}"
-    kept = _read(folder / FILE)
+    name, kept = _name(shape, dtype), _read(folder / FILE)
     if name not in kept:
         kept[name] = measure(shape, dtype)
         _write(folder / FILE, kept)
     return kept[name]
+
+
+def _name(shape: ModelConfig, dtype: torch.dtype) -> str:
+    sizes = shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim
+    name = f"{shape.family} {'x'.join(map(str, sizes))} {dtype} {torch.get_num_threads()} threads"
+    return f"{name} torch {torch.__version__}"
 
 
 def _read(file: Path) -> dict[str, dict[Operation, float]]:

@@ -22,6 +22,7 @@ from whet.generate.sampling import SMALL_VOCABULARY
 from whet.kernels.cpu.attention import TILE
 from whet.kernels.cpu.head import KEEP_BYTES
 from whet.kernels.cpu.ops import CHANNELS, QUANTUM
+from whet.kernels.dispatch import OPERATIONS, Operation
 from whet.kernels.eager import LANES, SLICE
 from whet.model.attention import (
     KEY_BLOCK,
@@ -40,7 +41,7 @@ from whet.model.weights import build_model
 from whet.train.optim import adam8bit
 from whet.train.optim.adam8bit import BLOCK, MIN_NUMBERS
 from whet.train.optim.optimizer import CHUNK
-from whet.train.optim.step import Precision
+from whet.train.optim.step import OptimizerName, Precision
 from whet.train.rollout.overlap import Mode
 from whet.train.rollout.source import KEPT_CACHE
 
@@ -56,9 +57,12 @@ class Workload:
         precision: Precision of the step.
         device: 'cpu' or 'cuda'.
         attention: Kernel of the training passes.
-        has_kernels: Whether the C++ kernels run.
+        has_kernels: Whether the C++ kernels are there.
+        kernels: Operations that run on them: others were slower than PyTorch's on this machine.
         checkpoint: What the backward pass recomputes; None for nothing.
         offload_inputs: Whether layers' inputs are kept in host memory.
+        optimizer: The optimizer.
+        galore_rank: Dimensions of GaLore's space.
         adam_bits: Bits per number of the moments.
         update_in_backward: Whether each gradient is applied and dropped immediately.
         offload_state: Whether moments and master weights are in host memory.
@@ -85,8 +89,11 @@ class Workload:
     device: str
     attention: AttentionKind
     has_kernels: bool = False
+    kernels: frozenset[Operation] = frozenset(OPERATIONS)
     checkpoint: CheckpointKind | None = None
     offload_inputs: bool = False
+    optimizer: OptimizerName = "adamw"
+    galore_rank: int = 128
     adam_bits: int = 32
     update_in_backward: bool = False
     offload_state: bool = False
@@ -130,13 +137,14 @@ class Workload:
     @property
     def is_native(self) -> bool:
         """Whether C++ kernels compute norms, the head and products that read the residual stream."""
-        is_known = self.has_kernels and not self.precision.startswith("float16")
-        return is_known and self.shape.hidden_size % QUANTUM == 0
+        is_used = self.has_kernels and "product" in self.kernels and not self.precision.startswith("float16")
+        return is_used and self.shape.hidden_size % QUANTUM == 0
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of activations that the sampler keeps (`whet.generate.activations`), with longest sequences."""
         is_fused = self.is_native and self.has_native_gate and self.has_native_attention
+        is_fused = is_fused and "decode" in self.kernels
         is_plain = (
             self.checkpoint is None and not self.precision.endswith("_autocast") and is_known(self.shape)
         )
@@ -151,12 +159,13 @@ class Workload:
     def has_native_gate(self) -> bool:
         """Whether a C++ kernel computes the gated unit."""
         is_plain = self.shape.family != "gpt2" and self.shape.intermediate_size % QUANTUM == 0
-        return self.has_kernels and is_plain
+        return self.has_kernels and "product" in self.kernels and is_plain
 
     @property
     def has_native_attention(self) -> bool:
         """Whether a C++ kernel computes attention; it stores no scores and pads nothing."""
-        return self.has_kernels and self.shape.head_dim in CHANNELS and not has_own_rules(self.shape)
+        is_used = self.has_kernels and "attention" in self.kernels
+        return is_used and self.shape.head_dim in CHANNELS and not has_own_rules(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -609,7 +618,7 @@ def row_state_bytes(shape: ModelConfig, product_bytes: int) -> int:
 def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     """Return the bytes that live from the first step to the last."""
     shape, model = work.shape, sum(sizes) * work.parameter_bytes
-    state = 0 if work.offload_state else state_bytes(work, sizes)
+    state = 0 if work.offload_state else state_bytes(work)
     tables = table_bytes(work) * shape.max_positions
     parts = {"weights": model + tables, "optimizer": state}
     if work.overlap != "off":
@@ -621,11 +630,29 @@ def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     return parts
 
 
-def state_bytes(work: Workload, sizes: Sequence[int]) -> int:
-    """Return the bytes of moments and of master weights beyond the parameters."""
-    masters = {"bfloat16_master": 2, "float16_master": 4}.get(work.precision, 0) * sum(sizes)
-    packed = [n for n in sizes if work.adam_bits == 8 and n >= MIN_NUMBERS]
-    return masters + 8 * (sum(sizes) - sum(packed)) + sum(2 * (n + 4 * -(-n // BLOCK)) for n in packed)
+def state_bytes(work: Workload) -> int:
+    """Return the bytes of the optimizer's state, and of master weights beyond the parameters."""
+    each = {"bfloat16_master": 2, "float16_master": 4}.get(work.precision, 0)
+    total = 0
+    for name, size in parameter_shapes(work.shape):
+        count = size.numel()
+        total += each * count
+        if work.optimizer == "adafactor":
+            total += 4 * (count // size[-1] + count // size[-2] if len(size) > 1 else count)
+            continue
+        is_hidden = len(size) == 2 and any(word.isdigit() for word in name.split("."))
+        if work.optimizer == "muon" and is_hidden:
+            total += 4 * count
+            continue
+        if work.optimizer == "galore" and is_hidden and min(size) > work.galore_rank:
+            total += 4 * min(size) * work.galore_rank
+            count = max(size) * work.galore_rank
+        total += (
+            2 * (count + 4 * -(-count // BLOCK))
+            if work.adam_bits == 8 and count >= MIN_NUMBERS
+            else 8 * count
+        )
+    return total
 
 
 def packed_bytes(work: Workload, *, has_head: bool = True, in_training: bool = False) -> int:
@@ -800,6 +827,15 @@ def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     has_kernels = work.device == "cpu" and work.has_kernels
     if work.offload_state:
         copies = 0
+    elif work.optimizer == "adafactor":  # a block, the part that is written, and their product
+        copies = 4 * 3 * min(max(sizes), CHUNK[work.device])
+    elif work.optimizer in (
+        "muon",
+        "galore",
+    ):  # gradient and weights of a matrix, and what is computed from them
+        copies = (
+            4 * 3 * max(size.numel() for name, size in parameter_shapes(work.shape) if "embed" not in name)
+        )
     elif work.adam_bits == 8:
         copies = 4 * CHUNK_COPIES * min(max(sizes), adam8bit.CHUNK)
     elif work.precision.endswith(

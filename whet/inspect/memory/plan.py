@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from whet.cli import Program, passed_words
 from whet.config import load_yaml
+from whet.generate.kernel_speed import choose_kernels, expected_kernels
 from whet.generate.policy import INHERIT, PolicyConfig, load_policy, resolve_device
 from whet.inspect.memory.meter import compare, measure
 from whet.inspect.memory.phases import (
@@ -35,7 +38,7 @@ from whet.schema import find_schema
 from whet.telemetry.display import escape_controls, open_display
 from whet.train.fit import FIT_ATTENTION
 from whet.train.optim.precision import resolve_precision
-from whet.train.optim.step import dtypes
+from whet.train.optim.step import dtypes, parameter_dtype
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
 from whet.types import UserError
@@ -141,6 +144,8 @@ def main(config: PlanConfig) -> None:
                 f"device = {config.device} with measure: the step runs on {policy.device.type}; leave it out"
             )
     shape = policy_shape(run.policy) if policy is None else policy.model.config
+    if config.device == "cpu" or (config.device == "auto" and _device_type(run.policy) == "cpu"):
+        choose_kernels(shape, parameter_dtype(run.optim.precision), torch.device("cpu"))  # as the run will
     work = workload(run, shape, config)
     predicted = phases(work)
     print(_headline(config, work))
@@ -244,8 +249,11 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         device=device,
         attention=FIT_ATTENTION,
         has_kernels=device == "cpu" and build.library() is not None,
+        kernels=expected_kernels(shape, parameter_dtype(run.optim.precision)),
         checkpoint=run.optim.checkpoint_kind if run.optim.checkpoint_layers else None,
         offload_inputs=run.optim.offload_inputs,
+        optimizer=run.optim.optimizer,
+        galore_rank=run.optim.galore_rank,
         adam_bits=run.optim.adam_bits,
         update_in_backward=run.optim.update_in_backward,
         offload_state=run.optim.offload_state,

@@ -22,16 +22,19 @@ from whet.model.gpt2 import Conv1D
 from whet.model.transformer import LanguageModel
 from whet.ranks.collectives import world_size
 from whet.telemetry.spans import span, spanned
+from whet.train.optim.adafactor import Factors
 from whet.train.optim.adam8bit import MIN_NUMBERS, Moments
+from whet.train.optim.galore import Projection
 from whet.train.optim.optimizer import CHUNK, LossScale, Master, adamw, muon, suits_kernel, sum_of_squares
 from whet.types import MicroBatch, UnreadError, UserError
 
 M_MMAP_THRESHOLD = -3
-LARGE_BYTES = 32 * 2**20
-"""Upper limit of glibc's adaptive mmap threshold; each tensor beyond it has its own pages."""
+LARGE_BYTES = 2**20
+"""Where layers are recomputed, tensors beyond this size have their own pages, which go back when they are freed."""
 Precision = Literal[
     "auto", "float32", "bfloat16_autocast", "bfloat16_master", "float16_autocast", "float16_master"
 ]
+OptimizerName = Literal["adamw", "muon", "galore", "adafactor"]
 Schedule = Literal["cosine", "linear", "constant", "wsd", "cosine_restarts"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 DYNAMIC = {"auto": None, "yes": True, "no": False}
@@ -39,7 +42,7 @@ DYNAMIC = {"auto": None, "yes": True, "no": False}
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW or Muon, the learning-rate schedule and the precision of the step."""
+    """The optimizer, the learning-rate schedule and the precision of the step."""
 
     lr: float = 1e-3
     """Peak learning rate."""
@@ -56,8 +59,10 @@ class OptimConfig:
     """With schedule = cosine_restarts: number of cosines."""
     cycle_factor: float = 1.0
     """With schedule = cosine_restarts: length of each cosine over that of the one before."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: orthogonalised momentum for the layers' matrices; AdamW for embeddings, head, norms and biases."""
+    optimizer: OptimizerName = "adamw"
+    """muon: orthogonalised momentum for the layers' matrices, galore: AdamW in the space of their gradient's largest
+    singular vectors; both with AdamW for embeddings, head, norms and biases. adafactor: no first moment, and means of
+    rows and columns for the second."""
     muon_lr: float | None = None
     """Peak learning rate of Muon's matrices; None: lr, which suits muon_scale = rms."""
     muon_momentum: float = 0.95
@@ -65,6 +70,14 @@ class OptimConfig:
     muon_scale: Literal["rms", "spectral"] = "rms"
     """Size of Muon's update of a matrix [rows, columns]: rms: times 0.2 sqrt(max(rows, columns)), the size of AdamW's,
     so that its learning rate and weight decay fit; spectral: times sqrt(max(1, rows / columns))."""
+    galore_rank: int = 128
+    """Dimensions of GaLore's space; matrices with no more rows or columns have AdamW."""
+    galore_every: int = 200
+    """Updates after which GaLore chooses its space anew."""
+    galore_scale: float = 0.25
+    """Factor of GaLore's updates, beside lr."""
+    adafactor_relative: bool = False
+    """Multiply Adafactor's learning rate by each tensor's root mean square (at least 0.001), as in its paper."""
     beta1: float = 0.9
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
@@ -157,7 +170,21 @@ class OptimConfig:
             raise ValueError(
                 f"optim.muon_lr = {self.muon_lr}: expected a finite number above 0, or None for lr"
             )
+        if self.galore_rank < 1 or self.galore_every < 1 or not 0 < self.galore_scale < math.inf:
+            raise ValueError(
+                f"optim.galore_rank = {self.galore_rank}, optim.galore_every = {self.galore_every}, "
+                f"optim.galore_scale = {self.galore_scale}: expected 1 or more, 1 or more, and a number above 0"
+            )
+        has_moments = self.optimizer != "adafactor"
         needs = {
+            "beta1": ("optimizer = adamw, muon or galore", has_moments),
+            "beta2": ("optimizer = adamw, muon or galore", has_moments),
+            "eps": ("optimizer = adamw, muon or galore", has_moments),
+            "adam_bits": ("optimizer = adamw, muon or galore", has_moments),
+            "galore_rank": ("optimizer = galore", self.optimizer == "galore"),
+            "galore_every": ("optimizer = galore", self.optimizer == "galore"),
+            "galore_scale": ("optimizer = galore", self.optimizer == "galore"),
+            "adafactor_relative": ("optimizer = adafactor", self.optimizer == "adafactor"),
             "decay_share": ("schedule = wsd", self.schedule == "wsd"),
             "num_cycles": ("schedule = cosine_restarts", self.schedule == "cosine_restarts"),
             "cycle_factor": ("schedule = cosine_restarts", self.schedule == "cosine_restarts"),
@@ -261,7 +288,8 @@ class _Arrivals:
 
 
 class Optimizer:
-    """AdamW or Muon over a model's parameters, with float32 master weights for 16-bit parameters (`Master`).
+    """AdamW, Muon, GaLore or Adafactor over a model's parameters, with float32 master weights for 16-bit parameters
+    (`Master`).
 
     In float16 the gradients are those of a scaled loss (`LossScale`): `step` divides them again, and leaves an update
     out where they overflowed.
@@ -275,7 +303,8 @@ class Optimizer:
     Attributes:
         num_overflows: Updates left out so far because scaled gradients overflowed.
 
-    Source: AdamW 1711.05101; matrices are decayed, vectors (norms, biases) are not. Muon: see `muon`.
+    Source: AdamW 1711.05101; matrices are decayed, vectors (norms, biases) are not. Muon: see `muon`; GaLore: see
+        `Projection`; Adafactor: see `Factors`.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimConfig) -> None:
@@ -291,7 +320,6 @@ class Optimizer:
             for p in layer.parameters()
             if p.dim() == 2
         }
-        by_muon = hidden if config.optimizer == "muon" else set[int]()
         turned = {id(part.weight) for part in model.modules() if isinstance(part, Conv1D)}
         self._named = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -301,18 +329,29 @@ class Optimizer:
         self._first: list[torch.Tensor] = []
         self._second: list[torch.Tensor] = []
         self._steps: list[torch.Tensor] = []
-        self._by_muon = {
-            index for index, (_, parameter) in enumerate(self._named) if id(parameter) in by_muon
-        }
+        self._by_muon, self._low, self._factors = set[int](), dict[int, Projection](), dict[int, Factors]()
+        rank = config.galore_rank
         self._turned = {index for index, (_, parameter) in enumerate(self._named) if id(parameter) in turned}
         for index, (master, (_, parameter)) in enumerate(zip(self._masters, self._named, strict=True)):
-            is_packed = config.adam_bits == 8 and parameter.numel() >= MIN_NUMBERS
-            if is_packed and master.dtype == torch.float32 and index not in self._by_muon:
-                self._packed[index] = Moments(parameter.numel(), master.device)
-            shape = (0,) if index in self._packed else parameter.shape
+            first = second = parameter.shape
+            if config.optimizer == "adafactor":
+                self._factors[index] = Factors(parameter, master)
+                first = second = (0,)
+            elif config.optimizer == "muon" and id(parameter) in hidden:
+                self._by_muon.add(index)
+                second = (0,)
+            elif config.optimizer == "galore" and id(parameter) in hidden and min(parameter.shape) > rank:
+                self._low[index] = Projection(parameter, master, rank=rank, every=config.galore_every)
+                first = second = self._low[index].shape
+            is_packed = (
+                config.adam_bits == 8 and index not in self._by_muon and math.prod(first) >= MIN_NUMBERS
+            )
+            if is_packed and master.dtype == torch.float32:
+                self._packed[index] = Moments(math.prod(first), master.device)
+                first = second = (0,)
             place: dict[str, Any] = {"dtype": master.dtype, "device": master.device}
-            self._first.append(torch.zeros(shape, **place))
-            self._second.append(torch.zeros((0,) if index in self._by_muon else shape, **place))
+            self._first.append(torch.zeros(first, **place))
+            self._second.append(torch.zeros(second, **place))
             self._steps.append(torch.zeros((), device=master.device))
         self._arrivals: _Arrivals | None = None
         arrive = WeakMethod(self._arrive)  # the model must not keep its optimizer alive
@@ -375,7 +414,7 @@ class Optimizer:
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6)) / scale
             is_native = build.library() is not None and all(map(suits_kernel, gradients))
             has_masters = any(master.held() for master in self._masters)
-            if self._packed or has_masters or is_native or self._by_muon:
+            if self._packed or has_masters or is_native or self._config.optimizer != "adamw":
                 del gradients
                 for index in used:
                     self._update_one(index, lr, factor)
@@ -393,10 +432,22 @@ class Optimizer:
         gradient = parameter.grad.to(master.device)
         parameter.grad = None
         self._steps[index] += 1
+        decay = config.weight_decay if parameter.dim() >= 2 else 0.0
         if index in self._by_muon:
             self._orthogonal_update(index, gradient, lr, factor)
-            torch.autograd.graph.increment_version(parameter)
-            return
+        elif index in self._factors:
+            rates = {"step": float(self._steps[index]), "factor": factor, "lr": lr, "decay": decay}
+            self._factors[index].update(master, gradient, is_relative=config.adafactor_relative, **rates)
+        elif index in self._low:
+            self._projected_update(index, gradient, lr, factor)
+        else:
+            self._adamw(index, master, gradient, lr, factor, decay)
+        torch.autograd.graph.increment_version(parameter)  # the kernels write without PyTorch's knowledge
+
+    def _adamw(
+        self, index: int, master: Master, gradient: torch.Tensor, lr: float, factor: float, decay: float
+    ) -> None:
+        """Update weights by AdamW, with the moments of a parameter."""
         for part, first, second in self._parts(index):
             weights = master.read(part)
             adamw(
@@ -407,12 +458,22 @@ class Optimizer:
                 step=self._steps[index],
                 factor=factor,
                 lr=lr,
-                betas=(config.beta1, config.beta2),
-                eps=config.eps,
-                decay=config.weight_decay if parameter.dim() >= 2 else 0.0,
+                betas=(self._config.beta1, self._config.beta2),
+                eps=self._config.eps,
+                decay=decay,
             )
             master.write(weights, part)
-        torch.autograd.graph.increment_version(parameter)  # the kernels write without PyTorch's knowledge
+
+    def _projected_update(self, index: int, gradient: torch.Tensor, lr: float, factor: float) -> None:
+        """Update a matrix by GaLore: AdamW moves what the projection leaves of it."""
+        config, master, low = self._config, self._masters[index], self._low[index]
+        projected = low.down(gradient, step=int(self._steps[index]))
+        change = torch.zeros_like(projected)
+        self._adamw(index, Master(change, is_offloaded=False), projected, lr, factor, decay=0.0)
+        whole = master.read()
+        whole.mul_(1 - lr * config.weight_decay)
+        low.add(whole.view(gradient.shape), change, scale=config.galore_scale)
+        master.write(whole)
 
     def _orthogonal_update(self, index: int, gradient: torch.Tensor, lr: float, factor: float) -> None:
         """Update a matrix by Muon, as a whole: its update is no function of its parts."""
@@ -436,6 +497,12 @@ class Optimizer:
     def muon_names(self) -> set[str]:
         """Names of the parameters that Muon updates."""
         return {self._named[index][0] for index in self._by_muon}
+
+    @property
+    def adamw_names(self) -> set[str]:
+        """Names of the parameters that AdamW updates number by number."""
+        others = self._by_muon | self._low.keys() | self._factors.keys()
+        return {name for index, (name, _) in enumerate(self._named) if index not in others}
 
     @property
     def loss_scale(self) -> float | None:
@@ -493,6 +560,9 @@ class Optimizer:
         """Return the tensors that the optimizer holds besides the parameters, in their in-memory form."""
         packed = [tensor for moments in self._packed.values() for tensor in moments.tensors().values()]
         masters = [tensor for master in self._masters for tensor in master.held()]
+        masters += [
+            t for part in (*self._low.values(), *self._factors.values()) for t in part.tensors().values()
+        ]
         return [*packed, *masters, *self._first, *self._second, *self._steps]
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -504,11 +574,15 @@ class Optimizer:
         for index, (name, parameter) in enumerate(self._named):
             if parameter.dtype != self._masters[index].dtype:
                 state[f"{name}/master"] = self._masters[index].read().view(parameter.shape)
-            packed = self._packed.get(index)
             moments = {"exp_avg": self._first[index], "exp_avg_sq": self._second[index]}
             if index in self._by_muon:
                 moments = {"momentum": self._first[index]}
-            moments = moments if packed is None else packed.tensors()
+            elif index in self._factors:
+                moments = self._factors[index].tensors()
+            elif index in self._packed:
+                moments = self._packed[index].tensors()
+            if index in self._low:
+                moments |= self._low[index].tensors()
             state |= {f"{name}/{key}": tensor for key, tensor in moments.items()}
             state[f"{name}/step"] = self._steps[index]
         return state
@@ -627,7 +701,7 @@ def give_back(model: LanguageModel) -> None:
 
 
 def _keep_less() -> None:
-    """Make glibc return large tensors' memory immediately, as is its default.
+    """Make glibc return large tensors' memory immediately.
 
     `whet` otherwise keeps freed memory for the next step, which is a tenth faster. But long-lived tensors then fragment
     the kept memory: a quarter of the memory of a step that recomputes layers was holes (measured, 124M parameters).
