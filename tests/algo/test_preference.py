@@ -149,6 +149,12 @@ def test_the_odds_of_certainty_are_finite() -> None:
     assert means_B.grad.tolist() == pytest.approx([0.0, 1.0])
 
 
+def test_the_odds_are_precise_near_certainty() -> None:
+    (means_B,) = leaves([-1e-8])
+    # 1 - exp(log p) would have lost half of its digits.
+    assert log_odds(means_B).item() == pytest.approx(-1e-8 - math.log(-math.expm1(-1e-8)), abs=1e-12)
+
+
 def test_robust_loss_is_unbiased_under_flipped_labels() -> None:
     chosen_B, rejected_B = leaves(CHOSEN, REJECTED)
     right_B = robust_loss(chosen_B, rejected_B, beta=0.3, label_smoothing=0.2)

@@ -275,11 +275,12 @@ def test_the_kl_of_kto_is_the_log_ratio_of_other_prompts_completions(halfway: An
     assert all(owners[pair.kl_ids] - {pair.uid} for pair in completions)
     with torch.no_grad():
         for parameter in policy.model.parameters():
-            parameter.mul_(1.05)
+            parameter.mul_(0.9)
         logps = [float(logprob_alone(policy, pair.prompt_ids, pair.kl_ids)) for pair in completions[:9]]
     expected = sum(logp - pair.ref_kl_logprob for logp, pair in zip(logps, completions, strict=False)) / 9
+    assert expected > 0.1  # below 0 it would count as 0, whatever it is divided by
     found = dpo.train_step(policy, completions[:9], config).metrics["dpo/kl"]
-    assert found == pytest.approx(max(expected, 0.0), abs=1e-4)  # float32 sums of some ten tokens
+    assert found == pytest.approx(expected, abs=1e-4)  # float32 sums of some ten tokens
     held = dpo.mismatch_kl(policy, completions[:9], 1) / 9
     assert held == pytest.approx(expected, abs=1e-4)
 
