@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import gc
 import json
 import os
@@ -15,8 +16,6 @@ from pathlib import Path
 os.environ.setdefault("WHET_KERNELS", "cpp")
 # Two test processes share two cores: threads that spin while they wait take them from each other (twice the time).
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-# Some machines set this for every process; then each that a test starts would compile whet's sources anew (a second).
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
@@ -60,6 +59,12 @@ def either(request: pytest.FixtureRequest) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile whet once: under PYTHONDONTWRITEBYTECODE every process that a test starts would take a second to."""
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(Path(__file__).parents[1] / "whet", quiet=2)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

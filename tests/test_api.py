@@ -21,6 +21,7 @@ from whet.api import _made, _written_reward
 from whet.generate.engine import Request
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.kernels.cpu.build import library
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
 from whet.train.rl_config import RLConfig
@@ -50,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    library()  # from where it is: this test's own place would get one that is compiled for it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "whet"
 

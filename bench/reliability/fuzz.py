@@ -33,6 +33,7 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ["MPLBACKEND"] = "agg"
 sys.path.insert(0, str(Path(__file__).parent))
+sys.dont_write_bytecode = True  # of what an input imports: that would be a file written outside its folder
 
 import torch
 from fuzz_mutations import CANARY
