@@ -204,9 +204,9 @@ def test_a_dry_run_compares_the_plan_with_the_memory_at_hand(
     monkeypatch.setattr(room, "free_memory", lambda: 2**10)
     status, _, err = told(capsys, *words)
     assert (status, "gradients and optimizer needs" in err) == (2, True)
-    need = room.peak(
-        room._work(replace(sft_recipes.own(), policy=replace(sft_recipes.own().policy, init="my-model")))
-    )
+    work = room._work(replace(sft_recipes.own(), policy=replace(sft_recipes.own().policy, init="my-model")))
+    assert work is not None
+    need = room.peak(work)
     monkeypatch.setattr(room, "free_memory", lambda: int(0.9 * need))
     status, out, _ = told(capsys, *words)
     assert (status, "\n# warning: sequences of full length would need" in out) == (0, True)
