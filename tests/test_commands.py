@@ -231,11 +231,15 @@ def write_adapter(home: Path, base: str) -> None:
     """Write a LoRA adapter for a run's model, as peft does, and the base that it names."""
     shutil.copytree(home / base, home / "BASE")
     weights = next((home / base).glob("checkpoints/*/model.safetensors"))
-    name = "model.layers.0.self_attn.q_proj"
-    size_out, size_in = load_file(weights)[f"{name}.weight"].shape
+    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    size_out, size_in = load_file(weights)[f"{names[0]}.weight"].shape
     parts = {"lora_A": torch.full((2, size_in), 0.01), "lora_B": torch.full((size_out, 2), 0.01)}
     (home / "ADAPTER").mkdir()
-    tensors = {f"base_model.model.{name}.{part}.weight": tensor for part, tensor in parts.items()}
+    tensors = {
+        f"base_model.model.{name}.{part}.weight": tensor.clone()
+        for name in names
+        for part, tensor in parts.items()
+    }
     save_file(tensors, home / "ADAPTER/adapter_model.safetensors")
     about = {
         "peft_type": "LORA",

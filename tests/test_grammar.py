@@ -26,6 +26,7 @@ from whet.__main__ import COMMANDS
 from whet.inspect.memory import room
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
+from whet.storage.folder import dated
 from whet.tasks.base import TaskConfig
 from whet.telemetry.provenance import no_run, resolve_run, short_name
 from whet.train.session import next_steps
@@ -203,9 +204,9 @@ def test_a_dry_run_compares_the_plan_with_the_memory_at_hand(
     monkeypatch.setattr(room, "free_memory", lambda: 2**10)
     status, _, err = told(capsys, *words)
     assert (status, "gradients and optimizer needs" in err) == (2, True)
-    need = room.peak(
-        room._work(replace(sft_recipes.own(), policy=replace(sft_recipes.own().policy, init="my-model")))
-    )
+    work = room._work(replace(sft_recipes.own(), policy=replace(sft_recipes.own().policy, init="my-model")))
+    assert work is not None
+    need = room.peak(work)
     monkeypatch.setattr(room, "free_memory", lambda: int(0.9 * need))
     status, out, _ = told(capsys, *words)
     assert (status, "\n# warning: sequences of full length would need" in out) == (0, True)
@@ -245,6 +246,7 @@ def test_runs_are_found_by_short_names(tmp_path: Path, monkeypatch: pytest.Monke
     run_at(Path("runs/gsm8k-long-eval"), at=30, model=False)
     newest = "runs/demo-20260201-000000"
     assert short_name(Path(newest) / "rl") == "demo-rl"
+    assert short_name(Path(f"{newest}-2/rl")) == "demo-rl"
     for word, found in {
         "demo-rl": f"{newest}/rl",
         "runs/demo-rl": f"{newest}/rl",
@@ -267,6 +269,18 @@ def test_runs_are_found_by_short_names(tmp_path: Path, monkeypatch: pytest.Monke
     assert "near: runs/gsm8k-long-name, runs/gsm8k-long-eval; `whet runs` lists all" in str(
         no_run("runs/gsm8k-lnog-name")
     )
+
+
+def test_two_outputs_of_one_second_have_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "whet.storage.folder.time.strftime", lambda form: form.replace("%Y%m%d-%H%M%S", "20260101-000000")
+    )
+    names = [dated("compare")]
+    for _ in range(2):
+        Path(names[-1]).mkdir(parents=True)
+        names.append(dated("compare"))
+    assert names == [f"runs/compare-20260101-000000{end}" for end in ("", "-2", "-3")]
 
 
 def test_every_command_that_takes_a_run_finds_it_and_says_the_same_where_there_is_none(

@@ -326,7 +326,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _rehearse(name: str, program: Program, recipe: str, config: object, resume: bool | int) -> None:
+def _rehearse(name: str, program: Program, recipe: str, config: Any, resume: bool | int) -> None:
     """Print what would be done, and find what it would stop at before its first step: data, columns, files, memory."""
     if program.prints_config:
         print(cli.dump_yaml(config), end="", flush=True)
@@ -339,14 +339,13 @@ def _rehearse(name: str, program: Program, recipe: str, config: object, resume: 
         print("\n".join(f"{sign}{line}".rstrip() for line in told), flush=True)
     if program.check is not None:
         program.check(config, resume)
-    elif (theirs := getattr(config, "of", None)) in program.passes:
-        _check_recipe(theirs, config)
+    elif program.passes and config.of in program.passes:
+        _check_recipe(config.of, config)
 
 
-def _check_recipe(theirs: str, config: object) -> None:
+def _check_recipe(theirs: str, config: Any) -> None:
     """Check a recipe that a program looks at as the recipe's own program would, but for its run folder."""
-    looked_at: Any = config
-    program, words = COMMANDS[theirs].load(), [looked_at.recipe, *cli.passed_words(looked_at.set)]
+    program, words = COMMANDS[theirs].load(), [config.recipe, *cli.passed_words(config.set)]
     inner = cli.parse(
         f"whet {theirs}",
         program.config_class,

@@ -315,6 +315,9 @@ def test_the_best_is_found_and_can_be_pasted(
     words = content["command"].split()[1:]
     assert run([*words, "--policy.init=", "--policy.tokenizer=bytes", "--dry-run"]) == 0
     assert "token_budget: 512" in capsys.readouterr().out
+    for chart in charts(content):
+        names = [line["name"] for line in chart["lines"]]
+        assert len(set(names)) == len(names), chart["title"]
     text = as_text(content)
     assert "1,024 tokens, 64 rows, 1 thr., float32" in text
     assert "oom: no" in text

@@ -161,11 +161,16 @@ def charts(content: Json) -> list[dict[str, Any]]:
 def _series(stages: Sequence[Json], axis: str) -> Series:
     """Return the longest lines of points of one stage that differ in one setting only, with their common settings."""
     found: Series = []
+    names: set[str] = set()
     for stage in stages:
         lines: dict[str, list[Json]] = defaultdict(list)
         for row in stage["points"]:
             lines[settings(row["point"], without=axis)].append(row)
-        found += lines.items()
+        # A stage that goes over the same settings again is a line of its own: it was measured at another time.
+        found += [
+            (f"{name} ({stage['name']})" if name in names else name, rows) for name, rows in lines.items()
+        ]
+        names |= {name for name, rows in lines.items() if len(rows) > 1}
     chosen = sorted((line for line in found if len(line[1]) > 1), key=lambda line: -len(line[1]))[
         :NUM_COLOURS
     ]

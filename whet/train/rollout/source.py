@@ -296,10 +296,10 @@ class RolloutSource:
         if self._beside is not None:
             self._beside.refresh()
         now = max(step, ahead - 1) if self._mode == "async" else ahead
-        self._engine.look = self.look
+        unwatched, self._engine.look = self._engine.look, self.look
         while self._num_collected <= now:
             self._keep(step, self._work(self._num_prompts)())
-        self._engine.look = RolloutSource.look
+        self._engine.look = unwatched
         self._training = self._pending.popleft()
         if self._beside is not None and self._num_collected <= ahead:
             self._begun = step
