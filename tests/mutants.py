@@ -805,7 +805,11 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "self._config.max_grad_norm / (norm + 1e-6)",
         ),
         ("denominator", "self._config.max_grad_norm / (norm + 1e-6)", "self._config.max_grad_norm"),
-        ("mask", "decay=config.weight_decay if parameter.dim() >= 2 else 0.0", "decay=config.weight_decay"),
+        (
+            "mask",
+            "decay = config.weight_decay if parameter.dim() >= 2 else 0.0",
+            "decay = config.weight_decay",
+        ),
         (
             "mask",
             "weight_decay=self._config.weight_decay if is_matrix else 0.0",
@@ -829,7 +833,11 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("factor", 'totals["loss"] += float', 'totals["loss"] = float'),
         ("choice", "max(totals.get(name, value), value)", "value"),
         ("factor", "totals.get(name, 0.0) + value", "value"),
-        ("order", "betas=(config.beta1, config.beta2)", "betas=(config.beta2, config.beta1)"),
+        (
+            "order",
+            "betas=(self._config.beta1, self._config.beta2)",
+            "betas=(self._config.beta2, self._config.beta1)",
+        ),
         ("factor", "math.sqrt(sum(map(sum_of_squares, gradients)))", "sum(map(sum_of_squares, gradients))"),
     ],
     (

@@ -234,6 +234,7 @@ VALUES: dict[str, list[Any]] = {
     "policy.attention": ["fast"],  # auto is exact on a CPU
     "policy.tokenizer": [{"policy.tokenizer": "bytes", "policy.alphabet": ""}],
     "optim.token_budget": [40],
+    "optim.optimizer": ["muon", "adafactor", {"optim.optimizer": "galore", "optim.galore_rank": 4}],
     "sampling.top_k": [3],
     "std_ddof": [0],
     "track.to": [["tensorboard"]],

@@ -21,6 +21,7 @@ from whet.generate.sampling import SamplingParams
 from whet.inspect.memory.meter import LiveTensors, compare, measure
 from whet.inspect.memory.phases import (
     Workload,
+    adapted_bytes,
     cache_bytes,
     fit,
     micro_batches,
@@ -36,6 +37,7 @@ from whet.inspect.memory.plan import (
     SHAPES,
     PlanConfig,
     _advice,
+    cards,
     find_shape,
     main,
     policy_shape,
@@ -376,6 +378,28 @@ def test_what_fits_is_the_largest_that_does() -> None:
         replace(plain, device="cuda", attention="fast"), 5
     )
     assert "does not fit" in _advice(plain, 5)
+
+
+def test_adapters_are_counted_by_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "Qwen/Qwen2.5-0.5B"
+    work = large(num_sequences=2, rows=0, length=1024, num_trained=1023, token_budget=1024)
+    sizes = {rank: adapted_bytes(work, rank, is_quantised=False) for rank in (16, 32)}
+    # Query and output, key and value (two heads of 64), gate, up and down; in float32 with gradient and two moments.
+    inputs_and_outputs = 24 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))
+    assert sizes[32] - sizes[16] == 16 * 16 * inputs_and_outputs
+    frozen = 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)
+    # 4.127 bits a weight (2305.14314 section 3) instead of 16, and one layer in bfloat16.
+    spared = sizes[16] - adapted_bytes(work, 16, is_quantised=True)
+    assert spared == pytest.approx((16 - 4.127) / 8 * frozen - 2 * frozen / 24, rel=1e-4)
+    found = cards(find_shape(name), 1024)
+    assert sorted(found.values(), reverse=True) == list(found.values())
+    main(PlanConfig(recipe=name, of="cards"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].split() == ["QLoRA,", "rank", "16,", "NF4", "1.9", "yes", "yes", "yes"]
+    with pytest.raises(ValueError, match="of = cards reads length only"):
+        PlanConfig(recipe=name, of="cards", memory_gib=8)
+    with pytest.raises(UserError, match="length = 99999: expected 2 to the context's 32768"):
+        main(PlanConfig(recipe=name, of="cards", length=99999))
 
 
 def test_meter_counts_a_storage_once_and_forgets_it() -> None:

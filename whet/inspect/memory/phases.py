@@ -537,6 +537,34 @@ def sharded_budget(num_parameters: int, num_devices: int) -> dict[str, float]:
     }
 
 
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in NF4: 4 bits, a byte for each 64 of them, and a float32 scale for each 256 of those."""
+
+
+def adapted_bytes(work: Workload, rank: int, *, is_quantised: bool) -> int:
+    """Return the bytes of a step that trains LoRA beside a frozen bfloat16 base, by formula, with recomputed layers.
+
+    Args:
+        work: Shapes and sizes.
+        rank: Dimensions of the adapters of all matrices in the layers; weights, gradients and moments are float32.
+        is_quantised: Whether those matrices are stored in NF4; one layer is then in bfloat16 at a time.
+
+    Source: 2106.09685 (LoRA), 2305.14314 section 3 (NF4 with double quantisation).
+    """
+    work = replace(work, checkpoint="layer", precision="bfloat16_master")
+    matrices = [
+        s for n, s in parameter_shapes(work.shape) if len(s) == 2 and any(w.isdigit() for w in n.split("."))
+    ]
+    frozen = sum(size.numel() for size in matrices)
+    base = 2 * (sum(parameter_sizes(work.shape)) - frozen)
+    base += int(NF4_BYTES * frozen) + 2 * frozen // work.shape.num_layers if is_quantised else 2 * frozen
+    adapters = 16 * rank * sum(sum(size) for size in matrices)
+    micro, (stored, again) = micro_batches(work), _stored(work)
+    inside = again + backward_bytes(work, micro.tokens, micro.sequences, work.shape.layers[-1])
+    hidden = 2 * 2 * micro.tokens * work.shape.hidden_size
+    return base + adapters + stored + max(inside, 2 * 4 * _chunk_elements(work) + hidden) + _batch_bytes(work)
+
+
 def phases(work: Workload) -> list[Phase]:
     """Predict the peak of each phase of a step, in their order."""
     sizes = parameter_sizes(work.shape)

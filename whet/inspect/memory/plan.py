@@ -21,8 +21,10 @@ from whet.inspect.memory.phases import (
     GIB,
     Phase,
     Workload,
+    adapted_bytes,
     fit,
     parameter_sizes,
+    peak,
     phases,
     sharded_budget,
 )
@@ -98,14 +100,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+CARDS_GB, CARD_TOKENS, CARD_RANK, CARD_SHARE = (8, 16, 24), 1024, 16, 0.9
+"""Cards, tokens of the one sequence in a micro-batch, rank of adapters, and what of a card is not fragments."""
+LEAN: dict[str, Any] = BOTH | {"adam_bits": 8}
+FULL: dict[str, dict[str, Any]] = {
+    "--optim.precision float32": {"precision": "float32", "checkpoint": "layer"},
+    "--optim.precision bfloat16_master": BOTH,
+    "... --optim.adam-bits 8": LEAN,
+    "... --optim.optimizer galore --optim.adam-bits 8": LEAN | {"optimizer": "galore"},
+    "... --optim.optimizer adafactor": BOTH | {"optimizer": "adafactor"},
+}
+"""Ways to train all weights; layers are recomputed in each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Peak memory of a recipe by phase, before it runs, and how much of it fits a device."""
 
     recipe: str
     """Recipe, .yaml file or run folder, as the program accepts it; with --of model a folder or hub name."""
-    of: Literal["rl", "sft", "model"] = "rl"
-    """Program of the recipe; model only prints the sharded budget."""
+    of: Literal["rl", "sft", "model", "cards"] = "rl"
+    """Program of the recipe; model only prints the sharded budget, cards which ways to train a model fit 8, 16 and 24
+    GB."""
     set: tuple[str, ...] = ()
     """Fields of the recipe that are overridden; written as its own options are: --policy.init MODEL."""
     length: int = 0
@@ -128,12 +144,19 @@ class PlanConfig:
             raise ValueError(
                 "of = model reads num_devices only: leave out set, length, memory_gib and measure"
             )
+        if self.of == "cards" and (self.set or self.memory_gib or self.measure or self.num_devices != 1):
+            raise ValueError(
+                "of = cards reads length only: leave out set, memory_gib, measure and num_devices"
+            )
 
 
 def main(config: PlanConfig) -> None:
     """Print the plan."""
     if config.of == "model":
         print(_budget_text(find_shape(config.recipe), config.num_devices))
+        return
+    if config.of == "cards":
+        print(_cards_text(find_shape(config.recipe), config.length or CARD_TOKENS))
         return
     run = read_recipe(config)
     policy = None
@@ -338,6 +361,40 @@ def _advice(work: Workload, memory_gib: float) -> str:
     least = replace(work, rows=min(work.rows, 1), token_budget=work.length, kept_gib=0.0)
     need = max(phase.total for phase in phases(least)) / GIB
     return f"does not fit {memory_gib:g} GiB: one row and one sequence per micro-batch need {need:.1f} GiB already"
+
+
+def cards(shape: ModelConfig, length: int) -> dict[str, int]:
+    """Return the bytes that fine-tuning takes on a GPU, by how it is done: one sequence a micro-batch.
+
+    Args:
+        shape: The model.
+        length: Tokens of the sequence.
+    """
+    work = Workload(
+        shape=shape,
+        precision="float32",
+        device="cuda",
+        attention="fast",
+        length=length,
+        num_trained=length - 1,
+        num_sequences=2,
+        token_budget=length,
+    )
+    found = {f"all weights {words}": peak(replace(work, **options)) for words, options in FULL.items()}
+    found[f"LoRA, rank {CARD_RANK}"] = adapted_bytes(work, CARD_RANK, is_quantised=False)
+    found[f"QLoRA, rank {CARD_RANK}, NF4"] = adapted_bytes(work, CARD_RANK, is_quantised=True)
+    return found
+
+
+def _cards_text(shape: ModelConfig, length: int) -> str:
+    if not 2 <= length <= shape.max_positions:
+        raise UserError(f"length = {length}: expected 2 to the context's {shape.max_positions} tokens")
+    lines = [f"fine-tuning on {length:,} tokens at a time, layers recomputed; a tenth of a card is left free"]
+    lines.append(f"{'':<64}{'GB':>7}" + "".join(f"{gb:>5} GB" for gb in CARDS_GB))
+    for name, size in cards(shape, length).items():
+        fits = "".join(f"{'yes' if size <= CARD_SHARE * gb * 10**9 else 'no':>8}" for gb in CARDS_GB)
+        lines.append(f"{name:<64}{size / 10**9:7.1f}{fits}")
+    return "\n".join(lines)
 
 
 def _budget_text(shape: ModelConfig, num_devices: int) -> str:

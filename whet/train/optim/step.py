@@ -300,6 +300,9 @@ class Optimizer:
         model: The model to train.
         config: Hyper-parameters.
 
+    Raises:
+        UserError: If GaLore's space is as large as every matrix.
+
     Attributes:
         num_overflows: Updates left out so far because scaled gradients overflowed.
 
@@ -353,6 +356,11 @@ class Optimizer:
             self._first.append(torch.zeros(first, **place))
             self._second.append(torch.zeros(second, **place))
             self._steps.append(torch.zeros((), device=master.device))
+        if config.optimizer == "galore" and not self._low:
+            raise UserError(
+                f"optim.galore_rank = {rank}: no trained matrix of the layers has more rows and columns; lower it, or "
+                "use another optim.optimizer"
+            )
         self._arrivals: _Arrivals | None = None
         arrive = WeakMethod(self._arrive)  # the model must not keep its optimizer alive
         for index, (_, parameter) in enumerate(self._named if config.update_in_backward else ()):
