@@ -14,6 +14,7 @@ from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.head import RowState
 from whet.kernels.cpu.layers import Layers
 from whet.model.config import options
+from whet.model.lora.side import sides_of
 from whet.model.parts import MLP
 from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
 
@@ -40,6 +41,8 @@ def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
     is_plain = all(not m._forward_hooks and m._compiled_call_impl is None for m in model.modules())  # pyright: ignore[reportPrivateUsage]
     # Under autocast a head's norm gives float32 queries; the fused step would keep them in the products' dtype.
     has_wide_queries = model.config.qk_norm and model.head_weight.dtype != dtype
+    if any(True for _ in sides_of(model)):  # operation by operation
+        return False
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
     if not is_plain or has_wide_queries:
         return False

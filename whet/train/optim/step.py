@@ -19,6 +19,7 @@ from whet.kernels.cpu import build
 from whet.kernels.cpu.ops import forget
 from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.gpt2 import Conv1D
+from whet.model.lora.side import Beside
 from whet.model.transformer import LanguageModel
 from whet.ranks.collectives import world_size
 from whet.telemetry.spans import span, spanned
@@ -292,6 +293,7 @@ class Optimizer:
             if p.dim() == 2
         }
         by_muon = hidden if config.optimizer == "muon" else set[int]()
+        ratios = {id(part.lora_B): part.lr_ratio for part in model.modules() if isinstance(part, Beside)}
         turned = {id(part.weight) for part in model.modules() if isinstance(part, Conv1D)}
         self._named = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -314,6 +316,7 @@ class Optimizer:
             self._first.append(torch.zeros(shape, **place))
             self._second.append(torch.zeros((0,) if index in self._by_muon else shape, **place))
             self._steps.append(torch.zeros((), device=master.device))
+        self._ratios = [ratios.get(id(parameter), 1.0) for _, parameter in self._named]
         self._arrivals: _Arrivals | None = None
         arrive = WeakMethod(self._arrive)  # the model must not keep its optimizer alive
         for index, (_, parameter) in enumerate(self._named if config.update_in_backward else ()):
@@ -375,7 +378,8 @@ class Optimizer:
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6)) / scale
             is_native = build.library() is not None and all(map(suits_kernel, gradients))
             has_masters = any(master.held() for master in self._masters)
-            if self._packed or has_masters or is_native or self._by_muon:
+            has_ratios = any(ratio != 1.0 for ratio in self._ratios)
+            if self._packed or has_masters or is_native or self._by_muon or has_ratios:
                 del gradients
                 for index in used:
                     self._update_one(index, lr, factor)
@@ -390,6 +394,7 @@ class Optimizer:
         """Update a parameter on its weights' device, and drop its gradient."""
         config, parameter, master = self._config, self._named[index][1], self._masters[index]
         assert parameter.grad is not None
+        lr *= self._ratios[index]
         gradient = parameter.grad.to(master.device)
         parameter.grad = None
         self._steps[index] += 1
