@@ -281,7 +281,8 @@ def linear(
     """Return x @ weight.T + bias, in autocast's dtype if that is on; see `whet.kernels.eager.linear`."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     needs_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if needs_grad and torch.is_grad_enabled():
+    # A tape has a result of every product, of the first frozen ones, too, which nothing differentiates.
+    if (needs_grad and torch.is_grad_enabled()) or _tape is not None:
         return _Linear.apply(x, weight, bias, dtype, transposed)  # pyright: ignore[reportReturnType]
     # Skip autograd: its bookkeeping takes as long as a small product.
     packed = panels(weight, dtype, transposed=transposed)
@@ -300,7 +301,12 @@ class _LowRank(torch.autograd.Function):
         b_FR: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        inner, out = _low_rank(x_ND, y_NF, a_RD, b_FR, scaling)
+        if (found := recorded()) is None:
+            inner, out = _low_rank(x_ND, y_NF, a_RD, b_FR, scaling)
+        else:  # only the sum is kept: the narrow product is computed again
+            inner = _narrow(x_ND, a_RD, scaling)
+            nothing = torch.empty(1, 1, dtype=y_NF.dtype).expand(x_ND.shape[0], b_FR.shape[0])
+            out = nothing if found[0] is None else found[0]
         ctx.save_for_backward(x_ND, inner, a_RD, b_FR)
         ctx.scaling = scaling
         return out
@@ -323,21 +329,27 @@ class _LowRank(torch.autograd.Function):
 def _low_rank(
     x_ND: torch.Tensor, y_NF: torch.Tensor, a_RD: torch.Tensor, b_FR: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scaled product with A, its columns padded to whole vectors, and the sum."""
+    """Return the scaled product with A, and the sum."""
+    inner = _narrow(x_ND, a_RD, scaling)
+    change = product(inner, panels(b_FR, torch.float32), b_FR.shape[0])
+    return inner, change.add_(y_NF).to(y_NF.dtype)
+
+
+def _narrow(x_ND: torch.Tensor, a_RD: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return scaling x A^T, its columns padded to whole vectors."""
     rank, wide = a_RD.shape[0], torch.float32
     inner = torch.empty(x_ND.shape[0], rank + -rank % QUANTUM)
     inner[:, rank:] = 0.0
     product(x_ND.to(wide).contiguous(), panels(a_RD, wide), rank, out=inner)
-    inner.mul_(scaling)
-    change = product(inner, panels(b_FR, wide), b_FR.shape[0])
-    return inner, change.add_(y_NF).to(y_NF.dtype)
+    return inner.mul_(scaling)
 
 
 def low_rank(
     x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """Return y + scaling x A^T B^T, whatever the rank; see `whet.kernels.eager.low_rank`."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, y, a, b)):
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, y, a, b))
+    if needs_grad or _tape is not None:
         return _LowRank.apply(x, y, a, b, scaling)  # pyright: ignore[reportReturnType]
     return _low_rank(x, y, a, b, scaling)[1]
 

@@ -133,6 +133,11 @@ class Side(nn.Module):
         self.start = start
         self._norm: tuple[tuple[int, ...], torch.Tensor] | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one low-rank product, which the compiled decoding step knows."""
+        return self.magnitude is None and self.start is None
+
     def forward(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
         """Return the layer's output with the adapter.
 
@@ -189,6 +194,7 @@ class ExpertSide(nn.Module):
     """
 
     magnitude: None = None
+    is_plain = False
 
     def __init__(
         self,
