@@ -28,6 +28,7 @@ from whet.algo.config import AlgoConfig
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
+from whet.model.lora.side import LoRAConfig
 from whet.rewards.base import WeightedReward
 from whet.train.objective.advantage import with_advantages
 from whet.train.objective.objective import Objective
@@ -90,10 +91,17 @@ class WhetSide:
     """What `whet rl` does in a step, without its logs and files."""
 
     def __init__(
-        self, home: Path, case: Case, texts: list[str], precision: Precision, **optim_fields: Any
+        self,
+        home: Path,
+        case: Case,
+        texts: list[str],
+        precision: Precision,
+        lora: LoRAConfig | None = None,
+        **optim_fields: Any,
     ) -> None:
+        max_rows = case.num_prompts * case.group_size
         self.policy: Policy = sides.load_whet(
-            home, dtype=parameter_dtype(precision), max_rows=case.num_prompts * case.group_size
+            home, dtype=parameter_dtype(precision), max_rows=max_rows, lora=lora
         )
         optim = OptimConfig(
             lr=LR,
@@ -158,6 +166,7 @@ def trl_trainer(
     steps: int,
     parts: int = 1,
     recomputes: bool = False,
+    peft_config: Any = None,
 ) -> Any:
     """Build TRL's trainer; `after` runs between its steps.
 
@@ -170,6 +179,7 @@ def trl_trainer(
         steps: Steps that it will do.
         parts: Micro-batches of a step.
         recomputes: Whether the backward pass recomputes layers.
+        peft_config: Adapters to train in place of the weights.
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -224,6 +234,7 @@ def trl_trainer(
         train_dataset=Dataset.from_dict({"prompt": [f"{text} 0" for text in texts]}),
         processing_class=tokenizer,
         callbacks=[clock],
+        peft_config=peft_config,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.clock = clock

@@ -22,6 +22,7 @@ import torch
 
 from whet.__main__ import keep_freed_memory
 from whet.algo.packing import TrainingSequence
+from whet.model.lora.side import LoRAConfig
 from whet.train.optim.step import OptimConfig, Optimizer, Precision, parameter_dtype
 from whet.train.sft import train_step
 
@@ -32,8 +33,10 @@ TARGET = 1.5
 class WhetSide:
     """What `whet sft` does in a step, without its logs and files."""
 
-    def __init__(self, home: Path, precision: Precision, rows: list[tuple[int, ...]]) -> None:
-        self.policy = sides.load_whet(home, dtype=parameter_dtype(precision))
+    def __init__(
+        self, home: Path, precision: Precision, rows: list[tuple[int, ...]], lora: LoRAConfig | None = None
+    ) -> None:
+        self.policy = sides.load_whet(home, dtype=parameter_dtype(precision), lora=lora)
         self.config = OptimConfig(precision=precision)
         self.optimizer = Optimizer(self.policy.model, self.config)
         self.rows = [TrainingSequence(prompt_ids=ids[:1], completion_ids=ids[1:]) for ids in rows]
@@ -55,8 +58,12 @@ def trl_speeds(
     steps: int,
     after: Callable[[], None],
     before: Callable[[], None] = lambda: None,
+    peft_config: Any = None,
 ) -> list[float]:
-    """Return TRL's tokens per second in each step; `before` runs ahead of a step, `after` behind it."""
+    """Return TRL's tokens per second in each step; `before` runs ahead of a step, `after` behind it.
+
+    With `peft_config` it trains adapters.
+    """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -109,6 +116,7 @@ def trl_speeds(
         train_dataset=Dataset.from_dict({"input_ids": [list(ids) for ids in ordered]}),
         processing_class=tokenizer,
         callbacks=[Clock()],
+        peft_config=peft_config,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

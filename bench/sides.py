@@ -31,6 +31,8 @@ from whet.generate.policy import Policy
 from whet.kernels import dispatch
 from whet.kernels.cpu import build
 from whet.model.config import ModelConfig
+from whet.model.lora.side import LoRAConfig
+from whet.model.lora.trained import Base, Trained
 from whet.model.text.template import PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
@@ -101,14 +103,18 @@ def save_shape(name: str, folder: Path, seed: int = 0) -> Path:
     return home
 
 
-def load_whet(home: Path, *, dtype: torch.dtype, max_rows: int = 256) -> Policy:
-    """Load whet's side: a plain prompt, no stop string and no stop token."""
+def load_whet(
+    home: Path, *, dtype: torch.dtype, max_rows: int = 256, lora: LoRAConfig | None = None
+) -> Policy:
+    """Load whet's side: a plain prompt, no stop string and no stop token; with `lora` it trains adapters."""
     from whet.model.weights import load_model
 
     model, _ = load_model(home, dtype=dtype, device=torch.device("cpu"))
     tokenizer = Tokenizer.load(str(home)).with_template(PLAIN_TEMPLATE)
     policy = Policy(model, tokenizer, ResponseSchema(), system_prompt=False, max_rows=max_rows)
     policy.stop_strings, policy.stop_ids = (), ()
+    if lora is not None:
+        policy.trained = Trained(model, lora, base=Base(str(home), home), seed=0)
     return policy
 
 

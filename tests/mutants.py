@@ -713,7 +713,11 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ],
     ("train/objective/reference.py", (OBJECTIVE,)): [
         ("order", "step % self._refresh_every == 0", "step % self._refresh_every == 1"),
-        ("factor", "mine.lerp_(theirs, 1.0 - self._ema)", "mine.lerp_(theirs, self._ema)"),
+        (
+            "factor",
+            "mine.lerp_(model.get_parameter(name), 1.0 - self._ema)",
+            "mine.lerp_(model.get_parameter(name), self._ema)",
+        ),
         (
             "choice",
             "KL_RAISE, KL_LOWER, KL_BAND = 1.5, 0.8, 1.5",

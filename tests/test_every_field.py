@@ -82,6 +82,7 @@ HOMES: dict[str, str] = {
     "policy.attention": "rl",
     "policy.": "sft",
     "optim.": "sft",
+    "lora.": "sft",
     "track.": "sft",
     "track.num_samples": "rl",
     "safety.": "sft",
@@ -120,6 +121,7 @@ PLAIN: Data = {"algo.scale": "none", "algo.uninformative": "keep"}
 PAIRS: Data = {"pairs": "{work}/pairs.jsonl", "num_problems": 0, "num_samples": 8, "max_pairs_per_problem": 4}
 PAIRS |= {"sampling": {}} | TEXT
 
+ADAPTED: Data = {"policy": {"init": "{work}/a"}, "lora.rank": 2}
 TAUGHT: Data = {"teacher.init": "{work}/a", "algo.uninformative": "keep"}
 
 MODES: dict[str, tuple[Data, list[Any]]] = {
@@ -159,6 +161,15 @@ MODES: dict[str, tuple[Data, list[Any]]] = {
     "task.paths": (MIXTURE, [{"jsonl": "{work}/more.jsonl"}]),
     "turns": (CHATS, ["last"]),
     "too_long": (CHATS, ["cut"]),
+    "lora.rank": ({"policy": {"init": "{work}/a"}}, [2]),
+    "lora.alpha": (ADAPTED, [7.0]),
+    "lora.rslora": (ADAPTED, [True]),
+    "lora.dora": (ADAPTED, [True]),
+    "lora.lr_ratio": (ADAPTED, [9.0]),
+    "lora.init": (ADAPTED, ["pissa"]),
+    "lora.targets": (ADAPTED, [["q_proj"]]),
+    "lora.layers": (ADAPTED, ["1"]),
+    "lora.modules_to_save": (ADAPTED, [["norm"]]),
     "optim.weight_decay": ({}, [0.5]),
     "optim.decay_share": ({"optim.schedule": "wsd"}, [1.0]),
     "optim.num_cycles": ({"optim.schedule": "cosine_restarts"}, [1]),

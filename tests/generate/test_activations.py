@@ -22,6 +22,7 @@ from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.build import library, reason
 from whet.kernels.cpu.layers import KEPT
 from whet.model.config import ModelConfig
+from whet.model.lora.side import LoRAConfig, attach, choose, sides_of
 from whet.model.transformer import LanguageModel
 from whet.recipes.models import demo_policy
 from whet.telemetry.log import read_metrics
@@ -123,6 +124,49 @@ def test_the_gradient_is_the_same_to_the_bit(
         monkeypatch.undo()
 
 
+def with_adapters(model: LanguageModel, rank: int, targets: tuple[str, ...]) -> LanguageModel:
+    """Freeze a model, and put adapters beside some of its products that change much."""
+    config = LoRAConfig(rank=rank, targets=targets)
+    model.requires_grad_(False)
+    attach(model, config, choose(model, config), 0)
+    for _, side in sides_of(model):
+        with torch.no_grad():
+            side.lora_B.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank", "targets", "threads"),
+    [
+        (torch.float32, 3, ("all-linear",), 2),
+        (torch.bfloat16, 20, ("all-linear",), 1),
+        (torch.bfloat16, 5, ("q_proj", "layers.1.mlp.down_proj"), 2),
+    ],
+)
+def test_adapters_in_one_call_are_those_of_single_operations(
+    dtype: torch.dtype, rank: int, targets: tuple[str, ...], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(threads)
+    model = with_adapters(make_model(SHAPE).to(dtype).train(), rank, targets)
+    kept = Activations(2**30)
+    plain = engine_module.can_fuse
+    fused: list[bool] = []
+    monkeypatch.setattr(engine_module, "can_fuse", lambda *a: fused.append(plain(*a)) or fused[-1])
+    sequences = draw(model, kept, make_requests())
+    assert fused == [True]
+    for budget in (10_000, 400):
+        for micro in pack(sequences, token_budget=budget).micro_batches:
+            assert kept.tape(model, micro) is not None
+            expected, found = (gradient(model, (micro,), given) for given in (None, kept))
+            assert torch.equal(expected[0][0][0], micro.sampler_logprobs_M)
+            assert torch.equal(found[0][0][0], micro.sampler_logprobs_M)
+            for mine, theirs in zip(found[1], expected[1], strict=True):
+                assert (mine is None) == (theirs is None)
+                assert mine is None or torch.equal(mine, theirs)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (".side." in name), name
+
+
 @pytest.mark.parametrize("filters", [{"top_p": 0.7}, {"top_k": 2}], ids=str)
 def test_filters_need_no_forward_pass_either(
     filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -212,12 +256,10 @@ def test_what_does_not_fit_or_cannot_be_kept_is_computed(monkeypatch: pytest.Mon
     (micro,) = pack(draw(model, kept, requests), token_budget=10_000).micro_batches
     assert kept.tape(model, micro) is None
     kept = Activations(2**30)
-    for change in ("checkpoint", "frozen", "long"):
+    for change in ("checkpoint", "long"):
         model = make_model(SHAPE).train()
         if change == "checkpoint":
             model.checkpoint_layers = True
-        elif change == "frozen":
-            model.head_weight.requires_grad_(False)
         else:
             monkeypatch.setattr(
                 engine_module, "FUSED_PREFILL", 8

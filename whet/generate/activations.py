@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from whet.generate.rows import Request
 from whet.kernels.cpu import ops as cpu
-from whet.kernels.cpu.layers import Layers
+from whet.kernels.cpu.layers import PRODUCTS, Layers
 from whet.model.config import ModelConfig, options
+from whet.model.lora.side import sides_of
+from whet.model.parts import Linear
 from whet.model.transformer import LanguageModel, LlamaLike
 from whet.types import MicroBatch
 
@@ -63,6 +66,7 @@ class Activations:
         self._prompts: dict[int, tuple[Request, int]] = {}
         self._found: dict[tuple[int, ...], _Found] = {}
         self._versions: tuple[int, ...] = ()
+        self._sides: list[set[str]] = []
 
     def clear(self) -> None:
         """Forget everything, and free the memory."""
@@ -95,6 +99,7 @@ class Activations:
             tensor[NOTHING].zero_()
         self._free, self._size = 1, size
         self._versions = _versions(model)
+        self._sides = [_sides(layer) for layer in model.layers]
         layers.keep(self._layers, self._last, self._rstd)
         return True
 
@@ -155,19 +160,28 @@ class Activations:
             return tensor.index_select(0, places_N)
 
         # The order of the calls in the forward pass of a llama-like layer (`is_known`); `replaying` asserts the count.
-        for arrays in self._layers:
+        for arrays, sides in zip(self._layers, self._sides, strict=True):
+            # Where there is an adapter its product alone comes first, which nothing reads.
+            before = {name: [(None,)] * (name in sides) for name in PRODUCTS}
             yield at(arrays["norm1"]), at(arrays["rstd1"])
+            yield from before["q"]
             yield (None,)  # queries and keys before rotation: nothing reads them
+            yield from before["k"]
             yield (None,)
+            yield from before["v"]
             yield (at(arrays["v"]),)
             yield (at(arrays["q"]),)
             yield (at(arrays["k"]),)
             yield at(arrays["attended"]), at(arrays["lse"])
+            yield from before["o"]
             yield (at(arrays["o"]),)
             yield at(arrays["norm2"]), at(arrays["rstd2"])
+            yield from before["gate"]
             yield (at(arrays["gate"]),)
+            yield from before["up"]
             yield (at(arrays["up"]),)
             yield (at(arrays["gated"]),)
+            yield from before["down"]
             yield (at(arrays["down"]),)
         yield at(self._last), at(self._rstd)
 
@@ -192,7 +206,13 @@ def can_keep(model: LanguageModel) -> bool:
     """Say whether the kept results are all that a model's backward pass needs."""
     if not (isinstance(model, LlamaLike) and is_known(model.config)) or model.checkpoint_layers:
         return False
-    return all(parameter.requires_grad for parameter in model.parameters())
+    return all(side.is_plain for _, side in sides_of(model))
+
+
+def _sides(layer: nn.Module) -> set[str]:
+    """Return which products of a layer have an adapter: q, k, v, o, gate, up, down."""
+    linear = [(name, part) for name, part in layer.named_modules() if isinstance(part, Linear)]
+    return {name.rpartition(".")[2].removesuffix("_proj") for name, part in linear if part.side is not None}
 
 
 def _widths(config: ModelConfig) -> Mapping[str, int]:

@@ -12,10 +12,11 @@ from whet.generate.rows import Rows
 from whet.kernels import dispatch
 from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.head import RowState
-from whet.kernels.cpu.layers import Layers
+from whet.kernels.cpu.layers import Layers, Side
 from whet.model.config import options
-from whet.model.parts import MLP
-from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
+from whet.model.lora.side import Beside, sides_of
+from whet.model.parts import MLP, Linear
+from whet.model.transformer import SIDE_NAMES, DecoderLayer, LanguageModel, LlamaLike
 
 CHUNK = 192
 """Prompt tokens per call, so that their activations stay in a core's cache."""
@@ -40,7 +41,13 @@ def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
     is_plain = all(not m._forward_hooks and m._compiled_call_impl is None for m in model.modules())  # pyright: ignore[reportPrivateUsage]
     # Under autocast a head's norm gives float32 queries; the fused step would keep them in the products' dtype.
     has_wide_queries = model.config.qk_norm and model.head_weight.dtype != dtype
-    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    # Under autocast an adapter reads what a norm gives, float32; the fused step has it in the products' dtype.
+    sides = [side for _, side in sides_of(model)]
+    if sides and (dtype != model.head_weight.dtype or not all(side.is_plain for side in sides)):
+        return False
+    matrices = [
+        p for name, p in model.layers.named_parameters() if p.dim() == 2 and not name.endswith(SIDE_NAMES)
+    ]
     if not is_plain or has_wide_queries:
         return False
     return dispatch.runs_cpp(model.model.embed_tokens.weight, *matrices, operation="decode")
@@ -61,7 +68,24 @@ def fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> Layers:
         num_rows=max(cache.num_rows, CHUNK),
         heads=(config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size),
         eps=config.norm_eps,
+        sides=[_sides(layer) for layer in model.model.layers if isinstance(layer, DecoderLayer)],
     )
+
+
+def _parts(layer: DecoderLayer) -> dict[str, Linear]:
+    attention, mlp = layer.self_attn, cast(MLP, layer.mlp)
+    parts = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
+    return parts | {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+
+
+def _sides(layer: DecoderLayer) -> dict[str, Side]:
+    """Return the adapters of a layer, packed."""
+    found: dict[str, Side] = {}
+    for name, part in _parts(layer).items():
+        if (side := cast(Beside | None, part.side)) is not None:
+            a, b = (cpu.panels(tensor, torch.float32) for tensor in (side.lora_A, side.lora_B))
+            found[name] = Side(a, b, side.lora_A.shape[0], side.scaling)
+    return found
 
 
 def prefill(
@@ -90,9 +114,7 @@ def prefill(
 
 
 def _tensors(layer: DecoderLayer, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
-    attention, mlp = layer.self_attn, cast(MLP, layer.mlp)
-    parts = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
-    parts |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+    attention, parts = layer.self_attn, _parts(layer)
     tensors: dict[str, torch.Tensor | None] = {
         name: cpu.panels(part.weight, dtype) for name, part in parts.items()
     }

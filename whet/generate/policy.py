@@ -26,6 +26,7 @@ from whet.model.families import RopeFactors
 from whet.model.files import read_json
 from whet.model.lora.adapter import Adapter
 from whet.model.lora.files import find_model
+from whet.model.lora.trained import Trained
 from whet.model.routing import Routing, times_read
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
@@ -58,7 +59,7 @@ class PolicyConfig:
     """Run folder, Hugging Face folder or hub name, or a LoRA adapter that names its base; empty for random weights of
     the shape `model`."""
     adapter: str = ""
-    """LoRA adapter (folder of the peft library, or hub name) to merge into `init`; empty for none."""
+    """LoRA adapter on `init` (run that trained one, folder of the peft library, or hub name); empty for none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Shape when the weights are random; vocab_size is set from the tokenizer."""
     tokenizer: str = ""
@@ -152,7 +153,9 @@ class Policy:
         max_rows: Sequences decoded together.
         autocast: Compute dtype of products if it is not the parameters' own.
         activations: Activations that its engines keep for `score`; None at first.
-        adapter: The LoRA adapter that was merged into the model, or is applied to it; None without one.
+        adapter: The LoRA adapter that is applied to the model, or was merged into it; None without one.
+        trained: The adapters that a run trains; None where it trains the weights themselves, or nothing.
+        folder: Folder of the model's weights, of an adapter its base's; None for random ones.
         replays_experts: Whether engines whose completions are trained on record the experts that tokens go to; `score`
             and `hidden` then take the same ones.
         routings: Where `score` and `hidden` put what the routers of each pass did, while a load-balancing loss is
@@ -171,6 +174,8 @@ class Policy:
         max_rows: int = 256,
         autocast: torch.dtype | None = None,
         adapter: Adapter | None = None,
+        trained: Trained | None = None,
+        folder: Path | None = None,
     ) -> None:
         if tokenizer.vocab_size > model.config.vocab_size:
             raise UserError(
@@ -189,6 +194,8 @@ class Policy:
         self.autocast = autocast
         self.activations: Activations | None = None
         self.adapter = adapter
+        self.trained = trained
+        self.folder = folder
         self.replays_experts = False
         self.routings: list[Routing] | None = None
         closings = {stop: tokenizer.encode(stop) for stop in schema.stop_strings}
@@ -226,6 +233,8 @@ class Policy:
             max_rows=self.max_rows,
             autocast=self.autocast,
             adapter=self.adapter,
+            trained=self.trained,
+            folder=self.folder,
         )
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
@@ -459,13 +468,21 @@ class Policy:
     ) -> None:
         """Write weights (given ones or the current ones), tokenizer and protocol to a loadable folder.
 
+        Of a policy whose adapters are trained these are the adapters; an applied adapter is merged into what is
+        written, in float32.
+
         Args:
             folder: The folder.
             weights: Weights in place of the model's own.
             dtype: Dtype of what is written; default: the weights' own.
         """
-        assert self.adapter is None or not self.adapter.is_applied, "an applied adapter would be left out"
         self.save_protocol(folder)
+        if self.trained is not None:
+            self.trained.write(folder, weights)
+            return
+        if self.adapter is not None and self.adapter.is_applied:
+            assert weights is None
+            weights = self.adapter.merged(self.model)
         # transformers scores a text before its padding: an id that also ends texts would move that place.
         pad_id = None if self.tokenizer.pad_id in self.stop_ids else self.tokenizer.pad_id
         ends = {"bos_id": self.tokenizer.bos_id, "eos_ids": self.stop_ids, "pad_id": pad_id}
@@ -503,7 +520,7 @@ def load_policy(
     seed: int,
     dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = None,
-    merge: bool = True,
+    merge: bool = False,
     plain: bool = False,
     date: str = "",
     is_reward: bool = False,
@@ -517,7 +534,8 @@ def load_policy(
         seed: Seed of random weights and of new vocabulary rows.
         dtype: Parameter dtype.
         autocast: Compute dtype of products if it differs.
-        merge: Merge an adapter; False applies it, so that it can be switched off (`policy.adapter.off`).
+        merge: Merge an adapter into the weights, to train them; otherwise it is applied, frozen, and can be switched
+            off (`policy.adapter.off`).
         plain: Ask a model that comes without a protocol, where the config names no schema either, as its template
             alone has it: chats, servers and preference pairs. Tasks with answers ask by a schema.
         date: Today for the chat template, as YYYY-MM-DD; empty for that of the folder's protocol, else the computer's.
@@ -568,7 +586,7 @@ def load_policy(
         if adapter is not None:
             model = adapter.fit(model)
             if merge:
-                adapter.merge(model)
+                print(f"whet: {adapter.folder} is merged: {adapter.merge(model)}", flush=True)
         if config.tags_as_tokens:
             model = resize_vocabulary(model, max(tokenizer.vocab_size, config.padded_vocab_size), seed).to(
                 device
@@ -590,6 +608,7 @@ def load_policy(
         max_rows=config.max_rows,
         autocast=autocast,
         adapter=adapter,
+        folder=folder,
     )
 
 

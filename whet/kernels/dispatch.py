@@ -129,6 +129,11 @@ def _multiplies(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> bool:
     return x.dtype == weight.dtype
 
 
+def _adds(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any) -> bool:
+    is_plain = x.dim() == 2 and a.dtype == b.dtype == torch.float32 and y.dtype in cpu.DTYPES
+    return is_plain and runs_cpp(x, a)
+
+
 def _normalises(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> bool:
     return x.dtype == weight.dtype and runs_cpp(x, weight)
 
@@ -143,6 +148,7 @@ def _gates(gate: torch.Tensor, up: torch.Tensor) -> bool:
 
 CPP: Kernels = {
     eager.linear: Kernel(cpu.linear, _multiplies),
+    eager.low_rank: Kernel(cpu.low_rank, _adds),
     eager.rms_norm: Kernel(cpu.rms_norm, _normalises),
     eager.rotate: Kernel(cpu.rotate, _rotates),
     eager.swiglu: Kernel(cpu.swiglu, _gates),

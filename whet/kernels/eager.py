@@ -331,6 +331,32 @@ def linear(
         return _Widened.apply(rounded, weight, bias)  # pyright: ignore[reportReturnType]
 
 
+RANKS = 16
+"""Ranks are padded with zeros to a multiple of it: PyTorch's products of fewer columns depend on the number of rows."""
+
+
+def low_rank(
+    x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Return y + scaling x A^T B^T, computed in the dtype of A and B and rounded to that of y; differentiable.
+
+    Autocast is ignored: rounding the products of an adapter that has just begun would lose most of what it learned.
+
+    Args:
+        x: Input [..., D].
+        y: What is added to [..., F].
+        a: Matrix [R, D], float32 (float64 for a float64 model).
+        b: Matrix [F, R].
+        scaling: Factor of the product.
+    """
+    surplus = -a.shape[0] % RANKS
+    if surplus:
+        a, b = F.pad(a, (0, 0, 0, surplus)), F.pad(b, (0, surplus))
+    with torch.autocast(x.device.type, enabled=False):
+        inner = F.linear(x.to(a.dtype), a) * scaling
+        return (y.to(a.dtype) + F.linear(inner, b)).to(y.dtype)
+
+
 class _Widened(torch.autograd.Function):
     """A 16-bit product computed in float32; it saves 16-bit inputs and the weight itself for the backward pass."""
 

@@ -79,11 +79,21 @@ class Router(nn.Module):
 
 
 class ExpertWeights(nn.Module):
-    """The experts' weights, one tensor for all of them, as transformers has them."""
+    """The experts' weights, one tensor for all of them, as transformers has them.
+
+    Attributes:
+        gate_up_side: An adapter beside `gate_up_proj` (`whet.model.lora.side.ExpertSide`); None without one.
+        down_side: The same beside `down_proj`.
+    """
+
+    gate_up_side: nn.Module | None
+    down_side: nn.Module | None
 
     def __init__(self, width: int, experts: Experts) -> None:
         super().__init__()
         count, inner, self.is_clamped = experts.count, experts.width, experts.is_clamped
+        self.register_module("gate_up_side", None)
+        self.register_module("down_side", None)
         if experts.is_clamped:
             self.gate_up_proj = nn.Parameter(torch.empty(count, width, 2 * inner))
             self.down_proj = nn.Parameter(torch.empty(count, inner, width))
@@ -97,13 +107,21 @@ class ExpertWeights(nn.Module):
         """Return what one expert makes of its rows."""
         up, down = self.gate_up_proj[expert], self.down_proj[expert]
         if not self.is_clamped:
-            gate, up = eager.linear(x_ND, up).chunk(2, dim=-1)
+            both = _beside(self.gate_up_side, expert, x_ND, eager.linear(x_ND, up))
+            gate, up = both.chunk(2, dim=-1)
             gated = dispatch.run(eager.swiglu, gate.contiguous(), up.contiguous())
-            return eager.linear(gated, down)
+            return _beside(self.down_side, expert, gated, eager.linear(gated, down))
         both = eager.linear(x_ND, up.t(), self.gate_up_proj_bias[expert])
+        both = _beside(self.gate_up_side, expert, x_ND, both)
         gate, up = both[..., 0::2].clamp(max=CLAMP), both[..., 1::2].clamp(-CLAMP, CLAMP)
         gated = (up + 1) * gate * eager.row_wise(torch.sigmoid, SHARPNESS * gate)
-        return eager.linear(gated, down.t(), self.down_proj_bias[expert])
+        out_ND = eager.linear(gated, down.t(), self.down_proj_bias[expert])
+        return _beside(self.down_side, expert, gated, out_ND)
+
+
+def _beside(side: nn.Module | None, expert: int, x_ND: torch.Tensor, y_NF: torch.Tensor) -> torch.Tensor:
+    """Return a product and what an adapter adds to it."""
+    return y_NF if side is None else side(expert, x_ND, y_NF)
 
 
 class MixtureOfExperts(nn.Module):

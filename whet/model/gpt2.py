@@ -16,16 +16,31 @@ from whet.model.transformer import LanguageModel, heads
 
 
 class Conv1D(nn.Module):
-    """A linear layer whose weight is stored [in, out], as GPT-2 checkpoints have it."""
+    """A linear layer whose weight is stored [in, out], as GPT-2 checkpoints have it.
+
+    Attributes:
+        side: An adapter beside the weight, as `Linear` has it.
+    """
+
+    side: nn.Module | None
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
+        self.register_module("side", None)
         self.weight = nn.Parameter(torch.empty(num_in, num_out))
         self.bias = nn.Parameter(torch.zeros(num_out))
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return x W + b."""
-        return dispatch.run(eager.linear, x_ND, self.weight, self.bias, transposed=True)
+        """Return x W + b, and what the adapter adds."""
+        return self.product(x_ND, self.bias) if self.side is None else self.side(x_ND, self)
+
+    def product(self, x_ND: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x W + bias, of the weight alone."""
+        return dispatch.run(eager.linear, x_ND, self.weight, bias, transposed=True)
+
+    def matrix(self) -> torch.Tensor:
+        """Return W [out, in]."""
+        return self.weight.t()
 
 
 class GPT2Attention(nn.Module):

@@ -12,14 +12,32 @@ from whet.model.config import ModelConfig
 
 
 class Linear(nn.Linear):
-    """A linear layer without PyTorch's default initialisation: it is loaded, or drawn by `init_weights`."""
+    """A linear layer without PyTorch's default initialisation: it is loaded, or drawn by `init_weights`.
+
+    Attributes:
+        side: An adapter beside the weight (`whet.model.lora.side.Side`); None without one.
+    """
+
+    side: nn.Module | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.register_module("side", None)
 
     def reset_parameters(self) -> None:
         """Leave the weights uninitialised."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + b."""
-        return dispatch.run(eager.linear, input, self.weight, self.bias)
+        """Return x W^T + b, and what the adapter adds."""
+        return self.product(input, self.bias) if self.side is None else self.side(input, self)
+
+    def product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x W^T + bias, of the weight alone."""
+        return dispatch.run(eager.linear, input, self.weight, bias)
+
+    def matrix(self) -> torch.Tensor:
+        """Return W [out, in]."""
+        return self.weight
 
 
 def embedding(num_rows: int, width: int) -> nn.Embedding:

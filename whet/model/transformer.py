@@ -255,6 +255,10 @@ def _scaled(x_ND: torch.Tensor, scale: float) -> torch.Tensor:
     return x_ND * torch.tensor(scale).to(x_ND.dtype).item()
 
 
+SIDE_NAMES = (".lora_A", ".lora_B", ".side.magnitude")
+"""Parameters of adapters."""
+
+
 class LanguageModel(nn.Module):
     """What both architectures share: flat tokens in, hidden states out; the caller computes the logits.
 
@@ -267,6 +271,7 @@ class LanguageModel(nn.Module):
         recompute: What of them, where `checkpoint_layers` is on.
         loss_scale: Factor of the losses that training backpropagates; 1 outside float16.
         sampling_defaults: What the folder's generation_config.json says of sampling, for what is written.
+        merged_adapters: SHA-256 of the adapters that were merged into the weights.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -278,6 +283,7 @@ class LanguageModel(nn.Module):
         self.loss_scale = 1.0
         self.recompute = Recompute()
         self.sampling_defaults: dict[str, Any] = {}
+        self.merged_adapters: tuple[str, ...] = ()
 
     def forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
@@ -305,7 +311,11 @@ class LanguageModel(nn.Module):
     @cached_property
     def has_odd_products(self) -> bool:
         """Whether some product has a size that the kernels decline."""
-        return any(p.dim() == 2 and p.shape[-1] % cpu.QUANTUM for p in self.parameters())
+        return any(  # adapters' products are padded
+            p.dim() == 2 and p.shape[-1] % cpu.QUANTUM
+            for name, p in self.named_parameters()
+            if not name.endswith(SIDE_NAMES)
+        )
 
     def _forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext

@@ -96,6 +96,10 @@ def check_weights(folder: Path) -> None:
 def stored_shape(folder: Path, rope_factors: RopeFactors = "auto") -> ModelConfig:
     """Return the shape that a model folder's config.json has."""
     path = folder / "config.json"
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder}: a LoRA adapter, which is read as a policy only (policy.init or policy.adapter); merge it first"
+        )
     return from_hf(read_json(path), where=str(path), rope_factors=rope_factors)
 
 

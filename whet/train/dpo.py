@@ -33,6 +33,7 @@ from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.reward_model import messages_of
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_texts
+from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard, sum_gradients
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
@@ -182,6 +183,8 @@ class DPOConfig:
     """kto: weight of undesirable completions."""
     center_coef: float = 0.0
     """reward: weight of the squared sum of a pair's scores, which keeps their mean near 0 (0.01 is usual)."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Adapters that are trained in place of the weights."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6, beta2=0.99))
     """Optimizer, schedule and precision."""
     num_steps: int = 100

@@ -12,6 +12,7 @@ from whet.config import align
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task, told_of
@@ -65,6 +66,8 @@ class RFTConfig:
     """Optimizer steps per round; the learning-rate schedule spans all rounds."""
     batch_size: int = 32
     """Sequences per optimizer step, over all ranks."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Adapters that are trained in place of the weights."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5, beta2=0.99))
     """Optimizer, schedule and precision."""
     validation_problems: int = 0

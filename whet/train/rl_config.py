@@ -9,6 +9,7 @@ from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig, check_com
 from whet.config import align
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
+from whet.model.lora.side import LoRAConfig
 from whet.rewards.base import JUDGE, MODEL, parse_own
 from whet.rewards.judge.judge import JudgeConfig
 from whet.tasks.base import TaskConfig
@@ -58,6 +59,8 @@ class RLConfig:
     """A teacher that the samples are pulled to, beside the rewards or alone."""
     value: ValueConfig = field(default_factory=ValueConfig)
     """The critic; read with algo.baseline = value."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Adapters that are trained in place of the weights."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6, schedule="constant", beta2=0.99))
     """Optimizer, schedule and precision."""
     kept_gib: float = 2.0

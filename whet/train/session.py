@@ -25,7 +25,9 @@ from whet.kernels import dispatch
 from whet.model.config import has_experts
 from whet.model.files import read_json
 from whet.model.lora.files import find_model
-from whet.model.weights import check_weights, load_model
+from whet.model.lora.side import LoRAConfig, choose
+from whet.model.lora.trained import Base, Trained
+from whet.model.weights import check_weights, load_model, stored_shape
 from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
 from whet.report.markdown import write_report
 from whet.sandbox.reentry import refuse_reentry
@@ -60,6 +62,11 @@ class RunConfig(Protocol):
     @property
     def seed(self) -> int:
         """Seed of the run."""
+        ...
+
+    @property
+    def lora(self) -> LoRAConfig:
+        """Adapters that are trained in place of the weights."""
         ...
 
     @property
@@ -155,6 +162,7 @@ def load_trained(
         date=date,
         is_reward=is_reward,
         weights=weights,
+        merge=not config.lora.rank,
         **kinds,
     )
     if config.optim.router_aux_loss_coef and not has_experts(policy.model.config):
@@ -162,9 +170,62 @@ def load_trained(
     if not weights:
         if config.policy.init and Path(config.policy.init).expanduser().exists():
             check_weights(find_model(config.policy.init, config.policy.adapter)[0])
+        if config.lora.rank:
+            _check_lora(config, policy, is_reward=is_reward)
+            choose(policy.model, config.lora)
         return policy
+    if config.lora.rank:
+        _check_lora(config, policy, is_reward=is_reward)
+        train_adapters(policy, config)
     prepare_model(policy.model, config.optim)
     return policy
+
+
+LOW_LR = 2e-5
+"""Learning rates below this are warned of where adapters are trained."""
+
+
+def _check_lora(config: RunConfig, policy: Policy, *, is_reward: bool) -> None:
+    """Refuse what an adapter cannot hold, and warn of a learning rate that suits whole weights.
+
+    Raises:
+        UserError: With what to change.
+    """
+    if policy.folder is None:
+        raise UserError(
+            "lora.rank: adapters stand beside a base that is kept in a folder, this run starts from random weights; "
+            "give policy.init, or leave lora out"
+        )
+    if is_reward or policy.model.config.is_reward:
+        raise UserError(
+            "lora.rank with loss = reward: a reward model's new head is no adapter; leave lora out"
+        )
+    stored = stored_shape(policy.folder).vocab_size
+    if policy.model.config.vocab_size != stored:
+        raise UserError(
+            f"lora.rank with policy.tags_as_tokens: the vocabulary grows from {stored} to "
+            f"{policy.model.config.vocab_size} rows, which no adapter can hold: leave one of them out"
+        )
+    if config.optim.lr < LOW_LR and rank() == 0:
+        text = f"optim.lr = {config.optim.lr:g} is low for adapters: ten times that of whole weights is usual"
+        print(f"whet: warning: {text} (1e-5 to 2e-4)", file=sys.stderr, flush=True)
+
+
+def train_adapters(policy: Policy, config: RunConfig) -> None:
+    """Give a policy the adapters that a run trains, and say which; an adapter that it has is trained on."""
+    assert policy.folder is not None
+    found = policy.adapter
+    init = config.policy.init if found is None or config.policy.adapter else found.base
+    policy.trained = Trained(
+        policy.model,
+        config.lora,
+        base=Base.of(init, policy.folder),
+        seed=config.seed,
+        adapter=found,
+    )
+    policy.adapter = None
+    if rank() == 0:
+        print("".join(f"whet: {line}\n" for line in policy.trained.lines()), end="", flush=True)
 
 
 def written_date(folder: Path) -> str:
@@ -248,6 +309,9 @@ def restore_model(config: RunConfig, policy: Policy, resume: Resume) -> Loaded |
     if rank() and step:
         found = load_step(folder, step, sameness=sameness)
     if found is not None:
+        if policy.trained is not None:
+            policy.trained.restore(found.folder)
+            return found
         dtype = parameter_dtype(config.optim.precision)
         model, _ = load_model(found.folder, dtype=dtype, is_reward=policy.model.config.is_reward)
         policy.model.load_state_dict(model.state_dict())
@@ -420,7 +484,8 @@ class Session:
         if not (is_best or training):
             return
         self.beat("save", step)
-        own = dict(self._policy.model.named_parameters())
+        trained = self._policy.trained
+        own = dict(self._policy.model.named_parameters() if trained is None else trained.named_parameters())
         if name := not_finite(own):
             raise UserError(
                 f"step {step}: parameter {name} is not finite and was not saved; the checkpoint before it is whole: "

@@ -14,6 +14,7 @@ from whet.config import align
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import sequence_seed
+from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, shard, sum_gradients
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, load_task, told_of
@@ -67,6 +68,8 @@ class SFTConfig:
     too_long: TooLong = "skip"
     """A conversation or text that does not fit in the context: skip it, or cut whole turns (of a text tokens) off its
     end; worked solutions are always skipped."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Adapters that are trained in place of the weights."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer, schedule and precision."""
     num_steps: int = 300

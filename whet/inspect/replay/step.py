@@ -36,6 +36,7 @@ from whet.train.rft import RFTConfig
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.rollout import HARD_PENALTY, Rollout, rollout_metrics
 from whet.train.rollout.source import Collected
+from whet.train.session import train_adapters
 from whet.train.setup import open_judge
 from whet.train.sft import SFTConfig
 from whet.types import Group, Problem, Sample, Task, UserError
@@ -240,14 +241,21 @@ def load_before(config: TrainConfig, weights: Path | None, init: str) -> Before:
         )
     elif init:
         source = replace(source, init=init)
-    policy = load_policy(source, seed=config.seed, **kinds)
+    if config.lora.rank:
+        source = config.policy if not init else replace(config.policy, init=init)
+    policy = load_policy(source, seed=config.seed, merge=not config.lora.rank, **kinds)
+    if config.lora.rank:
+        train_adapters(policy, config)
     prepare_model(policy.model, config.optim)
     objective = Objective.of(config, policy) if isinstance(config, RLConfig) else None
     if weights is None:
         return Before(policy=policy, optimizer=Optimizer(policy.model, config.optim), objective=objective)
     try:
-        model, _ = load_model(weights, dtype=kinds["dtype"])
-        policy.model.load_state_dict(model.state_dict())
+        if policy.trained is not None:
+            policy.trained.restore(weights)
+        else:
+            model, _ = load_model(weights, dtype=kinds["dtype"])
+            policy.model.load_state_dict(model.state_dict())
         optimizer = Optimizer(policy.model, config.optim)
         like = optimizer.tensors() | (objective.tensors() if objective is not None else {})
         stored = Loaded(weights, {})

@@ -273,8 +273,11 @@ EXPORT void whet_adamw(int wide, float* master, const void* grad, float* first, 
 
 // One token of every row through all layers of a Llama-like decoder. Every operation calls the same functions as the
 // trainer's forward pass, so the bits are the same.
+// An adapter beside a weight: A [rank, inputs] and B [outputs, rank], packed in float32; null for none.
+struct Side { const float *a, *b; int64_t rank; float scaling; };
 struct Layer {
   const void *norm1, *norm2, *q, *k, *v, *o, *gate, *up, *down, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
+  struct { Side q, k, v, o, gate, up, down; } sides;
   Cache cache;
   // A layer's results per token, kept for the training step's backward pass; indexed by the token's place.
   struct { void *norm1, *q, *k, *v, *attended, *o, *norm2, *gate, *up, *gated, *down; float *rstd1, *rstd2, *lse; } kept;
@@ -302,6 +305,23 @@ static void attend_heads(const Layer& l, const Shape& s, const T* qs, T* out, fl
     if (head + 1 < s.K || row + 1 < s.M) fetch(past.keys + c.S * W, size);  // the next row's keys follow
     attend_row<W>(qs + own, past, out + own, rep, position + 1, lse ? lse + head * rep : nullptr);
   }
+}
+// Adds what an adapter makes of x [M, K] to y [M, N]: step by step what `_low_rank` in ops.py does, so the bits are the same.
+template <typename T>
+static void beside(const Side& side, const T* x, long K, T* y, long N, long M, int threads) {
+  if (!side.a) return;
+  static thread_local Scratch memory;
+  long inner = (side.rank + 15) / 16 * 16;
+  float *z = memory.need(M * (inner + N + K)), *change = z + M * inner, *wide = change + M * N;
+  const float* rows = wide;
+  if constexpr (std::is_same<T, float>::value) rows = x;
+  else for (long n = 0; n < M * K; ++n) wide[n] = get(x[n]);
+  Weight first = {side.a, nullptr, z, side.rank, inner}, second = {side.b, nullptr, change, N, N};
+  gemm<float, float>(rows, K, M, K, &first, 1, threads);
+  for (long m = 0; m < M; ++m)
+    for (long r = 0; r < inner; ++r) z[m * inner + r] = r < side.rank ? z[m * inner + r] * side.scaling : 0.0f;
+  gemm<float, float>(z, inner, M, inner, &second, 1, threads);
+  for (long n = 0; n < M * N; ++n) put(y + n, change[n] + get(y[n]));
 }
 // Tokens first .. first + M through all layers, with up to `all` threads. Token m is the next one of cache row m; or,
 // with `slots`, one of a prompt that is read into slots[m]. With `places`, its results are kept at places[m], unless
@@ -337,6 +357,7 @@ PARALLEL
     keep(l->kept.norm1, h, D * sizeof(T));
     Weight qkv[3] = {{l->q, l->q_bias, qs, q, q}, {l->k, l->k_bias, ks, kv, kv}, {l->v, l->v_bias, vs, kv, kv}};
     gemm<T, T>(h, D, M, D, qkv, 3, all);
+    beside(l->sides.q, h, D, qs, q, M, all), beside(l->sides.k, h, D, ks, kv, M, all), beside(l->sides.v, h, D, vs, kv, M, all);
 #pragma omp parallel for schedule(dynamic, 4) num_threads(most) if (most > 1)
     for (long m = 0; m < M; ++m) {
       for (long i = 0; i < s.H + s.K; ++i) {
@@ -368,6 +389,7 @@ PARALLEL
     keep(l->kept.attended, h, q * sizeof(T));
     Weight second = {l->o, l->o_bias, delta, D, D};
     gemm<T, T>(h, q, M, q, &second, 1, all);
+    beside(l->sides.o, h, q, delta, D, M, all);
     keep(l->kept.o, delta, D * sizeof(T));
 PARALLEL
     for (long m = 0; m < M; ++m)
@@ -375,12 +397,14 @@ PARALLEL
     keep(l->kept.norm2, h, D * sizeof(T));
     Weight third[2] = {{l->gate, nullptr, g, s.F, s.F}, {l->up, nullptr, u, s.F, s.F}};
     gemm<T, T>(h, D, M, D, third, 2, all);
+    beside(l->sides.gate, h, D, g, s.F, M, all), beside(l->sides.up, h, D, u, s.F, M, all);
     keep(l->kept.gate, g, s.F * sizeof(T)), keep(l->kept.up, u, s.F * sizeof(T));
 #pragma omp parallel for schedule(static) num_threads(some) if (some > 1)
     for (long m = 0; m < M; ++m) gate(g + m * s.F, u + m * s.F, g + m * s.F, s.F);
     keep(l->kept.gated, g, s.F * sizeof(T));
     Weight fourth = {l->down, nullptr, delta, D, D};
     gemm<T, T>(g, s.F, M, s.F, &fourth, 1, all);
+    beside(l->sides.down, g, s.F, delta, D, M, all);
   }
 }
 // Rows are independent in a decoding step. If there are enough of them, or the weights are small enough for every

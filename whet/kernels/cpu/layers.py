@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,26 @@ NAMES = (
 )
 
 
+PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Products of a layer that may have an adapter beside them."""
+
+
+class Side(NamedTuple):
+    """An adapter beside a product.
+
+    Attributes:
+        a: Packed A, float32.
+        b: Packed B, float32.
+        rank: Its rank.
+        scaling: Factor of the product.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    rank: int
+    scaling: float
+
+
 KEPT = (
     "norm1",
     "q",
@@ -54,8 +74,21 @@ class _Kept(ctypes.Structure):
     _fields_ = tuple((name, c_void_p) for name in KEPT)
 
 
+class _Side(ctypes.Structure):
+    _fields_ = (("a", c_void_p), ("b", c_void_p), ("rank", c_int64), ("scaling", c_float))
+
+
+class _Sides(ctypes.Structure):
+    _fields_ = tuple((name, _Side) for name in PRODUCTS)
+
+
 class _Layer(ctypes.Structure):
-    _fields_ = (*((name, c_void_p) for name in NAMES), ("cache", Cache), ("kept", _Kept))
+    _fields_ = (
+        *((name, c_void_p) for name in NAMES),
+        ("sides", _Sides),
+        ("cache", Cache),
+        ("kept", _Kept),
+    )
 
 
 class _Shape(ctypes.Structure):
@@ -86,6 +119,7 @@ class Layers:
         num_rows: Most tokens per call.
         heads: Query heads, key/value heads, channels of each, and feed-forward width.
         eps: Epsilon of the norms.
+        sides: For each layer its adapters by `PRODUCTS`, where there are some.
     """
 
     def __init__(
@@ -100,6 +134,7 @@ class Layers:
         num_rows: int,
         heads: tuple[int, int, int, int],
         eps: float,
+        sides: Sequence[Mapping[str, Side]] = (),
     ) -> None:
         first = layers[0]["q"]
         assert first is not None
@@ -111,13 +146,17 @@ class Layers:
                 tensor = tensors[name]
                 setattr(entry, name, None if tensor is None else tensor.data_ptr())
             entry.cache = part
+        for entry, own in zip(self._layers, sides, strict=False):
+            for name, side in own.items():
+                addresses = side.a.data_ptr(), side.b.data_ptr()
+                setattr(entry.sides, name, _Side(*addresses, side.rank, side.scaling))
         self._shape = _Shape(num_rows, self._width, *heads, eps, 0)
         memory = torch.empty(call("layers_memory", ctypes.byref(self._shape)), dtype=torch.uint8)
         x = torch.empty(num_rows, self._width, dtype=embeddings.dtype)
         # The structures below hold plain addresses: whatever they point to is kept alive by `_kept`.
         parts = x, embeddings, norm, cos, sin, memory
         self._outside = _Outside(*(part.data_ptr() for part in parts))
-        self._kept: list[Any] = [parts, layers, caches]
+        self._kept: list[Any] = [parts, layers, caches, sides]
 
     def keep(
         self, layers: Sequence[Mapping[str, torch.Tensor]], last: torch.Tensor, rstd: torch.Tensor

@@ -15,6 +15,7 @@ from ctypes import POINTER, c_double, c_float, c_int, c_long, c_void_p
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from whet.kernels.cpu import build
 from whet.kernels.eager import product_dtype
@@ -155,6 +156,8 @@ def panels(weight_FD: torch.Tensor, dtype: torch.dtype, *, transposed: bool = Fa
 
 def _pack(weight_FD: torch.Tensor, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
     source = weight_FD.contiguous()  # a transposed weight is copied once here, not at each product
+    if source.shape[1] % QUANTUM:  # of an adapter's rank: zeros add nothing
+        source = F.pad(source, (0, -source.shape[1] % QUANTUM))
     rows, width = source.shape
     if packed is None:
         packed = torch.empty(call("packed_size", _wide_dtype(dtype), rows, width), dtype=dtype)
@@ -252,7 +255,9 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
     ) -> torch.Tensor:
         x = x_ND.to(dtype).contiguous()
-        ctx.save_for_backward(x, weight)
+        # A frozen weight has no gradient, which alone would read the input.
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.rows = x.shape[0]
         ctx.facts = x_ND.dtype, bias is not None, transposed
         columns = weight.shape[1] if transposed else weight.shape[0]
         if (found := recorded()) is not None:
@@ -271,8 +276,8 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         # Gradients need not be row-invariant, so PyTorch computes them, except where packing once more is faster.
-        is_small = max(weight.shape) <= SMALL and x.shape[0] >= MANY_ROWS
-        is_small = is_small and grad.dtype == x.dtype == weight.dtype == torch.float32
+        is_small = max(weight.shape) <= SMALL and ctx.rows >= MANY_ROWS
+        is_small = is_small and grad.dtype == dtype == weight.dtype == torch.float32
         if needs_x:
             cast = weight.to(grad.dtype).t() if transposed else weight.to(grad.dtype)
             if is_small:
@@ -292,13 +297,77 @@ def linear(
     """Return x @ weight.T + bias, in autocast's dtype if that is on; see `whet.kernels.eager.linear`."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     needs_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if needs_grad and torch.is_grad_enabled():
+    # A tape has a result of every product, of the first frozen ones, too, which nothing differentiates.
+    if (needs_grad and torch.is_grad_enabled()) or _tape is not None:
         return _Linear.apply(x, weight, bias, dtype, transposed)  # pyright: ignore[reportReturnType]
     # Skip autograd: its bookkeeping takes as long as a small product.
     packed = panels(weight, dtype, transposed=transposed)
     columns = weight.shape[1] if transposed else weight.shape[0]
     rounded = None if bias is None else bias.to(dtype)
     return product(x.to(dtype).contiguous(), packed, columns, bias=rounded)
+
+
+class _LowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: torch.Tensor,
+        y_NF: torch.Tensor,
+        a_RD: torch.Tensor,
+        b_FR: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        if (found := recorded()) is None:
+            inner, out = _low_rank(x_ND, y_NF, a_RD, b_FR, scaling)
+        else:  # only the sum is kept: the narrow product is computed again
+            inner = _narrow(x_ND, a_RD, scaling)
+            nothing = torch.empty(1, 1, dtype=y_NF.dtype).expand(x_ND.shape[0], b_FR.shape[0])
+            out = nothing if found[0] is None else found[0]
+        ctx.save_for_backward(x_ND, inner, a_RD, b_FR)
+        ctx.scaling = scaling
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, inner, a, b = ctx.saved_tensors
+        needs_x, needs_y, needs_a, needs_b = ctx.needs_input_grad[:4]
+        grad = upstream[0].float()
+        grad_x = grad_a = grad_b = None
+        if needs_b:
+            grad_b = grad.t() @ inner[:, : a.shape[0]]
+        if needs_x or needs_a:
+            grad_inner = (grad @ b).mul_(ctx.scaling)
+            grad_a = grad_inner.t() @ x.float() if needs_a else None
+            grad_x = (grad_inner @ a).to(x.dtype) if needs_x else None
+        return grad_x, upstream[0] if needs_y else None, grad_a, grad_b, None
+
+
+def _low_rank(
+    x_ND: torch.Tensor, y_NF: torch.Tensor, a_RD: torch.Tensor, b_FR: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scaled product with A, and the sum."""
+    inner = _narrow(x_ND, a_RD, scaling)
+    change = product(inner, panels(b_FR, torch.float32), b_FR.shape[0])
+    return inner, change.add_(y_NF).to(y_NF.dtype)
+
+
+def _narrow(x_ND: torch.Tensor, a_RD: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return scaling x A^T, its columns padded to whole vectors."""
+    rank, wide = a_RD.shape[0], torch.float32
+    inner = torch.empty(x_ND.shape[0], rank + -rank % QUANTUM)
+    inner[:, rank:] = 0.0
+    product(x_ND.to(wide).contiguous(), panels(a_RD, wide), rank, out=inner)
+    return inner.mul_(scaling)
+
+
+def low_rank(
+    x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Return y + scaling x A^T B^T, whatever the rank; see `whet.kernels.eager.low_rank`."""
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, y, a, b))
+    if needs_grad or _tape is not None:
+        return _LowRank.apply(x, y, a, b, scaling)  # pyright: ignore[reportReturnType]
+    return _low_rank(x, y, a, b, scaling)[1]
 
 
 class _Norm(torch.autograd.Function):

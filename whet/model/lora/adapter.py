@@ -1,8 +1,8 @@
-"""A LoRA adapter on a base model: merged into its weights, or applied and removed.
+"""A LoRA adapter that was read: applied beside a base's weights, taken off again, or merged into them.
 
-A merged adapter costs nothing at inference and can be trained on, but rounding makes the sum irreversible. An applied
-one leaves the base's matrices untouched and adds B A x to their outputs, so that removing it restores the base bitwise,
-without a second copy of the model.
+An applied adapter runs the code that trained it (`whet.model.lora.side`) and leaves the base's matrices untouched:
+taking it off restores the base bitwise, without a second copy of the model. A merged one costs nothing at inference,
+but rounding makes the sum irreversible.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from whet.model.experts import ExpertWeights
 from whet.model.gpt2 import Conv1D
-from whet.model.transformer import LanguageModel
+from whet.model.lora.side import Beside, Target, make_side, targets_of
+from whet.model.transformer import SIDE_NAMES, LanguageModel
 from whet.model.weights import build_model
 from whet.types import UserError
 
@@ -29,22 +29,60 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class LoRAPair:
-    """The change of one weight: scaling * B A.
+    """The change of one weight: scaling * B A, and with DoRA the lengths of its rows.
 
     Attributes:
-        a_RF: float32 [R, inputs].
-        b_FR: float32 [outputs, R].
+        a_RD: float32 [R, inputs]; of experts [R x E, inputs].
+        b_FR: float32 [outputs, R]; of experts [outputs, R x E].
+        alpha: lora_alpha.
         scaling: lora_alpha / R, or lora_alpha / sqrt(R) for rsLoRA.
+        magnitude_F: DoRA's lengths of the rows [outputs]; None for plain LoRA.
     """
 
-    a_RF: torch.Tensor
+    a_RD: torch.Tensor
     b_FR: torch.Tensor
+    alpha: float
     scaling: float
+    magnitude_F: torch.Tensor | None = None
 
-    def delta(self, *, transposed: bool, device: torch.device) -> torch.Tensor:
-        """Return the change as float32 [outputs, inputs], or transposed as embeddings and GPT-2 store it."""
-        change = self.scaling * (self.b_FR.to(device) @ self.a_RF.to(device))
-        return change.t() if transposed else change
+    def changed(self, weight: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+        """Return a weight with the change, in float32 (float64 for a float64 weight), in the weight's layout.
+
+        Args:
+            weight: [outputs, inputs], of experts [E, outputs, inputs].
+            transposed: Whether its last two axes are the other way round, as embeddings and GPT-2 store it.
+        """
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        a, b = (tensor.to(weight.device, wide) for tensor in (self.a_RD, self.b_FR))
+        if weight.dim() == 3:
+            count = weight.shape[0]
+            change = b.view(b.shape[0], -1, count).permute(2, 0, 1) @ a.view(count, -1, a.shape[1])
+        else:
+            change = b @ a
+        whole = weight.to(wide) + self.scaling * (change.mT if transposed else change)
+        if self.magnitude_F is None:
+            return whole
+        axis = 0 if transposed else 1
+        lengths = torch.linalg.vector_norm(whole, dim=axis)
+        return whole * (self.magnitude_F.to(weight.device, wide) / lengths).unsqueeze(axis)
+
+
+class Lost(NamedTuple):
+    """What rounding the sum took from a merged adapter.
+
+    Attributes:
+        share: Norm of the rounding errors over the norm of the adapter's change; 0 where nothing was lost.
+        worst: The largest such share of one weight.
+        name: That weight.
+    """
+
+    share: float
+    worst: float
+    name: str
+
+    def __str__(self) -> str:
+        worst = f"most in {self.name}: {self.worst:.2%}"
+        return f"rounding the merged weights lost {self.share:.2%} of the change ({worst})"
 
 
 class Adapter:
@@ -55,7 +93,8 @@ class Adapter:
         base: Name or folder of the model that it was trained on; empty if not recorded.
         revision: Hub revision of that model; empty for the newest.
         sha256: Its `adapter_digest`.
-        pairs: By module of the model.
+        config: Content of its adapter_config.json.
+        pairs: By module of the model; of experts by parameter.
         saved: Whole tensors by parameter name (biases, modules_to_save).
     """
 
@@ -71,14 +110,19 @@ class Adapter:
         revision = str(config.get("revision") or "")
         self.revision = "" if revision == "main" else revision
         self.sha256 = adapter_digest(folder)
-        self._config = config
+        self.config = config
         self._kept: dict[str, torch.Tensor] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._sides: list[tuple[Target, Beside]] = []
 
     @property
     def is_applied(self) -> bool:
         """Whether it is currently applied to a model (a merged one is not)."""
-        return bool(self._hooks or self._kept)
+        return bool(self._sides or self._kept)
+
+    @property
+    def sides(self) -> list[tuple[Target, Beside]]:
+        """What stands beside the layers of the model to which it is applied."""
+        return list(self._sides)
 
     def fit(self, model: LanguageModel) -> LanguageModel:
         """Check the adapter against a model.
@@ -98,25 +142,38 @@ class Adapter:
             set(self.pairs) | {name.rpartition(".")[0] for name in self.saved}
         )
         if touched and table != "lm_head.weight":
-            if self._config.get("ensure_weight_tying"):
+            if self.config.get("ensure_weight_tying"):
                 raise UserError(
                     f"{self.folder}: ensure_weight_tying with {sorted(touched)[0]!r} is not supported; "
                     "merge the adapter with peft, and give the result"
                 )
             model = _untie(model)
         parameters = dict(model.named_parameters())
+        places = {target.name: target for target in targets_of(model)}
         for module, pair in self.pairs.items():
-            weight = parameters.get(f"{module}.weight")
-            if weight is None or weight.dim() != 2:
+            place = places.get(module)
+            weight = place.weight if place is not None else parameters.get(f"{module}.weight")
+            if weight is None or (place is None and weight.dim() != 2):
                 raise UserError(
                     f"{self.folder}: the adapter changes {module[:80]!r}, which the model does not have"
                 )
-            rows, columns = weight.shape[::-1] if _is_transposed(model, module) else weight.shape
-            got = (pair.b_FR.shape[0], pair.a_RF.shape[1])
-            if got != (rows, columns):
+            if place is not None:
+                rows, columns = place.shape
+            else:
+                rows, columns = weight.shape[::-1] if _is_transposed(model, module) else weight.shape
+            got = (pair.b_FR.shape[0], pair.a_RD.shape[1])
+            is_whole = place is None or not pair.a_RD.shape[0] % place.count
+            if got != (rows, columns) or not is_whole:
                 raise UserError(
                     f"{self.folder}: {module[:80]!r} has a change of shape {list(got)}, the model {[rows, columns]}: "
                     "another base?"
+                )
+            if pair.magnitude_F is not None and (
+                place is None or place.is_expert or pair.magnitude_F.shape != (rows,)
+            ):
+                raise UserError(
+                    f"{self.folder}: DoRA's lengths of {module[:80]!r} are not those of a matrix of the layers with "
+                    f"{rows} rows, the only ones that whet reads"
                 )
         for name, tensor in self.saved.items():
             want = parameters[name].shape if name in parameters else None
@@ -128,41 +185,84 @@ class Adapter:
         self._check_targets(model)
         return model
 
-    def merge(self, model: LanguageModel) -> None:
+    def merge(self, model: LanguageModel) -> Lost:
         """Add the changes, computed in float32, to the model's weights permanently.
 
         Args:
             model: The model from `fit`; changed in place.
+
+        Returns:
+            What rounding to the weights' dtype lost.
+
+        Raises:
+            UserError: If it was merged into the model already.
         """
+        if self.sha256 in model.merged_adapters:
+            raise UserError(
+                f"{self.folder}: the adapter is merged into this model already; load the base again"
+            )
+        errors: dict[str, tuple[float, float]] = {}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         for parameter, change in self._values(model, [*self.saved, *self.pairs]):
             with torch.no_grad():
-                parameter.copy_(change())
+                exact = change()
+                before = parameter.detach().to(exact.dtype)
+                parameter.copy_(exact)
+                error, effect = exact - parameter.to(exact.dtype), exact - before
+                errors[names[id(parameter)]] = (float(error.norm()), float(effect.norm()))
+        model.merged_adapters = (*model.merged_adapters, self.sha256)
+        shares = {name: error / effect if effect else 0.0 for name, (error, effect) in errors.items()}
+        worst = max(shares, key=lambda name: shares[name])
+        error, effect = (sum(pair[place] ** 2 for pair in errors.values()) ** 0.5 for place in (0, 1))
+        return Lost(error / effect if effect else 0.0, shares[worst], worst)
+
+    def merged(self, model: LanguageModel) -> dict[str, torch.Tensor]:
+        """Return the weights of a model that has the adapter applied as if it were merged, without the adapter."""
+        places = {
+            f"{target.name}{'' if target.is_expert else '.weight'}": target.name for target, _ in self._sides
+        }
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters():
+            if name in places:
+                _, transposed = _weight(model, places[name])
+                whole = self.pairs[places[name]].changed(parameter.detach(), transposed=transposed)
+                found[name] = whole.to(parameter.dtype)
+            elif not name.endswith(SIDE_NAMES):
+                found[name] = parameter.detach()
+        return found
 
     def apply(self, model: LanguageModel) -> None:
         """Enable the adapter, without touching the base's matrices.
 
-        Only changed tensors that are not a module's own weight matrix are copied: embeddings, head, biases, norms.
+        Only changed tensors that are not a layer's own matrix are copied: embeddings, head, biases, norms.
 
         Args:
-            model: The model from `fit`. For inference only: the change is not trained.
+            model: The model from `fit`. The adapter is frozen.
 
         Raises:
             ValueError: If it is enabled.
         """
         if self.is_applied:
             raise ValueError(f"{self.folder}: the adapter is already applied")
-        live = [name for name in self.pairs if _is_called(model, name) and f"{name}.weight" not in self.saved]
+        places = {target.name: target for target in targets_of(model)}
+        live = [
+            name for name in self.pairs if name in places and not {name, f"{name}.weight"} & self.saved.keys()
+        ]
         whole = [name for name in [*self.saved, *self.pairs] if name not in live]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for parameter, value in self._values(model, whole):
             self._kept.setdefault(names[id(parameter)], parameter.data)
-            parameter.data = value()
+            parameter.data = value().to(parameter.dtype)
             torch.autograd.graph.increment_version(parameter)
+        wide = torch.float64 if model.head_weight.dtype == torch.float64 else torch.float32
         for name in live:
-            pair = self.pairs[name]
-            a_RF, b_FR = pair.a_RF.to(model.head_weight.device), pair.b_FR.to(model.head_weight.device)
-            hook = _added(a_RF, b_FR, pair.scaling)
-            self._hooks.append(model.get_submodule(name).register_forward_hook(hook))
+            target, pair = places[name], self.pairs[name]
+            to: dict[str, Any] = {"device": target.weight.device, "dtype": wide}
+            magnitude = None if pair.magnitude_F is None else pair.magnitude_F.to(**to)
+            tensors = pair.a_RD.to(**to), pair.b_FR.to(**to)
+            side = make_side(target, *tensors, pair.scaling, magnitude_F=magnitude).requires_grad_(False)
+            target.set(side)
+            self._sides.append((target, side))
 
     def remove(self, model: LanguageModel) -> None:
         """Disable the adapter: the model is bitwise as before `apply`.
@@ -172,8 +272,8 @@ class Adapter:
         """
         if not self.is_applied:
             raise ValueError(f"{self.folder}: the adapter is not applied")
-        while self._hooks:
-            self._hooks.pop().remove()
+        while self._sides:
+            self._sides.pop()[0].set(None)
         for name, tensor in self._kept.items():
             parameter = model.get_parameter(name)
             parameter.data = tensor
@@ -199,18 +299,18 @@ class Adapter:
                 parameter = model.get_parameter(name)
                 yield parameter, lambda p=parameter, name=name: self.saved[name].to(p)
             else:
-                parameter, transposed = model.get_parameter(f"{name}.weight"), _is_transposed(model, name)
+                parameter, transposed = _weight(model, name)
 
                 def changed(
                     p: nn.Parameter = parameter, name: str = name, t: bool = transposed
                 ) -> torch.Tensor:
-                    return (p.detach() + self.pairs[name].delta(transposed=t, device=p.device)).to(p.dtype)
+                    return self.pairs[name].changed(p.detach(), transposed=t)
 
                 yield parameter, changed
 
     def _check_targets(self, model: LanguageModel) -> None:
         """Refuse an adapter that lacks tensors for a module that it lists (a half-written file)."""
-        targets, config = self._config.get("target_modules"), self._config
+        targets, config = self.config.get("target_modules"), self.config
         if (
             not isinstance(targets, list)
             or config.get("exclude_modules")
@@ -236,19 +336,12 @@ def _is_transposed(model: LanguageModel, module: str) -> bool:
     return isinstance(model.get_submodule(module), Conv1D | nn.Embedding)
 
 
-def _is_called(model: LanguageModel, module: str) -> bool:
-    """Say whether a module multiplies by its own weight: embedding tables and the head are used from outside."""
-    return module != "lm_head" and isinstance(model.get_submodule(module), nn.Linear | Conv1D)
-
-
-def _added(a_RF: torch.Tensor, b_FR: torch.Tensor, scaling: float) -> Callable[..., torch.Tensor]:
-    """Return the hook that adds scaling * B A x, computed in float32, to a module's output."""
-
-    def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output_NF: torch.Tensor) -> torch.Tensor:
-        change_NF = F.linear(F.linear(inputs[0].float(), a_RF), b_FR) * scaling
-        return (output_NF.float() + change_NF).to(output_NF.dtype)
-
-    return hook
+def _weight(model: LanguageModel, name: str) -> tuple[nn.Parameter, bool]:
+    """Return the weight that a pair changes, and whether it is stored the other way round."""
+    owner = name.rpartition(".")[0]
+    if owner and isinstance(module := model.get_submodule(owner), ExpertWeights):
+        return module.get_parameter(name.rpartition(".")[2]), module.is_clamped
+    return model.get_parameter(f"{name}.weight"), _is_transposed(model, name)
 
 
 def _untie(model: LanguageModel) -> LanguageModel:

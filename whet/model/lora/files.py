@@ -1,11 +1,13 @@
-"""Reads adapter folders of the peft library: JSON and safetensors, strictly, nothing that can execute."""
+"""Reads adapter folders of the peft library, and finds their bases: JSON and safetensors, strictly, nothing that can
+execute."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter, LoRAPair
 from whet.model.weights import model_folder
+from whet.telemetry.provenance import describe_model
 from whet.types import UserError
 
 HUB_PATTERNS = (
@@ -27,7 +30,7 @@ HUB_PATTERNS = (
 )
 READ = {"peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "rank_pattern"}
 READ |= {"alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "ensure_weight_tying"}
-READ |= {"init_lora_weights"}
+READ |= {"init_lora_weights", "use_dora", "target_parameters"}
 # Redundant with the tensors themselves, or relevant to training only. fan_in_fan_out follows from the module.
 IRRELEVANT = {"auto_mapping", "bias", "eva_config", "fan_in_fan_out", "inference_mode", "layers_pattern"}
 IRRELEVANT |= {"lora_dropout", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size"}
@@ -40,7 +43,13 @@ PLAIN_STARTS = (
     "eva",
     "orthogonal",
 )  # other initialisations change the base, too
-LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
+PREFIX = "base_model.model."
+"""Beginning of the tensors' names."""
+BASE = "base.json"
+"""File in which whet notes where an adapter's base is, and the hash of its files."""
+LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<side>[AB]|magnitude_vector)(?:\.weight)?")
+EXPERTS = ("gate_up_proj", "down_proj")
+"""Experts' parameters; where both have adapters, peft wraps the module twice, the first one inside."""
 MAX_PATTERN_CHARS, MAX_BRANCHES = (
     200,
     2,
@@ -62,10 +71,16 @@ def find_model(init: str, adapter: str = "", *, weights: bool = True) -> tuple[P
         UserError: If something is missing or malformed, or both are adapters.
     """
     path = Path(init).expanduser()
-    if not (path / CONFIG).is_file() or (path / "config.json").is_file():
+    if not _is_adapter(path):
         folder = model_folder(init, weights=weights)
-        if path.exists() or (folder / "config.json").is_file():
-            return folder, read_adapter(adapter) if adapter else None
+        if not _is_adapter(folder) and (path.exists() or (folder / "config.json").is_file()):
+            found = read_adapter(adapter) if adapter else None
+            if found is not None and not _is_same(found, folder):
+                text = (
+                    f"policy.init = {init} is not, or no longer, the model that {found.folder} was trained on"
+                )
+                warnings.warn(f"{text} ({found.base})", stacklevel=2)
+            return folder, found
     if adapter:
         raise UserError(
             f"policy.init = {init!r} is an adapter itself: give its base there, or leave out policy.adapter"
@@ -78,10 +93,40 @@ def find_model(init: str, adapter: str = "", *, weights: bool = True) -> tuple[P
         raise UserError(
             f"{found.folder}: the adapter needs revision {found.revision[:40]!r} of its base: download that, {advice}"
         )
+    if not Path(found.base).expanduser().exists() and (moved := _relative_base(found.folder)) is not None:
+        found.base = str(moved)  # both were moved, or copied, together
     try:
-        return model_folder(found.base, weights=weights), found
+        base = model_folder(found.base, weights=weights)
     except UserError as error:
         raise UserError(f"{found.folder}: its base is missing ({error}); {advice}") from None
+    if not _is_same(found, base):
+        raise UserError(
+            f"{found.folder}: its base {found.base} has changed since the adapter was trained on it; restore it, or "
+            f"{advice}"
+        )
+    return base, found
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def _noted(folder: Path) -> dict[str, Any]:
+    """Return what whet noted of an adapter's base; {} for adapters of others."""
+    return read_json(folder / BASE) if (folder / BASE).is_file() else {}
+
+
+def _relative_base(folder: Path) -> Path | None:
+    """Return the base's folder as seen from the adapter, if there is a model."""
+    place = _noted(folder).get("relative")
+    found = Path(os.path.normpath(folder.resolve() / place)) if isinstance(place, str) else None
+    return found if found is not None and (found / "config.json").is_file() else None
+
+
+def _is_same(adapter: Adapter, base: Path) -> bool:
+    """Say whether a base has the files that an adapter was trained on, as far as that was noted."""
+    noted = _noted(adapter.folder).get("sha256")
+    return noted is None or noted == describe_model(str(base))["sha256_of_all"]
 
 
 def read_adapter(source: str | Path) -> Adapter:
@@ -102,24 +147,31 @@ def read_adapter(source: str | Path) -> Adapter:
     check_manifest(folder)
     config = read_json(folder / CONFIG)
     _check_config(config, folder / CONFIG)
+    names = _stored_names(folder / WEIGHTS)
+    experts = _expert_names(config, names)
     sides: dict[str, dict[str, torch.Tensor]] = {}
     saved: dict[str, torch.Tensor] = {}
     for stored, tensor in _tensors(folder / WEIGHTS):
-        name = stored.removeprefix("base_model.model.")
+        name = stored.removeprefix(PREFIX)
         if name == stored:
             raise UserError(
                 f"{folder / WEIGHTS}: unexpected tensor {stored[:80]!r}: names begin with base_model.model."
             )
         match = LORA_NAME.fullmatch(name)
-        place, key = (sides.setdefault(match["module"], {}), match["side"]) if match else (saved, "")
+        module = experts.get(match["module"], match["module"]) if match else ""
+        place, key = (sides.setdefault(module, {}), match["side"]) if match else (saved, "")
         key = key or name.replace(".base_layer.", ".")
         if key in place:
             raise UserError(f"{folder / WEIGHTS}: tensor {stored[:80]!r} occurs twice")
         place[key] = tensor
     if not sides:
         raise UserError(f"{folder / WEIGHTS}: no LoRA tensors")
-    pairs = {module: _pair(module, found, config, folder) for module, found in sides.items()}
-    idle = sum(not (pair.a_RF.any() and pair.b_FR.any()) for pair in pairs.values())
+    counted = set(experts.values())
+    pairs = {
+        module: _pair(module, found, config, folder, is_expert=module in counted)
+        for module, found in sides.items()
+    }
+    idle = sum(not (pair.a_RD.any() and pair.b_FR.any()) for pair in pairs.values())
     if idle:
         warnings.warn(
             f"{folder}: {idle} of {len(pairs)} changes are all zero: was the adapter trained, and saved completely?",
@@ -130,6 +182,8 @@ def read_adapter(source: str | Path) -> Adapter:
 
 def _adapter_folder(source: str | Path) -> Path:
     folder = Path(source).expanduser()
+    if (folder / "checkpoints").is_dir():  # a run that trained one
+        folder = model_folder(folder)
     if not folder.exists() and "/" in str(source) and is_hub_name(str(source)):
         folder = hub_folder(str(source), HUB_PATTERNS)
     if not (folder / CONFIG).is_file():
@@ -201,21 +255,74 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise UserError(f"{path}: not a readable safetensors file ({str(error)[:300]})") from None
 
 
+def _stored_names(path: Path) -> list[str]:
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({str(error)[:300]})") from None
+
+
+def expert_places(names: Sequence[str]) -> dict[str, str]:
+    """Return the stored name of the module around each of the experts' parameters that have adapters.
+
+    Args:
+        names: Parameters such as model.layers.0.mlp.experts.down_proj.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        module, _, part = name.rpartition(".")
+        is_inside = part == EXPERTS[0] and f"{module}.{EXPERTS[1]}" in names
+        found[name] = f"{module}.base_layer" if is_inside else module
+    return found
+
+
+def _expert_names(config: Mapping[str, Any], stored: Sequence[str]) -> dict[str, str]:
+    """Return the parameter of experts that each stored module of them stands for."""
+    wanted = config.get("target_parameters") or []
+    modules = {
+        match["module"].removesuffix(".base_layer")
+        for name in stored
+        if (match := LORA_NAME.fullmatch(name.removeprefix(PREFIX)))
+    }
+    names: list[str] = []
+    for module in modules:
+        for part in EXPERTS:
+            name = f"{module}.{part}"
+            if any(isinstance(text, str) and (name == text or name.endswith(f".{text}")) for text in wanted):
+                names.append(name)
+    return {place: name for name, place in expert_places(names).items()}
+
+
 def _pair(
-    module: str, found: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path
+    module: str,
+    found: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    folder: Path,
+    *,
+    is_expert: bool,
 ) -> LoRAPair:
     """Join A and B, checking their rank."""
-    if set(found) != {"A", "B"}:
+    is_dora = bool(config.get("use_dora"))
+    if set(found) - {"magnitude_vector"} != {"A", "B"}:
         raise UserError(
             f"{folder}: {module[:80]!r} has lora_{min(found)} only; the adapter was not saved completely"
         )
-    a_RF, b_FR = found["A"], found["B"]
+    if ("magnitude_vector" in found) != (is_dora and not is_expert):
+        raise UserError(
+            f"{folder}: {module[:80]!r} has {'no' if is_dora else 'a'} lora_magnitude_vector, use_dora is {is_dora}"
+        )
+    a_RD, b_FR = found["A"], found["B"]
     rank = int(_pattern(config.get("rank_pattern"), module, config["r"]))
-    if a_RF.dim() != 2 or b_FR.dim() != 2 or a_RF.shape[0] != rank or b_FR.shape[1] != rank:
-        shapes = f"A {list(a_RF.shape)} and B {list(b_FR.shape)}"
+    is_right = a_RD.dim() == b_FR.dim() == 2 and a_RD.shape[0] == b_FR.shape[1]
+    is_right = is_right and (not a_RD.shape[0] % rank if is_expert else a_RD.shape[0] == rank)
+    if not is_right:
+        shapes = f"A {list(a_RD.shape)} and B {list(b_FR.shape)}"
         raise UserError(f"{folder}: {module[:80]!r} has {shapes}, {CONFIG} says rank {rank}")
     alpha = float(_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
-    return LoRAPair(a_RF, b_FR, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    lengths = found.get("magnitude_vector")
+    return LoRAPair(a_RD, b_FR, alpha, scaling, None if lengths is None else lengths.flatten())
 
 
 def _pattern(patterns: Mapping[str, float] | None, module: str, default: float) -> float:

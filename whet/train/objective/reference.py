@@ -13,6 +13,7 @@ from whet.algo.config import KL_COEF_RANGE, AlgoConfig, ValueConfig
 from whet.generate.policy import Policy
 from whet.generate.scoring import hidden_rows
 from whet.model.attention import AttentionKind
+from whet.model.lora.side import sides_of
 from whet.model.transformer import LanguageModel
 from whet.train.optim.step import OptimConfig, Optimizer
 from whet.types import MicroBatch
@@ -26,14 +27,23 @@ ENTROPY_COEF_MAX = 1.0
 class Reference:
     """The reference policy of the KL term: frozen, or following the policy.
 
+    Where adapters are trained, the reference has its own and shares all other weights; a frozen one has none where they
+    change nothing yet.
+
     Args:
         model: The policy's model; the reference is a copy of its current state.
         algo: Decides whether and how the reference follows.
     """
 
     def __init__(self, model: LanguageModel, algo: AlgoConfig) -> None:
-        self.model = copy.deepcopy(model).requires_grad_(False)
+        self.model = shared_copy(model)
         self._refresh_every, self._ema = algo.ref_refresh_every, algo.ref_ema
+        self._own = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.model.requires_grad_(False)
+        if not self.tensors():
+            for target, side in sides_of(self.model):
+                if side.magnitude is None and not side.lora_B.any():
+                    target.set(None)
 
     @torch.no_grad()
     def follow(self, model: LanguageModel, step: int) -> None:
@@ -44,22 +54,28 @@ class Reference:
             step: Steps done.
         """
         if self._refresh_every and step % self._refresh_every == 0:
-            self.model.load_state_dict(model.state_dict())
+            for name, mine in self._own:
+                mine.copy_(model.get_parameter(name))
         if self._ema is not None:
-            for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
-                mine.lerp_(theirs, 1.0 - self._ema)
+            for name, mine in self._own:
+                mine.lerp_(model.get_parameter(name), 1.0 - self._ema)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the checkpoint tensors: none for a frozen reference, which a resumed run recreates."""
         if not self._refresh_every and self._ema is None:
             return {}
-        return {f"reference/{name}": parameter for name, parameter in self.model.named_parameters()}
+        return {f"reference/{name}": parameter for name, parameter in self._own}
 
     @torch.no_grad()
     def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore the result of `tensors`."""
         for name, tensor in self.tensors().items():
             tensor.copy_(state[name])
+
+
+def shared_copy(model: LanguageModel) -> LanguageModel:
+    """Copy a model with all that is trained; frozen weights are shared."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters() if not p.requires_grad})
 
 
 class Critic(torch.nn.Module):
@@ -75,7 +91,8 @@ class Critic(torch.nn.Module):
         super().__init__()
         self._autocast = policy.autocast
         self._attention: AttentionKind = policy.attention
-        self.trunk = copy.deepcopy(policy.model)
+        self._shared = {id(parameter) for parameter in policy.model.parameters()}
+        self.trunk = shared_copy(policy.model)
         if not policy.model.config.tie_embeddings:
             self.trunk.head_weight.requires_grad_(False)
         weight_VD = policy.model.head_weight
@@ -92,15 +109,19 @@ class Critic(torch.nn.Module):
         wide = torch.float64 if self.head.dtype == torch.float64 else torch.float32
         return hidden_MD.to(wide) @ self.head.to(wide)
 
+    def _own(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return what the critic does not share with the policy."""
+        return [(name, p) for name, p in self.named_parameters() if id(p) not in self._shared]
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the checkpoint tensors: weights and optimizer state."""
-        state = {f"critic/{name}": parameter.detach() for name, parameter in self.named_parameters()}
+        state = {f"critic/{name}": parameter.detach() for name, parameter in self._own()}
         return state | {f"critic/optimizer/{name}": t for name, t in self.optimizer.tensors().items()}
 
     @torch.no_grad()
     def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore the result of `tensors`."""
-        for name, parameter in self.named_parameters():
+        for name, parameter in self._own():
             parameter.detach().copy_(state[f"critic/{name}"])
         prefix = "critic/optimizer/"
         own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}

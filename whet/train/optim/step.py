@@ -19,6 +19,7 @@ from whet.kernels.cpu import build
 from whet.kernels.cpu.ops import forget
 from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.gpt2 import Conv1D
+from whet.model.lora.side import Beside
 from whet.model.transformer import LanguageModel
 from whet.ranks.collectives import world_size
 from whet.telemetry.spans import span, spanned
@@ -323,6 +324,7 @@ class Optimizer:
             for p in layer.parameters()
             if p.dim() == 2
         }
+        ratios = {id(part.lora_B): part.lr_ratio for part in model.modules() if isinstance(part, Beside)}
         turned = {id(part.weight) for part in model.modules() if isinstance(part, Conv1D)}
         self._named = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -361,6 +363,7 @@ class Optimizer:
                 f"optim.galore_rank = {rank}: no trained matrix of the layers has more rows and columns; lower it, or "
                 "use another optim.optimizer"
             )
+        self._ratios = [ratios.get(id(parameter), 1.0) for _, parameter in self._named]
         self._arrivals: _Arrivals | None = None
         arrive = WeakMethod(self._arrive)  # the model must not keep its optimizer alive
         for index, (_, parameter) in enumerate(self._named if config.update_in_backward else ()):
@@ -422,7 +425,9 @@ class Optimizer:
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6)) / scale
             is_native = build.library() is not None and all(map(suits_kernel, gradients))
             has_masters = any(master.held() for master in self._masters)
-            if self._packed or has_masters or is_native or self._config.optimizer != "adamw":
+            has_ratios = any(ratio != 1.0 for ratio in self._ratios)
+            is_adamw = self._config.optimizer == "adamw"
+            if self._packed or has_masters or is_native or has_ratios or not is_adamw:
                 del gradients
                 for index in used:
                     self._update_one(index, lr, factor)
@@ -437,6 +442,7 @@ class Optimizer:
         """Update a parameter on its weights' device, and drop its gradient."""
         config, parameter, master = self._config, self._named[index][1], self._masters[index]
         assert parameter.grad is not None
+        lr *= self._ratios[index]
         gradient = parameter.grad.to(master.device)
         parameter.grad = None
         self._steps[index] += 1

@@ -139,7 +139,8 @@ class BackgroundSampler:
         """Copy the current weights of the trained policy."""
         if not self._shares:
             for mine, theirs in zip(self.policy.model.parameters(), self._trained.parameters(), strict=True):
-                mine.copy_(theirs)
+                if theirs.requires_grad:
+                    mine.copy_(theirs)
 
     def start(self, work: Callable[[], Any]) -> None:
         """Start the background job; the previous one must be done."""
@@ -202,7 +203,10 @@ def _twin(model: LanguageModel, *, shares_weights: bool) -> LanguageModel:
     """
     known = {
         id(parameter): torch.nn.Parameter(
-            parameter.detach() if shares_weights else parameter.detach().clone(), parameter.requires_grad
+            parameter.detach()
+            if shares_weights or not parameter.requires_grad  # beside adapters
+            else parameter.detach().clone(),
+            parameter.requires_grad,
         )
         for parameter in model.parameters()
     }

@@ -1,0 +1,310 @@
+"""The adapters that a run trains: chosen, made or taken over at its start, written and restored at its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from whet.model.gpt2 import Conv1D
+from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
+from whet.model.lora.files import BASE, PREFIX, expert_places, read_adapter
+from whet.model.lora.side import Beside, LoRAConfig, Target, attach, choose, sides_of
+from whet.model.transformer import LanguageModel
+from whet.telemetry.provenance import describe_model
+from whet.types import UserError
+
+KEPT_WHEN_CONTINUED = ("rank", "lr_ratio")
+"""Settings that an adapter which is trained on does not bring along."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The model that adapters stand beside.
+
+    Attributes:
+        name: Hub name, or absolute folder.
+        folder: Its local folder.
+    """
+
+    name: str
+    folder: Path
+
+    @classmethod
+    def of(cls, init: str, folder: Path) -> Base:
+        """Name the model that a run starts from, so that it is found from any folder."""
+        is_local = Path(init).expanduser().exists()
+        return cls(str(folder.resolve()) if is_local else init, folder)
+
+    def write(self, folder: Path) -> None:
+        """Write beside an adapter where its base is, and the hash of its files."""
+        place = os.path.relpath(self.folder.resolve(), folder.resolve())
+        facts = {
+            "name": self.name,
+            "relative": place,
+            "sha256": describe_model(str(self.folder))["sha256_of_all"],
+        }
+        (folder / BASE).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+class Trained:
+    """Adapters of a model, trained while the weights beside them are frozen.
+
+    Args:
+        model: The model; what is not trained no longer requires gradients.
+        config: What gets an adapter, and which.
+        base: The model as it is stored.
+        seed: Seed of the adapters' random start.
+        adapter: An adapter that stands in the model already, to train on; None for new ones.
+
+    Raises:
+        UserError: If a target matches nothing, or the settings are not those of the adapter that is trained on.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: LoRAConfig,
+        *,
+        base: Base,
+        seed: int,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self._model, self._base = model, base
+        if adapter is None:
+            targets = choose(model, config)
+            saved = [name for name, _ in _modules_to_save(model, config, targets)]
+            model.requires_grad_(False)
+            attach(model, config, targets, seed)
+            self._alphas = {target.name: config.scale for target in targets}
+            self._rslora = config.rslora
+        else:
+            _check_continued(adapter, config)
+            saved = sorted({name.rpartition(".")[0] for name in adapter.saved})
+            model.requires_grad_(False)
+            self._alphas = {name: pair.alpha for name, pair in adapter.pairs.items()}
+            self._rslora = bool(adapter.config.get("use_rslora"))
+        self.saved = saved
+        for _, side in sides_of(model):
+            side.requires_grad_(True)
+            side.lr_ratio = config.lr_ratio
+            if side.start is not None:
+                side.start.requires_grad_(False)
+        for name in saved:
+            model.get_submodule(name).requires_grad_(True)
+
+    def lines(self) -> list[str]:
+        """Say what is trained, for the start of a run."""
+        names = Counter(target.name.rpartition(".")[2] for target, _ in sides_of(self._model))
+        matched = ", ".join(f"{name} x {count}" for name, count in names.items())
+        sizes = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
+        trained, whole = sum(n for n, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
+        rank = next(rank_of(target, side) for target, side in sides_of(self._model))
+        found = [f"lora: rank {rank} beside {sum(names.values())} matrices: {matched}"]
+        if self.saved:
+            found.append(f"lora: trained whole: {', '.join(self.saved)}")
+        share = f"{trained / whole:.2%}"
+        return [*found, f"lora: {trained:,} of {whole:,} numbers are trained ({share})"]
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is trained, by name."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    def write(self, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write the adapter in peft's format, and where its base is.
+
+        Args:
+            folder: The folder.
+            weights: What is written in place of the current parameters, by name: a copy that was taken earlier.
+        """
+        weights = dict(self.named_parameters()) if weights is None else weights
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, torch.Tensor] = {}
+        places = list(sides_of(self._model))
+        places_of_experts = expert_places([target.name for target, _ in places if target.is_expert])
+        for target, side in places:
+            own = prefix_of(target)
+            a, b = (weights[f"{own}.lora_{letter}"].detach().cpu() for letter in "AB")
+            if side.start is not None:
+                a, b = _with_start(target, a, b, side.start)
+            stem = f"{PREFIX}{places_of_experts.get(target.name, target.name)}"
+            tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = a, b
+            if side.magnitude is not None:
+                tensors[f"{stem}.lora_magnitude_vector"] = weights[f"{own}.magnitude"].detach().cpu()
+        modules = list(self.saved)
+        for module in self.saved:
+            for part, _ in self._model.get_submodule(module).named_parameters():
+                tensors[f"{PREFIX}{module}.{part}"] = weights[f"{module}.{part}"].detach().cpu()
+        table = next(
+            name for name, weight in self._model.named_parameters() if weight is self._model.head_weight
+        )
+        if table in {name.removeprefix(PREFIX) for name in tensors} and not table.startswith("lm_head."):
+            # A tied head: peft has a copy of it beside the embeddings, which would stay as it was.
+            tensors[f"{PREFIX}lm_head.weight"] = tensors[f"{PREFIX}{table}"].clone()
+            modules.append("lm_head")
+        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(self._facts(places, modules), indent=1) + "\n")
+        self._base.write(folder)
+
+    def _facts(self, places: list[tuple[Target, Beside]], modules: list[str]) -> dict[str, Any]:
+        """Return the content of adapter_config.json."""
+        target, side = places[0]
+        rank, is_doubled = rank_of(target, side), side.start is not None
+        growth = (math.sqrt(2) if self._rslora else 2) if is_doubled else 1
+        alphas = {target.name: self._alphas[target.name] * growth for target, _ in places}
+        common = Counter(alphas.values()).most_common(1)[0][0]
+        experts = [target.name for target, _ in places if target.is_expert]
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self._base.name,
+            "r": rank * (2 if is_doubled else 1),
+            "lora_alpha": common,
+            "rank_pattern": {},
+            "alpha_pattern": {re.escape(name): alpha for name, alpha in alphas.items() if alpha != common},
+            "use_rslora": self._rslora,
+            "use_dora": side.magnitude is not None,
+            "target_modules": [target.name for target, _ in places if not target.is_expert],
+            "target_parameters": experts or None,
+            "modules_to_save": modules or None,
+            "fan_in_fan_out": isinstance(target.module, Conv1D),
+            "bias": "none",
+            "lora_dropout": 0.0,
+            "init_lora_weights": True,
+            "inference_mode": True,
+        }
+
+    @torch.no_grad()
+    def restore(self, folder: Path) -> None:
+        """Load what `write` wrote.
+
+        Raises:
+            UserError: If it is another adapter.
+        """
+        stored = read_adapter(folder)
+        places = {target.name: (target, side) for target, side in sides_of(self._model)}
+        if stored.pairs.keys() != places.keys():
+            differs = sorted(stored.pairs.keys() ^ places.keys())[0]
+            raise UserError(
+                f"{folder}: not the adapter that this run trains: {differs!r} is on one side only"
+            )
+        for name, (target, side) in places.items():
+            pair = stored.pairs[name]
+            a, b = pair.a_RD, pair.b_FR
+            if side.start is not None:
+                (a, a_start), (b, b_start) = _halves(target, a, b)
+                side.start.lora_A.copy_(a_start)
+                side.start.lora_B.copy_(-b_start)
+            if a.shape != side.lora_A.shape or b.shape != side.lora_B.shape:
+                raise UserError(f"{folder}: not the adapter that this run trains: {name!r} has another rank")
+            side.lora_A.copy_(a)
+            side.lora_B.copy_(b)
+            if side.magnitude is not None and pair.magnitude_F is not None:
+                side.magnitude.copy_(pair.magnitude_F)
+        for name, tensor in stored.saved.items():
+            if name != "lm_head.weight" or not self._model.config.tie_embeddings:
+                self._model.get_parameter(name).copy_(tensor)
+
+
+def rank_of(target: Target, side: Beside) -> int:
+    """Return the rank of an adapter, without the start that is subtracted."""
+    return side.lora_A.shape[0] // target.count
+
+
+def prefix_of(target: Target) -> str:
+    """Return the name of a weight's adapter in the model."""
+    return f"{target.name.rpartition('.')[0] if target.is_expert else target.name}.{target.attribute}"
+
+
+def _with_start(
+    target: Target, a: torch.Tensor, b: torch.Tensor, start: Beside
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join an adapter and the start that is subtracted to one of twice the rank, as peft converts PiSSA."""
+    a_start, b_start = start.lora_A.detach().cpu(), -start.lora_B.detach().cpu()
+    if not target.is_expert:
+        return torch.cat((a, a_start)), torch.cat((b, b_start), dim=1)
+    each = [part.view(target.count, -1, part.shape[1]) for part in (a, a_start)]
+    columns = [part.view(part.shape[0], -1, target.count) for part in (b, b_start)]
+    return torch.cat(each, dim=1).flatten(0, 1), torch.cat(columns, dim=1).flatten(1)
+
+
+Halves = tuple[torch.Tensor, torch.Tensor]
+
+
+def _halves(target: Target, a: torch.Tensor, b: torch.Tensor) -> tuple[Halves, Halves]:
+    """Undo `_with_start`."""
+    a_parts = a.view(target.count, -1, a.shape[1]).chunk(2, dim=1)
+    b_parts = b.view(b.shape[0], -1, target.count).chunk(2, dim=1)
+    return (
+        (a_parts[0].flatten(0, 1), a_parts[1].flatten(0, 1)),
+        (b_parts[0].flatten(1), b_parts[1].flatten(1)),
+    )
+
+
+def _modules_to_save(
+    model: LanguageModel, config: LoRAConfig, targets: list[Target]
+) -> list[tuple[str, torch.nn.Module]]:
+    """Find the modules that are trained whole.
+
+    Raises:
+        UserError: If a name matches nothing, or a module with an adapter.
+    """
+    found: dict[str, torch.nn.Module] = {}
+    named = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters())}
+    for text in config.modules_to_save:
+        own = {name: m for name, m in named.items() if name == text or name.endswith(f".{text}")}
+        if not own:
+            ends = sorted(
+                {name.rpartition(".")[2] for name in named if not name.rpartition(".")[2].isdecimal()} - {""}
+            )
+            tied = text == "lm_head" and model.config.tie_embeddings
+            why = "; the head is tied to the embeddings: name those" if tied else ""
+            raise UserError(
+                f"lora.modules_to_save: {text!r} matches no module{why}; expected ends of names: {', '.join(ends)}"
+            )
+        found |= own
+    for name in found:
+        if inside := next((t.name for t in targets if f"{t.name}.".startswith(f"{name}.")), None):
+            raise UserError(
+                f"lora.modules_to_save: {name} would be trained whole, but {inside} gets an adapter: choose"
+            )
+    return [
+        (name, m) for name, m in found.items() if not any(name.startswith(f"{other}.") for other in found)
+    ]
+
+
+def _check_continued(adapter: Adapter, config: LoRAConfig) -> None:
+    """Refuse settings that are not those of the adapter which is trained on."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if item.name in KEPT_WHEN_CONTINUED or value == item.default:
+            continue
+        if item.name == "alpha" and {pair.alpha for pair in adapter.pairs.values()} == {value}:
+            continue
+        if item.name in ("rslora", "dora") and bool(adapter.config.get(f"use_{item.name}")) == value:
+            continue
+        raise UserError(
+            f"lora.{item.name} = {value}: the run trains {adapter.folder} on, whose own setting counts; leave it out"
+        )
+    ranks = {side.lora_A.shape[0] // target.count for target, side in adapter.sides}
+    if ranks != {config.rank}:
+        there = ", ".join(map(str, sorted(ranks)))
+        raise UserError(
+            f"lora.rank = {config.rank}: the run trains {adapter.folder} on, which has rank {there}; give that, or "
+            "merge it first (whet export RUN --to merged)"
+        )
+    if left := sorted(adapter.pairs.keys() - {target.name for target, _ in adapter.sides}):
+        raise UserError(
+            f"{adapter.folder}: {left[0]!r} (head or embeddings) cannot be trained on as an adapter; merge it"
+        )
