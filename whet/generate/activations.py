@@ -16,6 +16,7 @@ from whet.generate.rows import Request
 from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.layers import Layers
 from whet.model.config import ModelConfig, options
+from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel, LlamaLike
 from whet.types import MicroBatch
 
@@ -192,7 +193,7 @@ def can_keep(model: LanguageModel) -> bool:
     """Say whether the kept results are all that a model's backward pass needs."""
     if not (isinstance(model, LlamaLike) and is_known(model.config)) or model.checkpoint_layers:
         return False
-    return all(parameter.requires_grad for parameter in model.parameters())
+    return all(parameter.requires_grad for parameter in model.parameters()) and not packed_parts(model)
 
 
 def _widths(config: ModelConfig) -> Mapping[str, int]:

@@ -15,6 +15,7 @@ from whet.kernels.cpu.head import RowState
 from whet.kernels.cpu.layers import Layers
 from whet.model.config import options
 from whet.model.parts import MLP
+from whet.model.quant import packed_parts
 from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
 
 CHUNK = 192
@@ -41,6 +42,10 @@ def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
     # Under autocast a head's norm gives float32 queries; the fused step would keep them in the products' dtype.
     has_wide_queries = model.config.qk_norm and model.head_weight.dtype != dtype
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    packs = packed_parts(model)
+    # What is not kept would be dequantised for every step; the step reads addresses.
+    if any(not part.is_kept or part.shape[-1] % cpu.QUANTUM for part in packs):
+        return False
     if not is_plain or has_wide_queries:
         return False
     return dispatch.runs_cpp(model.model.embed_tokens.weight, *matrices, operation="decode")
@@ -94,7 +99,8 @@ def _tensors(layer: DecoderLayer, dtype: torch.dtype) -> dict[str, torch.Tensor 
     parts = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
     parts |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
     tensors: dict[str, torch.Tensor | None] = {
-        name: cpu.panels(part.weight, dtype) for name, part in parts.items()
+        name: cpu.panels(part.weight if part.packed is None else part.packed.dense(dtype), dtype)
+        for name, part in parts.items()
     }
     for name in "qkvo":
         bias = parts[name].bias

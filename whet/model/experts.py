@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from whet.kernels import dispatch, eager
 from whet.model.config import Experts, ModelConfig
 from whet.model.parts import MLP, Linear
+from whet.model.quant import PackedMatrix
 from whet.model.routing import RoutedLayer
 
 ROW_QUANTUM = 16
@@ -79,11 +82,16 @@ class Router(nn.Module):
 
 
 class ExpertWeights(nn.Module):
-    """The experts' weights, one tensor for all of them, as transformers has them."""
+    """The experts' weights, one tensor for all of them, as transformers has them.
+
+    Attributes:
+        packed: For a quantised tensor, by its name, the matrix of each expert in place of it; the tensor is None then.
+    """
 
     def __init__(self, width: int, experts: Experts) -> None:
         super().__init__()
         count, inner, self.is_clamped = experts.count, experts.width, experts.is_clamped
+        self.packed, self.transposed = nn.ModuleDict(), experts.is_clamped
         if experts.is_clamped:
             self.gate_up_proj = nn.Parameter(torch.empty(count, width, 2 * inner))
             self.down_proj = nn.Parameter(torch.empty(count, inner, width))
@@ -95,15 +103,22 @@ class ExpertWeights(nn.Module):
 
     def run(self, expert: int, x_ND: torch.Tensor) -> torch.Tensor:
         """Return what one expert makes of its rows."""
-        up, down = self.gate_up_proj[expert], self.down_proj[expert]
         if not self.is_clamped:
-            gate, up = eager.linear(x_ND, up).chunk(2, dim=-1)
+            gate, up = self._product("gate_up_proj", expert, x_ND).chunk(2, dim=-1)
             gated = dispatch.run(eager.swiglu, gate.contiguous(), up.contiguous())
-            return eager.linear(gated, down)
-        both = eager.linear(x_ND, up.t(), self.gate_up_proj_bias[expert])
+            return self._product("down_proj", expert, gated)
+        both = self._product("gate_up_proj", expert, x_ND, self.gate_up_proj_bias[expert])
         gate, up = both[..., 0::2].clamp(max=CLAMP), both[..., 1::2].clamp(-CLAMP, CLAMP)
         gated = (up + 1) * gate * eager.row_wise(torch.sigmoid, SHARPNESS * gate)
-        return eager.linear(gated, down.t(), self.down_proj_bias[expert])
+        return self._product("down_proj", expert, gated, self.down_proj_bias[expert])
+
+    def _product(
+        self, name: str, expert: int, x_ND: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if name in self.packed:
+            return cast(PackedMatrix, cast(nn.ModuleList, self.packed[name])[expert])(x_ND, bias)
+        weight = getattr(self, name)[expert]
+        return eager.linear(x_ND, weight.t() if self.is_clamped else weight, bias)
 
 
 class MixtureOfExperts(nn.Module):

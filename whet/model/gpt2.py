@@ -12,19 +12,29 @@ from whet.kernels import dispatch, eager
 from whet.model.attention import AttentionContext
 from whet.model.config import ModelConfig
 from whet.model.parts import Layer, embedding
+from whet.model.quant import PackedMatrix
 from whet.model.transformer import LanguageModel, heads
 
 
 class Conv1D(nn.Module):
-    """A linear layer whose weight is stored [in, out], as GPT-2 checkpoints have it."""
+    """A linear layer whose weight is stored [in, out], as GPT-2 checkpoints have it.
+
+    Attributes:
+        packed: The quantised matrix in place of `weight`, which is None then; else None.
+    """
+
+    transposed = True
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_in, num_out))
         self.bias = nn.Parameter(torch.zeros(num_out))
+        self.packed: PackedMatrix | None = None
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Return x W + b."""
+        if self.packed is not None:
+            return self.packed(x_ND, self.bias)
         return dispatch.run(eager.linear, x_ND, self.weight, self.bias, transposed=True)
 
 

@@ -9,16 +9,29 @@ from torch import nn
 
 from whet.kernels import dispatch, eager
 from whet.model.config import ModelConfig
+from whet.model.quant import PackedMatrix
 
 
 class Linear(nn.Linear):
-    """A linear layer without PyTorch's default initialisation: it is loaded, or drawn by `init_weights`."""
+    """A linear layer without PyTorch's default initialisation: it is loaded, or drawn by `init_weights`.
+
+    Attributes:
+        packed: The quantised matrix in place of `weight`, which is None then; else None.
+    """
+
+    transposed = False
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.packed: PackedMatrix | None = None
 
     def reset_parameters(self) -> None:
         """Leave the weights uninitialised."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b."""
+        if self.packed is not None:
+            return self.packed(input, self.bias)
         return dispatch.run(eager.linear, input, self.weight, self.bias)
 
 

@@ -22,6 +22,7 @@ from whet.model.config import Block, LayerSpec, ModelConfig, has_own_rules, kv_s
 from whet.model.experts import MixtureOfExperts
 from whet.model.mixers import ConvolutionMixer, DeltaMixer, LatentAttention
 from whet.model.parts import MLP, Layer, Linear, RMSNorm, UnitNorm, embedding
+from whet.model.quant import packed_parts
 from whet.model.rotary import Angles, rotary_tables, table_rows, turn
 from whet.model.routing import Routing
 
@@ -305,7 +306,8 @@ class LanguageModel(nn.Module):
     @cached_property
     def has_odd_products(self) -> bool:
         """Whether some product has a size that the kernels decline."""
-        return any(p.dim() == 2 and p.shape[-1] % cpu.QUANTUM for p in self.parameters())
+        shapes = [p.shape for p in (*self.parameters(), *packed_parts(self))]
+        return any(len(shape) == 2 and shape[-1] % cpu.QUANTUM for shape in shapes)
 
     def _forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext

@@ -25,6 +25,7 @@ from whet.kernels import dispatch
 from whet.model.config import has_experts
 from whet.model.files import read_json
 from whet.model.lora.files import find_model
+from whet.model.quant import QUANTIZATION, packed_parts
 from whet.model.weights import check_weights, load_model
 from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
 from whet.report.markdown import write_report
@@ -159,12 +160,30 @@ def load_trained(
     )
     if config.optim.router_aux_loss_coef and not has_experts(policy.model.config):
         raise UserError("optim.router_aux_loss_coef: this model has no experts to balance; leave it out")
+    _refuse_whole(config, policy)
     if not weights:
         if config.policy.init and Path(config.policy.init).expanduser().exists():
             check_weights(find_model(config.policy.init, config.policy.adapter)[0])
         return policy
     prepare_model(policy.model, config.optim)
     return policy
+
+
+def _refuse_whole(config: RunConfig, policy: Policy) -> None:
+    """Refuse to train all weights of a quantised model: its matrices have no gradients.
+
+    Raises:
+        UserError: If it is one, and no adapter is trained in their place.
+    """
+    lora = getattr(config, "lora", None)
+    if lora is not None and lora.rank:
+        return
+    init = Path(config.policy.init).expanduser()
+    if packed_parts(policy.model) or config.policy.quantize != "none" or (init / QUANTIZATION).is_file():
+        raise UserError(
+            f"policy.init = {config.policy.init}: the model is quantised, and its matrices cannot be trained: train an "
+            "adapter on it (--lora.rank 16), or all weights of the model that it was made of"
+        )
 
 
 def written_date(folder: Path) -> str:
