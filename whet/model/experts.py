@@ -104,17 +104,18 @@ class ExpertWeights(nn.Module):
     def run(self, expert: int, x_ND: torch.Tensor) -> torch.Tensor:
         """Return what one expert makes of its rows."""
         if not self.is_clamped:
-            gate, up = self._product("gate_up_proj", expert, x_ND).chunk(2, dim=-1)
+            gate, up = self.product("gate_up_proj", expert, x_ND).chunk(2, dim=-1)
             gated = dispatch.run(eager.swiglu, gate.contiguous(), up.contiguous())
-            return self._product("down_proj", expert, gated)
-        both = self._product("gate_up_proj", expert, x_ND, self.gate_up_proj_bias[expert])
+            return self.product("down_proj", expert, gated)
+        both = self.product("gate_up_proj", expert, x_ND, self.gate_up_proj_bias[expert])
         gate, up = both[..., 0::2].clamp(max=CLAMP), both[..., 1::2].clamp(-CLAMP, CLAMP)
         gated = (up + 1) * gate * eager.row_wise(torch.sigmoid, SHARPNESS * gate)
-        return self._product("down_proj", expert, gated, self.down_proj_bias[expert])
+        return self.product("down_proj", expert, gated, self.down_proj_bias[expert])
 
-    def _product(
+    def product(
         self, name: str, expert: int, x_ND: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Return the product of an expert's rows with its own part of one of the tensors."""
         if name in self.packed:
             return cast(PackedMatrix, cast(nn.ModuleList, self.packed[name])[expert])(x_ND, bias)
         weight = getattr(self, name)[expert]

@@ -96,6 +96,7 @@ class PackedMatrix(nn.Module):
         columns: torch.Tensor | None = None,
         spots: torch.Tensor | None = None,
         transposed: bool = False,
+        double: bool = True,
     ) -> PackedMatrix:
         """Round a matrix to the nearest codes.
 
@@ -105,6 +106,7 @@ class PackedMatrix(nn.Module):
             columns: Factors of its columns for the rounding.
             spots: Places in the flattened matrix that stay exact, and do not widen the range of their block.
             transposed: Whether it is stored [in, out].
+            double: NF4: quantise the blocks' absmax, too.
         """
         full = weight.detach()
         scaled = full if columns is None else full.float() * columns
@@ -114,7 +116,7 @@ class PackedMatrix(nn.Module):
             scaled = scaled.clone()
             scaled.view(-1)[spots] = 0
         if kind == "nf4":
-            found = eager.nf4_quantize(scaled)
+            found = eager.nf4_quantize(scaled, double=double)
             parts = found.codes, found.absmax, found.scale, found.offset
         else:
             absmax = scaled.float().abs().amax(-1)

@@ -550,12 +550,12 @@ def save_model(
     hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=stored_dtype, pad_id=pad_id)
     if is_quantized:
         packs = {name: place for name, place in places(model).items() if place.packs}
+        size = sum(tensor.nbytes for tensor in tensors.values()) + sum(p.nbytes for p in packed_parts(model))
         for name, place in packs.items():
             for number, packed in enumerate(place.packs):
                 tensors |= stored_tensors(f"{name}.{number}" if place.is_experts else name, packed)
         hf["quantization_config"] = _quantization_config(model)
         layers = {name.removesuffix(".weight"): kind_of(place) for name, place in places(model).items()}
-        size = sum(tensor.nbytes for tensor in tensors.values())
         facts = {"layers": layers, "bytes": size, "kl": None}
         (folder / QUANTIZATION).write_text(json.dumps(facts, indent=1) + "\n")
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n")

@@ -1,0 +1,1 @@
+"""Smaller models, and models for other programs."""
