@@ -1,10 +1,9 @@
-"""whet quantize: the knapsack, GPTQ, super weights, and a run on a small trained model from the command to its folder."""
+"""whet quantize: the knapsack, GPTQ, super weights, and a run on a small trained model up to its folder."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import hidden_rows
 from whet.model.config import ModelConfig
 from whet.model.families import from_hf
-from whet.model.quant import PackedMatrix, packed_parts, places, quantize as quantize_all
+from whet.model.quant import PackedMatrix, packed_parts, places
+from whet.model.quant import quantize as quantize_all
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model
 from whet.train import sft
@@ -246,9 +246,10 @@ def test_experts_are_stored_smaller_than_attention() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model that has learnt a little of its task."""
     from conftest import TINY_SHAPE
+
     from whet.recipes.models import demo_policy
 
     folder = tmp_path_factory.mktemp("quantize") / "sft"
@@ -263,7 +264,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         validation_problems=0,
     )
     sft.train(config)
-    yield folder
+    return folder
 
 
 @pytest.mark.usefixtures("few_problems")

@@ -16,7 +16,10 @@ from whet.generate.engine import Engine, Request
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
+from whet.inspect.memory.meter import LiveTensors
+from whet.inspect.memory.phases import Workload, weight_bytes
 from whet.model import quant
+from whet.model.attention import Packed
 from whet.model.config import ModelConfig
 from whet.model.families import from_hf
 from whet.model.quant import PackedMatrix
@@ -247,6 +250,45 @@ def test_loading_quantises_as_it_reads(tmp_path: Path) -> None:
     size = sum(part.nbytes for part in quant.packed_parts(loaded))
     numbers = sum(part.shape.numel() for part in quant.packed_parts(loaded))
     assert size * 8 / numbers == pytest.approx(4.127, abs=0.03)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_the_planner_knows_the_bytes(name: str, kind: quant.Kind) -> None:
+    model = make_model(name)
+    quant.quantize(model, kind)
+    tensors = [*model.parameters(), *(tensor for _, tensor in quant.packed_tensors(model))]
+    work = Workload(
+        shape=SHAPES[name],
+        precision="float32",
+        device="cpu",
+        attention="exact",
+        length=8,
+        num_trained=7,
+        num_sequences=1,
+        token_budget=8,
+        quantize=kind,
+    )
+    assert weight_bytes(work) == sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.usefixtures("either")
+def test_four_bits_stay_four_bits_in_training() -> None:
+    """A pass with its backward pass has one dense matrix at a time (and its panels), and saves none."""
+    shape = replace(SHAPE, num_layers=6, hidden_size=256, intermediate_size=512, head_dim=64)
+    model = build_model(shape)
+    init_weights(model, seed=0)
+    full = sum(parameter.nbytes for parameter in model.parameters())
+    quant.quantize(model, "nf4")
+    meter, cpu = LiveTensors(torch.device("cpu")), torch.device("cpu")
+    for tensor in (*model.parameters(), *(own for _, own in quant.packed_tensors(model))):
+        meter.add(tensor)
+    stored = meter.now
+    with meter:
+        tokens = torch.arange(4)
+        model(tokens, tokens, Packed([4], cpu)).square().sum().backward()
+    dense, activations = 4 * 256 * 512, 10**6
+    assert meter.peak < stored + 3 * dense + activations < full / 2
 
 
 def test_what_is_wrong_with_a_quantised_folder_is_one_line(tmp_path: Path) -> None:

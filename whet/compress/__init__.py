@@ -1,1 +1,0 @@
-"""Smaller models, and models for other programs."""

@@ -277,6 +277,14 @@ class Place(NamedTuple):
         setattr(self.owner, self.leaf, nn.Parameter(torch.stack(dense) if self.is_experts else dense[0]))
 
 
+def packed_size(kind: Kind, shape: torch.Size) -> int:
+    """Return the bytes of a packed matrix without exact weights or scaled columns."""
+    if kind == "int8":
+        return shape.numel() + 4 * shape[0]
+    num_blocks = -(-shape.numel() // eager.NF4_BLOCK)
+    return num_blocks * (eager.NF4_BLOCK // 2 + 1) + 4 * -(-num_blocks // eager.SCALE_BLOCK) + 4
+
+
 def places(model: nn.Module) -> dict[str, Place]:
     """Return the matrices of a decoder's layers that can be quantised, by the names of their parameters.
 

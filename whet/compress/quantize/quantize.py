@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.cli import Program
 from whet.compress.quantize import page
 from whet.compress.quantize.methods import Method
-from whet.compress.quantize.select import Choice, parse_budget, total
+from whet.compress.quantize.select import parse_budget, total
 from whet.compress.quantize.study import STEPS, Study, count_steps
 from whet.config import dump_yaml
 from whet.eval.evaluate import fitting_problems, take_problems
@@ -29,7 +29,7 @@ from whet.model.lora.files import find_model
 from whet.model.quant import QUANTIZATION, packed_parts, places
 from whet.storage.folder import open_run
 from whet.tasks.base import TaskConfig, load_task
-from whet.telemetry.display import Display, advancing, open_display
+from whet.telemetry.display import advancing, open_display
 from whet.telemetry.provenance import write_environment
 from whet.train.data.demonstrations import demonstrate, kind_of, sequences_of
 from whet.types import MicroBatch, Problem, Task, UserError
@@ -140,7 +140,12 @@ def main(config: QuantizeConfig) -> None:
         display.begin("choices")
         table = study.table(budget, config.random_seeds)
         front = study.front(config.seed)
-        answers = dict(_pass_at_1(policy, task, graded, study, choice, config, display))
+        answers = {}
+        for name, own in (("full", {}), ("all NF4", study.all_nf4()), ("selected", choice)) if graded else ():
+            display.begin(f"pass@1, {name}")
+            with study.applied(own):
+                answers[name] = _pass_at_1(policy, task, graded, config)
+            advance(1)
     chosen = next(point for point in table if point.name == "selected")
     study.apply(choice)
     _save(policy, folder, config, fixed + total(choice), chosen.divergence.kl)
@@ -212,31 +217,12 @@ def _micros(policy: Policy, problems: Sequence[Problem], config: QuantizeConfig)
 
 
 def _pass_at_1(
-    policy: Policy,
-    task: Task,
-    problems: Sequence[Problem],
-    study: Study,
-    choice: Choice,
-    config: QuantizeConfig,
-    display: Display,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield pass@1 and greedy accuracy, with intervals, of the full model, all NF4 and the choice."""
-    advance = advancing(display)
-    for name, own in (("full", {}), ("all NF4", study.all_nf4()), ("selected", choice)):
-        if not problems:
-            return
-        display.begin(f"pass@1, {name}")
-        with study.applied(own):
-            result = evaluate(
-                policy,
-                task,
-                problems,
-                num_samples=config.num_samples,
-                sampling=config.sampling,
-                seed=config.seed,
-            )
-        advance(0)
-        yield name, {metric: asdict(result.metrics[metric]) for metric in ("pass@1", "greedy")}
+    policy: Policy, task: Task, problems: Sequence[Problem], config: QuantizeConfig
+) -> dict[str, Any]:
+    """Return pass@1 and greedy accuracy, with their intervals over problems."""
+    own = {"num_samples": config.num_samples, "sampling": config.sampling, "seed": config.seed}
+    result = evaluate(policy, task, problems, **own)
+    return {metric: asdict(result.metrics[metric]) for metric in ("pass@1", "greedy")}
 
 
 def _fixed_bytes(config: QuantizeConfig, policy: Policy) -> int:
