@@ -87,6 +87,7 @@ def draw(folder: Path, content: Json) -> None:
     """Draw errors.png (by layer) and front.png (bytes against KL)."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
     layers = content["layers"]
     with matplotlib.rc_context(cast(Any, STYLE)):
@@ -111,6 +112,7 @@ def draw(folder: Path, content: Json) -> None:
             ys = [max(point["divergence"]["kl"], 1e-7) for point in points]
             axes.plot(xs, ys, color=colour, marker="o", markersize=3, label=name)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_xlabel("bits a weight of the layers")
         axes.set_title("KL from the full model on held-out text, nats a token")
         axes.legend()
