@@ -32,11 +32,11 @@ class Spots(NamedTuple):
     """Single weights that stay exact: super weights.
 
     Attributes:
-        index: Places in the flattened matrix, int64.
+        places: Places in the flattened matrix, int64.
         values: Float32.
     """
 
-    index: torch.Tensor
+    places: torch.Tensor
     values: torch.Tensor
 
 
@@ -83,7 +83,7 @@ class PackedMatrix(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("offset", offset)
         self.register_buffer("columns", columns)
-        self.register_buffer("spots", None if spots is None else spots.index)
+        self.register_buffer("spots", None if spots is None else spots.places)
         self.register_buffer("spot_values", None if spots is None else spots.values)
         self._kept: torch.Tensor | None = None
 
@@ -269,12 +269,16 @@ class Place(NamedTuple):
     def unpack(self, dtype: torch.dtype) -> None:
         """Put a dense parameter back in place of packed matrices."""
         dense = [part.dense(dtype) for part in self.packs]
+        self.set(nn.Parameter(torch.stack(dense) if self.is_experts else dense[0]))
+
+    def set(self, weight: torch.Tensor | None) -> None:
+        """Put a dense parameter in place of whatever is there."""
         held = self.owner.packed
-        if isinstance(held, nn.ModuleDict):
+        if not isinstance(held, nn.ModuleDict):
+            setattr(self.owner, "packed", None)  # noqa: B010 (the type checker knows no None among modules)
+        elif self.leaf in held:
             del held[self.leaf]
-        else:
-            self.owner.packed = None
-        setattr(self.owner, self.leaf, nn.Parameter(torch.stack(dense) if self.is_experts else dense[0]))
+        setattr(self.owner, self.leaf, weight)
 
 
 def packed_size(kind: Kind, shape: torch.Size) -> int:
@@ -472,7 +476,7 @@ def read_packed(
 
 def _read_nf4(
     codes: torch.Tensor, tensors: Mapping[str, torch.Tensor], shape: torch.Size, what: str
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Check the tensors of NF4 and return codes, absmax, scale and offset."""
     if STATE not in tensors:
         raise UserError(f"{what}: 4-bit codes without {STATE}; whet reads NF4 and int8 of bitsandbytes")

@@ -358,7 +358,8 @@ class _Loaded:
         quantize: Kind | None,
     ) -> None:
         self.is_own = self.is_packed = self.is_quantized = False
-        self._homes, self._quantize = homes, quantize
+        self._homes = homes
+        self._quantize: Kind | None = quantize
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.head: torch.Tensor | None = None

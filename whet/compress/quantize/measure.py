@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -109,11 +110,7 @@ def observed(model: nn.Module, see: See) -> Iterator[None]:
         if place.is_experts:
             experts[place.owner] = name.rpartition(".")[0]
         else:
-            handles.append(
-                place.owner.register_forward_pre_hook(
-                    lambda _, arguments, name=name: see(name, 0, arguments[0].detach())
-                )
-            )
+            handles.append(place.owner.register_forward_pre_hook(partial(_before, see, name)))
     for owner, prefix in experts.items():
         _spy(cast(ExpertWeights, owner), prefix, see)
     try:
@@ -123,6 +120,20 @@ def observed(model: nn.Module, see: See) -> Iterator[None]:
             handle.remove()
         for owner in experts:
             del owner.__dict__["product"]
+
+
+def _before(see: See, name: str, _: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+    see(name, 0, arguments[0].detach())
+
+
+def _after(
+    note: Callable[[str, torch.Tensor, torch.Tensor], None],
+    name: str,
+    _: nn.Module,
+    arguments: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+) -> None:
+    note(name, arguments[0], out)
 
 
 def _spy(owner: ExpertWeights, prefix: str, see: See) -> None:
@@ -366,8 +377,7 @@ def _spikes(
         tops[name] = own if old is None else (torch.maximum(old[0], own[0]), torch.maximum(old[1], own[1]))
 
     handles = [
-        place.owner.register_forward_hook(lambda _, args, out, name=name: note(name, args[0], out))
-        for name, place in downs.items()
+        place.owner.register_forward_hook(partial(_after, note, name)) for name, place in downs.items()
     ]
     try:
         for micro in micros:

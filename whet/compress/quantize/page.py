@@ -101,7 +101,8 @@ def draw(folder: Path, content: Json) -> None:
             axes.bar(range(len(values)), values, color=colours, width=0.8)
             axes.set_title(titles[name])
             axes.set_xticks([])
-        axes.set_xlabel("matrices, first layer to last; blue NF4, orange int8, green 16 bits")
+            if place == len(series):
+                axes.set_xlabel("matrices, first layer to last; blue NF4, orange int8, green 16 bits")
         figure.savefig(folder / "errors.png", dpi=120)
 
         figure = Figure(figsize=(6.5, 4.0), layout="constrained", facecolor="white")

@@ -89,7 +89,7 @@ def knapsack(options: Options, budget: int) -> Choice:
         best = totals.min(0)
     found: Choice = {}
     left = most
-    for (name, rows), pick in zip(reversed(options.items()), reversed(picks), strict=True):
+    for (name, rows), pick in zip(reversed(list(options.items())), reversed(picks), strict=True):
         row = rows[pick[left]]
         found[name] = row
         left -= int(np.ceil((row.num_bytes - least[name].num_bytes) / unit))

@@ -222,17 +222,13 @@ class Study:
             assert weight is not None
             if option.kind == FULL:
                 rounded = weight.detach().to(torch.bfloat16).to(weight.dtype)
-                setattr(place.owner, place.leaf, torch.nn.Parameter(rounded, requires_grad=False))
+                place.set(torch.nn.Parameter(rounded, requires_grad=False))
             else:
                 place.pack(self._packs[name, option.kind, option.method])
 
     def _restore(self, name: str) -> None:
         place = self._places[name]
-        if place.packs and isinstance(place.owner.packed, torch.nn.ModuleDict):
-            del place.owner.packed[place.leaf]
-        elif place.packs:
-            place.owner.packed = None
-        setattr(place.owner, place.leaf, self._dense[name])
+        place.set(self._dense[name])
 
     def _spots(self, found: Sequence[SuperWeight]) -> dict[str, torch.Tensor]:
         """Return the places of super weights in their flattened matrices."""
