@@ -80,6 +80,7 @@ BASES: dict[str, Data] = {
 HOMES: dict[str, str] = {
     "policy.max_rows": "eval",
     "policy.attention": "rl",
+    "policy.quantize": "eval",
     "policy.": "sft",
     "optim.": "sft",
     "lora.": "sft",
@@ -134,6 +135,7 @@ MODES: dict[str, tuple[Data, list[Any]]] = {
     "reward_model": ({"preflight": "warn", "reward_model": "{work}/scorer"}, ["{work}/other_scorer"]),
     "algo.kl_stop": (KL | TWICE, [1e-9]),
     "policy.init": ({"policy": {"init": "{work}/a"}}, ["{work}/b"]),
+    "policy.quantize": ({"policy": {"init": "{work}/a"}}, ["nf4"]),
     "policy.adapter": ({"policy": {"init": "{work}/a"}}, ["{work}/adapter"]),
     **{f"policy.model.rope_scaling.{name}": (SCALED, [2 * value]) for name, value in ROPE.items()},
     "policy.tags_as_tokens": (

@@ -330,7 +330,7 @@ def test_every_command_that_takes_a_run_finds_it_and_says_the_same_where_there_i
 
 
 def test_the_table_has_the_groups_and_completion_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(__main__.GROUPS) == ["train", "measure", "look", "use", "check"]
+    assert list(__main__.GROUPS) == ["train", "measure", "look", "use", "compress", "check"]
     for shell in ("bash", "zsh", "fish"):
         status, out, _ = told(capsys, "--completion", shell)
         assert status == 0

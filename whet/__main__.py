@@ -90,6 +90,8 @@ def load(name: str) -> Program:
             from whet.serve.hub import PUSH as PROGRAM
         case "pull":
             from whet.serve.hub import PULL as PROGRAM
+        case "quantize":
+            from whet.compress.quantize.quantize import PROGRAM
         case "plan":
             from whet.inspect.memory.plan import PROGRAM
         case "diagnose":
@@ -141,6 +143,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "push": "upload a run's model to the hub, with a card of what was measured",
         "pull": "download a model from the hub, every file checked",
     },
+    "compress": {
+        "quantize": "a smaller model: each layer in 4, 8 or 16 bits, as measured on a task",
+    },
     "check": {
         "plan": "peak memory of a recipe by phase, before it runs, and what fits a device",
         "audit": "test a task and its rewards before training: right pays most, hostile nothing",
@@ -166,7 +171,7 @@ ARGUMENTS = {
     **dict.fromkeys(RECIPE_FILES, "RECIPE"),
     **dict.fromkeys(("plan", "diagnose", "profile", "sweep", "seeds"), "RECIPE"),
     **dict.fromkeys(("report", "watch", "track", "replay"), "RUN"),
-    **dict.fromkeys(("chat", "serve"), "MODEL"),
+    **dict.fromkeys(("chat", "serve", "quantize"), "MODEL"),
     **dict.fromkeys(("compare", "probe"), "MODEL ..."),
     **dict.fromkeys(("audit", "data"), "TASK"),
     "runs": "[FOLDER]",

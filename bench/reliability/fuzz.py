@@ -33,7 +33,6 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ["MPLBACKEND"] = "agg"
 sys.path.insert(0, str(Path(__file__).parent))
-sys.dont_write_bytecode = True  # of what an input imports: that would be a file written outside its folder
 
 import torch
 from fuzz_mutations import CANARY
@@ -43,6 +42,7 @@ from whet.cli import escape
 from whet.kernels.cpu.build import library
 from whet.types import UserError
 
+sys.dont_write_bytecode = True  # of what an input imports: that would be a file written outside its folder
 MAX_CPU_S, MAX_CLOCK_S = 5.0, 20.0
 MAX_GROWTH = 1 << 30
 MAX_LINE = 2000

@@ -155,8 +155,8 @@ def test_nf4_round_trip(double: bool) -> None:
     weights = (codes * scales[:, None]).view(16, 16)
     packed = eager.nf4_quantize(weights, double=double)
     back = eager.nf4_dequantize(packed, torch.float32)
-    # The int8 absmax is off by half a step, 1.125 / 127 / 2 here, times codes up to 1.
-    assert float((back - weights).abs().max()) <= (0.0045 if double else 0.0)
+    # The 8-bit absmax is off by half of the widest step, 1.125 x 0.9 / 64 / 2 here, times codes up to 1.
+    assert float((back - weights).abs().max()) <= (0.008 if double else 0.0)
     assert torch.equal(back.view(4, 64)[3], torch.zeros(64))
 
 
@@ -182,10 +182,10 @@ def test_nf4_odd_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     back = eager.nf4_dequantize(packed, dtype)
     assert back.shape == shape
     assert back.dtype == dtype
-    scale, offset = packed.scale, packed.offset
+    scale, offset, table = packed.scale, packed.offset, eager.dynamic_table(torch.device("cpu"))
     assert scale is not None
     assert offset is not None
     for index, value in enumerate(back.flatten().tolist()):
         code = int(packed.codes[index // 2]) >> (0 if index % 2 else 4) & 15
-        absmax = packed.absmax[index // 64].float() * scale[index // 64 // 256] + offset
+        absmax = table[int(packed.absmax[index // 64])] * scale[index // 64 // 256] + offset
         assert value == (torch.tensor(eager.NF4_CODES[code]) * absmax).to(dtype).item()

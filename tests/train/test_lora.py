@@ -26,6 +26,7 @@ from whet.model.lora.adapter import Adapter
 from whet.model.lora.files import find_model, read_adapter
 from whet.model.lora.side import LoRAConfig, choose, sides_of, targets_of
 from whet.model.lora.trained import Base, Trained
+from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, load_model, save_model
 from whet.recipes.models import demo_policy
@@ -249,7 +250,7 @@ def test_gradients_are_finite_differences(kind: str, settings: dict[str, Any], t
                 ends.append(float(value()))
                 tensor.sub_(way, alpha=sign * 1e-5)
         assert slope == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6)
-    assert target.weight.grad is None
+    assert target.module.get_parameter("weight").grad is None
 
 
 @pytest.mark.parametrize("rank", [1, 3, 16, 20])
@@ -315,8 +316,11 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def with_random_sides(base: Path, dtype: torch.dtype, lora: LoRAConfig, autocast: Any = None) -> Policy:
-    policy = load_policy(PolicyConfig(init=str(base), max_rows=64), seed=0, dtype=dtype, autocast=autocast)
+def with_random_sides(
+    base: Path, dtype: torch.dtype, lora: LoRAConfig, autocast: Any = None, quantize: Any = "none"
+) -> Policy:
+    config = PolicyConfig(init=str(base), max_rows=64, quantize=quantize)
+    policy = load_policy(config, seed=0, dtype=dtype, autocast=autocast)
     policy.trained = Trained(policy.model, lora, base=Base("", base), seed=0)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -326,21 +330,25 @@ def with_random_sides(base: Path, dtype: torch.dtype, lora: LoRAConfig, autocast
 
 
 @pytest.mark.parametrize(
-    ("dtype", "autocast", "lora", "threads"),
+    ("dtype", "autocast", "lora", "threads", "quantize"),
     [
-        (torch.float32, None, LoRAConfig(rank=3), 1),
-        (torch.float32, None, LoRAConfig(rank=16, dora=True), 2),
-        (torch.bfloat16, None, LoRAConfig(rank=20), 1),
-        (torch.bfloat16, None, LoRAConfig(rank=3, dora=True), 2),
-        (torch.float32, torch.bfloat16, LoRAConfig(rank=3, init="pissa"), 2),
+        (torch.float32, None, LoRAConfig(rank=3), 1, "none"),
+        (torch.float32, None, LoRAConfig(rank=16, dora=True), 2, "none"),
+        (torch.bfloat16, None, LoRAConfig(rank=20), 1, "none"),
+        (torch.bfloat16, None, LoRAConfig(rank=3, dora=True), 2, "none"),
+        (torch.float32, torch.bfloat16, LoRAConfig(rank=3, init="pissa"), 2, "none"),
+        (torch.float32, None, LoRAConfig(rank=3), 2, "nf4"),
+        (torch.bfloat16, None, LoRAConfig(rank=20, dora=True), 1, "nf4"),
+        (torch.float32, torch.bfloat16, LoRAConfig(rank=3, init="pissa"), 1, "int8"),
     ],
 )
 @pytest.mark.usefixtures("either")
 def test_the_sampler_gives_the_trainers_logprobs_bitwise(
-    base: Path, dtype: torch.dtype, autocast: Any, lora: LoRAConfig, threads: int
+    base: Path, dtype: torch.dtype, autocast: Any, lora: LoRAConfig, threads: int, quantize: str
 ) -> None:
     torch.set_num_threads(threads)
-    policy = with_random_sides(base, dtype, lora, autocast)
+    policy = with_random_sides(base, dtype, lora, autocast, quantize)
+    assert bool(packed_parts(policy.model)) == (quantize != "none")
     prompts = [policy.chat_ids([{"role": "user", "content": text}]) for text in ("1+2=?", "13+29=?", "7*8=?")]
     requests = [Request(prompt_ids=ids, seeds=tuple(range(5))) for ids in prompts]
     drawn = policy.engine(stops=False, trains=True).generate(requests, SamplingParams(max_new_tokens=9))
@@ -384,6 +392,27 @@ def test_rl_trains_adapters_alone_on_policy_and_resumes_exactly(base: Path, tmp_
 
 
 @pytest.mark.usefixtures("few_problems")
+@pytest.mark.usefixtures("few_problems")
+def test_rl_on_a_quantised_base_is_on_policy_and_read_with_that_base(base: Path, tmp_path: Path) -> None:
+    config = rl_config(base, tmp_path / "run", num_steps=2, save_every=2)
+    policy = rl.train(replace(config, policy=replace(config.policy, quantize="nf4")))
+    assert [row["rl/ratio_drift"] for row in rows_of(tmp_path / "run")] == [0.0] * 2
+    assert len(packed_parts(policy.model)) == 14  # it stays in 4 bits
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        wanted = policy.model.logits(ids)
+        again = load_policy(PolicyConfig(init=str(tmp_path / "run")), seed=0)
+        assert torch.equal(again.model.logits(ids), wanted)
+        # Merged, it is what was trained: the rounded base and the adapter, not the base before it was rounded.
+        merged = load_policy(PolicyConfig(init=str(tmp_path / "run")), seed=0, merge=True)
+        assert not packed_parts(merged.model)
+        assert torch.allclose(merged.model.logits(ids), wanted, atol=1e-5)
+        whole, _ = load_model(base)
+        assert not torch.allclose(whole.logits(ids), wanted, atol=1e-3)
+    with pytest.raises(UserError, match="quantised base.*whet export --to merged"):
+        again.save(tmp_path / "saved")
+
+
 def test_a_run_of_adapters_is_read_wherever_a_model_is_named(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

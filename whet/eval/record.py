@@ -17,6 +17,7 @@ from whet.eval.grade import Judged
 from whet.eval.measure import EvalResult, show_work
 from whet.eval.metrics import summarise
 from whet.generate.policy import Policy, PolicyConfig
+from whet.model.quant import packed_tensors
 from whet.model.transformer import LanguageModel
 from whet.storage.commit import digest
 from whet.telemetry.log import parse_row
@@ -50,7 +51,7 @@ def describe_weights(config: PolicyConfig, policy: Policy) -> dict[str, Any]:
 
 def _model_digest(model: LanguageModel) -> str:
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *packed_tensors(model)):
         digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
         digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

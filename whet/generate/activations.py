@@ -19,6 +19,7 @@ from whet.kernels.cpu.layers import PRODUCTS, Layers
 from whet.model.config import ModelConfig, options
 from whet.model.lora.side import sides_of
 from whet.model.parts import Linear
+from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel, LlamaLike
 from whet.types import MicroBatch
 
@@ -206,7 +207,8 @@ def can_keep(model: LanguageModel) -> bool:
     """Say whether the kept results are all that a model's backward pass needs."""
     if not (isinstance(model, LlamaLike) and is_known(model.config)) or model.checkpoint_layers:
         return False
-    return all(side.is_plain for _, side in sides_of(model))
+    # Of frozen weights without adapters there is no gradient that the kept results could serve.
+    return all(side.is_plain for _, side in sides_of(model)) and not packed_parts(model)
 
 
 def _sides(layer: nn.Module) -> set[str]:

@@ -40,6 +40,7 @@ from whet.kernels.cpu.layers import Layers
 from whet.kernels.cpu.ops import CHANNELS
 from whet.model.attention import KEY_QUANTUM, AttentionKind, Packed, round_up
 from whet.model.config import has_own_rules
+from whet.model.quant import dense_copies
 from whet.model.routing import Routing, record_bytes
 from whet.model.transformer import LanguageModel
 from whet.telemetry.spans import spanned
@@ -213,7 +214,8 @@ class Engine:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.inference_mode(), context:
+            copies = dense_copies(self.model, self._autocast or self.model.head_weight.dtype)
+            with copies, torch.inference_mode(), context:
                 # The fast paths hold addresses of weights and cache. Between sessions the trainer may replace the
                 # weights, so they are collected anew for each one and dropped at its end.
                 self._head = self._head_for_sampling()

@@ -16,6 +16,7 @@ from whet.kernels.cpu.layers import Layers, Side
 from whet.model.config import options
 from whet.model.lora.side import Beside, sides_of
 from whet.model.parts import MLP, Linear
+from whet.model.quant import packed_parts
 from whet.model.transformer import SIDE_NAMES, DecoderLayer, LanguageModel, LlamaLike
 
 CHUNK = 192
@@ -48,6 +49,9 @@ def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
     matrices = [
         p for name, p in model.layers.named_parameters() if p.dim() == 2 and not name.endswith(SIDE_NAMES)
     ]
+    # What is not kept would be dequantised for every step; the step reads addresses.
+    if any(not part.is_kept or part.shape[-1] % cpu.QUANTUM for part in packed_parts(model)):
+        return False
     if not is_plain or has_wide_queries:
         return False
     return dispatch.runs_cpp(model.model.embed_tokens.weight, *matrices, operation="decode")
@@ -116,7 +120,8 @@ def prefill(
 def _tensors(layer: DecoderLayer, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
     attention, parts = layer.self_attn, _parts(layer)
     tensors: dict[str, torch.Tensor | None] = {
-        name: cpu.panels(part.weight, dtype) for name, part in parts.items()
+        name: cpu.panels(part.weight if part.packed is None else part.packed.dense(dtype), dtype)
+        for name, part in parts.items()
     }
     for name in "qkvo":
         bias = parts[name].bias

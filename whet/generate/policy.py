@@ -27,6 +27,7 @@ from whet.model.files import read_json
 from whet.model.lora.adapter import Adapter
 from whet.model.lora.files import find_model
 from whet.model.lora.trained import Trained
+from whet.model.quant import dequantize, quantize
 from whet.model.routing import Routing, times_read
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
@@ -83,6 +84,9 @@ class PolicyConfig:
     """Values that the model's chat template reads, such as enable_thinking false, beside those of `init`."""
     system_prompt: bool | str = True
     """System message: the schema's (true), none (false), or your own text (plain prompts have none)."""
+    quantize: Literal["none", "nf4", "int8"] = "none"
+    """Round the matrices of `init`'s layers as they are loaded: nf4 (4.13 bits a weight) or int8; whet quantize chooses
+    by layer. Adapters are trained on them (--lora.rank 16), not the matrices."""
     rope_factors: RopeFactors = "auto"
     """Rotary frequencies of a model whose ropes change with length (longrope, dynamic). short: those of its original
     context, which no sequence may exceed; long: those of its whole context, for all sequences, short ones too; auto
@@ -121,6 +125,7 @@ class PolicyConfig:
             "model": (not self.init, "random weights", self.model != ModelConfig()),
             "rope_factors": (self.init, "policy.init", self.rope_factors != "auto"),
             "adapter": (self.init, "policy.init, the adapter's base,", self.adapter),
+            "quantize": (self.init, "policy.init", self.quantize != "none"),
             "alphabet": (self.tokenizer == "characters", "policy.tokenizer = characters", self.alphabet),
             "padded_vocab_size": (self.tags_as_tokens, "policy.tags_as_tokens", self.padded_vocab_size),
             "system_prompt": (
@@ -582,11 +587,20 @@ def load_policy(
         model = model.to(device=device, dtype=dtype)
     else:
         kinds: dict[str, Any] = {"dtype": dtype, "device": device, "rope_factors": config.rope_factors}
-        model, _ = load_model(folder, is_reward=None if is_reward else False, **kinds)
+        # An adapter stands on what it was trained on; merged, it is added to that, dense, and their sum is rounded.
+        rounded = config.quantize if adapter is None else adapter.quantize
+        if rounded == "none" and not merge:
+            rounded = config.quantize
+        kind = None if rounded == "none" else rounded
+        model, _ = load_model(folder, is_reward=None if is_reward else False, quantize=kind, **kinds)
         if adapter is not None:
+            if merge:
+                dequantize(model, dtype)
             model = adapter.fit(model)
             if merge:
                 print(f"whet: {adapter.folder} is merged: {adapter.merge(model)}", flush=True)
+            if merge and config.quantize != "none":
+                quantize(model, config.quantize)
         if config.tags_as_tokens:
             model = resize_vocabulary(model, max(tokenizer.vocab_size, config.padded_vocab_size), seed).to(
                 device

@@ -385,12 +385,13 @@ class _Widened(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class NF4:
-    """A tensor in 4-bit NormalFloat.
+    """A tensor in 4-bit NormalFloat, as bitsandbytes stores it.
 
     Attributes:
         codes: uint8, two codes per byte, the first in the high half; padded to a whole block.
-        absmax: Largest magnitude of each block of `NF4_BLOCK`: float32, or int8 when doubly quantised.
-        scale: Float32 step of each `SCALE_BLOCK` entries of an int8 `absmax`; else None.
+        absmax: Largest magnitude of each block of `NF4_BLOCK`: float32, or codes of `dynamic_table` when doubly
+            quantised.
+        scale: Float32 largest magnitude of each `SCALE_BLOCK` entries of a doubly quantised `absmax`; else None.
         offset: Float32 mean subtracted from `absmax` before; else None.
         shape: Shape of the tensor.
     """
@@ -421,48 +422,89 @@ def nf4_table(device: torch.device) -> torch.Tensor:
         return torch.tensor(NF4_CODES, device=device)
 
 
+@cache
+def dynamic_table(device: torch.device) -> torch.Tensor:
+    """Return the 256 values of the 8-bit floats that blocks' absmax are quantised to, in ascending order.
+
+    Bits that the exponent leaves free go to the fraction: powers 10^-6 to 10^0 have 1 to 64 fractions of each sign.
+
+    Source: 8-bit optimizers via block-wise quantization, 2110.02861, section 2.2, as bitsandbytes rounds it.
+    """
+    with torch.inference_mode(False):
+        values = [0.0, 1.0]
+        for exponent in range(7):
+            edges = torch.linspace(0.1, 1, 2**exponent + 1)
+            fractions = 10.0 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2)
+            values += [*fractions.tolist(), *(-fractions).tolist()]
+        return torch.tensor(sorted(values), device=device)
+
+
+def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return the index, uint8, of the entry of an ascending table that is nearest to each value."""
+    return torch.bucketize(values, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+
+
 def nf4_quantize(tensor: torch.Tensor, *, double: bool = True) -> NF4:
-    """Round a tensor to the nearest codes of its blocks of 64.
+    """Round a tensor to the nearest codes of its blocks of 64, as bitsandbytes does.
 
     Args:
         tensor: Weights of any shape and float dtype.
-        double: Quantise the blocks' absmax to int8, too (4.127 bits per weight instead of 4.5).
+        double: Quantise the blocks' absmax to 8 bits, too (4.127 bits per weight instead of 4.5).
 
-    Source: QLoRA 2305.14314, section 3 and appendix E. Deviation: the second quantisation is to int8 with one
-    offset, where the paper uses 8-bit floats.
+    Source: QLoRA 2305.14314, section 3 and appendix E.
     """
-    surplus = -tensor.numel() % NF4_BLOCK
-    blocks = F.pad(tensor.detach().reshape(-1).float(), (0, surplus)).view(-1, NF4_BLOCK)
-    absmax, scale, offset = blocks.abs().amax(-1), None, None
-    table = nf4_table(tensor.device)
-    if double:
-        offset = absmax.mean()
-        rows = F.pad(absmax - offset, (0, -absmax.numel() % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
-        scale = rows.abs().amax(-1) / 127
-        steps = rows / scale.masked_fill(scale == 0, 1.0)[:, None]
-        absmax = steps.round().to(torch.int8).view(-1)[: absmax.numel()].clone()
-    kept = nf4_absmax(absmax, scale, offset)
-    middles = (table[1:] + table[:-1]) / 2
-    index = (
-        torch.bucketize(blocks / kept.masked_fill(kept == 0, 1.0)[:, None], middles)
-        .to(torch.uint8)
-        .view(-1, 2)
-    )
-    return NF4(index[:, 0] << 4 | index[:, 1], absmax, scale, offset, tuple(tensor.shape))
+    blocks = nf4_blocks(tensor)
+    absmax = blocks.abs().amax(-1)
+    codes = nf4_codes(blocks, absmax)
+    return nf4_pack(codes, absmax, tuple(tensor.shape), double=double)
+
+
+def nf4_blocks(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as rows of `NF4_BLOCK` float32 numbers, padded with zeros to a whole block."""
+    flat = tensor.detach().reshape(-1).float()
+    return F.pad(flat, (0, -flat.numel() % NF4_BLOCK)).view(-1, NF4_BLOCK)
+
+
+def nf4_codes(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+    """Return the nearest codes, uint8, of numbers that end in an axis of one absmax each."""
+    # Times the reciprocal, as bitsandbytes has it: at a tie a quotient may fall on the other side.
+    return nearest(blocks * (1.0 / absmax.masked_fill(absmax == 0, 1.0))[..., None], nf4_table(blocks.device))
+
+
+def nf4_pack(codes: torch.Tensor, absmax: torch.Tensor, shape: tuple[int, ...], *, double: bool) -> NF4:
+    """Put codes [blocks, 64] and their absmax [blocks] together."""
+    pairs = codes.view(-1, 2)
+    packed = pairs[:, 0] << 4 | pairs[:, 1]
+    if not double:
+        return NF4(packed, absmax, None, None, shape)
+    offset = absmax.mean()
+    rows = F.pad(absmax - offset, (0, -absmax.numel() % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
+    scale = rows.abs().amax(-1)
+    steps = rows * (1.0 / scale.masked_fill(scale == 0, 1.0))[:, None]
+    kept = nearest(steps, dynamic_table(absmax.device)).view(-1)[: absmax.numel()].clone()
+    return NF4(packed, kept, scale, offset, shape)
 
 
 def nf4_absmax(absmax: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None) -> torch.Tensor:
     """Return the float32 absmax of each block, undoing its own quantisation."""
     if scale is None or offset is None:
         return absmax
-    return absmax.float() * scale.repeat_interleave(SCALE_BLOCK)[: absmax.numel()] + offset
+    values = F.embedding(absmax.int(), dynamic_table(absmax.device)[:, None])[:, 0]
+    return values * scale.repeat_interleave(SCALE_BLOCK)[: absmax.numel()] + offset
 
 
 def nf4_dequantize(packed: NF4, dtype: torch.dtype) -> torch.Tensor:
     """Return the tensor that the codes stand for: code x absmax in float32, rounded once to `dtype`."""
-    table = nf4_table(packed.codes.device)
+    device, count = packed.codes.device, torch.Size(packed.shape).numel()
+    table = nf4_table(device)
     pairs = torch.cartesian_prod(table, table)  # one lookup per byte is twice as fast as one per code (CPU)
-    values = F.embedding(packed.codes.int(), pairs).view(-1, NF4_BLOCK)
-    values = values * nf4_absmax(packed.absmax, packed.scale, packed.offset)[:, None]
-    count = torch.Size(packed.shape).numel()
-    return values.view(-1)[:count].to(dtype).view(packed.shape)
+    absmax = nf4_absmax(packed.absmax, packed.scale, packed.offset)[:, None]
+    codes = packed.codes.view(-1, NF4_BLOCK // 2)
+    out = torch.empty(codes.shape[0], NF4_BLOCK, dtype=dtype, device=device)
+    # In slices: the indices and the float32 values of a whole matrix would take ten times its codes' memory.
+    step = codes.shape[0] if device.type == "cuda" else SLICE // NF4_BLOCK
+    for start in range(0, codes.shape[0], max(1, step)):
+        part = slice(start, start + step)
+        values = F.embedding(codes[part].int(), pairs).view(-1, NF4_BLOCK)
+        out[part] = values.mul_(absmax[part])
+    return out.view(-1)[:count].view(packed.shape)

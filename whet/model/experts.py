@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from whet.kernels import dispatch, eager
 from whet.model.config import Experts, ModelConfig
 from whet.model.parts import MLP, Linear
+from whet.model.quant import PackedMatrix
 from whet.model.routing import RoutedLayer
 
 ROW_QUANTUM = 16
@@ -84,6 +87,7 @@ class ExpertWeights(nn.Module):
     Attributes:
         gate_up_side: An adapter beside `gate_up_proj` (`whet.model.lora.side.ExpertSide`); None without one.
         down_side: The same beside `down_proj`.
+        packed: For a quantised tensor, by its name, the matrix of each expert in place of it; the tensor is None then.
     """
 
     gate_up_side: nn.Module | None
@@ -94,6 +98,7 @@ class ExpertWeights(nn.Module):
         count, inner, self.is_clamped = experts.count, experts.width, experts.is_clamped
         self.register_module("gate_up_side", None)
         self.register_module("down_side", None)
+        self.packed, self.transposed = nn.ModuleDict(), experts.is_clamped
         if experts.is_clamped:
             self.gate_up_proj = nn.Parameter(torch.empty(count, width, 2 * inner))
             self.down_proj = nn.Parameter(torch.empty(count, inner, width))
@@ -105,18 +110,26 @@ class ExpertWeights(nn.Module):
 
     def run(self, expert: int, x_ND: torch.Tensor) -> torch.Tensor:
         """Return what one expert makes of its rows."""
-        up, down = self.gate_up_proj[expert], self.down_proj[expert]
         if not self.is_clamped:
-            both = _beside(self.gate_up_side, expert, x_ND, eager.linear(x_ND, up))
+            both = _beside(self.gate_up_side, expert, x_ND, self.product("gate_up_proj", expert, x_ND))
             gate, up = both.chunk(2, dim=-1)
             gated = dispatch.run(eager.swiglu, gate.contiguous(), up.contiguous())
-            return _beside(self.down_side, expert, gated, eager.linear(gated, down))
-        both = eager.linear(x_ND, up.t(), self.gate_up_proj_bias[expert])
+            return _beside(self.down_side, expert, gated, self.product("down_proj", expert, gated))
+        both = self.product("gate_up_proj", expert, x_ND, self.gate_up_proj_bias[expert])
         both = _beside(self.gate_up_side, expert, x_ND, both)
         gate, up = both[..., 0::2].clamp(max=CLAMP), both[..., 1::2].clamp(-CLAMP, CLAMP)
         gated = (up + 1) * gate * eager.row_wise(torch.sigmoid, SHARPNESS * gate)
-        out_ND = eager.linear(gated, down.t(), self.down_proj_bias[expert])
+        out_ND = self.product("down_proj", expert, gated, self.down_proj_bias[expert])
         return _beside(self.down_side, expert, gated, out_ND)
+
+    def product(
+        self, name: str, expert: int, x_ND: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the product of an expert's rows with its own part of one of the tensors."""
+        if name in self.packed:
+            return cast(PackedMatrix, cast(nn.ModuleList, self.packed[name])[expert])(x_ND, bias)
+        weight = getattr(self, name)[expert]
+        return eager.linear(x_ND, weight.t() if self.is_clamped else weight, bias)
 
 
 def _beside(side: nn.Module | None, expert: int, x_ND: torch.Tensor, y_NF: torch.Tensor) -> torch.Tensor:

@@ -1093,6 +1093,8 @@ def from_hf(
     architecture, read = FAMILIES[asked]
     _refuse_foreign(outer, architecture, where)
     is_part = outer is not data
+    if is_packed(outer):  # of the weights, not of the shape
+        data = {key: value for key, value in data.items() if key != "quantization_config"}
     if rope_factors != "auto":
         data = {**data, "rope_factors": rope_factors}
     keys = Keys(data, DEFAULTS.get(asked))
@@ -1133,6 +1135,12 @@ def _is_reward(outer: Mapping[str, Any], c: Keys, classifier: str) -> bool:
     return True
 
 
+def is_packed(data: Mapping[str, Any]) -> bool:
+    """Say whether the weights are stored in a quantised form that `whet.model.quant` reads."""
+    quantised = data.get("quantization_config")
+    return isinstance(quantised, dict) and quantised.get("quant_method") in ("bitsandbytes", "whet")
+
+
 def _refuse_foreign(data: Mapping[str, Any], architecture: str, where: str) -> None:
     """Refuse a model with code of its own, or with weights in another form."""
     if "auto_map" in data:
@@ -1150,9 +1158,12 @@ def _refuse_foreign(data: Mapping[str, Any], architecture: str, where: str) -> N
         if architecture == "GptOssForCausalLM" and quantised.get("quant_method") == "mxfp4":
             return
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        if is_packed(data):
+            return
         raise UserError(
-            f"{where}: quantization_config ({str(method or 'unnamed')[:40]}): the weights are quantised, which is not "
-            "supported; use the folder with bfloat16 or float32 weights"
+            f"{where}: quantization_config ({str(method or 'unnamed')[:40]}): the weights are quantised in a form that "
+            "is not supported (bitsandbytes' NF4 and int8, and whet's own, are); use the folder with bfloat16 or "
+            "float32 weights"
         )
 
 

@@ -12,6 +12,7 @@ from whet.kernels import dispatch, eager
 from whet.model.attention import AttentionContext
 from whet.model.config import ModelConfig
 from whet.model.parts import Layer, embedding
+from whet.model.quant import PackedMatrix
 from whet.model.transformer import LanguageModel, heads
 
 
@@ -19,9 +20,11 @@ class Conv1D(nn.Module):
     """A linear layer whose weight is stored [in, out], as GPT-2 checkpoints have it.
 
     Attributes:
+        packed: The quantised matrix in place of `weight`, which is None then; else None.
         side: An adapter beside the weight, as `Linear` has it.
     """
 
+    transposed = True
     side: nn.Module | None
 
     def __init__(self, num_in: int, num_out: int) -> None:
@@ -29,6 +32,7 @@ class Conv1D(nn.Module):
         self.register_module("side", None)
         self.weight = nn.Parameter(torch.empty(num_in, num_out))
         self.bias = nn.Parameter(torch.zeros(num_out))
+        self.packed: PackedMatrix | None = None
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Return x W + b, and what the adapter adds."""
@@ -36,11 +40,13 @@ class Conv1D(nn.Module):
 
     def product(self, x_ND: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x W + bias, of the weight alone."""
+        if self.packed is not None:
+            return self.packed(x_ND, bias)
         return dispatch.run(eager.linear, x_ND, self.weight, bias, transposed=True)
 
     def matrix(self) -> torch.Tensor:
         """Return W [out, in]."""
-        return self.weight.t()
+        return (self.weight if self.packed is None else self.packed.dense(torch.float32)).t()
 
 
 class GPT2Attention(nn.Module):

@@ -9,20 +9,24 @@ from torch import nn
 
 from whet.kernels import dispatch, eager
 from whet.model.config import ModelConfig
+from whet.model.quant import PackedMatrix
 
 
 class Linear(nn.Linear):
     """A linear layer without PyTorch's default initialisation: it is loaded, or drawn by `init_weights`.
 
     Attributes:
+        packed: The quantised matrix in place of `weight`, which is None then; else None.
         side: An adapter beside the weight (`whet.model.lora.side.Side`); None without one.
     """
 
+    transposed = False
     side: nn.Module | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
         self.register_module("side", None)
+        self.packed: PackedMatrix | None = None
 
     def reset_parameters(self) -> None:
         """Leave the weights uninitialised."""
@@ -33,11 +37,13 @@ class Linear(nn.Linear):
 
     def product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x W^T + bias, of the weight alone."""
+        if self.packed is not None:
+            return self.packed(input, bias)
         return dispatch.run(eager.linear, input, self.weight, bias)
 
     def matrix(self) -> torch.Tensor:
         """Return W [out, in]."""
-        return self.weight
+        return self.weight if self.packed is None else self.packed.dense(torch.float32)
 
 
 def embedding(num_rows: int, width: int) -> nn.Embedding:

@@ -22,6 +22,7 @@ from whet.model.config import Block, LayerSpec, ModelConfig, has_own_rules, kv_s
 from whet.model.experts import MixtureOfExperts
 from whet.model.mixers import ConvolutionMixer, DeltaMixer, LatentAttention
 from whet.model.parts import MLP, Layer, Linear, RMSNorm, UnitNorm, embedding
+from whet.model.quant import packed_parts
 from whet.model.rotary import Angles, rotary_tables, table_rows, turn
 from whet.model.routing import Routing
 
@@ -311,11 +312,11 @@ class LanguageModel(nn.Module):
     @cached_property
     def has_odd_products(self) -> bool:
         """Whether some product has a size that the kernels decline."""
-        return any(  # adapters' products are padded
-            p.dim() == 2 and p.shape[-1] % cpu.QUANTUM
-            for name, p in self.named_parameters()
-            if not name.endswith(SIDE_NAMES)
-        )
+        own = [
+            p.shape for name, p in self.named_parameters() if not name.endswith(SIDE_NAMES)
+        ]  # those are padded
+        shapes = [*own, *(part.shape for part in packed_parts(self))]
+        return any(len(shape) == 2 and shape[-1] % cpu.QUANTUM for shape in shapes)
 
     def _forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext

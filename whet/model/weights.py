@@ -19,9 +19,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from whet.model.config import ModelConfig
-from whet.model.families import RopeFactors, from_hf, to_hf
+from whet.model.families import RopeFactors, from_hf, is_packed, to_hf
 from whet.model.files import CONVERTED, check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
+from whet.model.quant import (
+    FULL,
+    QUANTIZATION,
+    Kind,
+    PackedMatrix,
+    Place,
+    packed_parts,
+    packed_tensors,
+    part_of,
+    places,
+    read_packed,
+    share_packed,
+    stored_tensors,
+)
+from whet.model.quant import (
+    quantize as quantize_matrices,
+)
 from whet.model.transformer import LanguageModel, LlamaLike
 from whet.storage.commit import MANIFEST
 from whet.telemetry.provenance import no_run
@@ -41,6 +58,7 @@ HUB_PATTERNS = (
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+    QUANTIZATION,
     *CONVERTED,
 )
 
@@ -240,6 +258,7 @@ def load_model(
     device: torch.device | str = "cpu",
     is_reward: bool | None = False,
     rope_factors: RopeFactors = "auto",
+    quantize: Kind | None = None,
 ) -> tuple[LanguageModel, ModelConfig]:
     """Load a model folder, strictly: every parameter once, every shape as configured.
 
@@ -249,6 +268,7 @@ def load_model(
         device: Where the parameters live.
         is_reward: Whether a reward model is expected, or a language model; None for either.
         rope_factors: Of ropes that change with the length of sequences; auto takes those of the folder, else short.
+        quantize: Round the layers' matrices to 4 or 8 bits, each as soon as it is read; None leaves them.
 
     Returns:
         The model in evaluation mode and its configuration.
@@ -272,7 +292,9 @@ def load_model(
     with torch.device("meta"):
         model = build_model(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    loaded = _Loaded(shapes, config, dtype, torch.device(device))
+    loaded = _Loaded(shapes, config, dtype, torch.device(device), places(model), quantize)
+    loaded.is_own = (folder / QUANTIZATION).is_file()
+    loaded.is_packed = loaded.is_own or is_packed(read_json(folder / "config.json"))
     for shard in _shards(folder):
         try:
             with safe_open(str(shard), framework="pt", device="cpu") as file:
@@ -280,10 +302,15 @@ def load_model(
                     loaded.take(stored, file, shard)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{shard}: not a readable safetensors file ({str(error)[:300]})") from None
+    loaded.finish_packs(folder)
     missing = loaded.missing()
     if missing:
         raise UserError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
-    model.load_state_dict(loaded.tensors, strict=True, assign=True)
+    if quantize is not None and loaded.is_quantized:
+        raise UserError(f"{folder}: its weights are quantised already; leave policy.quantize out")
+    model.load_state_dict(loaded.tensors | dict(packed_tensors(model)), strict=True, assign=True)
+    if quantize is not None:
+        quantize_matrices(model, quantize)  # what was read in pieces
     if loaded.head is not None and not torch.equal(loaded.head, model.head_weight):
         raise UserError(
             f"{folder}: config.json ties the head to the embeddings (tie_word_embeddings), but {HEAD!r} is stored with "
@@ -295,7 +322,10 @@ def load_model(
 
 
 def _open_to_training(model: LanguageModel) -> None:
-    """Make all parameters trainable but those that no gradient moves: routers' offsets, layers' scales."""
+    """Make all parameters trainable but those that no gradient moves: routers' offsets, layers' scales.
+
+    A quantised model's are trainable, too, where an adapter's settings name them; training all of them is refused.
+    """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith(FROZEN))
 
@@ -311,15 +341,30 @@ class _Loaded:
         config: Shape of the model.
         dtype: Their dtype.
         device: Their device.
+        homes: The matrices that can be quantised, in the module that they are loaded into.
+        quantize: Kind that those are rounded to as they are read; None for none.
 
     Attributes:
+        is_own: Whether the folder is a quantised one of whet's, with its parameters' own names.
+        is_packed: Whether it has quantised tensors.
+        is_quantized: Whether packed matrices were read.
         tensors: By name; those of several stored tensors are complete when `missing` does not name them.
         head: A tied model's stored head.
     """
 
     def __init__(
-        self, shapes: Mapping[str, torch.Size], config: ModelConfig, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Mapping[str, torch.Size],
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        homes: Mapping[str, Place],
+        quantize: Kind | None,
     ) -> None:
+        self.is_own = self.is_packed = self.is_quantized = False
+        self._homes = homes
+        self._quantize: Kind | None = quantize
+        self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.head: torch.Tensor | None = None
         self._shapes, self._config, self._kind = shapes, config, {"device": device, "dtype": dtype}
@@ -333,7 +378,14 @@ class _Loaded:
         if experts is not None and experts.is_clamped and stored.endswith(PACKED):
             self._unpack(stored, file, shard)
             return
-        places = _places(stored, self._config)
+        part = part_of(stored, file.get_slice(stored).get_dtype()) if self.is_packed else None
+        if part is not None:
+            held = self._parts.setdefault(part[0], {})
+            if part[1] in held:
+                raise UserError(f"{shard}: tensor {stored[:80]!r} occurs twice")
+            held[part[1]] = file.get_tensor(stored)
+            return
+        places = (_Place(stored),) if self.is_own else _places(stored, self._config)
         what = f"{shard}: tensor {stored[:80]!r}"
         is_tied_head = places == (_Place(HEAD),) and self._config.tie_embeddings
         if is_tied_head:
@@ -364,7 +416,12 @@ class _Loaded:
             self._seen.add(repr(place))
             self._counts[place.name] = self._counts.get(place.name, 0) + part.numel()
             if not place.part:
-                self.tensors[place.name] = part if len(parts) == 1 else part.clone()
+                whole = part if len(parts) == 1 else part.clone()
+                home = self._homes.get(place.name) if self._quantize is not None else None
+                if home is None or home.is_experts:
+                    self.tensors[place.name] = whole
+                elif self._quantize is not None:
+                    home.pack([PackedMatrix.of(whole, self._quantize, transposed=home.transposed)])
                 continue
             if place.name not in self.tensors:
                 self.tensors[place.name] = torch.empty(self._shapes[place.name], **self._kind)
@@ -389,6 +446,39 @@ class _Loaded:
                 f"{shard}: {name[:80]!r} in MXFP4 has shape {list(blocks.shape)}, which gives no {want}"
             )
         self.tensors[name], self._counts[name] = tensor.to(**self._kind), tensor.numel()
+
+    def finish_packs(self, folder: Path) -> None:
+        """Put the packed matrices that were read in their places; UserError says what is wrong with one."""
+        found: dict[str, dict[int, PackedMatrix]] = {}
+        for stored, tensors in self._parts.items():
+            name, _, number = stored.rpartition(".")
+            if number.isdecimal() and name in self._homes:
+                index = int(number)
+            else:
+                index, named = 0, (_Place(stored),) if self.is_own else _places(stored, self._config)
+                name = named[0].name if len(named) == 1 and not named[0].part else ""
+            home = self._homes.get(name)
+            if home is None or (home.is_experts != number.isdecimal()):
+                raise UserError(
+                    f"{folder}: {stored[:80]!r} is quantised, but belongs to no matrix of this model alone; use the "
+                    "folder with bfloat16 or float32 weights, with --policy.quantize nf4"
+                )
+            if self._config.family == "gpt2" and not self.is_own:
+                raise UserError(
+                    f"{folder}: bitsandbytes turns GPT-2's matrices; use the folder with float weights"
+                )
+            shape = self._shapes[name][1:] if home.is_experts else self._shapes[name]
+            own = {"transposed": home.transposed, "where": str(folder)}
+            packed = read_packed(stored, tensors, shape, **own).to(self._kind["device"])
+            found.setdefault(name, {})[index] = packed
+            self._counts[name] = self._counts.get(name, 0) + shape.numel()
+        for name, packs in found.items():
+            if sorted(packs) == list(range(len(packs))) and self._counts[name] == self._shapes[name].numel():
+                self._homes[name].pack([packs[index] for index in range(len(packs))])
+                self.is_quantized = True
+            else:
+                self._counts[name] = 0
+        self._parts.clear()
 
     def missing(self) -> list[str]:
         """Return the names of parameters that are not there, or not whole."""
@@ -458,9 +548,21 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     weights = dict(model.named_parameters()) if weights is None else weights
     tensors = {name: parameter.detach().to("cpu", dtype) for name, parameter in weights.items()}
-    tensors = _as_stored(tensors, model.config)
+    is_quantized = bool(packed_parts(model))
+    if not is_quantized:
+        tensors = _as_stored(tensors, model.config)
     stored_dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=stored_dtype, pad_id=pad_id)
+    if is_quantized:
+        packs = {name: place for name, place in places(model).items() if place.packs}
+        size = sum(tensor.nbytes for tensor in tensors.values()) + sum(p.nbytes for p in packed_parts(model))
+        for name, place in packs.items():
+            for number, packed in enumerate(place.packs):
+                tensors |= stored_tensors(f"{name}.{number}" if place.is_experts else name, packed)
+        hf["quantization_config"] = _quantization_config(model)
+        layers = {name.removesuffix(".weight"): kind_of(place) for name, place in places(model).items()}
+        facts = {"layers": layers, "bytes": size, "kl": None}
+        (folder / QUANTIZATION).write_text(json.dumps(facts, indent=1) + "\n")
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
     generation = {
         "bos_token_id": bos_id,
@@ -492,6 +594,30 @@ def save_model(
     )
 
 
+def kind_of(place: Place) -> str:
+    """Return the kind of a matrix as quantization.json names it."""
+    return place.packs[0].kind if place.packs else FULL
+
+
+def _quantization_config(model: LanguageModel) -> dict[str, Any]:
+    """Describe a quantised folder to transformers, which reads it with bitsandbytes if that has all of its parts."""
+    kinds = {name.removesuffix(".weight"): kind_of(place) for name, place in places(model).items()}
+    is_plain = all(part.columns is None and part.spots is None for part in packed_parts(model))
+    is_plain = (
+        is_plain and "int8" not in kinds.values() and not any(p.is_experts for p in places(model).values())
+    )
+    if model.config.family == "gpt2" or model.config.block.fused or not is_plain:
+        return {"quant_method": "whet"}  # which transformers refuses
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "float32" if model.head_weight.dtype == torch.float32 else "bfloat16",
+        "llm_int8_skip_modules": ["lm_head", *(name for name, kind in kinds.items() if kind == FULL)],
+    }
+
+
 def as_reward_model(model: LanguageModel) -> LanguageModel:
     """Return the model with a reward model's head, at first 0, in place of its output head; the rest is shared."""
     if model.config.is_reward:
@@ -501,6 +627,8 @@ def as_reward_model(model: LanguageModel) -> LanguageModel:
     like = model.head_weight
     head = torch.zeros(1, like.shape[1], dtype=like.dtype, device=like.device)
     kept = {name: weight for name, weight in model.named_parameters() if not name.startswith("lm_head.")}
+    share_packed(model, scoring)
+    kept |= dict(packed_tensors(model))
     scoring.load_state_dict({**kept, "score.weight": head}, strict=True, assign=True)
     _open_to_training(scoring)
     scoring.sampling_defaults = model.sampling_defaults
@@ -522,6 +650,7 @@ def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> Languag
     like = next(model.parameters())
     grown = build_model(replace(model.config, vocab_size=num_rows)).to(device=like.device, dtype=like.dtype)
     generator = torch.Generator().manual_seed(seed)
+    share_packed(model, grown)
     state = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in grown.named_parameters():

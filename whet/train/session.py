@@ -27,6 +27,7 @@ from whet.model.files import read_json
 from whet.model.lora.files import find_model
 from whet.model.lora.side import LoRAConfig, choose
 from whet.model.lora.trained import Base, Trained
+from whet.model.quant import QUANTIZATION, packed_parts
 from whet.model.weights import check_weights, load_model, stored_shape
 from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
 from whet.report.markdown import write_report
@@ -167,6 +168,7 @@ def load_trained(
     )
     if config.optim.router_aux_loss_coef and not has_experts(policy.model.config):
         raise UserError("optim.router_aux_loss_coef: this model has no experts to balance; leave it out")
+    _refuse_whole(config, policy)
     if not weights:
         if config.policy.init and Path(config.policy.init).expanduser().exists():
             check_weights(find_model(config.policy.init, config.policy.adapter)[0])
@@ -219,13 +221,29 @@ def train_adapters(policy: Policy, config: RunConfig) -> None:
     policy.trained = Trained(
         policy.model,
         config.lora,
-        base=Base.of(init, policy.folder),
+        base=Base.of(init, policy.folder, config.policy.quantize if found is None else found.quantize),
         seed=config.seed,
         adapter=found,
     )
     policy.adapter = None
     if rank() == 0:
         print("".join(f"whet: {line}\n" for line in policy.trained.lines()), end="", flush=True)
+
+
+def _refuse_whole(config: RunConfig, policy: Policy) -> None:
+    """Refuse to train all weights of a quantised model: its matrices have no gradients.
+
+    Raises:
+        UserError: If it is one, and no adapter is trained in their place.
+    """
+    if config.lora.rank:
+        return
+    init = Path(config.policy.init).expanduser()
+    if packed_parts(policy.model) or config.policy.quantize != "none" or (init / QUANTIZATION).is_file():
+        raise UserError(
+            f"policy.init = {config.policy.init}: the model is quantised, and its matrices cannot be trained: train an "
+            "adapter on it (--lora.rank 16), or all weights of the model that it was made of"
+        )
 
 
 def written_date(folder: Path) -> str:

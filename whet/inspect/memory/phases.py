@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 import torch
 
@@ -36,6 +37,7 @@ from whet.model.attention import (
 from whet.model.checkpointing import CheckpointKind
 from whet.model.config import LayerSpec, ModelConfig, has_own_rules, kv_shape
 from whet.model.experts import ROW_QUANTUM as EXPERT_ROWS
+from whet.model.quant import packed_size, places
 from whet.model.recurrence import CHUNK as STEPS
 from whet.model.weights import build_model
 from whet.train.optim import adam8bit
@@ -82,6 +84,7 @@ class Workload:
         widens: Whether bfloat16 products go through float32, on a CPU without them.
         num_requests: Different prompts of a rollout.
         kept_gib: Memory for activations that the sampler keeps for the update; 0 if it keeps none.
+        quantize: Kind that the layers' matrices are rounded to as they are loaded, or none.
     """
 
     shape: ModelConfig
@@ -113,6 +116,7 @@ class Workload:
     widens: bool = False
     num_requests: int = 0
     kept_gib: float = 0.0
+    quantize: Literal["none", "nf4", "int8"] = "none"
 
     @property
     def micro_sequences(self) -> int:
@@ -645,7 +649,7 @@ def row_state_bytes(shape: ModelConfig, product_bytes: int) -> int:
 
 def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     """Return the bytes that live from the first step to the last."""
-    shape, model = work.shape, sum(sizes) * work.parameter_bytes
+    shape, model = work.shape, weight_bytes(work)
     state = 0 if work.offload_state else state_bytes(work)
     tables = table_bytes(work) * shape.max_positions
     parts = {"weights": model + tables, "optimizer": state}
@@ -656,6 +660,21 @@ def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     if work.has_critic:
         parts["critic"] = model + tables + state + packed_bytes(work, has_head=False)
     return parts
+
+
+def weight_bytes(work: Workload) -> int:
+    """Return the bytes of the model's parameters, or of what is stored in their place."""
+    shapes = dict(parameter_shapes(work.shape))
+    if work.quantize == "none":
+        return sum(size.numel() for size in shapes.values()) * work.parameter_bytes
+    with torch.device("meta"):
+        model = build_model(work.shape)
+    packed = {name: (place.shape, place.is_experts) for name, place in places(model).items()}
+    total = sum(size.numel() for name, size in shapes.items() if name not in packed) * work.parameter_bytes
+    for size, is_experts in packed.values():
+        one = size[1:] if is_experts else size
+        total += packed_size(work.quantize, one) * (size[0] if is_experts else 1)
+    return total
 
 
 def state_bytes(work: Workload) -> int:

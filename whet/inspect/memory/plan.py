@@ -285,6 +285,7 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         widens=device == "cpu" and not eager.has_bfloat16_products(),
         num_sequences=0,
         token_budget=budget,
+        quantize=run.policy.quantize,
     )
     if isinstance(run, SFTConfig):
         return replace(shared, num_sequences=run.batch_size)

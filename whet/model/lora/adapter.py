@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch import nn
 from whet.model.experts import ExpertWeights
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.side import Beside, Target, make_side, targets_of
+from whet.model.quant import Kind, packed_parts
 from whet.model.transformer import SIDE_NAMES, LanguageModel
 from whet.model.weights import build_model
 from whet.types import UserError
@@ -93,6 +94,7 @@ class Adapter:
         base: Name or folder of the model that it was trained on; empty if not recorded.
         revision: Hub revision of that model; empty for the newest.
         sha256: Its `adapter_digest`.
+        quantize: How the model that it was trained on was rounded as it was loaded; 'none' if it was not.
         config: Content of its adapter_config.json.
         pairs: By module of the model; of experts by parameter.
         saved: Whole tensors by parameter name (biases, modules_to_save).
@@ -104,8 +106,9 @@ class Adapter:
         config: Mapping[str, Any],
         pairs: dict[str, LoRAPair],
         saved: dict[str, torch.Tensor],
+        quantize: Kind | Literal["none"] = "none",
     ) -> None:
-        self.folder, self.pairs, self.saved = folder, pairs, saved
+        self.folder, self.pairs, self.saved, self.quantize = folder, pairs, saved, quantize
         self.base = str(config.get("base_model_name_or_path") or "")
         revision = str(config.get("revision") or "")
         self.revision = "" if revision == "main" else revision
@@ -147,20 +150,25 @@ class Adapter:
                     f"{self.folder}: ensure_weight_tying with {sorted(touched)[0]!r} is not supported; "
                     "merge the adapter with peft, and give the result"
                 )
+            if packed_parts(model):
+                raise UserError(
+                    f"{self.folder}: the adapter changes {sorted(touched)[0]!r}, which the base ties to its other end; "
+                    "a quantised base cannot be untied: take the model that it was made of"
+                )
             model = _untie(model)
         parameters = dict(model.named_parameters())
         places = {target.name: target for target in targets_of(model)}
         for module, pair in self.pairs.items():
             place = places.get(module)
-            weight = place.weight if place is not None else parameters.get(f"{module}.weight")
-            if weight is None or (place is None and weight.dim() != 2):
+            weight = parameters.get(f"{module}.weight")
+            if place is not None:
+                rows, columns = place.shape
+            elif weight is not None and weight.dim() == 2:
+                rows, columns = weight.shape[::-1] if _is_transposed(model, module) else weight.shape
+            else:
                 raise UserError(
                     f"{self.folder}: the adapter changes {module[:80]!r}, which the model does not have"
                 )
-            if place is not None:
-                rows, columns = place.shape
-            else:
-                rows, columns = weight.shape[::-1] if _is_transposed(model, module) else weight.shape
             got = (pair.b_FR.shape[0], pair.a_RD.shape[1])
             is_whole = place is None or not pair.a_RD.shape[0] % place.count
             if got != (rows, columns) or not is_whole:
@@ -218,6 +226,11 @@ class Adapter:
 
     def merged(self, model: LanguageModel) -> dict[str, torch.Tensor]:
         """Return the weights of a model that has the adapter applied as if it were merged, without the adapter."""
+        if packed_parts(model):
+            raise UserError(
+                f"{self.folder} stands on a quantised base, which stays in few bits: keep base and adapter apart, or "
+                "write dense weights with whet export --to merged"
+            )
         places = {
             f"{target.name}{'' if target.is_expert else '.weight'}": target.name for target, _ in self._sides
         }
@@ -254,10 +267,9 @@ class Adapter:
             self._kept.setdefault(names[id(parameter)], parameter.data)
             parameter.data = value().to(parameter.dtype)
             torch.autograd.graph.increment_version(parameter)
-        wide = torch.float64 if model.head_weight.dtype == torch.float64 else torch.float32
         for name in live:
             target, pair = places[name], self.pairs[name]
-            to: dict[str, Any] = {"device": target.weight.device, "dtype": wide}
+            to = target.kind
             magnitude = None if pair.magnitude_F is None else pair.magnitude_F.to(**to)
             tensors = pair.a_RD.to(**to), pair.b_FR.to(**to)
             side = make_side(target, *tensors, pair.scaling, magnitude_F=magnitude).requires_grad_(False)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter, LoRAPair
+from whet.model.quant import KINDS
 from whet.model.weights import model_folder
 from whet.telemetry.provenance import describe_model
 from whet.types import UserError
@@ -177,7 +178,10 @@ def read_adapter(source: str | Path) -> Adapter:
             f"{folder}: {idle} of {len(pairs)} changes are all zero: was the adapter trained, and saved completely?",
             stacklevel=2,
         )
-    return Adapter(folder, config, pairs, saved)
+    rounded = _noted(folder).get("quantize", "none")
+    if rounded not in ("none", *KINDS):
+        raise UserError(f"{folder / BASE}: quantize = {str(rounded)[:40]!r}: expected {' or '.join(KINDS)}")
+    return Adapter(folder, config, pairs, saved, rounded)
 
 
 def _adapter_folder(source: str | Path) -> Path:

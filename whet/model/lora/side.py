@@ -10,7 +10,7 @@ import fnmatch
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from whet.kernels import dispatch, eager
 from whet.model.experts import ExpertWeights
 from whet.model.gpt2 import Conv1D
 from whet.model.parts import Linear
+from whet.model.quant import Place
 from whet.model.transformer import LanguageModel
 from whet.types import UnreadError, UserError
 
@@ -263,25 +264,33 @@ class Target:
         return isinstance(self.module, Conv1D)
 
     @property
-    def weight(self) -> nn.Parameter:
-        """The weight as it is stored."""
-        return self.module.get_parameter(self.name.rpartition(".")[2] if self.is_expert else "weight")
+    def place(self) -> Place:
+        """The weight, dense or packed."""
+        return Place(self.module, self.name.rpartition(".")[2] if self.is_expert else "weight")
 
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
-        rows, columns = self.weight.shape[-2:]
+        rows, columns = self.place.shape[-2:]
         return (columns, rows) if self.is_transposed else (rows, columns)
 
     @property
     def count(self) -> int:
         """Experts; 1 for other weights."""
-        return self.weight.shape[0] if self.is_expert else 1
+        return self.place.shape[0] if self.is_expert else 1
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """Device and dtype of an adapter's matrices: float32, or float64 beside float64."""
+        weight, packs = self.place.weight, self.place.packs
+        if weight is None:
+            return {"device": packs[0].codes.device, "dtype": torch.float32}
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return {"device": weight.device, "dtype": wide}
 
     def matrices(self) -> list[torch.Tensor]:
-        """Return the weight as matrices [out, in]: one for each expert."""
-        weight = self.weight.detach()
-        each = list(weight) if self.is_expert else [weight]
+        """Return the weight as matrices [out, in]: one for each expert; dequantised where it is packed."""
+        each = [matrix.detach() for matrix in self.place.matrices()]
         return [matrix.t() if self.is_transposed else matrix for matrix in each]
 
 
@@ -368,13 +377,11 @@ def attach(model: LanguageModel, config: LoRAConfig, targets: Sequence[Target], 
     scaling = config.scale / (math.sqrt(config.rank) if config.rslora else config.rank)
     for target in targets:
         rows, columns = target.shape
-        like = target.weight
-        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-        place = {"device": like.device, "dtype": wide}
+        place = target.kind
         pieces_a, pieces_b = [], []
         for matrix in target.matrices():
             if config.init == "pissa":
-                a_RD, b_FR = _principal(matrix.to(wide), config.rank, scaling, target.name)
+                a_RD, b_FR = _principal(matrix.to(**place), config.rank, scaling, target.name)
             else:
                 bound = 1 / math.sqrt(columns)
                 a_RD = torch.empty(config.rank, columns).uniform_(-bound, bound, generator=generator)

@@ -34,16 +34,18 @@ class Base:
     Attributes:
         name: Hub name, or absolute folder.
         folder: Its local folder.
+        quantize: How its matrices were rounded as they were loaded; 'none' if they were not.
     """
 
     name: str
     folder: Path
+    quantize: str = "none"
 
     @classmethod
-    def of(cls, init: str, folder: Path) -> Base:
+    def of(cls, init: str, folder: Path, quantize: str = "none") -> Base:
         """Name the model that a run starts from, so that it is found from any folder."""
         is_local = Path(init).expanduser().exists()
-        return cls(str(folder.resolve()) if is_local else init, folder)
+        return cls(str(folder.resolve()) if is_local else init, folder, quantize)
 
     def write(self, folder: Path) -> None:
         """Write beside an adapter where its base is, and the hash of its files."""
@@ -53,6 +55,8 @@ class Base:
             "relative": place,
             "sha256": describe_model(str(self.folder))["sha256_of_all"],
         }
+        if self.quantize != "none":  # the adapter makes up for the rounding, too
+            facts["quantize"] = self.quantize
         (folder / BASE).write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -26,6 +26,7 @@ from whet.generate.engine import Completion, Request
 from whet.generate.episode import play
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams
+from whet.model.quant import packed_tensors
 from whet.model.transformer import LanguageModel
 from whet.ranks.collectives import world_size
 from whet.rewards.base import WeightedReward
@@ -210,7 +211,8 @@ def _twin(model: LanguageModel, *, shares_weights: bool) -> LanguageModel:
         )
         for parameter in model.parameters()
     }
-    return copy.deepcopy(model, known)
+    shared = {id(tensor): tensor for _, tensor in packed_tensors(model)}  # nothing ever changes them
+    return copy.deepcopy(model, known | shared)
 
 
 @spanned("rollout_generation")

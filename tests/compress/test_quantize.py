@@ -1,0 +1,315 @@
+"""whet quantize: the knapsack, GPTQ, super weights, and a run on a small trained model up to its folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.algo.packing import TrainingSequence, pack
+from whet.compress.quantize import methods, quantize
+from whet.compress.quantize.measure import Meter, find_super_weights, gather_inputs, matrix_errors, observed
+from whet.compress.quantize.select import Option, knapsack, parse_budget, promoted, total
+from whet.compress.quantize.study import Study
+from whet.generate.policy import PolicyConfig, load_policy
+from whet.generate.sampling import SamplingParams
+from whet.generate.scoring import hidden_rows
+from whet.model.config import ModelConfig
+from whet.model.families import from_hf
+from whet.model.quant import PackedMatrix, packed_parts, places
+from whet.model.quant import quantize as quantize_all
+from whet.model.transformer import LanguageModel, init_weights
+from whet.model.weights import build_model
+from whet.train import sft
+from whet.train.optim.step import OptimConfig
+from whet.types import MicroBatch, UserError
+
+SHAPE = ModelConfig(
+    vocab_size=61,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=64,
+    init_std=0.2,
+)
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+}
+
+
+def make_model(shape: ModelConfig = SHAPE) -> LanguageModel:
+    model = build_model(shape)
+    init_weights(model, seed=1)
+    return model.eval().requires_grad_(False)
+
+
+def make_micros(seed: int, count: int = 6) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, 61, (count, 24), generator=generator).tolist()
+    sequences = [TrainingSequence(prompt_ids=tuple(row[:1]), completion_ids=tuple(row[1:])) for row in rows]
+    return list(pack(sequences, token_budget=80).micro_batches)
+
+
+# --- choosing -----------------------------------------------------------------------------------------------------
+
+
+def make_options() -> dict[str, list[Option]]:
+    generator = torch.Generator().manual_seed(3)
+    found = {}
+    for number in range(6):
+        size = int(torch.randint(100, 1000, (), generator=generator))
+        cost = float(torch.rand((), generator=generator))
+        found[f"m{number}"] = [
+            Option("bf16", "", 2 * size, 0.0),
+            Option("int8", "rtn", size, cost / 50),
+            Option("nf4", "rtn", size // 2, cost),
+            Option("nf4", "gptq", size // 2, cost * 0.7),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.7, 1.0])
+def test_the_knapsack_finds_what_trying_everything_finds(share: float) -> None:
+    options = make_options()
+    low = sum(min(row.num_bytes for row in rows) for rows in options.values())
+    high = sum(rows[0].num_bytes for rows in options.values())
+    budget = int(low + share * (high - low))
+    every = (dict(zip(options, rows, strict=True)) for rows in itertools.product(*options.values()))
+    best = min(sum(o.cost for o in choice.values()) for choice in every if total(choice) <= budget)
+    found = knapsack(options, budget)
+    assert total(found) <= budget
+    # Bytes are rounded up to 4096ths of the budget: it may miss a choice that fits to the byte.
+    assert sum(option.cost for option in found.values()) <= best * 1.02
+    with pytest.raises(UserError, match="even in 4 bits"):
+        knapsack(options, low - 1)
+
+
+def test_baselines_spend_the_same_bytes() -> None:
+    options = make_options()
+    low = sum(rows[2].num_bytes for rows in options.values())
+    choice = promoted(options, low + 700, list(options))
+    assert low < total(choice) <= low + 700
+    assert choice["m0"].kind != "nf4"
+    assert {row.method for row in choice.values() if row.kind == "nf4"} == {"rtn"}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("4.5bits", 562),
+        ("50%", 900),
+        ("1kB", None),
+        ("2KB", 1900),
+        ("2KiB", 1948),
+        ("1500", 1400),
+        ("1e3", None),
+    ],
+)
+def test_budgets(text: str, found: int | None) -> None:
+    if found is None:
+        with pytest.raises(UserError, match="expected bytes"):
+            parse_budget(text, 1000, 2000, 100)
+    else:
+        assert parse_budget(text, 1000, 2000, 100) == found
+
+
+# --- rounding -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("width", [64, 100])  # 100: blocks of 64 cross rows
+def test_gptq_and_awq_leave_smaller_errors_of_outputs(kind: methods.Kind, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, width, generator=generator)
+    x = torch.randn(500, 8, generator=generator) @ torch.randn(8, width, generator=generator)
+    x = (x + 0.1 * torch.randn(500, width, generator=generator)) * torch.logspace(-1, 1, width)
+    inputs = methods.Inputs(x.t() @ x / 500, x.abs().mean(0))
+    errors = {}
+    for method in ("rtn", "gptq", "awq"):
+        dense = methods.pack(weight, kind, method, inputs).dense(torch.float32)
+        own = methods.activation_error(dense - weight, weight, inputs.moments)
+        direct = ((x @ (dense - weight).t()).norm() / (x @ weight.t()).norm()).item()
+        assert own == pytest.approx(direct, rel=1e-3)
+        errors[method] = own
+    assert errors["gptq"] < 0.7 * errors["rtn"]
+    assert errors["awq"] < 0.95 * errors["rtn"]
+
+
+def test_gptq_keeps_super_weights() -> None:
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    weight[3, 5] = 100.0
+    inputs = methods.Inputs(torch.eye(64), torch.ones(64))
+    packed = methods.pack(weight, "nf4", "gptq", inputs, spots=torch.tensor([3 * 64 + 5]))
+    assert packed.dense(torch.float32)[3, 5] == 100.0
+    assert (packed.dense(torch.float32) - weight).abs().max() < 1.0
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_those_of_the_definition() -> None:
+    model, micros = make_model(), make_micros(0)
+    name = "model.layers.1.mlp.up_proj.weight"
+    found = matrix_errors(model, micros, gather_inputs(model, micros), {}, "nf4")[name]
+    seen: list[torch.Tensor] = []
+    with observed(model, lambda own, _, x: seen.append(x) if own == name else None):
+        for micro in micros:
+            hidden_rows(model, micro)
+    x, weight = torch.cat(seen), model.get_parameter(name)
+    delta = PackedMatrix.of(weight, "nf4").dense(torch.float32) - weight
+    assert found.weight == pytest.approx(float(delta.norm() / weight.norm()), rel=1e-5)
+    assert found.activation == pytest.approx(
+        float((x @ delta.t()).norm() / (x @ weight.t()).norm()), rel=1e-3
+    )
+    worst = (x @ delta.t()).norm(dim=-1).max() / (x @ weight.t()).norm(dim=-1).median()
+    assert found.worst_token == pytest.approx(float(worst), rel=1e-4)
+
+
+def test_divergence_is_that_of_the_logits() -> None:
+    model, micros = make_model(), make_micros(0)
+    model.num_valid_tokens = 50
+    meter = Meter(model, micros)
+    assert (meter.full.kl, meter.full.top1) == (0.0, 1.0)
+    full = [hidden_rows(model, m) @ model.head_weight.t() for m in micros]
+    quantize_all(model, "nf4")
+    own = [hidden_rows(model, m) @ model.head_weight.t() for m in micros]
+    p, q = (torch.cat(rows)[:, :50].log_softmax(-1) for rows in (full, own))
+    kl = (p.exp() * (p - q)).sum(-1)
+    found = meter.compare()
+    assert found.kl == pytest.approx(float(kl.mean()), rel=1e-3)
+    assert found.worst_kl == pytest.approx(float(kl.max()), rel=1e-3)
+    assert found.top1 == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
+
+
+def test_a_planted_super_weight_is_found_and_others_are_not() -> None:
+    """One weight writes a huge activation, by which the norms then divide all other channels."""
+    model, micros = make_model(), make_micros(0)
+    assert find_super_weights(model, micros) == []
+    down = model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    up, gate = (model.get_parameter(f"model.layers.0.mlp.{name}_proj.weight") for name in ("up", "gate"))
+    row, column = 11, 37
+    up[column], gate[column] = 40 * up[column], 40 * gate[column]
+    down[:, column] = 0.0
+    down[row, column] = 60.0
+    planted = down.clone()
+    # What is predicted must hang on the activation: the head is fitted to the model with it.
+    hidden = torch.cat([hidden_rows(model, micro) for micro in micros])
+    targets = torch.cat([micro.targets_M for micro in micros])
+    wanted = torch.nn.functional.one_hot(targets, 61).float() * 12
+    model.head_weight.copy_(torch.linalg.lstsq(hidden, wanted).solution.t())
+    found = find_super_weights(model, micros)
+    assert [(one.name, one.row, one.column, one.value) for one in found] == [
+        ("model.layers.0.mlp.down_proj.weight", row, column, 60.0)
+    ]
+    assert found[0].broken_loss > found[0].loss + 0.2
+    assert torch.equal(down, planted)
+
+
+def test_experts_are_stored_smaller_than_attention() -> None:
+    model = make_model(from_hf(MIXTURE, where="here"))
+    study = Study(model, make_micros(0), make_micros(1), methods=("rtn",))
+    choice = study.selected(int(study.floor * 1.3))
+    kinds = {name.split(".")[-2 if name.endswith("weight") else -1]: row.kind for name, row in choice.items()}
+    assert {kinds["gate_up_proj"], kinds["down_proj"]} == {"nf4"}
+    assert "nf4" not in {kinds[f"{name}_proj"] for name in "qkvo"}
+    assert not packed_parts(model)
+    with study.applied(choice):
+        assert len(packed_parts(model)) == 2 * 4 + sum(kinds[f"{name}_proj"] == "int8" for name in "qkvo")
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that has learnt a little of its task."""
+    from conftest import TINY_SHAPE
+
+    from whet.recipes.models import demo_policy
+
+    folder = tmp_path_factory.mktemp("quantize") / "sft"
+    shape = replace(TINY_SHAPE, hidden_size=64, intermediate_size=128, head_dim=16)
+    policy = replace(demo_policy(), model=shape, max_rows=64)
+    config = sft.SFTConfig(
+        out=str(folder),
+        policy=policy,
+        num_steps=30,
+        batch_size=32,
+        optim=OptimConfig(lr=3e-3, warmup_steps=2, token_budget=4096),
+        validation_problems=0,
+    )
+    sft.train(config)
+    return folder
+
+
+@pytest.mark.usefixtures("few_problems")
+def test_selected_layers_beat_all_nf4_at_equal_bytes(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "small"
+    config = quantize.QuantizeConfig(
+        out=str(out),
+        policy=PolicyConfig(init=str(trained)),
+        num_calibration=16,
+        num_held_out=16,
+        num_problems=4,
+        num_samples=2,
+        sampling=SamplingParams(max_new_tokens=24),
+        methods=("rtn", "gptq"),
+    )
+    quantize.main(config)
+    content = json.loads((out / "quantize.json").read_text())
+    rows = {row["name"]: row for row in content["table"]}
+    wide, chosen = rows["all NF4, float32 absmax"], rows["selected"]
+    assert chosen["num_bytes"] <= wide["num_bytes"]
+    assert chosen["divergence"]["kl"] <= 0.5 * wide["divergence"]["kl"]
+    same = rows["selected, at all NF4's bytes"]
+    assert same["num_bytes"] == rows["all NF4"]["num_bytes"]
+    assert same["divergence"]["kl"] < rows["all NF4"]["divergence"]["kl"]
+    for seed in range(3):
+        assert chosen["divergence"]["kl"] < rows[f"random, seed {seed}"]["divergence"]["kl"]
+    assert set(content["pass_at_1"]) == {"full", "all NF4", "selected"}
+    assert content["pass_at_1"]["full"]["pass@1"].keys() == {"mean", "low", "high"}
+
+    stored = json.loads((out / "quantization.json").read_text())
+    assert stored["kl"] == chosen["divergence"]["kl"]
+    assert stored["bytes"] == content["fixed_bytes"] + chosen["num_bytes"]
+    assert stored["layers"] == {row["name"].removesuffix(".weight"): row["kind"] for row in content["layers"]}
+    assert {"errors.png", "front.png", "layers.csv", "quantize.html"} <= {path.name for path in out.iterdir()}
+    assert "selected" in capsys.readouterr().out
+    # The folder is the measured model.
+    policy = load_policy(PolicyConfig(init=str(out)), seed=0)
+    kinds = [place.packs[0].kind if place.packs else "bf16" for place in places(policy.model).values()]
+    assert kinds == [row["kind"] for row in content["layers"]]
+    assert (
+        sum(part.nbytes for part in packed_parts(policy.model))
+        + sum(2 * row["numbers"] for row in content["layers"] if row["kind"] == "bf16")
+        == chosen["num_bytes"]
+    )
+    with pytest.raises(UserError, match="quantised already"):
+        quantize.main(replace(config, out=str(tmp_path / "again"), policy=PolicyConfig(init=str(out))))

@@ -1,0 +1,199 @@
+"""Ways to round a matrix: to the nearest codes (rtn), with the errors made up for by later columns (gptq), and with
+columns scaled by what they multiply (awq)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from whet.kernels import eager
+from whet.model.quant import Kind, PackedMatrix, Spots
+
+Method = Literal["rtn", "gptq", "awq"]
+DAMPING = 0.01
+"""Share of the mean diagonal that is added to the second moments before they are inverted (GPTQ, section 3.3)."""
+SHRINKING = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
+"""Factors of the blocks' largest magnitudes that GPTQ chooses from: less range, finer steps."""
+GRID = 20
+"""Exponents of AWQ's scales that are tried, from 0 (no scaling) on, in steps of 1/20."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a matrix multiplies.
+
+    Attributes:
+        moments: Second moments X^T X / tokens, float32 [D, D].
+        magnitudes: Mean magnitude of each input, float32 [D].
+    """
+
+    moments: torch.Tensor
+    magnitudes: torch.Tensor
+
+
+def pack(
+    weight_FD: torch.Tensor,
+    kind: Kind,
+    method: Method,
+    inputs: Inputs | None,
+    *,
+    spots: torch.Tensor | None = None,
+    transposed: bool = False,
+) -> PackedMatrix:
+    """Round a matrix.
+
+    Args:
+        weight_FD: The matrix; [D, F] if `transposed`.
+        kind: Kind of its codes.
+        method: How they are found.
+        inputs: What it multiplies; rtn reads none.
+        spots: Places in the flattened matrix that stay exact.
+        transposed: Whether it is stored [in, out]; then it is rounded to the nearest codes.
+    """
+    own = {"spots": spots, "transposed": transposed}
+    # Scales of GPT-2's columns would be those of outputs: its rows are rounded one by one.
+    if method == "rtn" or inputs is None or transposed:
+        return PackedMatrix.of(weight_FD, kind, **own)
+    if method == "awq":
+        return PackedMatrix.of(weight_FD, kind, columns=_scales(weight_FD, kind, inputs), **own)
+    return gptq(weight_FD, kind, inputs.moments, spots=spots)
+
+
+def activation_error(delta_FD: torch.Tensor, weight_FD: torch.Tensor, moments: torch.Tensor) -> float:
+    """Return ||X Delta^T|| / ||X W^T|| from the second moments of X."""
+    top = ((delta_FD @ moments) * delta_FD).sum()
+    bottom = ((weight_FD @ moments) * weight_FD).sum()
+    return float((top.clamp(min=0) / bottom.clamp(min=1e-30)).sqrt())
+
+
+def _scales(weight_FD: torch.Tensor, kind: Kind, inputs: Inputs) -> torch.Tensor:
+    """Return the factors of the columns that leave the least error of the outputs.
+
+    Source: AWQ 2306.00978, section 3.2. Deviation: the scales are divided out of the dequantised matrix, where AWQ
+        folds them into the operation before; so they cost 4 bytes a column, and any layer can have them.
+    """
+    weight = weight_FD.float()
+    size = inputs.magnitudes.clamp(min=1e-4 * float(inputs.magnitudes.max()) + 1e-12)
+    best, least = torch.ones_like(size), float("inf")
+    for step in range(GRID):
+        scales = size ** (step / GRID)
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        found = PackedMatrix.of(weight, kind, columns=scales).dense(torch.float32)
+        error = activation_error(found - weight, weight, inputs.moments)
+        if error < least:
+            best, least = scales, error
+    return best
+
+
+def gptq(
+    weight_FD: torch.Tensor, kind: Kind, moments: torch.Tensor, *, spots: torch.Tensor | None = None
+) -> PackedMatrix:
+    """Round column by column; what is not rounded yet makes up for the error.
+
+    Args:
+        weight_FD: The matrix.
+        kind: Kind of its codes.
+        moments: Second moments of what it multiplies.
+        spots: Places in the flattened matrix that stay exact.
+
+    Source: GPTQ 2210.17323, algorithm 1. Deviations: no lazy batches; columns in the order of falling second moment
+        (its `act_order`); the scales are found before, where each block of NF4 takes of `SHRINKING` the one that leaves
+        the least error, weighted by the inputs' second moments.
+    """
+    weight = weight_FD.detach().float().clone()
+    rows, width = weight.shape
+    plain = PackedMatrix.of(weight_FD, kind, spots=spots)
+    if kind == "nf4":
+        plain = _with_fitted_scales(plain, weight_FD, moments)
+    scales, codes_of = _scaled_codes(plain, rows, width)
+    is_spot = torch.zeros(rows * width, dtype=torch.bool, device=weight.device)
+    if spots is not None:
+        is_spot[spots] = True
+    is_spot = is_spot.view(rows, width)
+    full = weight_FD.detach().float()
+
+    hessian = moments.double().clone()
+    diagonal = hessian.diagonal()
+    dead = diagonal == 0
+    diagonal[dead] = 1.0
+    diagonal += DAMPING * diagonal.mean()
+    order = diagonal.argsort(descending=True)
+    hessian = hessian[order][:, order]
+    inverse = torch.linalg.cholesky(
+        torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True
+    ).float()
+
+    codes = torch.empty(rows, width, dtype=torch.uint8 if kind == "nf4" else torch.int8, device=weight.device)
+    weight = weight[:, order]
+    for place, column in enumerate(order.tolist()):
+        own, value = codes_of(weight[:, place], scales[:, column])
+        codes[:, column] = own
+        value = torch.where(is_spot[:, column], full[:, column], value)
+        error = (weight[:, place] - value) / inverse[place, place]
+        weight[:, place:] -= error[:, None] * inverse[place, place:]
+    return _with_codes(plain, codes)
+
+
+def _with_fitted_scales(plain: PackedMatrix, weight_FD: torch.Tensor, moments: torch.Tensor) -> PackedMatrix:
+    """Return a matrix in NF4 whose blocks' absmax are shrunk as far as that lessens the error of the outputs."""
+    full = weight_FD.detach().float().clone()
+    if plain.spots is not None:
+        full.view(-1)[plain.spots] = 0
+    blocks = eager.nf4_blocks(full)
+    importance = eager.nf4_blocks(moments.diagonal().expand(full.shape))
+    largest = blocks.abs().amax(-1)
+    table = eager.nf4_table(blocks.device)
+    best, least = largest, torch.full_like(largest, float("inf"))
+    for factor in SHRINKING:
+        absmax = largest * factor
+        values = table[eager.nf4_codes(blocks, absmax).long()] * absmax[:, None]
+        error = ((values - blocks).square() * importance).sum(-1)
+        best, least = torch.where(error < least, absmax, best), torch.minimum(error, least)
+    found = eager.nf4_pack(eager.nf4_codes(blocks, best), best, tuple(full.shape), double=True)
+    kept = None
+    if plain.spots is not None and plain.spot_values is not None:
+        kept = Spots(plain.spots, plain.spot_values)
+    return PackedMatrix(
+        "nf4", tuple(full.shape), found.codes, found.absmax, found.scale, found.offset, spots=kept
+    )
+
+
+Codes = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _scaled_codes(plain: PackedMatrix, rows: int, width: int) -> tuple[torch.Tensor, Codes]:
+    """Return the scale of every number, and what rounds numbers of given scales to codes and their values."""
+    if plain.kind == "int8":
+        scales = (plain.absmax / 127)[:, None].expand(rows, width)
+
+        def int8(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            codes = (values / scale.masked_fill(scale == 0, 1.0)).round().clamp(-127, 127)
+            return codes.to(torch.int8), codes * scale
+
+        return scales, int8
+    absmax = eager.nf4_absmax(plain.absmax, plain.scale, plain.offset)
+    scales = absmax.repeat_interleave(eager.NF4_BLOCK)[: rows * width].view(rows, width)
+    table = eager.nf4_table(scales.device)
+
+    def nf4(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = eager.nearest(values / scale.masked_fill(scale == 0, 1.0), table)
+        return codes, table[codes.long()] * scale
+
+    return scales, nf4
+
+
+def _with_codes(plain: PackedMatrix, codes: torch.Tensor) -> PackedMatrix:
+    """Return a packed matrix with other codes of the same scales."""
+    kept = None
+    if plain.spots is not None and plain.spot_values is not None:
+        kept = Spots(plain.spots, plain.spot_values)
+    if plain.kind == "nf4":
+        flat = codes.reshape(-1)
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % eager.NF4_BLOCK), value=7)
+        codes = flat[::2] << 4 | flat[1::2]
+    return PackedMatrix(
+        plain.kind, tuple(plain.shape), codes, plain.absmax, plain.scale, plain.offset, spots=kept
+    )

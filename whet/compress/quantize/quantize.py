@@ -1,0 +1,271 @@
+"""`whet quantize`: measures each layer of a model on a task, and stores it in 4, 8 or 16 bits under a budget."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from whet.algo.packing import TrainingSequence, pack
+from whet.cli import Program
+from whet.compress.quantize import page
+from whet.compress.quantize.methods import Method
+from whet.compress.quantize.select import parse_budget, total
+from whet.compress.quantize.study import STEPS, Study, count_steps
+from whet.config import dump_yaml
+from whet.eval.evaluate import fitting_problems, take_problems
+from whet.eval.measure import evaluate
+from whet.generate.engine import Request
+from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.model.files import read_json
+from whet.model.lora.files import find_model
+from whet.model.quant import QUANTIZATION, packed_parts, places
+from whet.storage.folder import open_run
+from whet.tasks.base import TaskConfig, load_task
+from whet.telemetry.display import advancing, open_display
+from whet.telemetry.provenance import write_environment
+from whet.train.data.demonstrations import demonstrate, kind_of, sequences_of
+from whet.types import MicroBatch, Problem, Task, UserError
+
+NO_MODEL = "MODEL"
+TOKEN_BUDGET = 2048
+"""Tokens that a pass reads at once."""
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """A model whose layers are stored in 4, 8 or 16 bits, each as measured on a task."""
+
+    out: str
+    """Output folder: a model folder, with quantization.json, the measurements, plots and a page."""
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(init=NO_MODEL))
+    """The model."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """What the model is to remain good at: a task with answers, conversations or texts. Calibrated on its train split,
+    compared on its test split."""
+    budget: str = "4.5bits"
+    """What the weights may take: bits for each weight of the layers (4.5bits; all NF4 takes 4.13), a share of the model
+    in 16 bits (30%), or bytes of all weights (350MB, 1.2GiB)."""
+    methods: tuple[Method, ...] = ("rtn", "gptq", "awq")
+    """Ways to find NF4 codes that are tried for each layer: rtn (nearest codes), gptq, awq."""
+    completions: Literal["own", "data"] = "own"
+    """Calibrate on what the model itself writes to a task's problems, or on their worked solutions. Conversations and
+    texts are always read as they are."""
+    num_calibration: int = 64
+    """Rows of the train split that everything is measured and chosen on."""
+    num_held_out: int = 64
+    """Rows of the test split that choices are compared on."""
+    num_problems: int = 64
+    """Problems of the test split for pass@1 of the full model, all NF4 and the choice; 0 for none."""
+    num_samples: int = 4
+    """Completions per problem for pass@1."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How completions are drawn."""
+    random_seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the random choices of equal bytes."""
+    seed: int = 0
+    """Seed of completions and bootstrap."""
+
+    def __post_init__(self) -> None:
+        if self.policy.init == NO_MODEL and not Path(NO_MODEL).exists():
+            raise ValueError(
+                "no model: name a run folder, a Hugging Face folder or a hub name after the command"
+            )
+        for name in ("num_calibration", "num_held_out", "num_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
+        if self.num_problems < 0:
+            raise ValueError(f"num_problems = {self.num_problems}: expected 0 (no pass@1) or more")
+        if "rtn" not in self.methods:
+            raise ValueError(
+                f"methods = {','.join(self.methods)}: expected rtn among them, which the others are tried against"
+            )
+        if self.policy.quantize != "none":
+            raise ValueError("policy.quantize: whet quantize chooses by layer; leave it out")
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature = 0: greedy is measured anyway; expected above 0")
+        parse_budget(self.budget, 1, 1, 0)
+
+
+def main(config: QuantizeConfig) -> None:
+    """Measure, choose, write the folder and print the tables.
+
+    Raises:
+        UserError: If the model is quantised already, the task does not fit it, or the budget is too small.
+    """
+    policy = load_policy(config.policy, seed=config.seed)
+    model, task = policy.model, load_task(config.task)
+    if packed_parts(model):
+        raise UserError(f"{config.policy.init}: quantised already; quantise the model that it was made of")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    numbers = sum(place.shape.numel() for place in places(model).values())
+    fixed = _fixed_bytes(config, policy)
+    budget = parse_budget(config.budget, numbers, fixed + 2 * numbers, fixed)
+    rows = {
+        "calibration": _rows(policy, task, "train", config.num_calibration),
+        "held_out": _rows(policy, task, "test", config.num_held_out),
+    }
+    graded = [problem for problem in take_problems(task, "test", config.num_problems) if problem.answer]
+    has_answers = bool(config.num_problems) and all(kind_of(p) == "solution" for p in rows["held_out"])
+    graded = fitting_problems(policy, graded, min_new_tokens=1) if has_answers else []
+    folder = Path(config.out)
+    open_run(folder, dump_yaml(config), resumable=False)
+    write_environment(folder)
+    began = time.monotonic()
+
+    steps = count_steps(model) + 6 + len(config.random_seeds) + 4 * len(STEPS) + 3 * bool(graded)
+    with open_display(f"quantize {config.policy.init}", steps, (), unit="measurement") as display:
+        advance = advancing(display)
+        display.begin("calibration text")
+        micros = {split: _micros(policy, problems, config) for split, problems in rows.items()}
+        display.begin("layer by layer")
+        study = Study(
+            model,
+            micros["calibration"],
+            micros["held_out"],
+            methods=config.methods,
+            name=config.policy.init,
+            advance=advance,
+        )
+        choice = study.selected(budget)
+        display.begin("choices")
+        table = study.table(budget, config.random_seeds)
+        front = study.front(config.seed)
+        answers = {}
+        for name, own in (("full", {}), ("all NF4", study.all_nf4()), ("selected", choice)) if graded else ():
+            display.begin(f"pass@1, {name}")
+            with study.applied(own):
+                answers[name] = _pass_at_1(policy, task, graded, config)
+            advance(1)
+    chosen = next(point for point in table if point.name == "selected")
+    study.apply(choice)
+    _save(policy, folder, config, fixed + total(choice), chosen.divergence.kl)
+    content: dict[str, Any] = {
+        "model": config.policy.init,
+        "task": task.name,
+        "budget": config.budget,
+        "numbers": numbers,
+        "fixed_bytes": fixed,
+        "full_bytes": fixed + 2 * numbers,
+        "perplexity": study.full.perplexity,
+        "held_out_tokens": sum(len(micro.targets_M) for micro in micros["held_out"]),
+        "seconds": time.monotonic() - began,
+        "random_seeds": list(config.random_seeds),
+        "super_weights": [asdict(one) for one in study.super_weights],
+        "table": [asdict(point) for point in table],
+        "front": [asdict(point) for point in front],
+        "pass_at_1": answers,
+        "layers": [
+            {
+                "name": name,
+                "numbers": study.numbers[name],
+                "kind": choice[name].kind,
+                "method": choice[name].method,
+                "bytes": choice[name].num_bytes,
+                "errors": {kind: asdict(found[name]) for kind, found in study.errors.items()},
+                "options": [asdict(option) for option in options],
+            }
+            for name, options in study.options.items()
+        ],
+    }
+    (folder / "quantize.json").write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
+    _write_csv(folder / "layers.csv", content["layers"])
+    page.draw(folder, content)
+    page.write_page(folder, content)
+    print(f"\n{page.as_text(content)}\n\ndone: {folder}  (page: {folder / 'quantize.html'})")
+
+
+def _rows(policy: Policy, task: Task, split: str, count: int) -> list[Problem]:
+    """Return rows of a split that fit in the context."""
+    problems = take_problems(task, split, 0)
+    if not problems:
+        raise UserError(f"task {task.name}: no rows in its {split} split, which is calibrated or compared on")
+    if any(kind_of(problem) != "solution" for problem in problems[:1]):
+        kept = demonstrate(policy, problems[:count], too_long="cut").problems
+    else:
+        kept = fitting_problems(policy, problems[: 4 * count], min_new_tokens=2)[:count]
+    if not kept:
+        raise UserError(f"task {task.name}: no row of its {split} split fits in the model's context")
+    return kept
+
+
+def _micros(policy: Policy, problems: Sequence[Problem], config: QuantizeConfig) -> list[MicroBatch]:
+    """Return what the model reads: rows as they are, or problems with its own completions."""
+    if config.completions == "data" or kind_of(problems[0]) != "solution":
+        sequences = [sequence for problem in problems for sequence in sequences_of(policy, problem)]
+    else:
+        prompts = [policy.prompt_ids(problem) for problem in problems]
+        requests = [
+            Request(prompt_ids=prompt, seeds=(sequence_seed("quantize", config.seed, problem.uid, 0),))
+            for prompt, problem in zip(prompts, problems, strict=True)
+        ]
+        done = policy.engine().generate(requests, config.sampling)
+        sequences = [
+            TrainingSequence(prompt_ids=prompt, completion_ids=one.ids)
+            for prompt, (one,) in zip(prompts, done, strict=True)
+        ]
+    return list(pack(sequences, token_budget=TOKEN_BUDGET, device=policy.device).micro_batches)
+
+
+def _pass_at_1(
+    policy: Policy, task: Task, problems: Sequence[Problem], config: QuantizeConfig
+) -> dict[str, Any]:
+    """Return pass@1 and greedy accuracy, with their intervals over problems."""
+    own = {"num_samples": config.num_samples, "sampling": config.sampling, "seed": config.seed}
+    result = evaluate(policy, task, problems, **own)
+    return {metric: asdict(result.metrics[metric]) for metric in ("pass@1", "greedy")}
+
+
+def _fixed_bytes(config: QuantizeConfig, policy: Policy) -> int:
+    """Return the bytes of all parameters that are never quantised, as they are stored."""
+    own, size = places(policy.model), _other_dtype(config).itemsize
+    return sum(p.numel() * size for name, p in policy.model.named_parameters() if name not in own)
+
+
+def _other_dtype(config: QuantizeConfig) -> torch.dtype:
+    """Return the dtype of what is not quantised: the source's own."""
+    facts = read_json(find_model(config.policy.init, config.policy.adapter)[0] / "config.json")
+    return DTYPES.get(str(facts.get("torch_dtype", facts.get("dtype"))), torch.float32)
+
+
+def _save(policy: Policy, folder: Path, config: QuantizeConfig, num_bytes: int, kl: float) -> None:
+    """Write the model's folder, with the choice applied."""
+    own, other = places(policy.model), _other_dtype(config)
+    weights = {
+        name: parameter.detach().to(torch.bfloat16 if name in own else other)
+        for name, parameter in policy.model.named_parameters()
+    }
+    policy.save(folder, weights)
+    facts = read_json(folder / QUANTIZATION)
+    facts |= {"bytes": num_bytes, "kl": kl, "model": config.policy.init, "budget": config.budget}
+    (folder / QUANTIZATION).write_text(json.dumps(facts, indent=1) + "\n", encoding="ascii")
+
+
+def _write_csv(path: Path, layers: Sequence[Mapping[str, Any]]) -> None:
+    """Write a line for each matrix: what it got, its errors, and what each way to store it costs."""
+    with path.open("w", newline="", encoding="ascii") as file:
+        table = csv.writer(file)
+        errors = [f"{kind} {name}" for kind, own in layers[0]["errors"].items() for name in own]
+        ways = [f"kl {_way(option)}" for option in layers[0]["options"]]
+        table.writerow(["name", "numbers", "kind", "method", "bytes", *errors, *ways])
+        for row in layers:
+            values = [value for own in row["errors"].values() for value in own.values()]
+            costs = [option["cost"] for option in row["options"]]
+            facts = [row[name] for name in ("name", "numbers", "kind", "method", "bytes")]
+            table.writerow([*facts, *(f"{value:.6g}" for value in (*values, *costs))])
+
+
+def _way(option: Mapping[str, Any]) -> str:
+    return " ".join(filter(None, (option["kind"], option["method"])))
+
+
+PROGRAM = Program(config_class=QuantizeConfig, main=main, positional="policy.init")
