@@ -1,0 +1,1 @@
+"""A trained model made smaller, and handed to other programs."""
