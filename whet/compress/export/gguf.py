@@ -48,6 +48,8 @@ class Architecture:
     """One layer of so many sees all positions, the others a window; 0 where all see all."""
     biases: frozenset[str] = frozenset()
     """Parts of a layer that may have biases."""
+    is_square: bool = False
+    """Whether heads times head_dim is the width."""
     wide_layers: int = 0
     """Number of layers at which scores are divided by sqrt(width / heads) in place of sqrt(head_dim)."""
 
@@ -62,7 +64,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(name="llama", flags=ROPES, biases=ATTENTION | {"o_proj", "mlp"}),
     "mistral": Architecture(name="llama", flags=ROPES),
     "mixtral": Architecture(name="llama", flags=EXPERTS),
-    "qwen2": Architecture(name="qwen2", flags=ROPES, biases=ATTENTION),
+    "qwen2": Architecture(name="qwen2", flags=ROPES, biases=ATTENTION, is_square=True),
     "qwen3": Architecture(name="qwen3", flags=ROPES),
     "qwen3_moe": Architecture(name="qwen3moe", flags=EXPERTS | {"qk_norm"}),
     "smollm3": Architecture(name="smollm3", flags=ROPES),
@@ -72,7 +74,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3_text": Architecture(
         name="gemma3", flags=GEMMA2 | {"qk_norm"}, has_sandwich=True, window_every=6, wide_layers=62
     ),
-    "phi3": Architecture(name="phi3", flags=ROPES | {"fused"}),
     "gpt2": Architecture(name="gpt2"),
 }
 """By model_type: what was checked in llama.cpp (bench/export_parity.py)."""
@@ -86,6 +87,7 @@ TOP = {
     "transformer.ln_f.weight": "output_norm.weight",
     "transformer.ln_f.bias": "output_norm.bias",
 }
+TABLES = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight")
 LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -147,6 +149,8 @@ def architecture(config: ModelConfig) -> Architecture:
         if not is_known and getattr(config.block, item.name) != getattr(default, item.name):
             raise _no(kind, f"{item.name} = {str(getattr(config.block, item.name))[:60]}")
     _check_layers(config, kind, arch)
+    if arch.is_square and config.num_heads * config.head_dim != config.hidden_size:
+        raise _no(kind, f"heads of {config.head_dim} channels in a width of {config.hidden_size}")
     experts = config.block.experts
     if experts is not None and (experts.score != "softmax" or not experts.is_normalised or experts.shared):
         raise _no(kind, "experts whose weights are not a softmax that sums to 1")
@@ -185,7 +189,7 @@ def windows(config: ModelConfig) -> int:
 def context_length(config: ModelConfig) -> int:
     """Return the longest context that llama.cpp computes as whet does.
 
-    An architecture without windows there (Mistral, Phi-3) is the same model up to the first window's length.
+    An architecture without windows there (Mistral) is the same model up to the first window's length.
     """
     arch, window = ARCHITECTURES[model_type(config)], windows(config)
     return min(config.max_positions, window) if window and not arch.window_every else config.max_positions
@@ -299,7 +303,8 @@ def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
         if config.block.norm_offset and name.endswith("norm.weight"):
             tensor = tensor + config.block.norm_offset
         if name in TOP:
-            yield TOP[name], tensor
+            # Rows that are no token's are left out: whet never draws them, and llama.cpp would.
+            yield TOP[name], tensor[: model.num_valid_tokens] if name in TABLES else tensor
             continue
         layer, part, end = _split(name)
         if part == "mlp.experts":
@@ -313,9 +318,6 @@ def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
             raise _no(kind, f"bias {name!r}")
         if kind == "gpt2" and end == "weight" and tensor.dim() == 2:
             tensor = tensor.t().contiguous()
-        if arch.name == "phi3" and part.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
-            yield from _fused(f"blk.{layer}", part, name, parameters)
-            continue
         if arch.name in PERMUTED and part in ("self_attn.q_proj", "self_attn.k_proj"):
             tensor = neighbours(tensor, config.head_dim)
         tensor = _scaled(part, tensor, config, arch)
@@ -341,21 +343,6 @@ def _experts(block: str, end: str, tensor: torch.Tensor) -> Iterator[tuple[str, 
         yield f"{block}.ffn_up_exps.weight", up.contiguous()
     else:
         yield f"{block}.ffn_down_exps.weight", tensor
-
-
-def _fused(
-    block: str, part: str, name: str, parameters: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield Phi-3's joined matrices, each with its first part."""
-    joined = {
-        "q_proj": ("attn_qkv", ("q_proj", "k_proj", "v_proj")),
-        "gate_proj": ("ffn_up", ("gate_proj", "up_proj")),
-    }
-    first = part.rpartition(".")[2]
-    if first in joined:
-        whole, parts = joined[first]
-        rows = [parameters[name.replace(first, other)].detach().float().cpu() for other in parts]
-        yield f"{block}.{whole}.weight", torch.cat(rows)
 
 
 def _scaled(part: str, tensor: torch.Tensor, config: ModelConfig, arch: Architecture) -> torch.Tensor:
@@ -396,7 +383,8 @@ def write_gguf(
         UserError: If the model cannot be expressed, or the `gguf` package is missing.
     """
     gguf = import_gguf()
-    arch, facts = architecture(model.config), metadata(model.config)
+    arch = architecture(model.config)
+    facts = metadata(model.config) | {"vocab_size": model.num_valid_tokens}
     writer = gguf.GGUFWriter(str(path), arch.name)
     try:
         writer.add_type("model")
@@ -454,6 +442,8 @@ def read_back(path: Path, model: LanguageModel) -> dict[str, torch.Tensor]:
     for name, parameter in model.named_parameters():
         if name in TOP:
             tensor = stored[TOP[name]]
+            if name in TABLES:
+                tensor = torch.cat((tensor, parameter.detach()[len(tensor) :].float().cpu()))
         else:
             layer, part, end = _split(name)
             tensor = _unmapped(stored, f"blk.{layer}", part, end, names, arch, config)
@@ -480,13 +470,6 @@ def _unmapped(
             halves = (stored[f"{block}.ffn_{half}_exps.weight"] for half in ("gate", "up"))
             return torch.cat(tuple(halves), dim=1)
         return stored[f"{block}.ffn_down_exps.weight"]
-    last = part.rpartition(".")[2]
-    if arch.name == "phi3" and last in ("q_proj", "k_proj", "v_proj"):
-        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        rows = stored[f"{block}.attn_qkv.weight"].split([count * config.head_dim for count in heads])
-        return rows[("q_proj", "k_proj", "v_proj").index(last)]
-    if arch.name == "phi3" and last in ("gate_proj", "up_proj"):
-        return stored[f"{block}.ffn_up.weight"].chunk(2)[("gate_proj", "up_proj").index(last)]
     tensor = stored[f"{block}.{names[part]}.{end}"]
     if arch.name in PERMUTED and part in ("self_attn.q_proj", "self_attn.k_proj"):
         pairs = tensor.reshape(-1, config.head_dim // 2, 2, *tensor.shape[1:])

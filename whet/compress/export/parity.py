@@ -45,6 +45,8 @@ THRESHOLDS: dict[str, Thresholds] = {
 }
 """By type of the weights. float32 leaves the order of sums, so near ties alone may fall otherwise; the others round
 weights and, in llama.cpp, what they are multiplied with."""
+GELU_KL = 1e-4
+"""Of float32 in llama.cpp for models with GELU, which it takes from a table in float16."""
 LOOSE = Thresholds(kl=0.5, top1=0.7, greedy=0.0)
 """Of 4 and 5 bits: they change the text, and the report says how much."""
 

@@ -14,8 +14,21 @@ from whet.types import UserError
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's types of tokens."""
 KNOWN_STOPS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> "
-    "<|end_of_text|> <eos> <turn|>".split()
+    [
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "</s>",
+        "<|eom_id|>",
+        "<EOT>",
+        "<|end_of_text|>",
+        "<eos>",
+        "<turn|>",
+    ]
 )
 """Texts at which llama.cpp stops whatever the file says."""
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -61,7 +74,7 @@ def express(tokenizer: Tokenizer, num_rows: int, stop_ids: Sequence[int], templa
 
     Args:
         tokenizer: The tokenizer.
-        num_rows: Rows of the model's embedding table: those beyond the tokenizer become unused tokens.
+        num_rows: Rows of the tables in the file; one without a text becomes an unused token.
         stop_ids: Every id that ends a generation.
         template: Chat template of the file.
 
