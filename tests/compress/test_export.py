@@ -134,6 +134,7 @@ def test_what_answers_otherwise_fails_with_status_1(
     assert any("KL" in line for line in report["failures"])
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 def test_the_adapter_that_leaves_is_peft_s_and_a_merged_one_is_the_sum(folder: Path, tmp_path: Path) -> None:
     place = adapter(tmp_path / "lora", folder)
     report = export(config(place, tmp_path / "peft", "adapter"))
