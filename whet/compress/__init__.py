@@ -1,1 +1,0 @@
-"""A trained model made smaller, and handed to other programs."""
