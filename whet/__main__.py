@@ -86,6 +86,8 @@ def load(name: str) -> Program:
             from whet.serve.chat import PROGRAM
         case "serve":
             from whet.serve.serve import PROGRAM
+        case "export":
+            from whet.compress.export.export import PROGRAM
         case "push":
             from whet.serve.hub import PUSH as PROGRAM
         case "pull":
@@ -140,6 +142,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "use": {
         "chat": "talk to a model in the terminal",
         "serve": "serve a model to OpenAI's clients and evaluation harnesses",
+        "export": "write a model for transformers, peft, llama.cpp, Ollama or mlx, and check it there",
         "push": "upload a run's model to the hub, with a card of what was measured",
         "pull": "download a model from the hub, every file checked",
     },
@@ -171,7 +174,7 @@ ARGUMENTS = {
     **dict.fromkeys(RECIPE_FILES, "RECIPE"),
     **dict.fromkeys(("plan", "diagnose", "profile", "sweep", "seeds"), "RECIPE"),
     **dict.fromkeys(("report", "watch", "track", "replay"), "RUN"),
-    **dict.fromkeys(("chat", "serve", "quantize"), "MODEL"),
+    **dict.fromkeys(("chat", "serve", "quantize", "export"), "MODEL"),
     **dict.fromkeys(("compare", "probe"), "MODEL ..."),
     **dict.fromkeys(("audit", "data"), "TASK"),
     "runs": "[FOLDER]",

@@ -147,6 +147,10 @@ class Tokenizer:
         """SHA-256 of the tokenizer.json that `save` writes: same fingerprint, same ids."""
         return hashlib.sha256(self._backend.to_str(pretty=True).encode()).hexdigest()
 
+    def backend_text(self) -> str:
+        """Return the text of tokenizer.json, for programs that build another kind of tokenizer from it."""
+        return self._backend.to_str()
+
     def difference(self, other: Tokenizer) -> str:
         """Return how another tokenizer's ids differ in their texts; '' if they are the same."""
         if self._texts == other._texts:
@@ -423,7 +427,7 @@ class Tokenizer:
     def bytes(cls, tags: Sequence[str] = ()) -> Tokenizer:
         """Create a byte-level tokenizer, lossless on UTF-8 text: bytes 0 to 255, <eos> 256, <pad> 257, then the
         tags."""
-        texts = [*_byte_letters(), "<eos>", "<pad>", *tags]
+        texts = [*byte_letters(), "<eos>", "<pad>", *tags]
         if len(set(texts)) != len(texts):
             raise ValueError(f"tags {list(tags)}: expected no repetition, and none of a single character")
         backend = tokenizers.Tokenizer(
@@ -614,7 +618,7 @@ def _tokens(texts: Sequence[str]) -> list[AddedToken]:
     return [AddedToken(text, special=True, normalized=False) for text in texts]
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """Return the letters of the 256 bytes in GPT-2's alphabet: printable bytes themselves, the others from U+0100
     on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

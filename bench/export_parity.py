@@ -1,0 +1,210 @@
+"""A table of exports against their own runtimes: llama.cpp, transformers and peft beside whet's engine.
+
+    python bench/export_parity.py [--model NAME=FOLDER ...] [--families]
+
+Tiny models are made and trained here on arithmetic, so that their texts mean something; stories260k and
+folders that are named are taken as they are. With --families one random model of each architecture is checked in f32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import torch.nn.functional as F
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from whet.compress.export import export as program
+from whet.compress.export.export import ExportConfig, export
+from whet.compress.export.gguf import ARCHITECTURES
+from whet.compress.export.vocabulary import PATTERNS
+from whet.generate.policy import Policy, PolicyConfig
+from whet.model.families import from_hf
+from whet.model.text.template import BASE_TEMPLATE
+from whet.model.text.tokenizer import Tokenizer
+from whet.model.transformer import init_weights
+from whet.model.weights import build_model
+from whet.schema import SCHEMAS
+from whet.types import UserError
+
+STORIES = Path(__file__).parents[2] / "shared/data/models/stories260k"
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+}
+GEMMA: dict[str, Any] = {"num_hidden_layers": 6, "sliding_window": 16, "query_pre_attn_scalar": 16}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        "rope_theta": 500000.0,
+    },
+    "mistral": {"sliding_window": 128},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "head_dim": 16},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+    "smollm3": {"num_hidden_layers": 4, "tie_word_embeddings": True},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "gemma": {"hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {"hidden_activation": "gelu_pytorch_tanh"} | GEMMA,
+    "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh"} | GEMMA,
+    "gpt2": {},
+}
+"""What each family's config.json has beside `SIZES`."""
+
+
+def texts(count: int) -> list[tuple[str, str]]:
+    """Return sums with their worked results."""
+    return [(f"What is {a} + {b}?", f" {a} + {b} = {a + b}.") for a in range(3, 3 + count) for b in (4, 17)][
+        :count
+    ]
+
+
+def byte_pairs(pre: str) -> Tokenizer:
+    """Train a byte-level BPE on the sums, with the split of words that llama.cpp calls `pre`."""
+    pattern = next(text for text, name in PATTERNS.items() if name == pre)
+    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|im_end|>", "<think>"]
+    trainer = trainers.BpeTrainer(
+        show_progress=False,
+        vocab_size=384,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator([q + a for q, a in texts(60)] + ["Question: Answer:\n"] * 9, trainer)
+    return Tokenizer(backend, roles={"eos_token": special[0]}, chat_template=BASE_TEMPLATE)
+
+
+def make(kind: str, tokenizer: Tokenizer, *, steps: int = 0, std: float = 0.05) -> Policy:
+    """Make a tiny model of a family, and train it on the sums."""
+    data: dict[str, Any] = {"model_type": kind, "vocab_size": tokenizer.vocab_size + 3}
+    if kind == "gpt2":
+        data |= {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256}
+    else:
+        data |= SIZES | SHAPES[kind] | {"rms_norm_eps": 1e-5}
+    model = build_model(from_hf(data))
+    init_weights(model, 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, std, generator=generator)
+            else:  # norms and biases, so that a wrong place shows
+                parameter.add_(torch.empty_like(parameter).normal_(0, 0.1, generator=generator))
+    policy = Policy(model, tokenizer, SCHEMAS["none"], system_prompt=False)
+    rows = []
+    for question, said in texts(60):
+        ids = [*policy.chat_ids([{"role": "user", "content": question}]), *tokenizer.encode(said)]
+        rows.append([*ids, tokenizer.eos_id or 0])
+    longest = max(map(len, rows))
+    padded = torch.tensor([row + [-100] * (longest - len(row)) for row in rows])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model.train()
+    for step in range(steps):
+        batch = padded[torch.randperm(len(rows), generator=generator)[:12]]
+        logits = model.logits(batch[:, :-1].clamp(min=0))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == steps - 1:
+            print(f"# {kind}: loss {loss.item():.3f} after {steps} steps", flush=True)
+    model.eval()
+    return policy
+
+
+def row(name: str, folder: Path, to: str, dtype: str, num_prompts: int, **more: Any) -> dict[str, Any]:
+    """Export once into a folder that goes, print a row of the table and return the report."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = str(Path(scratch) / "out")
+        policy = PolicyConfig(init=str(folder), device="cpu", **more)
+        config = ExportConfig(policy=policy, to=to, dtype=dtype, out=out, num_prompts=num_prompts)  # pyright: ignore
+        found = export(config)
+    runtime = found["runtime"]
+    print(
+        f"| {name} | {to} {dtype} | {found['bytes']:,} | {found['kl']:.1e} | {found['stored']['kl']:.1e} | "
+        f"{found['top1_agreement']:.1%} | {runtime.get('num_greedy_equal', '-')}/{found['num_prompts']} | "
+        f"{runtime.get('prompts_equal', 0):.0%} | {runtime.get('stops_equal', 0):.0%} | {found['verdict']} |",
+        flush=True,
+    )
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER of a further model")
+    parser.add_argument("--families", nargs="*", help="a random model of each architecture, or of these")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=150)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    program.PROMPTS = tuple(question for question, _ in texts(60))[: options.prompts]
+    print(
+        "| model | export | bytes | KL | KL of rounding | top-1 | greedy equal | prompts | stops | verdict |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    failed, is_wide = [], options.families is not None
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {} if is_wide else {"stories260k": STORIES}
+        named = dict(text.split("=", 1) for text in options.model)
+        folders |= {name: Path(path) for name, path in named.items()}
+        made = (
+            (options.families or list(ARCHITECTURES)) if is_wide else {"qwen3": "qwen2", "llama": "llama-bpe"}
+        )
+        for kind in made:
+            pre = "llama-bpe" if kind == "llama" else "qwen2"
+            steps, std = (0, 0.2) if is_wide else (options.steps, 0.05)
+            folders[kind] = Path(scratch) / kind
+            make(kind, byte_pairs(pre), steps=steps, std=std).save(folders[kind])
+        for name, folder in folders.items():
+            types = ("f32",) if is_wide else ("f32", "f16", "bf16", "q8_0")
+            for dtype in types:
+                try:
+                    found = row(name, folder, "gguf", dtype, options.prompts)
+                except UserError as error:
+                    print(f"| {name} | gguf {dtype} | {error} |", flush=True)
+                    found = {"verdict": "failed"}
+                failed += [name] * (found["verdict"] != "passed")
+            for dtype in () if is_wide else ("f32", "bf16"):
+                failed += [name] * (row(name, folder, "hf", dtype, options.prompts)["verdict"] != "passed")
+    print(json.dumps({"failed": failed}))
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""`whet export`: what is written is what was trained, and a report that fails where it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from whet.compress.export import export as program
+from whet.compress.export import gguf, parity, runtimes
+from whet.compress.export.export import ExportConfig, export, main
+from whet.compress.export.prompt import go_template, whole_template
+from whet.compress.export.vocabulary import CONTROL, express
+from whet.generate.policy import Policy, PolicyConfig
+from whet.model.config import ModelConfig, RopeScaling
+from whet.model.families import from_hf
+from whet.model.text.tokenizer import Tokenizer
+from whet.model.transformer import init_weights
+from whet.model.weights import build_model
+from whet.schema import SCHEMAS
+from whet.types import UserError
+
+STORIES = Path(__file__).parents[2].parent / "shared/data/models/stories260k"
+needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the gguf package")
+needs_llama = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None or importlib.util.find_spec("gguf") is None,
+    reason="needs gguf and llama-cpp-python (bench/export_parity.py makes the whole table)",
+)
+SHAPE = ModelConfig(
+    vocab_size=258,
+    hidden_size=32,
+    intermediate_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=512,
+    init_std=0.2,
+    rope_scaling=RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64
+    ),
+)
+
+
+def make(config: ModelConfig = SHAPE, schema: str = "think_answer") -> Policy:
+    """Make a random policy on bytes, with some rows that are no token's."""
+    model = build_model(config)
+    init_weights(model, 0)
+    return Policy(model.eval(), Tokenizer.bytes(), SCHEMAS[schema])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder."""
+    place = tmp_path_factory.mktemp("export") / "model"
+    make().save(place)
+    return place
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer requests in this process: the runtimes are real, and starting one takes seconds."""
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        runtimes.answer(Path(command[-1]))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(parity.subprocess, "run", run)
+
+
+def config(folder: Path, out: Path, to: str, **more: Any) -> ExportConfig:
+    policy = PolicyConfig(init=str(folder), device="cpu", **more.pop("policy", {}))
+    return ExportConfig(policy=policy, out=str(out), to=to, num_prompts=3, max_new_tokens=6, **more)  # pyright: ignore
+
+
+def adapter(place: Path, base: Path, scale: float = 0.1) -> Path:
+    """Write an adapter of rank 2 on q_proj of a base, as peft does."""
+    place.mkdir()
+    tensors = {}
+    generator = torch.Generator().manual_seed(1)
+    for layer in range(2):
+        for side, shape in (("A", (2, 32)), ("B", (32, 2))):
+            name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{side}.weight"
+            tensors[name] = torch.empty(shape).normal_(0, scale, generator=generator)
+    save_file(tensors, place / "adapter_model.safetensors")
+    facts = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    facts |= {"base_model_name_or_path": str(base), "task_type": "CAUSAL_LM"}
+    (place / "adapter_config.json").write_text(json.dumps(facts))
+    return place
+
+
+def test_hf_answers_as_the_model_and_its_template_asks_as_whet_does(folder: Path, tmp_path: Path) -> None:
+    report = export(config(folder, tmp_path / "out", "hf", dtype="f32"))
+    assert report["verdict"] == "passed"
+    assert report["runtime"]["prompts_equal"] == 1.0
+    assert report["kl"] < 1e-9
+    assert report["top1_agreement"] == report["greedy_equal"] == 1.0
+    assert json.loads((tmp_path / "out" / program.REPORT).read_text())["kl"] == report["kl"]
+    # whet reads the folder as before: the whole template is for others.
+    again = export(config(tmp_path / "out", tmp_path / "again", "hf", dtype="f32"))
+    first, second = ((tmp_path / name / "chat_template.jinja").read_text() for name in ("out", "again"))
+    assert again["verdict"] == "passed"
+    assert first == second
+
+
+def test_what_answers_otherwise_fails_with_status_1(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "whole_template", lambda policy: policy.tokenizer.chat_template)
+    with pytest.raises(SystemExit) as ended:
+        main(config(folder, tmp_path / "template", "hf", dtype="f32"))
+    assert ended.value.code == 1
+    assert "its template or tokenizer asks otherwise" in capsys.readouterr().out
+    monkeypatch.undo()
+    save = Policy.save
+
+    def spoiled(self: Policy, place: Path, **more: Any) -> None:
+        save(self, place, **more)
+        tensors = load_file(place / "model.safetensors")
+        tensors["model.norm.weight"][0] += 0.5
+        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(Policy, "save", spoiled)
+    report = export(config(folder, tmp_path / "weights", "hf", dtype="f32"))
+    assert report["verdict"] == "failed"
+    assert any("KL" in line for line in report["failures"])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+def test_the_adapter_that_leaves_is_peft_s_and_a_merged_one_is_the_sum(folder: Path, tmp_path: Path) -> None:
+    place = adapter(tmp_path / "lora", folder)
+    report = export(config(place, tmp_path / "peft", "adapter"))
+    assert report["verdict"] == "passed"
+    assert report["checked_by"].startswith("peft")
+    assert report["runtime"]["logit_difference"] < 1e-5
+    merged = export(config(place, tmp_path / "merged", "merged", dtype="bf16"))
+    base, lora = load_file(folder / "model.safetensors"), load_file(place / "adapter_model.safetensors")
+    name = "model.layers.1.self_attn.q_proj"
+    a, b = (lora[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+    want = (base[f"{name}.weight"] + 2.0 * b @ a).bfloat16()
+    assert load_file(tmp_path / "merged/model.safetensors")[f"{name}.weight"].equal(want)
+    assert 0 < merged["cast"]["error_of_change"] < 0.5
+    with pytest.raises(UserError, match="no adapter to merge"):
+        export(config(tmp_path / "merged", tmp_path / "twice", "merged"))
+    assert not (tmp_path / "twice").exists()
+
+
+@pytest.mark.parametrize("schema", ["think_answer", "boxed", "hashes"])
+@pytest.mark.parametrize("place", ["system", "user"])
+def test_one_template_writes_the_whole_prompt(schema: str, place: str) -> None:
+    policy = make(schema=schema)
+    policy.schema = replace(policy.schema, instruction_in=place)  # pyright: ignore[reportArgumentType]
+    policy.tokenizer = policy.tokenizer.with_template(
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    whole = policy.tokenizer.with_template(whole_template(policy))
+    talk = [{"role": "user", "content": 'a "quoted"\nquestion'}]
+    assert whole.render(talk) == policy.chat_text(talk)
+    talk += [{"role": "assistant", "content": "é"}, {"role": "user", "content": "b"}]
+    assert whole.render(talk) == policy.chat_text(talk)
+    go, notes = go_template(policy)
+    assert ("{{ range .Messages }}" in go) == (not notes)
+    if not notes:
+        prefix = policy.schema.generation_prefix
+        assert '{{ if eq .Role "user" }}<user>{{ .Content }}\n{{ end }}' in go
+        assert go.endswith(f"<assistant>{prefix}")
+
+
+def test_neighbouring_channels_turn_as_halves_did() -> None:
+    q, angles = torch.randn(16, 5, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    k = torch.randn(16, 5, dtype=torch.float64)
+
+    def scores(turn: Callable[[torch.Tensor], torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+        first, second = (turn(row.view(2, 8, 5)) for row in rows)
+        return torch.einsum("hcx,hcy->hxy", first, rows[1].view(2, 8, 5)) + 0 * second.sum()
+
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        a, b, c, s = x[:, :4], x[:, 4:], angles.cos()[:, None], angles.sin()[:, None]
+        return torch.cat((a * c - b * s, b * c + a * s), dim=1)
+
+    def pairs(x: torch.Tensor) -> torch.Tensor:
+        a, b, c, s = x[:, ::2], x[:, 1::2], angles.cos()[:, None], angles.sin()[:, None]
+        return torch.stack((a * c - b * s, b * c + a * s), dim=2).flatten(1, 2)
+
+    assert scores(halves, q, k).allclose(scores(pairs, gguf.neighbours(q, 8), gguf.neighbours(k, 8)))
+
+
+def test_divisors_are_those_of_the_reader() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    data = {
+        "model_type": "mistral",
+        "vocab_size": 8,
+        "hidden_size": 32,
+        "intermediate_size": 8,
+        "head_dim": 8,
+    }
+    data |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    data |= {"rope_scaling": scaling | {"original_max_position_embeddings": 64}, "rope_theta": 10000.0}
+    found = from_hf(data | {"sliding_window": None, "max_position_embeddings": 512})
+    divisors = gguf.rope_divisors(found)
+    assert divisors is not None
+    assert divisors[0] == 1
+    assert divisors[-1] == pytest.approx(8)
+
+
+def test_sentencepiece_scores_give_the_tokenizer_s_own_ids() -> None:
+    if not STORIES.is_dir():
+        pytest.skip("needs shared/data/models/stories260k")
+    tokenizer = Tokenizer.load(STORIES)
+    facts = express(tokenizer, tokenizer.vocab_size, tuple(tokenizer.stop_ids), "").facts
+    score = dict(zip(facts["ggml.tokens"], facts["ggml.scores"], strict=True))
+    place = {text: index for index, text in enumerate(facts["ggml.tokens"])}
+    for text in ("Once upon a time, there was a little girl named Lily.", "the  big\ndog's é"):
+        parts = list("▁" + text.replace(" ", "▁"))
+        while True:  # llama.cpp: the neighbours whose joined token scores highest, leftmost first
+            joined = [
+                (score[a + b], -i)
+                for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+                if a + b in score
+            ]
+            if not joined:
+                break
+            at = -max(joined)[1]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        ids = [
+            index
+            for part in parts
+            for index in ([place[part]] if part in place else [place[f"<0x{b:02X}>"] for b in part.encode()])
+        ]
+        assert ids == tokenizer.encode(text)
+
+
+def test_characters_are_bytes_joined_by_merges() -> None:
+    tokenizer = Tokenizer.characters("ab é€", ["<think>"])
+    found = express(tokenizer, tokenizer.vocab_size, (1,), "")
+    facts, texts = found.facts, found.facts["ggml.tokens"]
+    assert facts["ggml.eos_token_id"] == 1
+    assert facts["ggml.token_type"][3] == CONTROL
+    assert texts[3] == "<think>"
+    assert texts[4:7] == ["a", "b", "Ġ"]
+    assert len(texts[8]) == 3
+    assert f"{texts[8][:2]} {texts[8][2]}" in facts["ggml.merges"]
+    assert found.notes
+
+
+def test_what_llama_cpp_has_not_is_refused() -> None:
+    block = replace(SHAPE.block, has_sinks=True)
+    with pytest.raises(UserError, match="has_sinks"):
+        gguf.architecture(replace(SHAPE, block=block))
+    with pytest.raises(UserError, match="reward model"):
+        gguf.architecture(replace(SHAPE, is_reward=True))
+    with pytest.raises(UserError, match="olmo2 model is not written here"):
+        gguf.architecture(replace(SHAPE, source='{"model_type": "olmo2"}'))
+    with pytest.raises(ValueError, match="imatrix"):
+        config(STORIES, Path("out"), "gguf", imatrix="file.dat")
+
+
+@needs_gguf
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0"])
+def test_a_file_read_back_is_the_model_but_for_rounding(kind: str, tmp_path: Path) -> None:
+    import gguf as package
+
+    policy = make(replace(SHAPE, vocab_size=264))  # six rows are no token's
+    vocabulary = express(policy.tokenizer, policy.model.num_valid_tokens, policy.stop_ids, "T")
+    gguf.write_gguf(policy.model, vocabulary, tmp_path / "m.gguf", kind)  # pyright: ignore[reportArgumentType]
+    reader = package.GGUFReader(str(tmp_path / "m.gguf"))
+    assert reader.get_field("tokenizer.chat_template").contents() == "T"
+    assert reader.get_field("llama.attention.head_count_kv").contents() == 2
+    table = next(t for t in reader.tensors if t.name == "token_embd.weight")
+    assert list(table.shape) == [32, policy.tokenizer.vocab_size]
+    for name, tensor in gguf.read_back(tmp_path / "m.gguf", policy.model).items():
+        own = policy.model.get_parameter(name).detach()
+        largest = own.abs().amax(-1, keepdim=True)
+        bound = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11}[kind]
+        assert bool(((tensor - own).abs() <= bound * largest).all()), name
+
+
+@needs_llama
+def test_llama_cpp_answers_as_stories260k(tmp_path: Path) -> None:
+    report = export(config(STORIES, tmp_path / "out", "ollama", dtype="f32"))
+    assert report["verdict"] == "passed"
+    assert report["kl"] < 1e-9
+    assert report["greedy_equal"] == 1.0
+    assert "PARAMETER stop" in (tmp_path / "out/Modelfile").read_text()
+
+
+def test_differences_of_distributions_are_the_formula_s() -> None:
+    ours = np.log(np.array([[0.5, 0.25, 0.25, 1e9]]))
+    theirs = np.log(np.array([[0.25, 0.5, 0.25, 1.0]]))
+    reference = parity.Reference([(1,)], [[]], [(0,)], [ours], 1)
+    found = parity.differences(reference, [theirs], [(1,)], 3)
+    assert found["kl"] == pytest.approx(0.25 * np.log(2))
+    assert found["top1_agreement"] == 0
+    assert found["greedy_equal"] == 0

@@ -1,0 +1,409 @@
+"""`whet export RUN --to KIND --out DIR`: a model for other programs, and a report of what they answer with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from whet.cli import Program
+from whet.compress.export import gguf, parity
+from whet.compress.export.prompt import modelfile, whole_template
+from whet.compress.export.vocabulary import express
+from whet.config import from_dict, read_yaml
+from whet.eval.evaluate import take_problems
+from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
+from whet.model.lora.files import find_model
+from whet.model.weights import load_model
+from whet.tasks.base import TaskConfig, load_task
+from whet.types import UserError
+
+Kind = Literal["hf", "merged", "adapter", "gguf", "ollama", "mlx"]
+Type = Literal["auto", "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_k_s", "q3_k_m", "q2_k"]
+NO_MODEL = "MODEL"
+REPORT = "export_report.json"
+TORCH_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+K_TYPES = {"q2_k": 10, "q3_k_m": 12, "q4_k_s": 14, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+"""llama.cpp's numbers of the types that its own quantiser writes (LLAMA_FTYPE_MOSTLY_...)."""
+DEFAULTS: dict[Kind, Type] = {"hf": "bf16", "merged": "bf16", "mlx": "bf16", "gguf": "q8_0", "ollama": "q8_0"}
+DEFAULTS["adapter"] = "f32"
+PROMPTS = (
+    "What is 7 + 5?",
+    "12+30=",
+    "Once upon a time, there was",
+    "Write one sentence about rain.",
+    "Name three colours.",
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "3 * 4 - 2",
+    "Lily and Tom went to the park",
+    "Hello!",
+    "List the first five prime numbers.",
+    "If a train covers 60 km in 45 minutes, what is its speed in km/h?",
+    "def add(a, b):",
+    "Translate 'good morning' into German.",
+    "A big dog",
+    "Éa, naïve café: 10 € — déjà vu?",
+)
+"""Questions without a task; those that the tokenizer cannot spell are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write a model for other programs, and check it there."""
+
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(init=NO_MODEL, device="cpu"))
+    """The model: run folder, Hugging Face folder, hub name, or an adapter."""
+    to: Kind = "hf"
+    """hf: a folder for transformers and vLLM; merged: the same with the adapter in the weights; adapter: peft's folder;
+    gguf: one file for llama.cpp; ollama: that with a Modelfile; mlx: a folder for mlx-lm."""
+    out: str = ""
+    """New folder."""
+    dtype: Type = "auto"
+    """Type of the weights; auto: bf16 for hf, merged and mlx, q8_0 for gguf and ollama. Below 8 bits llama.cpp's own
+    quantiser is needed."""
+    imatrix: str = ""
+    """Importance matrix of llama.cpp, for types below 8 bits."""
+    task: str = ""
+    """Task, file or hub name whose test problems are the report's prompts; empty for those of the run's own task, else
+    sixteen of whet's."""
+    num_prompts: int = 16
+    """Prompts of the report."""
+    max_new_tokens: int = 32
+    """Longest greedy text of the report in tokens."""
+
+    def __post_init__(self) -> None:
+        if self.policy.init == NO_MODEL and not Path(NO_MODEL).exists():
+            raise ValueError(
+                "no model: name a run folder, a Hugging Face folder or a hub name after the command"
+            )
+        if not self.out:
+            raise ValueError("out is empty: name a new folder, as in --out exported")
+        for name in ("num_prompts", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
+        is_gguf = self.to in ("gguf", "ollama")
+        if not is_gguf and self.dtype not in ("auto", *TORCH_TYPES):
+            raise ValueError(f"dtype = {self.dtype}: --to {self.to} takes {', '.join(TORCH_TYPES)}")
+        if self.to == "adapter" and self.dtype not in ("auto", "f32"):
+            raise ValueError(f"dtype = {self.dtype}: an adapter is stored in f32")
+        if self.imatrix and self.dtype not in K_TYPES:
+            raise ValueError(
+                f"imatrix is read with types below 8 bits only, such as q4_k_m; got {self.dtype}"
+            )
+
+    @property
+    def type(self) -> Type:
+        """The type that is written."""
+        return DEFAULTS[self.to] if self.dtype == "auto" else self.dtype
+
+
+def main(config: ExportConfig) -> None:
+    """Write the export and its report, and print the verdict.
+
+    Raises:
+        UserError: If the model cannot be expressed, or a tool that was asked for is missing; nothing is left.
+        SystemExit: With status 1 if the artefact answers otherwise than the model.
+    """
+    report = export(config)
+    print("\n".join(lines(report)), flush=True)
+    if report["verdict"] == "failed":
+        raise SystemExit(1)
+
+
+def export(config: ExportConfig) -> dict[str, Any]:
+    """Write the export and its report; return the report.
+
+    Raises:
+        UserError: If the model cannot be expressed, or a tool that was asked for is missing; nothing is left.
+    """
+    out = Path(config.out)
+    if out.exists():
+        raise UserError(f"{out}: exists already; name another folder with --out")
+    policy = load_policy(config.policy, seed=0, merge=False)
+    adapter = policy.adapter
+    if config.to == "merged" and adapter is None:
+        raise UserError(
+            f"{config.policy.init}: no adapter to merge (merged before?); use --to hf, or --policy.adapter FOLDER"
+        )
+    if config.to == "adapter" and adapter is None:
+        raise UserError(f"{config.policy.init}: no adapter in it; use --to hf for the whole model")
+    if config.to in ("gguf", "ollama"):
+        gguf.import_gguf()
+        gguf.architecture(policy.model.config)
+    chats = prompts(config, policy)
+    reference = parity.take(policy, chats, config.max_new_tokens)
+    lost: dict[str, float] = {}
+    if adapter is not None and config.to != "adapter":
+        lost = merge(policy, adapter, TORCH_TYPES.get(config.type))
+    out.mkdir(parents=True)
+    try:
+        report = _written(config, policy, reference, out)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    report |= {"adapter": "" if adapter is None else str(adapter.folder), "cast": lost}
+    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return report
+
+
+def prompts(config: ExportConfig, policy: Policy) -> list[parity.Chat]:
+    """Return the conversations of the report, each a question that fits the context and the tokenizer.
+
+    Raises:
+        UserError: If there is none.
+    """
+    own = Path(config.policy.init) / "config.yaml"
+    task = TaskConfig(name=config.task) if config.task else None
+    texts: list[parity.Chat] = []
+    if task is None and own.is_file():
+        found = read_yaml(own).get("task")
+        task = from_dict(TaskConfig, found, where=str(own)) if isinstance(found, dict) else None
+    if task is not None:
+        loaded = load_task(task)
+        problems = take_problems(loaded, "test", config.num_prompts) or take_problems(
+            loaded, "train", config.num_prompts
+        )
+        for problem in problems:
+            said = [{"role": m.role, "content": str(m.content)} for m in problem.messages]
+            texts.append(said or [{"role": "user", "content": problem.prompt}])
+    else:
+        texts = [[{"role": "user", "content": text}] for text in PROMPTS[: config.num_prompts]]
+    room = policy.model.config.max_positions - config.max_new_tokens
+    unknown = policy.tokenizer.unk_id
+    ids = [policy.chat_ids(chat) for chat in texts]
+    kept = [
+        chat
+        for chat, row in zip(texts, ids, strict=True)
+        if 0 < len(row) <= room and (unknown is None or unknown not in row)
+    ]
+    if not kept:
+        raise UserError(
+            f"none of {len(texts)} prompts fits the context of {policy.model.config.max_positions} tokens and the "
+            "tokenizer: give the model's own task with --task, or lower --max-new-tokens"
+        )
+    return kept
+
+
+def merge(policy: Policy, adapter: Adapter, dtype: torch.dtype | None) -> dict[str, float]:
+    """Merge the applied adapter in float32; return what a cast to the type loses of its change.
+
+    Args:
+        policy: The policy; its model is changed.
+        adapter: Its adapter.
+        dtype: Type that will be written; None for a quantised one, which is compared as a whole.
+    """
+    adapter.remove(policy.model)
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    adapter.merge(policy.model)
+    policy.adapter = None
+    total = kept = error = changed = same = 0.0
+    for name, parameter in policy.model.named_parameters():
+        delta = parameter.detach() - before[name]
+        moved = delta != 0
+        if dtype is None or not moved.any():
+            continue
+        cast = parameter.detach().to(dtype).float() - before[name].to(dtype).float()
+        total += float(delta.square().sum())
+        kept += float((cast * delta).sum())
+        error += float((cast - delta).square().sum())
+        changed += float(moved.sum())
+        same += float((moved & (cast == 0)).sum())
+    if not changed:
+        return {}
+    return {
+        "change_norm": total**0.5,
+        "error_of_change": (error / total) ** 0.5,
+        "weights_unmoved": same / changed,
+    }
+
+
+def _written(config: ExportConfig, policy: Policy, reference: parity.Reference, out: Path) -> dict[str, Any]:
+    """Write the artefact, and compare it with the reference."""
+    template, notes = whole_template(policy), []
+    kind = config.type
+    base, dtype, runtime, artefact = "", "float32", "transformers", out
+    if config.to in ("gguf", "ollama"):
+        runtime, artefact = "llama.cpp", out / "model.gguf"
+        notes += _write_gguf(config, policy, artefact, template)
+        if config.to == "ollama":
+            notes += _write_modelfile(policy, out)
+    elif config.to == "adapter":
+        runtime, base = "peft", _write_adapter(config, policy, out, template)
+    else:
+        policy.save(out, dtype=TORCH_TYPES[kind])
+        (out / "chat_template.jinja").write_text(template, encoding="utf-8")
+        dtype, runtime = str(TORCH_TYPES[kind]).removeprefix("torch."), "transformers"
+        if config.to == "mlx":
+            runtime = "mlx"
+    context = gguf.context_length(policy.model.config) if runtime == "llama.cpp" else 0
+    longest = max(map(len, reference.prompts)) + config.max_new_tokens
+    asked = parity.ask(
+        policy,
+        reference,
+        runtime,
+        artefact.resolve(),
+        base=base,
+        dtype=dtype,
+        context=min(context, longest + 8),
+    )
+    again = parity.stored(_read_again(config, policy, artefact), reference)
+    is_checked = "not_checked" not in asked
+    limits = parity.THRESHOLDS.get(kind, parity.LOOSE)
+    shape = policy.model.config
+    if runtime == "llama.cpp" and (shape.family == "gpt2" or shape.block.activation == "gelu_tanh"):
+        limits = replace(limits, kl=max(limits.kl, parity.GELU_KL))
+    found = asked if is_checked else again
+    wrong = parity.failures(found, limits)
+    verdict = "failed" if wrong else ("passed" if is_checked else "not checked")
+    main = {name: found[name] for name in ("top1_agreement", "kl", "greedy_equal")}
+    return {
+        "verdict": verdict,
+        "failures": wrong,
+        **main,
+        "checked_by": asked["runtime"] if is_checked else "whet's own reading of the files",
+        "runtime": asked,
+        "stored": again,
+        "thresholds": {"kl": limits.kl, "top1_agreement": limits.top1, "greedy_equal": limits.greedy},
+        "to": config.to,
+        "dtype": kind,
+        "model": config.policy.init,
+        "num_prompts": len(reference.prompts),
+        "max_new_tokens": config.max_new_tokens,
+        "bytes": sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
+        "notes": notes,
+    }
+
+
+def _write_gguf(config: ExportConfig, policy: Policy, path: Path, template: str) -> list[str]:
+    """Write model.gguf; return notes."""
+    shape, kind = policy.model.config, config.type
+    vocabulary = express(policy.tokenizer, policy.model.num_valid_tokens, policy.stop_ids, template)
+    notes = list(vocabulary.notes)
+    if gguf.context_length(shape) < shape.max_positions:
+        notes.append(
+            f"llama.cpp has no windows for this family: the context is cut to {gguf.context_length(shape)}"
+        )
+    name = Path(config.policy.init).name
+    if kind in get_args(gguf.OwnType):
+        gguf.write_gguf(policy.model, vocabulary, path, kind, name=name)  # pyright: ignore[reportArgumentType]
+        return notes
+    whole = path.with_name("whole.gguf")
+    gguf.write_gguf(policy.model, vocabulary, whole, "f32", name=name)
+    quantise(whole, path, kind, config.imatrix)
+    whole.unlink()
+    return notes
+
+
+def quantise(source: Path, target: Path, kind: str, imatrix: str = "") -> None:
+    """Let llama.cpp quantise a GGUF file: its tool `llama-quantize`, or its library in llama-cpp-python.
+
+    Raises:
+        UserError: If neither is here, or it fails.
+    """
+    tool = shutil.which("llama-quantize")
+    if tool is not None:
+        options = ["--imatrix", imatrix] if imatrix else []
+        command = [tool, *options, str(source), str(target), kind.upper()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"llama-quantize: {(done.stderr.strip().splitlines() or ['failed'])[-1][:300]}")
+        return
+    if imatrix:
+        raise UserError("imatrix needs llama.cpp's tool llama-quantize on the PATH")
+    try:
+        import llama_cpp
+    except ImportError:
+        raise UserError(
+            f"dtype = {kind}: llama.cpp quantises to it: put its tool llama-quantize on the PATH, or install "
+            "llama-cpp-python; f32, f16, bf16 and q8_0 need neither"
+        ) from None
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.nthread = K_TYPES[kind], 1
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), options):
+        raise UserError(f"{source}: llama.cpp could not quantise it to {kind}")
+
+
+def _write_modelfile(policy: Policy, out: Path) -> list[str]:
+    given = policy.model.sampling_defaults
+    sampling = {
+        name: float(given[name]) for name in ("temperature", "top_p", "top_k", "min_p") if name in given
+    }
+    text, notes = modelfile(
+        policy, "model.gguf", gguf.context_length(policy.model.config), {"temperature": 1.0} | sampling
+    )
+    (out / "Modelfile").write_text(text, encoding="utf-8")
+    return notes
+
+
+def _write_adapter(config: ExportConfig, policy: Policy, out: Path, template: str) -> str:
+    """Write peft's folder; return its base."""
+    adapter = policy.adapter
+    assert adapter is not None
+    base = str(find_model(config.policy.init, config.policy.adapter)[0].resolve())
+    shutil.copyfile(adapter.folder / WEIGHTS, out / WEIGHTS)
+    settings = json.loads((adapter.folder / CONFIG).read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] = adapter.base or base
+    (out / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    policy.save_protocol(out)
+    (out / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return base
+
+
+def _read_again(config: ExportConfig, policy: Policy, artefact: Path) -> Policy:
+    """Return the policy with the weights that were stored."""
+    if config.to == "adapter":
+        settings = replace(config.policy, adapter=str(artefact))
+        if settings.init and (Path(settings.init) / CONFIG).is_file():
+            settings = replace(settings, init=str(find_model(settings.init)[0]))
+        return load_policy(settings, seed=0, merge=False)
+    if config.to in ("gguf", "ollama"):
+        model = copy.deepcopy(policy.model)
+        model.load_state_dict(gguf.read_back(artefact, model), strict=True, assign=True)
+    else:
+        model, _ = load_model(artefact)
+    return Policy(
+        model.eval(),
+        policy.tokenizer,
+        policy.schema,
+        system_prompt=policy.system_prompt,
+        attention=policy.attention,
+        max_rows=policy.max_rows,
+    )
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """Return what is printed of a report."""
+    asked = report["runtime"]
+    rows = [
+        f"{report['to']} {report['dtype']}, {report['bytes']:,} bytes; {report['num_prompts']} prompts, checked by "
+        f"{report['checked_by']}",
+        f"  KL {report['kl']:.2e} nats a token, same top token {report['top1_agreement']:.1%}, equal greedy text "
+        f"{report['greedy_equal']:.1%}",
+    ]
+    if "not_checked" in asked:
+        rows.append(f"  not checked in its own runtime: {asked['not_checked']}")
+    else:
+        rows.append(
+            f"  rounding alone: KL {report['stored']['kl']:.2e}; same prompt tokens {asked['prompts_equal']:.1%}, "
+            f"same stops {asked['stops_equal']:.1%}"
+        )
+    if report["cast"]:
+        rows.append(
+            f"  the cast lost {report['cast']['error_of_change']:.1%} of the adapter's change; "
+            f"{report['cast']['weights_unmoved']:.1%} of the changed weights did not move"
+        )
+    rows += [f"  note: {note}" for note in report["notes"]]
+    rows += [f"  FAILED: {line}" for line in report["failures"]]
+    return [*rows, f"verdict: {report['verdict']}"]
+
+
+PROGRAM = Program(config_class=ExportConfig, main=main, positional="policy.init")

@@ -1,0 +1,478 @@
+"""GGUF, llama.cpp's format: whet's own map of shapes and tensors for each family, written through the `gguf` package.
+
+What llama.cpp computes for an architecture is fixed in its source, so a model that has anything else is refused by
+name. What can be folded into weights is: Gemma's 1 + w norms, scales of queries.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from whet.compress.export.vocabulary import Vocabulary
+from whet.install import install_command
+from whet.model.config import STORED, Block, ModelConfig
+from whet.model.transformer import LanguageModel
+from whet.types import UserError
+
+OwnType = Literal["f32", "f16", "bf16", "q8_0"]
+OWN_TYPES: tuple[OwnType, ...] = ("f32", "f16", "bf16", "q8_0")
+FILE_TYPES: dict[str, tuple[int, str]] = {"f32": (0, "F32"), "f16": (1, "F16"), "bf16": (32, "BF16")}
+FILE_TYPES |= {"q8_0": (7, "Q8_0")}
+"""Number of the whole file's type, and name of its matrices' type."""
+Q8_BLOCK = 32
+PERMUTED = ("llama", "granite", "smollm3")
+"""Architectures that turn channels 2 i and 2 i + 1 together: rows of q and k are sorted for it."""
+WITH_FACTORS = ("llama", "granite")
+"""Architectures that read a divisor of each rotary frequency (rope_freqs)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What llama.cpp computes for one of its architectures."""
+
+    name: str
+    """Its name there."""
+    flags: frozenset[str] = frozenset()
+    """Fields of `Block` that it has an equivalent of; any other that is not the default is refused."""
+    has_sandwich: bool = False
+    """Whether norms follow attention and the feed-forward part, beside those before."""
+    window_every: int = 0
+    """One layer of so many sees all positions, the others a window; 0 where all see all."""
+    biases: frozenset[str] = frozenset()
+    """Parts of a layer that may have biases."""
+    is_square: bool = False
+    """Whether heads times head_dim is the width."""
+    wide_layers: int = 0
+    """Number of layers at which scores are divided by sqrt(width / heads) in place of sqrt(head_dim)."""
+
+
+ROPES = frozenset({"ropes", "layers"})
+EXPERTS = ROPES | {"experts", "expert_names"}
+GEMMA = ROPES | {"norm_offset", "embedding_scale", "activation"}
+GEMMA2 = GEMMA | {"norms", "query_scale", "attention_cap", "logit_cap"}
+SCALES = frozenset({"query_scale", "embedding_scale", "residual_scale", "logit_scale"})
+ATTENTION = frozenset({"q_proj", "k_proj", "v_proj"})
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(name="llama", flags=ROPES, biases=ATTENTION | {"o_proj", "mlp"}),
+    "mistral": Architecture(name="llama", flags=ROPES),
+    "mixtral": Architecture(name="llama", flags=EXPERTS),
+    "qwen2": Architecture(name="qwen2", flags=ROPES, biases=ATTENTION, is_square=True),
+    "qwen3": Architecture(name="qwen3", flags=ROPES),
+    "qwen3_moe": Architecture(name="qwen3moe", flags=EXPERTS | {"qk_norm"}),
+    "smollm3": Architecture(name="smollm3", flags=ROPES),
+    "granite": Architecture(name="granite", flags=ROPES | SCALES, biases=frozenset({"o_proj", "mlp"})),
+    "gemma": Architecture(name="gemma", flags=GEMMA),
+    "gemma2": Architecture(name="gemma2", flags=GEMMA2, has_sandwich=True, window_every=2, wide_layers=46),
+    "gemma3_text": Architecture(
+        name="gemma3", flags=GEMMA2 | {"qk_norm"}, has_sandwich=True, window_every=6, wide_layers=62
+    ),
+    "gpt2": Architecture(name="gpt2"),
+}
+"""By model_type: what was checked in llama.cpp (bench/export_parity.py)."""
+
+TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "transformer.wte.weight": "token_embd.weight",
+    "transformer.wpe.weight": "position_embd.weight",
+    "transformer.ln_f.weight": "output_norm.weight",
+    "transformer.ln_f.bias": "output_norm.bias",
+}
+TABLES = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight")
+LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+SANDWICHED = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def import_gguf() -> Any:
+    """Import the `gguf` package; UserError says how to install it."""
+    try:
+        import gguf
+    except ImportError:
+        raise UserError(f"GGUF is written through the gguf package: {install_command('gguf')}") from None
+    return gguf
+
+
+def model_type(config: ModelConfig) -> str:
+    """Return the name that config.json has for a model's family."""
+    return json.loads(config.source or "{}").get("model_type", config.family)
+
+
+def architecture(config: ModelConfig) -> Architecture:
+    """Return llama.cpp's architecture of a model.
+
+    Raises:
+        UserError: If the family, or something that the model computes, is not one that whet writes.
+    """
+    kind = model_type(config)
+    if config.is_reward:
+        raise UserError("a reward model, which writes no text, has no place in GGUF; use --to hf")
+    if kind not in ARCHITECTURES:
+        raise UserError(
+            f"GGUF of a {kind} model is not written here; expected one of {', '.join(ARCHITECTURES)}: use --to hf, "
+            "then llama.cpp's convert_hf_to_gguf.py on that folder"
+        )
+    arch, default = ARCHITECTURES[kind], Block()
+    for item in fields(Block):
+        is_known = item.name in arch.flags | STORED or item.name == "qkv_bias"
+        if not is_known and getattr(config.block, item.name) != getattr(default, item.name):
+            raise _no(kind, f"{item.name} = {str(getattr(config.block, item.name))[:60]}")
+    _check_layers(config, kind, arch)
+    if arch.is_square and config.num_heads * config.head_dim != config.hidden_size:
+        raise _no(kind, f"heads of {config.head_dim} channels in a width of {config.hidden_size}")
+    experts = config.block.experts
+    if experts is not None and (experts.score != "softmax" or not experts.is_normalised or experts.shared):
+        raise _no(kind, "experts whose weights are not a softmax that sums to 1")
+    if experts is not None and not all(spec.has_experts for spec in config.layers):
+        raise _no(kind, "layers without experts among those with them")
+    return arch
+
+
+def _no(kind: str, what: str) -> UserError:
+    return UserError(f"GGUF of a {kind} model: llama.cpp has no {what} there; use --to hf")
+
+
+def _check_layers(config: ModelConfig, kind: str, arch: Architecture) -> None:
+    """Refuse layers that differ from what llama.cpp has built in."""
+    for index, spec in enumerate(config.layers):
+        is_full = not arch.window_every or (index + 1) % arch.window_every == 0
+        has_rope = kind != "smollm3" or (index + 1) % 4 != 0
+        if spec.mixer != "attention" or spec.source >= 0 or spec.head_dim or spec.num_kv_heads:
+            raise _no(kind, f"such layer as layer {index}")
+        if has_rope != (spec.rope >= 0):
+            raise _no(kind, f"layer {index} {'without' if has_rope else 'with'} rotary positions")
+        if arch.window_every and windows(config) and is_full == bool(spec.window):
+            raise _no(
+                kind, f"layer {index} with window {spec.window}: one layer of {arch.window_every} sees all"
+            )
+
+
+def windows(config: ModelConfig) -> int:
+    """Return the windowed layers' window in tokens; 0 where all layers see all positions."""
+    found = {spec.window for spec in config.layers if spec.window}
+    if len(found) > 1:
+        raise _no(model_type(config), "two sizes of windows")
+    return next(iter(found), 0)
+
+
+def context_length(config: ModelConfig) -> int:
+    """Return the longest context that llama.cpp computes as whet does.
+
+    An architecture without windows there (Mistral) is the same model up to the first window's length.
+    """
+    arch, window = ARCHITECTURES[model_type(config)], windows(config)
+    return min(config.max_positions, window) if window and not arch.window_every else config.max_positions
+
+
+def metadata(config: ModelConfig) -> dict[str, bool | int | float | str]:
+    """Return the shape as GGUF's keys, without the architecture's name before each."""
+    arch, block, kind = architecture(config), config.block, model_type(config)
+    found: dict[str, bool | int | float | str] = {
+        "context_length": context_length(config),
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "vocab_size": config.vocab_size,
+    }
+    if config.family == "gpt2":
+        return found | {"attention.layer_norm_epsilon": config.norm_eps}
+    found |= {
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+    }
+    found |= _rope_metadata(config, arch)
+    if arch.window_every:  # an absent key means another window there
+        found["attention.sliding_window"] = windows(config) or config.max_positions
+    if block.attention_cap:
+        if arch.name == "gemma3":
+            raise _no(kind, "cap of attention's scores")
+        found["attn_logit_softcapping"] = block.attention_cap
+    if block.logit_cap:
+        found["final_logit_softcapping"] = block.logit_cap
+    elif arch.name == "gemma2":  # absent keys mean Gemma 2's own values
+        found["final_logit_softcapping"] = 0.0
+    if arch.name == "granite":
+        found |= {
+            "embedding_scale": block.embedding_scale,
+            "residual_scale": block.residual_scale,
+            "logit_scale": 1 / block.logit_scale,
+            "attention.scale": block.query_scale / math.sqrt(config.head_dim),
+        }
+    if block.experts is not None:
+        found |= {
+            "expert_count": block.experts.count,
+            "expert_used_count": block.experts.top_k,
+            "expert_feed_forward_length": block.experts.width,
+        }
+        if arch.name == "llama":
+            found["feed_forward_length"] = block.experts.width
+    return found
+
+
+def _rope_metadata(config: ModelConfig, arch: Architecture) -> dict[str, bool | int | float | str]:
+    ropes = config.block.ropes
+    main = ropes[0] if ropes else None
+    found: dict[str, bool | int | float | str] = {
+        "rope.freq_base": main.theta if main else config.rope_theta,
+        "rope.dimension_count": main.dims if main else config.head_dim,
+    }
+    if main is not None and (main.is_interleaved or main.dims != config.head_dim):
+        raise _no(model_type(config), "rotation of a part of each head")
+    if main is not None and arch.name not in WITH_FACTORS:
+        linear = set(main.divisors)
+        if main.amplitude != 1.0 or len(linear) > 1:
+            raise _no(
+                model_type(config), "scaling of rotary positions but a linear one (yarn, longrope, llama3)"
+            )
+        if linear - {1.0}:
+            found |= {"rope.scaling.type": "linear", "rope.scaling.factor": main.divisors[0]}
+    if main is not None and main.amplitude != 1.0:
+        raise _no(model_type(config), "sharpened rotary positions (yarn, longrope)")
+    if config.rope_scaling is not None and arch.name not in WITH_FACTORS:
+        raise _no(model_type(config), "scaling of rotary positions of the kind llama3")
+    if len(ropes) > 1:
+        if ropes[1].divisors or ropes[1].amplitude != 1.0:
+            raise _no(model_type(config), "scaling of the windowed layers' rotary positions")
+        found["rope.freq_base_swa"] = ropes[1].theta
+    elif arch.name == "gemma3":
+        found["rope.freq_base_swa"] = found["rope.freq_base"]
+    return found
+
+
+def rope_divisors(config: ModelConfig) -> torch.Tensor | None:
+    """Return the divisor of each rotary frequency, where there are any."""
+    if config.rope_scaling is not None:
+        scaling, dims = config.rope_scaling, config.head_dim
+        waves = 2 * math.pi * config.rope_theta ** (torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        smooth = ((scaling.original_max_positions / waves - low) / (high - low)).clamp(0, 1)
+        return (1 / ((1 - smooth) / scaling.factor + smooth)).float()
+    rope = config.block.ropes[0] if config.block.ropes else None
+    return torch.tensor(rope.divisors) if rope is not None and rope.divisors else None
+
+
+def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a model's tensors in float32 under GGUF's names, as llama.cpp multiplies with them.
+
+    Raises:
+        UserError: If a tensor has no place there.
+    """
+    config = model.config
+    arch, kind = architecture(config), model_type(config)
+    names = LAYER | (SANDWICHED if arch.has_sandwich else {})
+    parameters = dict(model.named_parameters())
+    divisors = rope_divisors(config)
+    if divisors is not None and arch.name in WITH_FACTORS:
+        yield "rope_freqs.weight", divisors
+    for name, parameter in parameters.items():
+        tensor = parameter.detach().float().cpu()
+        if config.block.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor + config.block.norm_offset
+        if name in TOP:
+            # Rows that are no token's are left out: whet never draws them, and llama.cpp would.
+            yield TOP[name], tensor[: model.num_valid_tokens] if name in TABLES else tensor
+            continue
+        layer, part, end = _split(name)
+        if part == "mlp.experts":
+            yield from _experts(f"blk.{layer}", end, tensor)
+            continue
+        if part not in names:
+            raise _no(kind, f"tensor {name!r}")
+        has_bias = part.startswith(("attn.", "ln_", "mlp.c_")) or part.rpartition(".")[2] in arch.biases
+        has_bias |= "mlp" in arch.biases and part.startswith("mlp.")
+        if end == "bias" and not has_bias:
+            raise _no(kind, f"bias {name!r}")
+        if kind == "gpt2" and end == "weight" and tensor.dim() == 2:
+            tensor = tensor.t().contiguous()
+        if arch.name in PERMUTED and part in ("self_attn.q_proj", "self_attn.k_proj"):
+            tensor = neighbours(tensor, config.head_dim)
+        tensor = _scaled(part, tensor, config, arch)
+        yield f"blk.{layer}.{names[part]}.{end}", tensor
+
+
+def _split(name: str) -> tuple[int, str, str]:
+    """Return the layer, the part of it and the end ('weight') of a parameter's name."""
+    words = name.split(".")
+    return int(words[2]), ".".join(words[3:-1]), words[-1]
+
+
+def neighbours(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Sort the rows of q or k so that the channels i and i + head_dim / 2, which turn together, are neighbours."""
+    halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def _experts(block: str, end: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if end == "gate_up_proj":
+        gate, up = tensor.chunk(2, dim=1)
+        yield f"{block}.ffn_gate_exps.weight", gate.contiguous()
+        yield f"{block}.ffn_up_exps.weight", up.contiguous()
+    else:
+        yield f"{block}.ffn_down_exps.weight", tensor
+
+
+def _scaled(part: str, tensor: torch.Tensor, config: ModelConfig, arch: Architecture) -> torch.Tensor:
+    """Fold a scale of the queries that llama.cpp does not have into what the queries come from last."""
+    scale = config.block.query_scale
+    if arch.wide_layers and config.num_layers == arch.wide_layers:
+        scale *= math.sqrt(config.hidden_size // config.num_heads / config.head_dim)
+    last = "self_attn.q_norm" if config.qk_norm else "self_attn.q_proj"
+    if scale == 1.0 or part != last or arch.name == "granite":
+        return tensor
+    return tensor * scale
+
+
+def stored_type(name: str, shape: torch.Size, kind: str) -> str:
+    """Return the type of one tensor in a file of a type: vectors and routers stay in float32, as in llama.cpp's own
+    files, and rows that blocks of 32 do not fill are float16."""
+    is_matrix = len(shape) >= 2 and not name.endswith(("ffn_gate_inp.weight", "position_embd.weight"))
+    if not is_matrix:
+        return "F32"
+    if kind == "q8_0" and shape[-1] % Q8_BLOCK:
+        return "F16"
+    return FILE_TYPES[kind][1]
+
+
+def write_gguf(
+    model: LanguageModel, vocabulary: Vocabulary, path: Path, kind: OwnType, *, name: str = ""
+) -> None:
+    """Write one GGUF file.
+
+    Args:
+        model: The model.
+        vocabulary: Its tokens, as `vocabulary.express` gives them.
+        path: The file.
+        kind: Type of the matrices.
+        name: Name of the model in the file.
+
+    Raises:
+        UserError: If the model cannot be expressed, or the `gguf` package is missing.
+    """
+    gguf = import_gguf()
+    arch = architecture(model.config)
+    facts = metadata(model.config) | {"vocab_size": model.num_valid_tokens}
+    writer = gguf.GGUFWriter(str(path), arch.name)
+    try:
+        writer.add_type("model")
+        writer.add_name(name or path.stem)
+        writer.add_file_type(FILE_TYPES[kind][0])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        for key, value in facts.items():
+            _add(writer, f"{arch.name}.{key}", value)
+        for key, value in vocabulary.facts.items():
+            _add(writer, f"tokenizer.{key}", value)
+        for label, tensor in tensors(model):
+            type_name = stored_type(label, tensor.shape, kind)
+            number = gguf.GGMLQuantizationType[type_name]
+            data = gguf.quants.quantize(np.ascontiguousarray(tensor.numpy()), number)
+            writer.add_tensor(label, data, raw_dtype=number)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """Write a key with the type that llama.cpp reads it as."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def read_back(path: Path, model: LanguageModel) -> dict[str, torch.Tensor]:
+    """Return a model's parameters as a GGUF file has them, rounded by its type: what `tensors` undone gives.
+
+    Args:
+        path: A file that `write_gguf` wrote for the model, or llama.cpp from such a file.
+        model: The model, for names and shapes.
+    """
+    gguf = import_gguf()
+    stored = {
+        tensor.name: torch.from_numpy(
+            np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        )
+        for tensor in gguf.GGUFReader(str(path)).tensors
+    }
+    config = model.config
+    arch = architecture(config)
+    names = LAYER | (SANDWICHED if arch.has_sandwich else {})
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name in TOP:
+            tensor = stored[TOP[name]]
+            if name in TABLES:
+                tensor = torch.cat((tensor, parameter.detach()[len(tensor) :].float().cpu()))
+        else:
+            layer, part, end = _split(name)
+            tensor = _unmapped(stored, f"blk.{layer}", part, end, names, arch, config)
+            if config.family == "gpt2" and end == "weight" and tensor.dim() == 2:
+                tensor = tensor.t()
+        if config.block.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor - config.block.norm_offset
+        found[name] = tensor.reshape(parameter.shape).to(parameter.dtype).contiguous()
+    return found
+
+
+def _unmapped(
+    stored: Mapping[str, torch.Tensor],
+    block: str,
+    part: str,
+    end: str,
+    names: Mapping[str, str],
+    arch: Architecture,
+    config: ModelConfig,
+) -> torch.Tensor:
+    """Return one parameter of a layer from the stored tensors."""
+    if part == "mlp.experts":
+        if end == "gate_up_proj":
+            halves = (stored[f"{block}.ffn_{half}_exps.weight"] for half in ("gate", "up"))
+            return torch.cat(tuple(halves), dim=1)
+        return stored[f"{block}.ffn_down_exps.weight"]
+    tensor = stored[f"{block}.{names[part]}.{end}"]
+    if arch.name in PERMUTED and part in ("self_attn.q_proj", "self_attn.k_proj"):
+        pairs = tensor.reshape(-1, config.head_dim // 2, 2, *tensor.shape[1:])
+        tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+    unit = _scaled(part, torch.ones(()), config, arch)
+    return tensor / unit

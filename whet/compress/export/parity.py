@@ -1,0 +1,236 @@
+"""The parity report: the exported artefact, in its own runtime, against the model that was trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet.compress.export import runtimes
+from whet.generate.policy import Policy
+from whet.generate.rows import Request
+from whet.generate.sampling import SamplingParams
+from whet.install import install_command
+from whet.types import UserError
+
+Chat = list[dict[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """What an export must reach; each depends on how its weights are stored."""
+
+    kl: float
+    """Largest mean Kullback-Leibler divergence of the next token, ours from theirs, in nats."""
+    top1: float
+    """Least share of positions whose most likely token is the same."""
+    greedy: float
+    """Least share of prompts with equal greedy text."""
+
+
+THRESHOLDS: dict[str, Thresholds] = {
+    "f32": Thresholds(kl=1e-6, top1=0.995, greedy=0.95),
+    "f16": Thresholds(kl=1e-3, top1=0.98, greedy=0.8),
+    "bf16": Thresholds(kl=1e-2, top1=0.95, greedy=0.6),
+    "q8_0": Thresholds(kl=1e-2, top1=0.95, greedy=0.6),
+}
+"""By type of the weights. float32 leaves the order of sums, so near ties alone may fall otherwise; the others round
+weights and, in llama.cpp, what they are multiplied with."""
+GELU_KL = 1e-4
+"""Of float32 in llama.cpp for models with GELU, which it takes from a table in float16."""
+LOOSE = Thresholds(kl=0.5, top1=0.7, greedy=0.0)
+"""Of 4 and 5 bits: they change the text, and the report says how much."""
+
+
+@dataclass(slots=True)
+class Reference:
+    """Our engine's side, taken before the model is changed for the export.
+
+    Attributes:
+        prompts: Tokens of each prompt.
+        chats: Messages of each prompt.
+        said: Our greedy completion of each, with its stop token.
+        logits: Our logits [tokens of the completion, V] for each.
+        max_new_tokens: Longest completion.
+    """
+
+    prompts: list[tuple[int, ...]]
+    chats: list[Chat]
+    said: list[tuple[int, ...]]
+    logits: list[np.ndarray]
+    max_new_tokens: int
+
+
+def take(policy: Policy, chats: Sequence[Chat], max_new_tokens: int) -> Reference:
+    """Answer the prompts with our engine.
+
+    Args:
+        policy: The policy, as it was trained: an adapter is applied, not merged.
+        chats: The prompts.
+        max_new_tokens: Longest completion.
+    """
+    prompts = [policy.chat_ids(chat) for chat in chats]
+    said = greedy(policy, prompts, max_new_tokens)
+    logits = [next_logits(policy, ids, completion) for ids, completion in zip(prompts, said, strict=True)]
+    return Reference(prompts, list(chats), said, logits, max_new_tokens)
+
+
+def greedy(policy: Policy, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> list[tuple[int, ...]]:
+    """Return our engine's greedy completions."""
+    requests = [Request(prompt_ids=ids, seeds=(0,)) for ids in prompts]
+    drawn = policy.engine().generate(requests, SamplingParams(temperature=0, max_new_tokens=max_new_tokens))
+    return [row[0].ids for row in drawn]
+
+
+def next_logits(policy: Policy, ids: Sequence[int], said: Sequence[int]) -> np.ndarray:
+    """Return our logits [len(said), V] of a completion's tokens."""
+    with torch.no_grad():
+        row = torch.tensor([[*ids, *said][:-1]], device=policy.device)
+        return policy.model.logits(row)[0, len(ids) - 1 :].float().cpu().numpy()
+
+
+def differences(
+    reference: Reference, logits: Sequence[np.ndarray], said: Sequence[Sequence[int]], num_valid: int
+) -> dict[str, Any]:
+    """Compare another side's logits and greedy completions with ours.
+
+    Args:
+        reference: Ours.
+        logits: Theirs, at our completions' tokens.
+        said: Their greedy completions.
+        num_valid: Ids that the tokenizer has.
+    """
+    kls, agree, largest = [], [], 0.0
+    for ours, theirs in zip(reference.logits, logits, strict=True):
+        ours, theirs = (side[:, :num_valid].astype(np.float64) for side in (ours, theirs))
+        p, q = _log_softmax(ours), _log_softmax(theirs)
+        kls.append((np.exp(p) * (p - q)).sum(-1))
+        agree.append(ours.argmax(-1) == theirs.argmax(-1))
+        largest = max(largest, float(np.abs(ours - theirs).max()))
+    kl = np.concatenate(kls)
+    equal = [tuple(a) == tuple(b) for a, b in zip(reference.said, said, strict=True)]
+    return {
+        "kl": max(float(kl.mean()), 0.0),
+        "kl_max": max(float(kl.max()), 0.0),
+        "logit_difference": largest,
+        "top1_agreement": float(np.concatenate(agree).mean()),
+        "greedy_equal": sum(equal) / len(equal),
+        "num_greedy_equal": sum(equal),
+        "num_positions": len(kl),
+    }
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def stored(policy: Policy, reference: Reference) -> dict[str, Any]:
+    """Compare a policy with the weights as the export stores them, in our own engine: what rounding alone changes."""
+    logits = [
+        next_logits(policy, ids, said) for ids, said in zip(reference.prompts, reference.said, strict=True)
+    ]
+    said = greedy(policy, reference.prompts, reference.max_new_tokens)
+    return differences(reference, logits, said, policy.tokenizer.vocab_size)
+
+
+def ask(
+    policy: Policy,
+    reference: Reference,
+    runtime: str,
+    path: Path,
+    *,
+    base: str = "",
+    dtype: str = "float32",
+    context: int = 0,
+) -> dict[str, Any]:
+    """Ask the artefact in its own runtime, in a process of its own.
+
+    Args:
+        policy: For what a prompt and its end are.
+        reference: Our side.
+        runtime: A name of `runtimes.MODULES`.
+        path: The artefact.
+        base: An adapter's base.
+        dtype: Dtype of the weights in memory, for transformers.
+        context: Longest sequence in tokens, for llama.cpp.
+
+    Returns:
+        The differences, and what of the prompts and stops is not the same; {'not_checked': why} where it is missing.
+
+    Raises:
+        UserError: If the runtime cannot load the artefact.
+    """
+    absent = runtimes.missing(runtime)
+    if absent:
+        how = install_command(runtimes.EXTRAS[runtime])
+        return {"not_checked": f"{absent} is not installed: {how}"}
+    pairs = zip(reference.prompts, reference.chats, reference.said, strict=True)
+    request = {
+        "runtime": runtime,
+        "path": str(path),
+        "base": base,
+        "dtype": dtype,
+        "context": context,
+        "max_new_tokens": reference.max_new_tokens,
+        "stop_strings": policy.stop_strings,
+        "prompts": [{"ids": ids, "messages": chat, "said": said} for ids, chat, said in pairs],
+    }
+    with tempfile.TemporaryDirectory(prefix="whet-export-") as name:
+        folder = Path(name)
+        (folder / runtimes.REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, runtimes.__file__, name]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode or not (folder / runtimes.ANSWER).is_file():
+            reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            raise UserError(f"{path}: {runtime} cannot run it: {reason[:300]}")
+        answer: Mapping[str, Any] = json.loads((folder / runtimes.ANSWER).read_text(encoding="utf-8"))
+        logits = [np.load(folder / f"{number}.npy") for number in range(len(reference.prompts))]
+    said = [tuple(row["greedy"]) for row in answer["rows"]]
+    rendered = [tuple(row["rendered"]) for row in answer["rows"]]
+    # Where one text is the start of the other, they differ in where they stop alone.
+    alike = [
+        len(ours) == len(theirs)
+        for ours, theirs in zip(reference.said, said, strict=True)
+        if ours[: len(theirs)] == theirs[: len(ours)]
+    ]
+    return {
+        **differences(reference, logits, said, policy.tokenizer.vocab_size),
+        "runtime": answer["version"],
+        "prompts_equal": sum(a == b for a, b in zip(rendered, reference.prompts, strict=True))
+        / len(rendered),
+        "stops_equal": sum(alike) / len(alike) if alike else 1.0,
+        "stops_missing": [
+            policy.tokenizer.token_text(i) for i in policy.stop_ids if i not in answer["stop_ids"]
+        ],
+        "num_stopped": sum(bool(ids) and ids[-1] in policy.stop_ids for ids in reference.said),
+    }
+
+
+def failures(found: Mapping[str, Any], limits: Thresholds) -> list[str]:
+    """Return what keeps an export from passing, a line each."""
+    lines = []
+    if not found["kl"] <= limits.kl:
+        lines.append(f"KL {found['kl']:.3g} nats a token: expected at most {limits.kl:g}")
+    if found["top1_agreement"] < limits.top1:
+        lines.append(f"the same top token at {found['top1_agreement']:.1%}: expected {limits.top1:.1%}")
+    if found["greedy_equal"] < limits.greedy:
+        lines.append(f"equal greedy text on {found['greedy_equal']:.1%}: expected {limits.greedy:.0%}")
+    if found.get("prompts_equal", 1.0) < 1.0:
+        share = found["prompts_equal"]
+        lines.append(f"the same prompt tokens on {share:.1%}: its template or tokenizer asks otherwise")
+    if found.get("stops_equal", 1.0) < 1.0:
+        lines.append(f"it stops where we do on {found['stops_equal']:.1%} of the texts that are equal so far")
+    if found.get("stops_missing"):
+        lines.append(f"it does not stop at {', '.join(map(repr, found['stops_missing']))}")
+    return lines

@@ -1,0 +1,266 @@
+"""A tokenizer in llama.cpp's terms: tokens, types, merges or scores, the name of its way to split words, stop ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whet.model.text.tokenizer import Tokenizer, byte_letters
+from whet.types import UserError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""llama.cpp's types of tokens."""
+KNOWN_STOPS = frozenset(
+    [
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "</s>",
+        "<|eom_id|>",
+        "<EOT>",
+        "<|end_of_text|>",
+        "<eos>",
+        "<turn|>",
+    ]
+)
+"""Texts at which llama.cpp stops whatever the file says."""
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+SIGNS_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+GPT2 = "gpt-2"
+PATTERNS = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": GPT2,
+    f"{CONTRACTIONS}|{WORDS}|\\p{{N}}|{SIGNS}|{SPACES}": "qwen2",
+    f"{CONTRACTIONS}|{WORDS}|\\p{{N}}{{1,3}}|{SIGNS}|{SPACES}": "llama-bpe",
+    f"{CASED[0]}|{CASED[1]}|\\p{{N}}|{SIGNS_SLASH}|{SPACES}": "tekken",
+    f"{CASED[0]}{CONTRACTIONS}?|{CASED[1]}{CONTRACTIONS}?|\\p{{N}}{{1,3}}|{SIGNS_SLASH}|{SPACES}": "gpt-4o",
+}
+"""Patterns of tokenizer.json that split words before a byte-level BPE, by llama.cpp's name."""
+MERGES_ALL = {"llama-bpe": "smaug-bpe"}
+"""Another name of the same split, for vocabularies whose whole words are not taken before their merges."""
+NEVER = f"{chr(0x100)}{chr(0x100)} {chr(0x100)}{chr(0x100)}"
+"""A merge that never applies: its halves are no letters, and nothing makes them. llama.cpp needs a list of some."""
+PAD = "[PAD{}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """A tokenizer for GGUF.
+
+    Attributes:
+        facts: Keys below `tokenizer.`, with their values.
+        notes: What llama.cpp does otherwise, in a sentence each.
+    """
+
+    facts: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def express(tokenizer: Tokenizer, num_rows: int, stop_ids: Sequence[int], template: str) -> Vocabulary:
+    """Express a tokenizer in llama.cpp's terms.
+
+    Args:
+        tokenizer: The tokenizer.
+        num_rows: Rows of the tables in the file; one without a text becomes an unused token.
+        stop_ids: Every id that ends a generation.
+        template: Chat template of the file.
+
+    Raises:
+        UserError: If llama.cpp has no such tokenizer.
+    """
+    data = json.loads(tokenizer.backend_text())
+    model = data["model"]
+    if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        raise _no(f"a {model['type']} model", "")
+    if model.get("byte_fallback"):
+        facts, notes = _sentencepiece(tokenizer, data, num_rows)
+    else:
+        facts, notes = _byte_level(tokenizer, data, num_rows)
+    stops, more = _stops(tokenizer, stop_ids)
+    facts |= stops
+    roles = {"bos": tokenizer.bos_id, "unknown": tokenizer.unk_id, "padding": tokenizer.pad_id}
+    facts |= {f"ggml.{role}_token_id": index for role, index in roles.items() if index is not None}
+    facts["ggml.add_bos_token"] = tokenizer.adds_bos
+    facts["ggml.add_eos_token"] = False
+    if template:
+        facts["chat_template"] = template
+    return Vocabulary(facts=facts, notes=(*notes, *more))
+
+
+def _no(what: str, why: str) -> UserError:
+    return UserError(
+        f"llama.cpp has no tokenizer with {what}{why and f' ({why})'}: use --to hf, or train with a byte-level BPE, "
+        "SentencePiece's BPE, 'characters' or 'bytes'"
+    )
+
+
+def _rows(tokenizer: Tokenizer, data: Mapping[str, Any], num_rows: int) -> list[tuple[str, int]]:
+    """Return each row's text and type, before either kind of tokenizer changes the texts of ordinary tokens."""
+    added = {row["id"]: row for row in data["added_tokens"]}
+    words = {index: text for text, index in data["model"]["vocab"].items()}
+    rows: list[tuple[str, int]] = []
+    for index in range(num_rows):
+        if index in added:
+            is_control = added[index]["special"] or index in tokenizer.special_ids
+            rows.append((added[index]["content"], CONTROL if is_control else USER_DEFINED))
+        elif index in words:
+            rows.append((words[index], CONTROL if index in tokenizer.special_ids else NORMAL))
+        else:
+            rows.append((PAD.format(index), UNUSED))
+    if tokenizer.unk_id is not None:
+        rows[tokenizer.unk_id] = rows[tokenizer.unk_id][0], UNKNOWN
+    return rows
+
+
+def _byte_level(
+    tokenizer: Tokenizer, data: Mapping[str, Any], num_rows: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Express a byte-level BPE, or one of characters."""
+    rows, model, notes = _rows(tokenizer, data, num_rows), data["model"], []
+    merges = [pair.split(" ", 1) if isinstance(pair, str) else list(pair) for pair in model["merges"]]
+    normaliser = data["normalizer"]
+    if normaliser is not None and normaliser["type"] != "NFC":
+        raise _no(f"the normaliser {normaliser['type']}", "")
+    if normaliser is not None:
+        notes.append("llama.cpp does not compose characters (NFC): text must come composed")
+    if data["pre_tokenizer"] is None:
+        if merges:
+            raise _no("merges of characters, not of bytes", "no pre-tokenizer")
+        letters = byte_letters()
+        rows = [
+            ("".join(letters[byte] for byte in text.encode()) if kind == NORMAL else text, kind)
+            for text, kind in rows
+        ]
+        # A character of several bytes is joined byte by byte; what is no token on the way is never kept.
+        merges = [
+            [text[:place], text[place]]
+            for text, kind in rows
+            if kind == NORMAL
+            for place in range(1, len(text))
+        ]
+        merges = [list(pair) for pair in dict.fromkeys(map(tuple, merges))]
+        pre = GPT2
+        notes.append("llama.cpp leaves out characters that the vocabulary does not have, in place of <unk>")
+    else:
+        pre = _split_name(data["pre_tokenizer"], has_merges=bool(merges))
+        if not model.get("ignore_merges"):
+            pre = MERGES_ALL.get(pre, pre)
+    facts: dict[str, Any] = {"ggml.model": "gpt2", "ggml.pre": pre}
+    facts["ggml.tokens"] = [text for text, _ in rows]
+    facts["ggml.token_type"] = [kind for _, kind in rows]
+    facts["ggml.merges"] = [f"{left} {right}" for left, right in merges] or [NEVER]
+    return facts, notes
+
+
+def _split_name(step: Mapping[str, Any], *, has_merges: bool) -> str:
+    """Return llama.cpp's name for how a tokenizer.json splits words."""
+    steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
+    kinds = [inner["type"] for inner in steps]
+    last = steps[-1]
+    if kinds[-1] != "ByteLevel" or last.get("add_prefix_space"):
+        raise _no(
+            f"the pre-tokenizer {' + '.join(kinds)}", "expected ByteLevel, without a space before the text"
+        )
+    if not has_merges:
+        return GPT2  # each byte is a token, however words are split
+    if kinds == ["ByteLevel"] and last.get("use_regex", True):
+        return GPT2
+    if kinds == ["Digits", "ByteLevel"] and last.get("use_regex", True) and steps[0]["individual_digits"]:
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"] and not last.get("use_regex", True) and not steps[0].get("invert"):
+        pattern = steps[0]["pattern"].get("Regex", "")
+        if pattern in PATTERNS and steps[0]["behavior"] == "Isolated":
+            return PATTERNS[pattern]
+    raise _no(f"the pre-tokenizer {' + '.join(kinds)}", "its split of words is none that whet knows there")
+
+
+def _sentencepiece(
+    tokenizer: Tokenizer, data: Mapping[str, Any], num_rows: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Express SentencePiece's BPE: llama.cpp joins the pair whose joined token has the highest score."""
+    rows, model = _rows(tokenizer, data, num_rows), data["model"]
+    words = model["vocab"]
+    merges = [tuple(pair.split(" ", 1) if isinstance(pair, str) else pair) for pair in model["merges"]]
+    ranks: dict[str, list[int]] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, []).append(rank)
+    known = set(merges)
+    for text, found in ranks.items():
+        splits = [(text[:place], text[place:]) for place in range(1, len(text))]
+        absent = [pair for pair in splits if pair[0] in words and pair[1] in words and pair not in known]
+        if absent or found[-1] - found[0] >= len(found):
+            raise _no("merges in another order than their tokens' scores", f"token {text[:40]!r}")
+    for text, index in words.items():
+        # llama.cpp would join these, as it does whatever is a token.
+        splits = [(text[:place], text[place:]) for place in range(1, len(text))]
+        is_made = text in ranks or rows[index][1] != NORMAL or re.fullmatch(r"<0x[0-9A-F]{2}>", text)
+        if not is_made and any(left in words and right in words for left, right in splits):
+            raise _no("tokens that no merge makes", f"token {text[:40]!r}")
+    rows = [
+        (text, BYTE if kind == NORMAL and re.fullmatch(r"<0x[0-9A-F]{2}>", text) else kind)
+        for text, kind in rows
+    ]
+    missing = next((b for b in range(256) if f"<0x{b:02X}>" not in words), None)
+    if missing is not None:
+        raise _no("SentencePiece's BPE without a token for every byte", f"byte {missing}")
+    first = {text: found[0] for text, found in ranks.items()}
+    lead, notes = _space_prefix(data)
+    facts: dict[str, Any] = {"ggml.model": "llama", "ggml.pre": "default"}
+    facts["ggml.tokens"] = [text for text, _ in rows]
+    facts["ggml.scores"] = [
+        -float(first.get(text, 0 if kind != NORMAL else len(merges))) for text, kind in rows
+    ]
+    facts["ggml.token_type"] = [kind for _, kind in rows]
+    facts["ggml.add_space_prefix"] = lead
+    return facts, notes
+
+
+def _space_prefix(data: Mapping[str, Any]) -> tuple[bool, list[str]]:
+    """Say whether text gets a space before it, and what differs after control tokens."""
+    normaliser, split = data["normalizer"], data["pre_tokenizer"]
+    steps = (normaliser or {}).get("normalizers", [normaliser] if normaliser else [])
+    kinds = [step["type"] for step in steps]
+    if any(kind not in ("Prepend", "Replace") for kind in kinds):
+        raise _no(f"the normaliser {' + '.join(kinds)}", "expected Prepend and Replace of spaces")
+    if split is None or split["type"] == "Split":
+        return "Prepend" in kinds, []
+    if split["type"] != "Metaspace":
+        raise _no(f"the pre-tokenizer {split['type']}", "expected Metaspace")
+    scheme = split.get("prepend_scheme", "always")
+    notes = []
+    if scheme == "first":
+        notes = [
+            "llama.cpp writes a space after each control token, too, before a letter that follows at once"
+        ]
+    return scheme != "never", notes
+
+
+def _stops(tokenizer: Tokenizer, stop_ids: Sequence[int]) -> tuple[dict[str, int], list[str]]:
+    """Give the ids that end a generation their places: there are three, and texts that llama.cpp knows itself."""
+    end = tokenizer.eos_id
+    others = [index for index in sorted(stop_ids) if index != end]
+    named = [index for index in others if tokenizer.token_text(index) in KNOWN_STOPS]
+    rest = [index for index in others if index not in named]
+    if end is None and rest:
+        end = rest.pop(0)
+    places = {"ggml.eos_token_id": end} | dict(
+        zip(("ggml.eot_token_id", "ggml.eom_token_id"), rest, strict=False)
+    )
+    notes = [
+        f"llama.cpp has no place for a further stop token: give {tokenizer.token_text(index)!r} as a stop string"
+        for index in rest[2:]
+    ]
+    return {name: index for name, index in places.items() if index is not None}, notes
