@@ -588,9 +588,13 @@ def load_policy(
     else:
         kinds: dict[str, Any] = {"dtype": dtype, "device": device, "rope_factors": config.rope_factors}
         # An adapter stands on what it was trained on; merged, it is added to that, dense, and their sum is rounded.
-        rounded = config.quantize if adapter is None else adapter.quantize
-        if rounded == "none" and not merge:
+        rounded = "none" if adapter is None else adapter.quantize
+        if rounded == "none" and (adapter is None or not merge):
             rounded = config.quantize
+        elif not merge and config.quantize not in ("none", rounded):
+            raise UserError(
+                f"policy.quantize = {config.quantize}: the adapter was trained beside {rounded} matrices; leave it out"
+            )
         kind = None if rounded == "none" else rounded
         model, _ = load_model(folder, is_reward=None if is_reward else False, quantize=kind, **kinds)
         if adapter is not None:

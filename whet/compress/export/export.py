@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import shutil
 import subprocess
@@ -320,7 +321,7 @@ def quantise(source: Path, target: Path, kind: str, imatrix: str = "") -> None:
     if imatrix:
         raise UserError("imatrix needs llama.cpp's tool llama-quantize on the PATH")
     try:
-        import llama_cpp
+        llama_cpp: Any = importlib.import_module("llama_cpp")
     except ImportError:
         raise UserError(
             f"dtype = {kind}: llama.cpp quantises to it: put its tool llama-quantize on the PATH, or install "

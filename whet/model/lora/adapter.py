@@ -108,7 +108,8 @@ class Adapter:
         saved: dict[str, torch.Tensor],
         quantize: Kind | Literal["none"] = "none",
     ) -> None:
-        self.folder, self.pairs, self.saved, self.quantize = folder, pairs, saved, quantize
+        self.folder, self.pairs, self.saved = folder, pairs, saved
+        self.quantize: Kind | Literal["none"] = quantize
         self.base = str(config.get("base_model_name_or_path") or "")
         revision = str(config.get("revision") or "")
         self.revision = "" if revision == "main" else revision

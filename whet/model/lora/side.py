@@ -90,7 +90,10 @@ def _ranges(text: str) -> list[tuple[int, int]]:
 class Layer(Protocol):
     """A layer that an adapter stands beside: `Linear` or `Conv1D`."""
 
-    bias: torch.Tensor | None
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What is added to the product."""
+        ...
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         """Return the product with the weight alone, plus the bias."""
@@ -391,7 +394,8 @@ def attach(model: LanguageModel, config: LoRAConfig, targets: Sequence[Target], 
         a, b = torch.cat(pieces_a), torch.stack(pieces_b, dim=-1).flatten(1)
         side = make_side(target, a, b, scaling, lr_ratio=config.lr_ratio)
         if config.init == "pissa":
-            side.start = make_side(target, a.clone(), b.clone(), -scaling).requires_grad_(False)
+            start = make_side(target, a.clone(), b.clone(), -scaling).requires_grad_(False)
+            setattr(side, "start", start)  # noqa: B010 (the type checker cannot know that both are of one class)
         if config.dora:
             assert isinstance(side, Side)
             side.magnitude = nn.Parameter(torch.ones(rows, **place))
