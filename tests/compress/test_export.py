@@ -20,9 +20,10 @@ from whet.compress.export import gguf, parity, runtimes
 from whet.compress.export.export import ExportConfig, export, main
 from whet.compress.export.prompt import go_template, whole_template
 from whet.compress.export.vocabulary import CONTROL, express
-from whet.generate.policy import Policy, PolicyConfig
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.config import ModelConfig, RopeScaling
 from whet.model.families import from_hf
+from whet.model.quant import packed_parts
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model
@@ -151,6 +152,23 @@ def test_the_adapter_that_leaves_is_peft_s_and_a_merged_one_is_the_sum(folder: P
     with pytest.raises(UserError, match="no adapter to merge"):
         export(config(tmp_path / "merged", tmp_path / "twice", "merged"))
     assert not (tmp_path / "twice").exists()
+
+
+def test_an_adapter_on_a_quantised_base_leaves_as_what_was_trained(folder: Path, tmp_path: Path) -> None:
+    place = adapter(tmp_path / "lora", folder)
+    (place / "base.json").write_text(
+        json.dumps({"name": str(folder), "quantize": "nf4"})
+    )  # as a run notes it
+    merged = export(config(place, tmp_path / "merged", "merged", dtype="f32"))
+    assert merged["verdict"] == "passed"  # by transformers, against the engine on the NF4 base
+    alone = export(config(place, tmp_path / "adapter", "adapter"))
+    assert alone["verdict"] == "not checked"
+    assert "few bits" in alone["runtime"]["not_checked"]
+    assert alone["stored"]["logit_difference"] == 0.0
+    again = load_policy(PolicyConfig(init=str(tmp_path / "adapter")), seed=0)
+    assert len(packed_parts(again.model)) == 14
+    again = load_policy(PolicyConfig(init=str(tmp_path / "merged")), seed=0)
+    assert not packed_parts(again.model)
 
 
 @pytest.mark.parametrize("schema", ["think_answer", "boxed", "hashes"])

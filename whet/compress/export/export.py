@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ from whet.config import from_dict, read_yaml
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
-from whet.model.lora.files import find_model
+from whet.model.lora.files import BASE, find_model
+from whet.model.quant import dequantize, packed_parts
 from whet.model.weights import load_model
 from whet.tasks.base import TaskConfig, load_task
 from whet.types import UserError
@@ -143,8 +145,12 @@ def export(config: ExportConfig) -> dict[str, Any]:
     chats = prompts(config, policy)
     reference = parity.take(policy, chats, config.max_new_tokens)
     lost: dict[str, float] = {}
-    if adapter is not None and config.to != "adapter":
-        lost = merge(policy, adapter, TORCH_TYPES.get(config.type))
+    if config.to != "adapter":
+        if adapter is not None:
+            adapter.remove(policy.model)
+        dequantize(policy.model, torch.float32)
+        if adapter is not None:
+            lost = merge(policy, adapter, TORCH_TYPES.get(config.type))
     out.mkdir(parents=True)
     try:
         report = _written(config, policy, reference, out)
@@ -195,14 +201,13 @@ def prompts(config: ExportConfig, policy: Policy) -> list[parity.Chat]:
 
 
 def merge(policy: Policy, adapter: Adapter, dtype: torch.dtype | None) -> dict[str, float]:
-    """Merge the applied adapter in float32; return what a cast to the type loses of its change.
+    """Merge a removed adapter in float32; return what a cast to the type loses of its change.
 
     Args:
         policy: The policy; its model is changed.
         adapter: Its adapter.
         dtype: Type that will be written; None for a quantised one, which is compared as a whole.
     """
-    adapter.remove(policy.model)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     adapter.merge(policy.model)
     policy.adapter = None
@@ -247,15 +252,18 @@ def _written(config: ExportConfig, policy: Policy, reference: parity.Reference, 
             runtime = "mlx"
     context = gguf.context_length(policy.model.config) if runtime == "llama.cpp" else 0
     longest = max(map(len, reference.prompts)) + config.max_new_tokens
-    asked = parity.ask(
-        policy,
-        reference,
-        runtime,
-        artefact.resolve(),
-        base=base,
-        dtype=dtype,
-        context=min(context, longest + 8),
-    )
+    if packed_parts(policy.model):  # of an adapter alone: other exports are dense
+        asked = {"not_checked": "its base is in few bits, and peft would put a dense one below it"}
+    else:
+        asked = parity.ask(
+            policy,
+            reference,
+            runtime,
+            artefact.resolve(),
+            base=base,
+            dtype=dtype,
+            context=min(context, longest + 8),
+        )
     again = parity.stored(_read_again(config, policy, artefact), reference)
     is_checked = "not_checked" not in asked
     limits = parity.THRESHOLDS.get(kind, parity.LOOSE)
@@ -349,22 +357,30 @@ def _write_adapter(config: ExportConfig, policy: Policy, out: Path, template: st
     """Write peft's folder; return its base."""
     adapter = policy.adapter
     assert adapter is not None
-    base = str(find_model(config.policy.init, config.policy.adapter)[0].resolve())
+    base = str(_base(config).resolve())
     shutil.copyfile(adapter.folder / WEIGHTS, out / WEIGHTS)
     settings = json.loads((adapter.folder / CONFIG).read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = adapter.base or base
     (out / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if (noted := adapter.folder / BASE).is_file():
+        facts = json.loads(noted.read_text(encoding="utf-8")) | {
+            "relative": os.path.relpath(base, out.resolve())
+        }
+        (out / BASE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     policy.save_protocol(out)
     (out / "chat_template.jinja").write_text(template, encoding="utf-8")
     return base
 
 
+def _base(config: ExportConfig) -> Path:
+    """Return the folder of the model that the adapter stands on."""
+    return find_model(config.policy.init, config.policy.adapter)[0]
+
+
 def _read_again(config: ExportConfig, policy: Policy, artefact: Path) -> Policy:
     """Return the policy with the weights that were stored."""
     if config.to == "adapter":
-        settings = replace(config.policy, adapter=str(artefact))
-        if settings.init and (Path(settings.init) / CONFIG).is_file():
-            settings = replace(settings, init=str(find_model(settings.init)[0]))
+        settings = replace(config.policy, init=str(_base(config)), adapter=str(artefact))
         return load_policy(settings, seed=0, merge=False)
     if config.to in ("gguf", "ollama"):
         model = copy.deepcopy(policy.model)

@@ -19,6 +19,7 @@ from whet.model.gpt2 import Conv1D
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
 from whet.model.lora.files import BASE, PREFIX, expert_places, read_adapter
 from whet.model.lora.side import Beside, LoRAConfig, Target, attach, choose, sides_of
+from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel
 from whet.telemetry.provenance import describe_model
 from whet.types import UserError
@@ -112,6 +113,7 @@ class Trained:
         matched = ", ".join(f"{name} x {count}" for name, count in names.items())
         sizes = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
         trained, whole = sum(n for n, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
+        whole += sum(part.shape.numel() for part in packed_parts(self._model))
         rank = next(rank_of(target, side) for target, side in sides_of(self._model))
         found = [f"lora: rank {rank} beside {sum(names.values())} matrices: {matched}"]
         if self.saved:
