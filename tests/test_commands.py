@@ -67,6 +67,8 @@ SMALL = {
     "compare --prompts": "--prompt-samples 1 --sampling.max-new-tokens 8",
     "probe": "--num-samples 1 --sampling.max-new-tokens 4",
     "audit": "--num-problems 2",
+    "export": "--num-prompts 2 --max-new-tokens 4",
+    "quantize": "--num-calibration 4",
 }
 """Options that make a command small, where it does not give them itself."""
 
@@ -316,6 +318,8 @@ def starts(words: list[str], table: dict[str, str]) -> bool:
 def smaller(words: list[str]) -> list[str]:
     """Add the smallest sizes, but for what the command gives itself."""
     sizes = next((SMALL[f"{words[0]} {word}"] for word in words if f"{words[0]} {word}" in SMALL), None)
+    if {"--policy.init", "--model"} & set(words):  # no random weights, whose shape could be given
+        sizes = None if words[0] == "sft" else sizes
     sizes = SMALL.get(words[0], "") if sizes is None else sizes
     options = re.findall(r"(--\S+)((?: (?!--)\S+)*)", sizes)
     return [word for name, value in options if name not in words for word in (name, *value.split())]

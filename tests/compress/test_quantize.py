@@ -248,12 +248,18 @@ def test_experts_are_stored_smaller_than_attention() -> None:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model that has learnt a little of its task."""
-    from conftest import TINY_SHAPE
-
     from whet.recipes.models import demo_policy
 
     folder = tmp_path_factory.mktemp("quantize") / "sft"
-    shape = replace(TINY_SHAPE, hidden_size=64, intermediate_size=128, head_dim=16)
+    shape = ModelConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_positions=64,
+    )
     policy = replace(demo_policy(), model=shape, max_rows=64)
     config = sft.SFTConfig(
         out=str(folder),

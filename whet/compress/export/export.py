@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import os
 import shutil
@@ -329,7 +328,7 @@ def quantise(source: Path, target: Path, kind: str, imatrix: str = "") -> None:
     if imatrix:
         raise UserError("imatrix needs llama.cpp's tool llama-quantize on the PATH")
     try:
-        llama_cpp: Any = importlib.import_module("llama_cpp")
+        import llama_cpp  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError(
             f"dtype = {kind}: llama.cpp quantises to it: put its tool llama-quantize on the PATH, or install "

@@ -5,7 +5,6 @@ The process reads request.json and writes answer.json and a file of logits for e
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os
@@ -63,8 +62,11 @@ class LlamaCpp:
     """
 
     def __init__(self, path: str, context: int) -> None:
-        llama_cpp: Any = importlib.import_module("llama_cpp")  # an extra
-        formats: Any = importlib.import_module("llama_cpp.llama_chat_format")
+        import llama_cpp  # pyright: ignore[reportMissingImports]
+        from llama_cpp.llama_chat_format import (  # pyright: ignore[reportMissingImports]
+            Jinja2ChatFormatter,
+        )
+
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
         self._api, kinds = llama_cpp, {"type_k": GGML_F32, "type_v": GGML_F32}
         threads = {"n_threads": 1, "n_threads_batch": 1}
@@ -79,7 +81,7 @@ class LlamaCpp:
             role: "" if index < 0 else str(llama_cpp.llama_vocab_get_text(self._vocab, index).decode())
             for role, index in (("bos", self._llm.token_bos()), ("eos", self._llm.token_eos()))
         }
-        self._format = formats.Jinja2ChatFormatter(source, texts["eos"], texts["bos"]) if source else None
+        self._format = Jinja2ChatFormatter(source, texts["eos"], texts["bos"]) if source else None
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
         """Render through the file's template, and tokenize as llama-cpp-python's chats do."""
