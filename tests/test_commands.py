@@ -1,6 +1,7 @@
 """Every command that README and docs/ show runs: on a tiny model, with the smallest sizes and recorded hub rows.
 
-About 90 s of processor time, so `.ci/run` runs it, and `make test` only parses the commands (test_architecture.py).
+Five minutes of processor time, so `make slow` runs it, `.ci/run` the two READMEs of it, and `make test` only parses the
+commands (test_architecture.py).
 """
 
 from __future__ import annotations

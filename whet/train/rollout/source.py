@@ -297,9 +297,11 @@ class RolloutSource:
             self._beside.refresh()
         now = max(step, ahead - 1) if self._mode == "async" else ahead
         unwatched, self._engine.look = self._engine.look, self.look
-        while self._num_collected <= now:
-            self._keep(step, self._work(self._num_prompts)())
-        self._engine.look = unwatched
+        try:
+            while self._num_collected <= now:
+                self._keep(step, self._work(self._num_prompts)())
+        finally:
+            self._engine.look = unwatched
         self._training = self._pending.popleft()
         if self._beside is not None and self._num_collected <= ahead:
             self._begun = step
