@@ -411,6 +411,15 @@ def test_rl_on_a_quantised_base_is_on_policy_and_read_with_that_base(base: Path,
         assert not torch.allclose(whole.logits(ids), wanted, atol=1e-3)
     with pytest.raises(UserError, match="quantised base.*whet export --to merged"):
         again.save(tmp_path / "saved")
+    # Trained on, it stays on that base; so does an adapter of a dense one that is trained on beside NF4.
+    more = rl_config(tmp_path / "run", tmp_path / "more", num_steps=1, save_every=1)
+    assert packed_parts(rl.train(more).model)
+    dense = sft.train(sft_config(base, tmp_path / "dense", num_steps=1, save_every=1))
+    assert not packed_parts(dense.model)
+    late = rl_config(tmp_path / "dense", tmp_path / "late", num_steps=1, save_every=1)
+    rl.train(replace(late, policy=replace(late.policy, quantize="nf4")))
+    for name in ("more", "late"):
+        assert packed_parts(load_policy(PolicyConfig(init=str(tmp_path / name)), seed=0).model), name
 
 
 def test_a_run_of_adapters_is_read_wherever_a_model_is_named(

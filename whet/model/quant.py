@@ -131,6 +131,13 @@ class PackedMatrix(nn.Module):
         return sum(tensor.nbytes for tensor in self.buffers())
 
     @property
+    def exact(self) -> Spots | None:
+        """The weights that stay exact; None for none."""
+        if self.spots is None or self.spot_values is None:
+            return None
+        return Spots(self.spots, self.spot_values)
+
+    @property
     def is_kept(self) -> bool:
         """Whether a dense copy is kept."""
         return self._kept is not None

@@ -218,10 +218,13 @@ def train_adapters(policy: Policy, config: RunConfig) -> None:
     assert policy.folder is not None
     found = policy.adapter
     init = config.policy.init if found is None or config.policy.adapter else found.base
+    # As `load_policy` rounded it: an adapter's own base comes first.
+    rounded = "none" if found is None else found.quantize
+    rounded = config.policy.quantize if rounded == "none" else rounded
     policy.trained = Trained(
         policy.model,
         config.lora,
-        base=Base.of(init, policy.folder, config.policy.quantize if found is None else found.quantize),
+        base=Base.of(init, policy.folder, rounded),
         seed=config.seed,
         adapter=found,
     )

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from whet.kernels import eager
-from whet.model.quant import Kind, PackedMatrix, Spots
+from whet.model.quant import Kind, PackedMatrix
 
 Method = Literal["rtn", "gptq", "awq"]
 DAMPING = 0.01
@@ -153,11 +153,8 @@ def _with_fitted_scales(plain: PackedMatrix, weight_FD: torch.Tensor, moments: t
         error = ((values - blocks).square() * importance).sum(-1)
         best, least = torch.where(error < least, absmax, best), torch.minimum(error, least)
     found = eager.nf4_pack(eager.nf4_codes(blocks, best), best, tuple(full.shape), double=True)
-    kept = None
-    if plain.spots is not None and plain.spot_values is not None:
-        kept = Spots(plain.spots, plain.spot_values)
     return PackedMatrix(
-        "nf4", tuple(full.shape), found.codes, found.absmax, found.scale, found.offset, spots=kept
+        "nf4", tuple(full.shape), found.codes, found.absmax, found.scale, found.offset, spots=plain.exact
     )
 
 
@@ -187,13 +184,10 @@ def _scaled_codes(plain: PackedMatrix, rows: int, width: int) -> tuple[torch.Ten
 
 def _with_codes(plain: PackedMatrix, codes: torch.Tensor) -> PackedMatrix:
     """Return a packed matrix with other codes of the same scales."""
-    kept = None
-    if plain.spots is not None and plain.spot_values is not None:
-        kept = Spots(plain.spots, plain.spot_values)
     if plain.kind == "nf4":
         flat = codes.reshape(-1)
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % eager.NF4_BLOCK), value=7)
         codes = flat[::2] << 4 | flat[1::2]
     return PackedMatrix(
-        plain.kind, tuple(plain.shape), codes, plain.absmax, plain.scale, plain.offset, spots=kept
+        plain.kind, tuple(plain.shape), codes, plain.absmax, plain.scale, plain.offset, spots=plain.exact
     )

@@ -19,12 +19,11 @@ from whet.compress.quantize.measure import (
 )
 from whet.compress.quantize.methods import Method, pack
 from whet.compress.quantize.select import Choice, Option, knapsack, promoted, shuffled, total
-from whet.model.quant import FULL, Kind, PackedMatrix, places
+from whet.model.quant import FULL, KINDS, PackedMatrix, places
 from whet.model.transformer import LanguageModel
 from whet.types import MicroBatch, UserError
 
 WIDE = "float32 absmax"
-KINDS: tuple[Kind, ...] = ("nf4", "int8")
 STEPS = (0.0, 0.03, 0.1, 0.2, 0.35, 0.6, 1.0)
 """Shares of the way from all NF4 to all 16 bits at which the front is measured."""
 
@@ -111,11 +110,6 @@ class Study:
             self.options[n] = rows
             advance(1)
         self._meter = Meter(model, held_out)
-
-    @property
-    def num_steps(self) -> int:
-        """Measurements that `advance` counts while it is made."""
-        return count_steps(self.model)
 
     @property
     def floor(self) -> int:
