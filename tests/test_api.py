@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import linecache
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -301,6 +302,20 @@ def test_a_signal_ends_a_loop_of_ones_own(folder: Path, tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
     assert seen == [1, 2]  # the third gives up its sampling, and the loop is over
     assert len(whet.Run(tmp_path / "run").metrics) == 2
+
+
+def test_a_run_is_loaded_by_its_short_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/demo-20261123-010203/sft"
+    shutil.copytree(folder, run / "checkpoints/step_00000001")
+    for name in ("config.yaml", "environment.json"):
+        (run / name).write_text("{}\n")
+    mine, theirs = whet.load("demo-sft").loaded.model, whet.load(folder).loaded.model
+    assert torch.equal(mine.head_weight, theirs.head_weight)
+    with pytest.raises(whet.UserError, match="no such run"):
+        whet.load("other-sft")
 
 
 def test_evaluations_of_different_protocols_do_not_compare(folder: Path) -> None:

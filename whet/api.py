@@ -48,6 +48,7 @@ from whet.tasks import base as tasks
 from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.read import as_text, is_hub_name, is_number
 from whet.telemetry.log import read_metrics
+from whet.telemetry.provenance import resolve_run
 from whet.train import dpo as dpo_program
 from whet.train import rft as rft_program
 from whet.train import rl as rl_program
@@ -245,7 +246,8 @@ def load(name: str | Path, *, adapter: str | Path = "", seed: int = 0, **options
     """Name a model to work with; it is read into memory when it is first used.
 
     Args:
-        name: Run folder, folder of a model, or hub name; an adapter that names its base will do.
+        name: Run folder or its short name (`demo-sft`, `latest`), folder of a model, or hub name; an adapter that names
+            its base will do.
         adapter: An adapter on top of it.
         seed: Seed of new vocabulary rows.
         options: Fields of `PolicyConfig` (`template`, `template_values`, `system_prompt`, `device`, ...), and
@@ -254,12 +256,13 @@ def load(name: str | Path, *, adapter: str | Path = "", seed: int = 0, **options
     Raises:
         UserError: If there is no such model, or an option is unknown.
     """
-    find_model(str(name), str(adapter))
+    name, adapter = (resolve_run(str(word), of_model=True) for word in (name, adapter))
+    find_model(name, adapter)
     if isinstance(schema := options.get("schema"), ResponseSchema):
         text = dump_yaml(schema)
         file = f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.yaml"
         options = options | {"schema": str(_cached("schemas", file, text))}
-    return Policy(_made(PolicyConfig, {"init": str(name), "adapter": str(adapter), **options}), seed=seed)
+    return Policy(_made(PolicyConfig, {"init": name, "adapter": adapter, **options}), seed=seed)
 
 
 @dataclass(frozen=True)

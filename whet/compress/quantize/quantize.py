@@ -16,7 +16,7 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.cli import Program
 from whet.compress.quantize import page
 from whet.compress.quantize.methods import Method
-from whet.compress.quantize.select import parse_budget, total
+from whet.compress.quantize.select import check_floor, parse_budget, total
 from whet.compress.quantize.study import STEPS, Study, count_steps
 from whet.config import dump_yaml
 from whet.eval.evaluate import fitting_problems, take_problems
@@ -26,7 +26,8 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.files import read_json
 from whet.model.lora.files import find_model
-from whet.model.quant import QUANTIZATION, packed_parts, places
+from whet.model.quant import QUANTIZATION, packed_parts, packed_size, places
+from whet.model.transformer import LanguageModel
 from whet.storage.folder import open_run
 from whet.tasks.base import TaskConfig, load_task
 from whet.telemetry.display import advancing, open_display
@@ -110,6 +111,7 @@ def main(config: QuantizeConfig) -> None:
     numbers = sum(place.shape.numel() for place in places(model).values())
     fixed = _fixed_bytes(config, policy)
     budget = parse_budget(config.budget, numbers, fixed + 2 * numbers, fixed)
+    check_floor(budget, _floor(model))  # before anything is measured
     rows = {
         "calibration": _rows(policy, task, "train", config.num_calibration),
         "held_out": _rows(policy, task, "test", config.num_held_out),
@@ -223,6 +225,12 @@ def _pass_at_1(
     own = {"num_samples": config.num_samples, "sampling": config.sampling, "seed": config.seed}
     result = evaluate(policy, task, problems, **own)
     return {metric: asdict(result.metrics[metric]) for metric in ("pass@1", "greedy")}
+
+
+def _floor(model: LanguageModel) -> int:
+    """Return the bytes of all matrices in NF4."""
+    shapes = [(place.shape, place.is_experts) for place in places(model).values()]
+    return sum(packed_size("nf4", s[1:]) * s[0] if many else packed_size("nf4", s) for s, many in shapes)
 
 
 def _fixed_bytes(config: QuantizeConfig, policy: Policy) -> int:

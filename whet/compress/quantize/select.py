@@ -62,6 +62,18 @@ def parse_budget(text: str, numbers: int, whole: int, fixed: int) -> int:
     return int(value * (1024 if "i" in unit else 1000) ** factor) - fixed
 
 
+def check_floor(budget: int, floor: int) -> None:
+    """Refuse a budget below the smallest choice.
+
+    Raises:
+        UserError: If it is.
+    """
+    if floor > budget:
+        raise UserError(
+            f"budget: the matrices may take {budget:,} bytes, but take {floor:,} even in 4 bits; give a larger budget"
+        )
+
+
 def knapsack(options: Options, budget: int) -> Choice:
     """Return the choice of least added cost within a budget, by dynamic programming over its `UNITS`th parts.
 
@@ -70,10 +82,7 @@ def knapsack(options: Options, budget: int) -> Choice:
     """
     least = {name: min(rows, key=lambda row: (row.num_bytes, row.cost)) for name, rows in options.items()}
     floor = sum(row.num_bytes for row in least.values())
-    if floor > budget:
-        raise UserError(
-            f"budget: the matrices may take {budget:,} bytes, but take {floor:,} even in 4 bits; give a larger budget"
-        )
+    check_floor(budget, floor)
     # Above the floor, so that where nothing is left no rounding stands in the way of the smallest choice.
     unit = max(1.0, (budget - floor) / UNITS)
     most = int((budget - floor) / unit)
