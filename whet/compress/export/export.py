@@ -413,8 +413,10 @@ def lines(report: Mapping[str, Any]) -> list[str]:
             f"same stops {asked['stops_equal']:.1%}"
         )
     if report["cast"]:
+        share = report["cast"]["error_of_change"]
+        size = f"lost {share:.1%} of" if share < 1 else f"has an error {share:.1f} times as large as"
         rows.append(
-            f"  the cast lost {report['cast']['error_of_change']:.1%} of the adapter's change; "
+            f"  the cast {size} the adapter's change; "
             f"{report['cast']['weights_unmoved']:.1%} of the changed weights did not move"
         )
     rows += [f"  note: {note}" for note in report["notes"]]
