@@ -18,7 +18,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from whet.generate.engine import Request
 from whet.generate.policy import Policy as LoadedPolicy
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
-from whet.model.lora.files import find_model
+from whet.model.lora.files import find_model, find_models, named_adapters
 from whet.recipes.rl import ALGORITHMS
 from whet.rewards.base import OwnReward, own_name
 from whet.sandbox.graders.shipping import ship_function
@@ -108,13 +108,19 @@ class Policy:
     @cached_property
     def loaded(self) -> LoadedPolicy:
         """The model in memory, float32, in evaluation mode."""
-        policy = load_policy(self.config, seed=self._seed, plain=True)
+        policy = load_policy(self.config, seed=self._seed, plain=True, several=True)
         policy.model.eval()
         return policy
 
     def release(self) -> None:
         """Give the model's memory back; the next use loads it again."""
         self.__dict__.pop("loaded", None)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters, where several were loaded."""
+        several = self.loaded.several
+        return () if several is None else several.names
 
     def prompt_ids(self, messages: str | Messages, **template_values: Any) -> list[int]:
         """Return the tokens that ask something: as the model was trained where it has a protocol or a schema was
@@ -144,6 +150,7 @@ class Policy:
         top_k: int = 0,
         min_p: float = 0.0,
         seed: int = 0,
+        adapter: str | Sequence[str] = "",
     ) -> list[list[str]]:
         """Draw completions of prompts.
 
@@ -156,31 +163,39 @@ class Policy:
             top_k: Keep the k likeliest tokens; 0 keeps all.
             min_p: Keep tokens with at least this share of the largest probability.
             seed: Names the noise, with the place of prompt and sample.
+            adapter: Of several adapters the one that answers, or one for each prompt; '' is the base.
 
         Returns:
             For each prompt its completions.
 
         Raises:
-            UserError: If a prompt leaves no room in the context.
+            UserError: If a prompt leaves no room in the context, or there is no such adapter.
         """
         if isinstance(prompts, str):
             raise UserError("sample: got one text, expected a list of prompts: put it into [ ]")
         policy = self.loaded
+        names = [adapter] * len(prompts) if isinstance(adapter, str) else list(adapter)
+        if len(names) != len(prompts):
+            raise UserError(
+                f"sample: {len(prompts)} prompts and {len(names)} adapters; expected one for each"
+            )
+        asked_as = [policy.named(name) for name in names]
         params = SamplingParams(
             temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_new_tokens=max_new_tokens
         )
-        asked = [tuple(self.prompt_ids(prompt)) for prompt in prompts]
+        asked = [own.chat_ids(_checked(prompt)) for own, prompt in zip(asked_as, prompts, strict=True)]
         requests = [
             Request(
                 prompt_ids=ids,
                 seeds=tuple(sequence_seed("sample", seed, place, index) for index in range(num_samples)),
+                adapter=name,
             )
-            for place, ids in enumerate(asked)
+            for place, (ids, name) in enumerate(zip(asked, names, strict=True))
         ]
         rows = policy.engine().generate(requests, params)
         return [
-            [policy.completion_text(ids, done.ids) for done in row]
-            for ids, row in zip(asked, rows, strict=True)
+            [own.completion_text(ids, done.ids) for done in row]
+            for own, ids, row in zip(asked_as, asked, rows, strict=True)
         ]
 
     def generate(
@@ -189,14 +204,22 @@ class Policy:
         """Complete prompts, one completion each, greedily unless told otherwise; options are those of `sample`."""
         return [row[0] for row in self.sample(prompts, 1, temperature=temperature, **options)]
 
-    def logprobs(self, prompt: str | Messages, completion: str, *, temperature: float = 1.0) -> list[float]:
+    def logprobs(
+        self, prompt: str | Messages, completion: str, *, temperature: float = 1.0, adapter: str = ""
+    ) -> list[float]:
         """Return the log-probability, in nats, of each token of a completion after a prompt.
+
+        Args:
+            prompt: The user's words, or chat messages.
+            completion: The text after it.
+            temperature: Divides the logits.
+            adapter: Of several adapters the one that is asked; '' is the base.
 
         Raises:
             UserError: If the completion has no token, or both do not fit the context.
         """
-        policy = self.loaded
-        ids = tuple(self.prompt_ids(prompt))
+        policy = self.loaded.named(adapter)
+        ids = policy.chat_ids(_checked(prompt))
         chosen = tuple(policy.tokenizer.encode(completion))
         context = policy.model.config.max_positions
         if not chosen:
@@ -207,7 +230,8 @@ class Policy:
             )
         sequence = TrainingSequence(prompt_ids=ids, completion_ids=chosen)
         (micro,) = pack([sequence], token_budget=context, device=policy.device).micro_batches
-        with torch.no_grad():
+        several = policy.several
+        with torch.no_grad(), nullcontext() if several is None else several.all_rows(adapter):
             return policy.score(micro, temperature=temperature)[0].tolist()
 
     def save(self, folder: str | Path, *, dtype: str = "") -> Path:
@@ -242,13 +266,20 @@ class Policy:
         return known[name]
 
 
-def load(name: str | Path, *, adapter: str | Path = "", seed: int = 0, **options: Any) -> Policy:
+def load(
+    name: str | Path,
+    *,
+    adapter: str | Path | Sequence[str | Path] | Mapping[str, str | Path] = "",
+    seed: int = 0,
+    **options: Any,
+) -> Policy:
     """Name a model to work with; it is read into memory when it is first used.
 
     Args:
         name: Run folder or its short name (`demo-sft`, `latest`), folder of a model, or hub name; an adapter that names
             its base will do.
-        adapter: An adapter on top of it.
+        adapter: An adapter on top of it; or several, of which `sample` names one for each prompt: a list, called by the
+            last parts of their folders, or a dict by name.
         seed: Seed of new vocabulary rows.
         options: Fields of `PolicyConfig` (`template`, `template_values`, `system_prompt`, `device`, ...), and
             `schema`: the name of one, the path of a .yaml file, or a `whet.Schema`.
@@ -256,8 +287,18 @@ def load(name: str | Path, *, adapter: str | Path = "", seed: int = 0, **options
     Raises:
         UserError: If there is no such model, or an option is unknown.
     """
-    name, adapter = (resolve_run(str(word), of_model=True) for word in (name, adapter))
-    find_model(name, adapter)
+    name = resolve_run(str(name), of_model=True)
+    if isinstance(adapter, (str, Path)):
+        adapter = resolve_run(str(adapter), of_model=True)
+        find_model(name, adapter)
+    else:
+        given = adapter.items() if isinstance(adapter, Mapping) else (("", folder) for folder in adapter)
+        words = [(key, resolve_run(str(folder), of_model=True)) for key, folder in given]
+        if bad := next((text for pair in words for text in pair if "," in text), None):
+            raise UserError(f"adapter: {bad!r} has a comma, which stands between several adapters; rename it")
+        parts = [f"{key or Path(word).expanduser().resolve().name}={word}" for key, word in words]
+        adapter = ",".join(parts)
+        find_models(name, named_adapters(adapter))
     if isinstance(schema := options.get("schema"), ResponseSchema):
         text = dump_yaml(schema)
         file = f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.yaml"

@@ -40,6 +40,7 @@ from whet.kernels.cpu.layers import Layers
 from whet.kernels.cpu.ops import CHANNELS
 from whet.model.attention import KEY_QUANTUM, AttentionKind, Packed, round_up
 from whet.model.config import has_own_rules
+from whet.model.lora.several import Several
 from whet.model.quant import dense_copies
 from whet.model.routing import Routing, record_bytes
 from whet.model.transformer import LanguageModel
@@ -80,6 +81,7 @@ class Engine:
         activations: Where `generate` keeps what it computes, if anywhere.
         trains: Whether completions will be trained on: `generate` then records what filters left of each distribution.
         records_experts: Whether to record the experts that each token goes to, too.
+        several: Adapters that stand beside the model, one of which a request may name.
 
     Attributes:
         look: Called before every decoding step of `generate`; may raise to end it.
@@ -100,6 +102,7 @@ class Engine:
         activations: Activations | None = None,
         trains: bool = False,
         records_experts: bool = False,
+        several: Several | None = None,
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows = {max_rows}: expected 1 or more")
@@ -116,6 +119,7 @@ class Engine:
         self._autocast = autocast
         self._activations, self._keeps = activations, False
         self._trains, self._records_experts = trains, records_experts
+        self._several = several
         self._cache: KVCache | None = None
         self._head: torch.Tensor | None = None
         self._layers: Layers | None = None
@@ -148,6 +152,7 @@ class Engine:
         """
         for index, request in enumerate(requests):
             self.check(request.prompt_ids, f"prompt {index}")
+            self.check_adapter(request.adapter)
         began = time.perf_counter()
         records = self._trains and params.is_filtered and params.temperature > 0
         jobs = [
@@ -222,7 +227,8 @@ class Engine:
                 self._reserve(size)
                 assert self._cache is not None
                 if can_fuse(self.model, self._cache, self._cache.values.dtype):
-                    self._layers = fuse(self.model, self._cache, self._cache.values.dtype)
+                    count = 1 if self._several is None else len(self._several.names)
+                    self._layers = fuse(self.model, self._cache, self._cache.values.dtype, count)
                 elif can_step(self.model, self._cache):
                     self._plain = PlainSteps(self.model, self._cache)
                 record = record_bytes(self.model.config) if self._records_experts else 0
@@ -231,6 +237,8 @@ class Engine:
                 yield self._static.state if self._static else state
         finally:
             self._head, self._layers, self._plain, self._keeps = None, None, None, False
+            if self._several is not None:
+                self._several.clear()
             self.model.train(was_training)
 
     def release(self, above: int = 0) -> None:
@@ -257,6 +265,32 @@ class Engine:
                 f"{name} has token id {bad}, the model's vocabulary has {vocabulary} rows: "
                 "the tokenizer does not fit the model"
             )
+
+    def check_adapter(self, name: str) -> None:
+        """Refuse the name of an adapter that is not here; '' is the model as it stands.
+
+        Raises:
+            UserError: One line.
+        """
+        if self._several is not None:
+            self._several.numbers([name])
+        elif name:
+            raise UserError(f"no adapter {name[:80]!r} here: the model was loaded without several adapters")
+
+    def _adapters(
+        self, requests: Sequence[Request], lengths: Sequence[int] | None = None
+    ) -> torch.Tensor | None:
+        """Tell the layers which adapter each row of the next pass has; return the numbers, None without several.
+
+        Args:
+            requests: The rows' requests.
+            lengths: Rows of each; None for one.
+        """
+        if self._several is None:
+            return None
+        counts = lengths or [1] * len(requests)
+        names = [r.adapter for r, count in zip(requests, counts, strict=True) for _ in range(count)]
+        return self._several.select(names, self.device)
 
     def _head_for_sampling(self) -> torch.Tensor:
         weight = self.model.head_weight
@@ -330,9 +364,10 @@ class Engine:
         rows = [members for _, members in prompts]
         homes = self._cache.place([request for request, _ in prompts], rows)
         state.bases[first : len(state.jobs)] = NOWHERE
+        adapters = self._adapters([request for request, _ in prompts], lengths)
         if self._layers is not None and max(lengths) <= FUSED_PREFILL:
             places = self._places(state, prompts) if self._keeps else None
-            hidden = prefill(self._layers, flat, positions, homes, lengths, places)
+            hidden = prefill(self._layers, flat, positions, homes, lengths, places, adapters)
         else:
             routing = self._routing()
             hidden = self.model(
@@ -411,9 +446,10 @@ class Engine:
         """Read the last token of every live row by the fastest path that computes this model; return [B, D]."""
         assert self._cache is not None
         last, positions = state.last[live], state.positions[live]
+        adapters = self._adapters([job.request for job in state.jobs])
         if self._layers is not None:
             places = state.bases[live] + positions if self._keeps else None
-            return self._layers.run(last, positions, places_M=places)
+            return self._layers.run(last, positions, places_M=places, adapters_M=adapters)
         # The cache is written at these positions while the rows' own positions may move on.
         positions = positions.clone()
         deepest = int(positions.max())
@@ -497,12 +533,13 @@ class Engine:
         del state.jobs[kept:]
         return jobs
 
-    def score(self, prompt_ids: Sequence[int], num_top: int) -> list[Token]:
+    def score(self, prompt_ids: Sequence[int], num_top: int, adapter: str = "") -> list[Token]:
         """Score a text's own tokens, inside a `session`; the first has no score, since nothing stands before it."""
         length = len(prompt_ids)
         ids = torch.tensor(prompt_ids, device=self.device)
         context = Packed([length], self.device, self._attention)
-        hidden = self.model(ids, torch.arange(length, device=self.device), context)
+        with nullcontext() if self._several is None else self._several.all_rows(adapter):
+            hidden = self.model(ids, torch.arange(length, device=self.device), context)
         tokens = [Token(prompt_ids[0])]
         for start in range(0, length - 1, SCORE_ROWS):
             stop = min(start + SCORE_ROWS, length - 1)

@@ -14,7 +14,9 @@ from whet.kernels.cpu import ops as cpu
 from whet.kernels.cpu.head import RowState
 from whet.kernels.cpu.layers import Layers, Side
 from whet.model.config import options
-from whet.model.lora.side import Beside, sides_of
+from whet.model.lora.several import Mixed
+from whet.model.lora.side import sides_of
+from whet.model.lora.side import Side as LoRASide
 from whet.model.parts import MLP, Linear
 from whet.model.quant import packed_parts
 from whet.model.transformer import SIDE_NAMES, DecoderLayer, LanguageModel, LlamaLike
@@ -57,8 +59,15 @@ def can_fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> bool:
     return dispatch.runs_cpp(model.model.embed_tokens.weight, *matrices, operation="decode")
 
 
-def fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> Layers:
-    """Collect the addresses of a model that `can_fuse`; valid while neither weights nor cache move."""
+def fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype, num_adapters: int = 1) -> Layers:
+    """Collect the addresses of a model that `can_fuse`; valid while neither weights nor cache move.
+
+    Args:
+        model: The model.
+        cache: Its cache.
+        dtype: Dtype of products.
+        num_adapters: Adapters that stand beside it.
+    """
     assert isinstance(model, LlamaLike)
     config, ((cos, sin),) = model.config, model.rotary(cache.keys.device, cache.size.longest)
     layers = [_tensors(layer, dtype) for layer in model.model.layers if isinstance(layer, DecoderLayer)]
@@ -72,7 +81,9 @@ def fuse(model: LanguageModel, cache: KVCache, dtype: torch.dtype) -> Layers:
         num_rows=max(cache.num_rows, CHUNK),
         heads=(config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size),
         eps=config.norm_eps,
-        sides=[_sides(layer) for layer in model.model.layers if isinstance(layer, DecoderLayer)],
+        sides=[
+            _sides(layer, num_adapters) for layer in model.model.layers if isinstance(layer, DecoderLayer)
+        ],
     )
 
 
@@ -82,13 +93,16 @@ def _parts(layer: DecoderLayer) -> dict[str, Linear]:
     return parts | {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
 
 
-def _sides(layer: DecoderLayer) -> dict[str, Side]:
-    """Return the adapters of a layer, packed."""
-    found: dict[str, Side] = {}
+def _sides(layer: DecoderLayer, count: int) -> list[dict[str, Side]]:
+    """Return the adapters of a layer, packed: for each of `count` adapters what stands beside its products."""
+    found: list[dict[str, Side]] = [{} for _ in range(count)]
     for name, part in _parts(layer).items():
-        if (side := cast(Beside | None, part.side)) is not None:
+        if (beside := part.side) is None:
+            continue
+        each = beside.numbered if isinstance(beside, Mixed) else {0: cast(LoRASide, beside)}
+        for number, side in each.items():
             a, b = (cpu.panels(tensor, torch.float32) for tensor in (side.lora_A, side.lora_B))
-            found[name] = Side(a, b, side.lora_A.shape[0], side.scaling)
+            found[number][name] = Side(a, b, side.lora_A.shape[0], side.scaling)
     return found
 
 
@@ -99,6 +113,7 @@ def prefill(
     slots: Sequence[int],
     lengths: Sequence[int],
     places_M: torch.Tensor | None = None,
+    adapters_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Read concatenated prompts into slots of the cache; return hidden states [M, D].
 
@@ -109,12 +124,15 @@ def prefill(
         slots: Slot of each prompt.
         lengths: Tokens of each prompt.
         places_M: Places for each token's activations; None keeps nothing.
+        adapters_M: Number of each token's adapter; None where there are not several.
     """
     slots_M = torch.tensor(slots).repeat_interleave(torch.tensor(lengths))
-    parts = [tensor.split(CHUNK) for tensor in (tokens_M, positions_M, slots_M)]
-    if places_M is not None:
-        parts.append(places_M.split(CHUNK))
-    return torch.cat([layers.run(*part) for part in zip(*parts, strict=True)])
+    hidden = []
+    for first in range(0, tokens_M.shape[0], CHUNK):
+        part = slice(first, first + CHUNK)
+        places, adapters = (None if row is None else row[part] for row in (places_M, adapters_M))
+        hidden.append(layers.run(tokens_M[part], positions_M[part], slots_M[part], places, adapters))
+    return torch.cat(hidden)
 
 
 def _tensors(layer: DecoderLayer, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:

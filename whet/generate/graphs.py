@@ -16,6 +16,8 @@ from whet.kernels import dispatch, eager
 from whet.kernels.mode import mode
 from whet.model.attention import Rule
 from whet.model.config import options
+from whet.model.lora.several import Mixed
+from whet.model.lora.side import sides_of
 from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel, LlamaLike
 
@@ -172,6 +174,8 @@ def can_graph(model: LanguageModel, cache: KVCache) -> bool:
     # Only the kernel reads the rows' lengths on the device; other attention would be recorded with today's.
     has_kernel = dispatch.kernel_for(eager.decode_attention, cache.keys) is not None
     is_plain = all(not module._forward_hooks for module in model.modules()) and not packed_parts(model)
+    # Rows with different adapters are gathered: which they are changes between the runs of a graph.
+    is_plain = is_plain and not any(isinstance(side, Mixed) for _, side in sides_of(model))
     return has_kernel and is_plain and not options(model.config) - KNOWN_OPTIONS
 
 

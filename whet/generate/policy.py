@@ -25,7 +25,8 @@ from whet.model.config import ModelConfig
 from whet.model.families import RopeFactors
 from whet.model.files import read_json
 from whet.model.lora.adapter import Adapter
-from whet.model.lora.files import find_model
+from whet.model.lora.files import find_model, find_models, named_adapters
+from whet.model.lora.several import Several
 from whet.model.lora.trained import Trained
 from whet.model.quant import dequantize, quantize
 from whet.model.routing import Routing, times_read
@@ -60,7 +61,8 @@ class PolicyConfig:
     """Run folder, Hugging Face folder or hub name, or a LoRA adapter that names its base; empty for random weights of
     the shape `model`."""
     adapter: str = ""
-    """LoRA adapter on `init` (run that trained one, folder of the peft library, or hub name); empty for none."""
+    """LoRA adapter on `init` (run that trained one, folder of the peft library, or hub name); empty for none. Several for
+    whet serve, which clients choose by name: math=runs/a,code=runs/b."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Shape when the weights are random; vocab_size is set from the tokenizer."""
     tokenizer: str = ""
@@ -159,6 +161,7 @@ class Policy:
         autocast: Compute dtype of products if it is not the parameters' own.
         activations: Activations that its engines keep for `score`; None at first.
         adapter: The LoRA adapter that is applied to the model, or was merged into it; None without one.
+        several: Adapters beside the model that requests choose by name (`named`); None without several.
         trained: The adapters that a run trains; None where it trains the weights themselves, or nothing.
         folder: Folder of the model's weights, of an adapter its base's; None for random ones.
         replays_experts: Whether engines whose completions are trained on record the experts that tokens go to; `score`
@@ -200,6 +203,8 @@ class Policy:
         self.activations: Activations | None = None
         self.adapter = adapter
         self.trained = trained
+        self.several: Several | None = None
+        self._named: dict[str, Policy] = {}
         self.folder = folder
         self.replays_experts = False
         self.routings: list[Routing] | None = None
@@ -241,6 +246,44 @@ class Policy:
             trained=self.trained,
             folder=self.folder,
         )
+
+    def named(self, adapter: str) -> Policy:
+        """Return the same model as one of several adapters is asked, '' being the base; `engine` serves all of them.
+
+        Raises:
+            UserError: If there is none of that name.
+        """
+        if adapter in self._named or not adapter:
+            return self._named.get(adapter, self)
+        names = ", ".join(self._named) or "none: name them as policy.adapter"
+        raise UserError(f"no adapter {adapter[:80]!r} here; there are {names}")
+
+    def _add_named(self, several: Several, prompting: Mapping[str, _Prompting]) -> None:
+        """Let requests choose among adapters that stand beside the model, each asked in its own way."""
+        for name, own in prompting.items():
+            policy = Policy(
+                self.model,
+                own.tokenizer,
+                own.schema,
+                system_prompt=own.system_prompt,
+                task_schema=own.task_schema,
+                attention=self.attention,
+                max_rows=self.max_rows,
+                autocast=self.autocast,
+                folder=self.folder,
+            )
+            where = several.adapters[name].folder
+            if found := self.tokenizer.difference(own.tokenizer):
+                raise UserError(f"{where}: its tokenizer is not the base's ({found}): load the adapter alone")
+            if policy.stop_ids != self.stop_ids:
+                ours, theirs = (
+                    "/".join(p.tokenizer.token_text(n) for n in p.stop_ids) for p in (self, policy)
+                )
+                raise UserError(
+                    f"{where}: its completions end at {theirs}, those of the base at {ours}: load the adapter alone"
+                )
+            policy.several, self._named[name] = several, policy
+        self.several = several
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
         """Write the prompt of a conversation: the schema's instruction, the template, the generation cue, the opening
@@ -389,6 +432,7 @@ class Policy:
             activations=self.activations if trains else None,
             trains=trains,
             records_experts=trains and self.replays_experts,
+            several=self.several,
         )
 
     def routing(self, micro: MicroBatch) -> Routing | None:
@@ -530,6 +574,7 @@ def load_policy(
     date: str = "",
     is_reward: bool = False,
     weights: bool = True,
+    several: bool = False,
 ) -> Policy:
     """Load or create model, tokenizer and protocol. An adapter's tokenizer and protocol take precedence over its
     base's.
@@ -546,6 +591,8 @@ def load_policy(
         date: Today for the chat template, as YYYY-MM-DD; empty for that of the folder's protocol, else the computer's.
         is_reward: Make it a reward model, where it is none.
         weights: False for the prompts alone: the model has its shape and no memory.
+        several: Take adapters by name (`Policy.named`), where the config names them: the caller chooses one for each
+            request.
 
     Returns:
         The policy, on its device.
@@ -556,23 +603,18 @@ def load_policy(
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = resolve_device(config.device)
-    folder, adapter = (None, None)
-    if config.init:
+    folder, adapter, adapters = None, None, dict[str, Adapter]()
+    names = named_adapters(config.adapter) if several else {}
+    if len(names) > 1 or (names and not Path(config.adapter).expanduser().exists() and "=" in config.adapter):
+        folder, adapters = find_models(config.init, names, weights=weights)
+        if config.tags_as_tokens:
+            raise UserError(
+                "policy.tags_as_tokens grows the vocabulary, which several adapters share; leave it out"
+            )
+    elif config.init:
         folder, adapter = find_model(config.init, config.adapter, weights=weights)
-    stored = _stored(_home(folder, adapter, "protocol.json"))
-    chosen = _chosen_schema(config, stored)
-    tokenizer = _tokenizer(config, folder, adapter, _tags(config, chosen or SCHEMAS["think_answer"]))
-    tokenizer = _with_template(config, stored, tokenizer, date)
-    task_schema = _finished(config, chosen or _default_schema(tokenizer), tokenizer)
-    schema = task_schema
-    if plain and chosen is None and not config.tags_as_tokens:
-        schema = _finished(config, _plain_schema(tokenizer), tokenizer)
-    if (tags := _tags(config, task_schema)) and config.tokenizer not in TOKENIZER_MADE:
-        tokenizer = tokenizer.with_tags(tags, padded_vocab_size=config.padded_vocab_size or None)
-    if 0 < config.padded_vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"policy.padded_vocab_size = {config.padded_vocab_size}: the tokenizer has {tokenizer.vocab_size} ids"
-        )
+    own = _prompting(config, folder, adapter, plain=plain, date=date)
+    tokenizer = own.tokenizer
     if not weights:
         rows = max(tokenizer.vocab_size, config.padded_vocab_size)
         shape = config.model if folder is None else stored_shape(folder)
@@ -588,7 +630,8 @@ def load_policy(
     else:
         kinds: dict[str, Any] = {"dtype": dtype, "device": device, "rope_factors": config.rope_factors}
         # An adapter stands on what it was trained on; merged, it is added to that, dense, and their sum is rounded.
-        rounded = "none" if adapter is None else adapter.quantize
+        beside = adapter or next(iter(adapters.values()), None)
+        rounded = "none" if beside is None else beside.quantize
         if rounded == "none" and (adapter is None or not merge):
             rounded = config.quantize
         elif not merge and config.quantize not in ("none", rounded):
@@ -616,17 +659,66 @@ def load_policy(
         model = as_reward_model(model)
     if weights:
         choose_kernels(model.config, model.head_weight.dtype, device)
-    return Policy(
+    policy = Policy(
         model,
         tokenizer,
-        schema,
-        system_prompt=_has_system(config, stored, tokenizer),
-        task_schema=None if schema is task_schema else task_schema,
+        own.schema,
+        system_prompt=own.system_prompt,
+        task_schema=own.task_schema,
         attention=_attention(config, device),
         max_rows=config.max_rows,
         autocast=autocast,
         adapter=adapter,
         folder=folder,
+    )
+    if adapters:
+        beside = Several(adapters)
+        beside.apply(model)
+        each = {n: _prompting(config, folder, a, plain=plain, date=date) for n, a in adapters.items()}
+        policy._add_named(beside, each)  # pyright: ignore[reportPrivateUsage]
+    return policy
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompting:
+    """How a model is asked.
+
+    Attributes:
+        tokenizer: Its tokenizer, with the template.
+        schema: How a response is asked for and read.
+        task_schema: That of tasks with answers, where it is another one.
+        system_prompt: Whether prompts start with the schema's system message.
+    """
+
+    tokenizer: Tokenizer
+    schema: ResponseSchema
+    task_schema: ResponseSchema | None
+    system_prompt: bool
+
+
+def _prompting(
+    config: PolicyConfig, folder: Path | None, adapter: Adapter | None, *, plain: bool, date: str
+) -> _Prompting:
+    """Load how a model is asked, an adapter's files before its base's."""
+    stored = _stored(_home(folder, adapter, "protocol.json"))
+    chosen = _chosen_schema(config, stored)
+    tokenizer = _tokenizer(config, folder, adapter, _tags(config, chosen or SCHEMAS["think_answer"]))
+    tokenizer = _with_template(config, stored, tokenizer, date)
+    task_schema = _finished(config, chosen or _default_schema(tokenizer), tokenizer)
+    schema = task_schema
+    if plain and chosen is None and not config.tags_as_tokens:
+        schema = _finished(config, _plain_schema(tokenizer), tokenizer)
+    if (tags := _tags(config, task_schema)) and config.tokenizer not in TOKENIZER_MADE:
+        tokenizer = tokenizer.with_tags(tags, padded_vocab_size=config.padded_vocab_size or None)
+    if 0 < config.padded_vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"policy.padded_vocab_size = {config.padded_vocab_size}: the tokenizer has {tokenizer.vocab_size} ids"
+        )
+    return _Prompting(
+        tokenizer,
+        schema,
+        None if schema is task_schema else task_schema,
+        _has_system(config, stored, tokenizer),
     )
 
 

@@ -19,11 +19,12 @@ CHARACTER_TOKENS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prompt and the seeds of its samples; `max_new_tokens` tightens the limit."""
+    """One prompt and the seeds of its samples; `max_new_tokens` tightens the limit, `adapter` names one of several."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     max_new_tokens: int | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,17 +60,21 @@ HANDLED = (ApiError, UserError, BusyError, HTTPException, ClientDisconnect, Exce
 
 
 class Api:
-    """Answers requests with one policy.
+    """Answers requests with one policy, and the adapters that stand beside it.
 
     Args:
         policy: The policy.
         scheduler: What draws its tokens.
-        name: Name that the model is served by.
+        name: Name that the model is served by; of several adapters each has its own, and this is the base's.
         split_thinking: Whether chats get their thinking as `reasoning_content`.
     """
 
     def __init__(self, policy: Policy, scheduler: Scheduler, *, name: str, split_thinking: bool) -> None:
-        self._policy, self._scheduler, self._name = policy, scheduler, name
+        self._policy, self._scheduler = policy, scheduler
+        adapters = () if policy.several is None else policy.several.names
+        if name in adapters:
+            raise UserError(f"name = {name!r}: an adapter has that name; give the base another with --name")
+        self._adapters = {name: "", **{adapter: adapter for adapter in adapters}}
         self._splits = split_thinking
 
     async def page(self, _: Request) -> Response:
@@ -87,49 +91,51 @@ class Api:
         return JSONResponse({"status": "ok", "pending": self._scheduler.num_pending})
 
     async def models(self, _: Request) -> Response:
-        """List the one model."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        """List the model, and its adapters."""
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._adapters]})
 
     async def model(self, request: Request) -> Response:
-        """Describe the one model."""
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._card())
+        """Describe one of them."""
+        return JSONResponse(self._card(self._check_model(request.path_params["name"])))
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
         body = await _read(request)
-        self._check_model(body.get("model"))
+        model = self._check_model(body.get("model"))
         asked = parse_chat(body, self._scheduler.context)
-        return await self._answer(request, asked, [asked.messages], is_chat=True)
+        return await self._answer(request, model, asked, [asked.messages], is_chat=True)
 
     async def completions(self, request: Request) -> Response:
         """Continue texts or token ids, or score them."""
         body = await _read(request)
-        self._check_model(body.get("model"))
+        model = self._check_model(body.get("model"))
         asked = parse_text(body)
-        return await self._answer(request, asked, asked.prompts, is_chat=False)
+        return await self._answer(request, model, asked, asked.prompts, is_chat=False)
 
-    def _card(self) -> dict[str, Any]:
-        return {"id": self._name, "object": "model", "created": 0, "owned_by": "whet"} | {
-            "max_model_len": self._scheduler.context
-        }
+    def _card(self, model: str) -> dict[str, Any]:
+        card = {"id": model, "object": "model", "created": 0, "owned_by": "whet"}
+        card |= {"max_model_len": self._scheduler.context}
+        base = next(iter(self._adapters))
+        return card | ({"parent": base} if model != base else {})  # as vLLM has it of adapters
 
-    def _check_model(self, name: object) -> None:
+    def _check_model(self, name: object) -> str:
+        here = ", ".join(map(repr, self._adapters))
         if not isinstance(name, str):
-            raise ApiError(400, f"model: expected a name; this server has {self._name!r}", param="model")
-        if name != self._name:
+            raise ApiError(400, f"model: expected a name; this server has {here}", param="model")
+        if name not in self._adapters:
             raise ApiError(
                 404,
-                f"the model {name[:80]!r} does not exist; this server has {self._name!r}",
+                f"the model {name[:80]!r} does not exist; this server has {here}",
                 param="model",
                 code="model_not_found",
             )
+        return name
 
-    def _encode(self, prompt: Any, index: int, asked: Asked) -> tuple[int, ...]:
+    def _encode(self, policy: Policy, prompt: Any, index: int, asked: Asked) -> tuple[int, ...]:
         """Return the tokens of a conversation, a text or token ids; refuse what cannot be served."""
-        tokenizer = self._policy.tokenizer
+        tokenizer = policy.tokenizer
         if asked.messages:
-            ids = chat_prompt(self._policy, prompt)
+            ids = chat_prompt(policy, prompt)
         elif isinstance(prompt, str):
             bos = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
             ids = tokenizer.encode(prompt)
@@ -140,19 +146,21 @@ class Api:
         self._scheduler.check(ids, name, room=int(asked.generate))
         return ids
 
-    def _encode_all(self, prompts: Sequence[Any], asked: Asked) -> list[tuple[int, ...]]:
-        return [self._encode(prompt, index, asked) for index, prompt in enumerate(prompts)]
+    def _encode_all(self, policy: Policy, prompts: Sequence[Any], asked: Asked) -> list[tuple[int, ...]]:
+        return [self._encode(policy, prompt, index, asked) for index, prompt in enumerate(prompts)]
 
     async def _answer(
-        self, request: Request, asked: Asked, prompts: Sequence[Any], *, is_chat: bool
+        self, request: Request, model: str, asked: Asked, prompts: Sequence[Any], *, is_chat: bool
     ) -> Response:
-        ids = await asyncio.to_thread(self._encode_all, prompts, asked)
+        adapter = self._adapters[model]
+        policy = self._policy.named(adapter)  # an adapter is asked as it was trained
+        ids = await asyncio.to_thread(self._encode_all, policy, prompts, asked)
         splits = is_chat and self._splits
         texts = [text for text in asked.prompts if isinstance(text, str)]
         texts += [message["content"] for message in asked.messages]
-        warning = unread_note(self._policy.tokenizer, texts)
-        reply = Reply(self._policy, self._name, asked, is_chat=is_chat, splits=splits, warning=warning)
-        session = _Session(self._policy, self._scheduler, request, asked, ids, splits=splits)
+        warning = unread_note(policy.tokenizer, texts)
+        reply = Reply(policy, model, asked, is_chat=is_chat, splits=splits, warning=warning)
+        session = _Session(policy, self._scheduler, request, asked, ids, adapter=adapter, splits=splits)
         try:
             await session.begin()
             if asked.stream:
@@ -174,8 +182,10 @@ class _Session:
         asked: Asked,
         prompts: Sequence[tuple[int, ...]],
         *,
+        adapter: str,
         splits: bool,
     ) -> None:
+        self._adapter = adapter
         self._policy, self._scheduler, self._request, self._asked = policy, scheduler, request, asked
         self._prompts, self._splits = prompts, splits
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -214,7 +224,7 @@ class _Session:
             self._ticket = self._scheduler.submit(
                 [
                     Ask(
-                        request=rows.Request(prompt_ids=prompt, seeds=seeds),
+                        request=rows.Request(prompt_ids=prompt, seeds=seeds, adapter=self._adapter),
                         params=asked.params,
                         stop_strings=asked.stops,
                         num_top=asked.num_top,
@@ -270,7 +280,7 @@ class _Session:
     async def _score(self) -> list[Delta]:
         scores: Sequence[Sequence[rows.Token]] = [()] * len(self._prompts)
         if self._asked.num_top is not None:
-            self._scoring = self._scheduler.score(self._prompts, self._asked.num_top)
+            self._scoring = self._scheduler.score(self._prompts, self._asked.num_top, self._adapter)
             try:
                 scores = await asyncio.wrap_future(self._scoring)
             except asyncio.CancelledError:

@@ -64,6 +64,7 @@ class _Scoring:
 
     prompts: Sequence[Sequence[int]]
     num_top: int
+    adapter: str
     future: Future[list[list[Token]]]
     results: list[list[Token]] = field(default_factory=list)
 
@@ -83,7 +84,7 @@ class Scheduler:
     def __init__(self, policy: Policy, *, context: int, max_waiting: int) -> None:
         self.context = min(context, policy.model.config.max_positions)
         self.max_completions = policy.max_rows + max_waiting
-        self._engine = policy.engine()
+        self._policy, self._engine = policy, policy.engine()
         self._max_rows = policy.max_rows
         self._waiting: deque[Job] = deque()
         self._scorings: deque[_Scoring] = deque()
@@ -144,15 +145,16 @@ class Scheduler:
 
         Raises:
             BusyError: If the queue is full.
-            UserError: If the submission exceeds the server's limit.
+            UserError: If the submission exceeds the server's limit, or names an adapter that is not here.
         """
         jobs: list[Job] = []
         for ask in asks:
+            self._engine.check_adapter(ask.request.adapter)
             limit = min(ask.params.max_new_tokens, self.context - len(ask.request.prompt_ids))
             request = replace(ask.request, max_new_tokens=limit)
             # The same limit for all jobs, so that jobs with equal filters form one group whatever length was requested.
             params = replace(ask.params, max_new_tokens=self.context)
-            stops = (*self._engine.stop_strings, *ask.stop_strings)
+            stops = (*self._policy.named(ask.request.adapter).stop_strings, *ask.stop_strings)
             jobs += [
                 Job(request=request, seed=seed, params=params, stop_strings=stops, num_top=ask.num_top)
                 for seed in request.seeds
@@ -165,17 +167,20 @@ class Scheduler:
             self._wake.notify()
         return Ticket(tuple(jobs))
 
-    def score(self, prompts: Sequence[Sequence[int]], num_top: int) -> Future[list[list[Token]]]:
+    def score(
+        self, prompts: Sequence[Sequence[int]], num_top: int, adapter: str = ""
+    ) -> Future[list[list[Token]]]:
         """Request the log-probabilities of texts' own tokens.
 
         Args:
             prompts: Texts that pass `check` (`room=0`).
             num_top: Number of most likely alternatives per position.
+            adapter: One of several adapters, by name.
 
         Raises:
             BusyError: If the queue is full.
         """
-        scoring = _Scoring(prompts, num_top, Future())
+        scoring = _Scoring(prompts, num_top, adapter, Future())
         with self._wake:
             self._admit_or_refuse(1)
             self._scorings.append(scoring)
@@ -278,7 +283,8 @@ class Scheduler:
         work = self._scorings[0]
         try:
             if not work.future.cancelled():
-                work.results.append(self._engine.score(work.prompts[len(work.results)], work.num_top))
+                prompt = work.prompts[len(work.results)]
+                work.results.append(self._engine.score(prompt, work.num_top, work.adapter))
                 if len(work.results) < len(work.prompts):
                     return
             if work.future.set_running_or_notify_cancel():

@@ -36,7 +36,8 @@ class ServeConfig:
     """A server for OpenAI's chat and completion APIs."""
 
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(init=NO_MODEL, max_rows=64))
-    """The model; `policy.max_rows` completions are generated together."""
+    """The model; `policy.max_rows` completions are generated together. Several adapters are served beside it, each as a
+    model of its own: --policy.adapter math=runs/a,code=runs/b."""
     name: str = ""
     """Model name for clients; empty for the last part of the model's path."""
     host: str = "127.0.0.1"
@@ -117,7 +118,9 @@ def main(config: ServeConfig) -> None:
         raise UserError(f"whet serve needs {error.name}: {install_command('web')}") from None
     key = key_of(config)
     with listen(config.host, config.port) as listener:
-        policy = load_policy(config.policy, seed=0, dtype=getattr(torch, config.precision), plain=True)
+        policy = load_policy(
+            config.policy, seed=0, dtype=getattr(torch, config.precision), plain=True, several=True
+        )
         name = config.name or Path(config.policy.init).expanduser().resolve().name
         with Scheduler(policy, context=config.context, max_waiting=config.max_waiting) as scheduler:
             api = Api(policy, scheduler, name=name, split_thinking=config.split_thinking)
@@ -137,6 +140,8 @@ def main(config: ServeConfig) -> None:
                 f"({policy.max_rows} rows of {scheduler.context:,} tokens), a chat page at /; Ctrl-C ends it",
                 flush=True,
             )
+            if policy.several is not None:
+                print(f"adapters, each a model of its own: {', '.join(policy.several.names)}", flush=True)
             if policy.schema.tools:
                 print(
                     "note: the server does not call tools; a completion ends where the model calls one",

@@ -275,9 +275,10 @@ EXPORT void whet_adamw(int wide, float* master, const void* grad, float* first, 
 // trainer's forward pass, so the bits are the same.
 // An adapter beside a weight: A [rank, inputs] and B [outputs, rank], packed in float32; null for none.
 struct Side { const float *a, *b; int64_t rank; float scaling; };
+struct Sides { Side q, k, v, o, gate, up, down; };
 struct Layer {
   const void *norm1, *norm2, *q, *k, *v, *o, *gate, *up, *down, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
-  struct { Side q, k, v, o, gate, up, down; } sides;
+  const Sides* sides;  // those of each adapter; null for none
   Cache cache;
   // A layer's results per token, kept for the training step's backward pass; indexed by the token's place.
   struct { void *norm1, *q, *k, *v, *attended, *o, *norm2, *gate, *up, *gated, *down; float *rstd1, *rstd2, *lse; } kept;
@@ -306,29 +307,46 @@ static void attend_heads(const Layer& l, const Shape& s, const T* qs, T* out, fl
     attend_row<W>(qs + own, past, out + own, rep, position + 1, lse ? lse + head * rep : nullptr);
   }
 }
-// Adds what an adapter makes of x [M, K] to y [M, N]: step by step what `_low_rank` in ops.py does, so the bits are the same.
+// Adds what an adapter makes of x [M, K] to y [M, N]: step by step what `_low_rank` in ops.py does, so the bits are the
+// same. With `rows`, it does so for these M rows of x and y alone.
 template <typename T>
-static void beside(const Side& side, const T* x, long K, T* y, long N, long M, int threads) {
-  if (!side.a) return;
+static void beside_rows(const Side& side, const T* x, long K, T* y, long N, const long* rows, long M, int threads) {
+  if (!side.a || !M) return;
   static thread_local Scratch memory;
   long inner = (side.rank + 15) / 16 * 16;
   float *z = memory.need(M * (inner + N + K)), *change = z + M * inner, *wide = change + M * N;
-  const float* rows = wide;
-  if constexpr (std::is_same<T, float>::value) rows = x;
-  else for (long n = 0; n < M * K; ++n) wide[n] = get(x[n]);
+  const float* inputs = wide;
+  if (std::is_same<T, float>::value && !rows) inputs = (const float*)x;
+  else for (long m = 0; m < M; ++m) for (long k = 0; k < K; ++k) wide[m * K + k] = get(x[(rows ? rows[m] : m) * K + k]);
   Weight first = {side.a, nullptr, z, side.rank, inner}, second = {side.b, nullptr, change, N, N};
-  gemm<float, float>(rows, K, M, K, &first, 1, threads);
+  gemm<float, float>(inputs, K, M, K, &first, 1, threads);
   for (long m = 0; m < M; ++m)
     for (long r = 0; r < inner; ++r) z[m * inner + r] = r < side.rank ? z[m * inner + r] * side.scaling : 0.0f;
   gemm<float, float>(z, inner, M, inner, &second, 1, threads);
-  for (long n = 0; n < M * N; ++n) put(y + n, change[n] + get(y[n]));
+  for (long m = 0; m < M; ++m) {
+    T* to = y + (rows ? rows[m] : m) * N;
+    for (long n = 0; n < N; ++n) put(to + n, change[m * N + n] + get(to[n]));
+  }
+}
+// The same for rows with different adapters: `adapters` has the number of each row's, below 0 for none; null: all have
+// the first. The rows of an adapter are gathered, so each adapter's weights are read once.
+template <typename T>
+static void beside(const Sides* sides, Side Sides::*which, const int32_t* adapters, const T* x, long K, T* y, long N, long M, int threads) {
+  if (!sides) return;
+  if (!adapters) return beside_rows(sides[0].*which, x, K, y, N, nullptr, M, threads);
+  static thread_local std::vector<long> rows;
+  for (int32_t number = 0, most = *std::max_element(adapters, adapters + M); number <= most; ++number) {
+    rows.clear();
+    for (long m = 0; m < M; ++m) if (adapters[m] == number) rows.push_back(m);
+    beside_rows(sides[number].*which, x, K, y, N, (long)rows.size() == M ? nullptr : rows.data(), rows.size(), threads);
+  }
 }
 // Tokens first .. first + M through all layers, with up to `all` threads. Token m is the next one of cache row m; or,
 // with `slots`, one of a prompt that is read into slots[m]. With `places`, its results are kept at places[m], unless
 // that is below 0.
 template <typename R, typename T, int W>
 static void layers_part(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
-                        const int64_t* slots, const int64_t* places, R* out, long first, long M, int all) {
+                        const int64_t* slots, const int64_t* places, const int32_t* adapters, R* out, long first, long M, int all) {
   long D = s.D, q = s.H * s.C, kv = s.K * s.C;
   auto worth = [&](double work) { return (int)std::max(1.0, std::min<double>(all, work / 8192)); };  // as _threads in ops.py
   int threads = worth(M * D), some = worth(M * s.F), most = worth(M * q * (64.0 + positions[first]) / 8);
@@ -338,6 +356,7 @@ static void layers_part(const Layer* layers, long count, const Shape& s, const O
   T *h = own(std::max(D, q)), *qs = own(q), *ks = own(kv), *vs = own(kv), *g = own(s.F), *u = own(s.F), *delta = own(D);
   tokens += first, positions += first, out += first * D;
   if (places) places += first;
+  if (adapters) adapters += first;
   auto kept_at = [&](float* base, long m, long width) { return places && places[m] >= 0 ? base + places[m] * width : nullptr; };
   auto keep = [&](void* base, const void* from, long bytes) {
     for (long m = 0; places && m < M; ++m)
@@ -357,7 +376,7 @@ PARALLEL
     keep(l->kept.norm1, h, D * sizeof(T));
     Weight qkv[3] = {{l->q, l->q_bias, qs, q, q}, {l->k, l->k_bias, ks, kv, kv}, {l->v, l->v_bias, vs, kv, kv}};
     gemm<T, T>(h, D, M, D, qkv, 3, all);
-    beside(l->sides.q, h, D, qs, q, M, all), beside(l->sides.k, h, D, ks, kv, M, all), beside(l->sides.v, h, D, vs, kv, M, all);
+    beside(l->sides, &Sides::q, adapters, h, D, qs, q, M, all), beside(l->sides, &Sides::k, adapters, h, D, ks, kv, M, all), beside(l->sides, &Sides::v, adapters, h, D, vs, kv, M, all);
 #pragma omp parallel for schedule(dynamic, 4) num_threads(most) if (most > 1)
     for (long m = 0; m < M; ++m) {
       for (long i = 0; i < s.H + s.K; ++i) {
@@ -389,7 +408,7 @@ PARALLEL
     keep(l->kept.attended, h, q * sizeof(T));
     Weight second = {l->o, l->o_bias, delta, D, D};
     gemm<T, T>(h, q, M, q, &second, 1, all);
-    beside(l->sides.o, h, q, delta, D, M, all);
+    beside(l->sides, &Sides::o, adapters, h, q, delta, D, M, all);
     keep(l->kept.o, delta, D * sizeof(T));
 PARALLEL
     for (long m = 0; m < M; ++m)
@@ -397,14 +416,14 @@ PARALLEL
     keep(l->kept.norm2, h, D * sizeof(T));
     Weight third[2] = {{l->gate, nullptr, g, s.F, s.F}, {l->up, nullptr, u, s.F, s.F}};
     gemm<T, T>(h, D, M, D, third, 2, all);
-    beside(l->sides.gate, h, D, g, s.F, M, all), beside(l->sides.up, h, D, u, s.F, M, all);
+    beside(l->sides, &Sides::gate, adapters, h, D, g, s.F, M, all), beside(l->sides, &Sides::up, adapters, h, D, u, s.F, M, all);
     keep(l->kept.gate, g, s.F * sizeof(T)), keep(l->kept.up, u, s.F * sizeof(T));
 #pragma omp parallel for schedule(static) num_threads(some) if (some > 1)
     for (long m = 0; m < M; ++m) gate(g + m * s.F, u + m * s.F, g + m * s.F, s.F);
     keep(l->kept.gated, g, s.F * sizeof(T));
     Weight fourth = {l->down, nullptr, delta, D, D};
     gemm<T, T>(g, s.F, M, s.F, &fourth, 1, all);
-    beside(l->sides.down, g, s.F, delta, D, M, all);
+    beside(l->sides, &Sides::down, adapters, g, s.F, delta, D, M, all);
   }
 }
 // Rows are independent in a decoding step. If there are enough of them, or the weights are small enough for every
@@ -413,21 +432,21 @@ PARALLEL
 // from memory once.
 template <typename R, typename T, int W>
 static void layers_of(const Layer* layers, long count, const Shape& s, const Outside& o, const int64_t* tokens, const int64_t* positions,
-                      const int64_t* slots, const int64_t* places, R* out) {
+                      const int64_t* slots, const int64_t* places, const int32_t* adapters, R* out) {
   double weights = (double)count * s.D * (2.0 * s.H * s.C + 2.0 * s.K * s.C + 3.0 * s.F);
   long each = s.M / s.threads;
   bool is_worth = s.M * weights >= 5e5 * s.threads && (each >= 24 || (each >= 2 && weights * sizeof(T) <= OWN_BYTES));
-  if (slots || s.threads == 1 || !is_worth) return layers_part<R, T, W>(layers, count, s, o, tokens, positions, slots, places, out, 0, s.M, s.threads);
+  if (slots || s.threads == 1 || !is_worth) return layers_part<R, T, W>(layers, count, s, o, tokens, positions, slots, places, adapters, out, 0, s.M, s.threads);
   long parts = s.threads;
 #pragma omp parallel for schedule(static, 1) num_threads(s.threads)
   for (long p = 0; p < parts; ++p) {
     long first = s.M * p / parts;
-    layers_part<R, T, W>(layers, count, s, o, tokens, positions, nullptr, places, out, first, s.M * (p + 1) / parts - first, 1);
+    layers_part<R, T, W>(layers, count, s, o, tokens, positions, nullptr, places, adapters, out, first, s.M * (p + 1) / parts - first, 1);
   }
 }
 EXPORT void whet_layers(int residual_wide, int wide, const Layer* layers, long count, const Shape* s, const Outside* o, const int64_t* tokens,
-                        const int64_t* positions, const int64_t* slots, const int64_t* places, void* out) {
-#define ARGS(R, T) layers, count, *s, *o, tokens, positions, slots, places, (R*)out
+                        const int64_t* positions, const int64_t* slots, const int64_t* places, const int32_t* adapters, void* out) {
+#define ARGS(R, T) layers, count, *s, *o, tokens, positions, slots, places, adapters, (R*)out
   if (wide) { BY_CHANNELS(s->C, (layers_of<float, float, W>(ARGS(float, float)))) }
   else if (residual_wide) { BY_CHANNELS(s->C, (layers_of<float, bf16, W>(ARGS(float, bf16)))) }
   else { BY_CHANNELS(s->C, (layers_of<bf16, bf16, W>(ARGS(bf16, bf16)))) }

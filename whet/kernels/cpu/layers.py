@@ -85,7 +85,7 @@ class _Sides(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in NAMES),
-        ("sides", _Sides),
+        ("sides", c_void_p),
         ("cache", Cache),
         ("kept", _Kept),
     )
@@ -119,7 +119,7 @@ class Layers:
         num_rows: Most tokens per call.
         heads: Query heads, key/value heads, channels of each, and feed-forward width.
         eps: Epsilon of the norms.
-        sides: For each layer its adapters by `PRODUCTS`, where there are some.
+        sides: For each layer, and each adapter, what stands beside its products by `PRODUCTS`; empty without adapters.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Layers:
         num_rows: int,
         heads: tuple[int, int, int, int],
         eps: float,
-        sides: Sequence[Mapping[str, Side]] = (),
+        sides: Sequence[Sequence[Mapping[str, Side]]] = (),
     ) -> None:
         first = layers[0]["q"]
         assert first is not None
@@ -146,17 +146,21 @@ class Layers:
                 tensor = tensors[name]
                 setattr(entry, name, None if tensor is None else tensor.data_ptr())
             entry.cache = part
-        for entry, own in zip(self._layers, sides, strict=False):
-            for name, side in own.items():
-                addresses = side.a.data_ptr(), side.b.data_ptr()
-                setattr(entry.sides, name, _Side(*addresses, side.rank, side.scaling))
+        tables: list[Any] = []
+        for entry, adapters in zip(self._layers, sides, strict=False):
+            table = (_Sides * len(adapters))()
+            for own, adapter in zip(table, adapters, strict=True):
+                for name, side in adapter.items():
+                    setattr(own, name, _Side(side.a.data_ptr(), side.b.data_ptr(), side.rank, side.scaling))
+            entry.sides = ctypes.addressof(table) if len(table) else None
+            tables.append(table)
         self._shape = _Shape(num_rows, self._width, *heads, eps, 0)
         memory = torch.empty(call("layers_memory", ctypes.byref(self._shape)), dtype=torch.uint8)
         x = torch.empty(num_rows, self._width, dtype=embeddings.dtype)
         # The structures below hold plain addresses: whatever they point to is kept alive by `_kept`.
         parts = x, embeddings, norm, cos, sin, memory
         self._outside = _Outside(*(part.data_ptr() for part in parts))
-        self._kept: list[Any] = [parts, layers, caches, sides]
+        self._kept: list[Any] = [parts, layers, caches, sides, tables]
 
     def keep(
         self, layers: Sequence[Mapping[str, torch.Tensor]], last: torch.Tensor, rstd: torch.Tensor
@@ -179,6 +183,7 @@ class Layers:
         positions_M: torch.Tensor,
         slots_M: torch.Tensor | None = None,
         places_M: torch.Tensor | None = None,
+        adapters_M: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Read tokens at their positions; return hidden states [M, D].
 
@@ -187,6 +192,8 @@ class Layers:
             positions_M: Their positions.
             slots_M: None for the next tokens of the cache's rows 0..M-1; else the slots of the tokens' prompts.
             places_M: Places for the kept results (`keep`), below 0 for none; None keeps nothing.
+            adapters_M: Number of each token's adapter, int32, below 0 for none; None: all have the first, if there is
+                one.
         """
         count = tokens_M.shape[0]
         # Threads are read anew: a caller may have changed their number since. No result depends on it.
@@ -205,6 +212,7 @@ class Layers:
             positions_M,
             slots_M,
             places_M,
+            adapters_M,
             out,
         )
         return out

@@ -61,7 +61,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "draw": (*[c_void_p] * 2, *[c_long] * 3, c_float, c_int),
     "squares": (c_int, c_void_p, c_long, c_int),
     "adamw": (c_int, *[c_void_p] * 4, c_long, c_void_p, c_int),
-    "layers": (c_int, c_int, c_void_p, c_long, *[c_void_p] * 7),
+    "layers": (c_int, c_int, c_void_p, c_long, *[c_void_p] * 8),
     "layers_memory": (c_void_p,),
 }
 PANELS = "_whet_panels"

@@ -95,6 +95,7 @@ class Adapter:
         revision: Hub revision of that model; empty for the newest.
         sha256: Its `adapter_digest`.
         quantize: How the model that it was trained on was rounded as it was loaded; 'none' if it was not.
+        base_sha256: Hash of that model's files; None where it was not noted.
         config: Content of its adapter_config.json.
         pairs: By module of the model; of experts by parameter.
         saved: Whole tensors by parameter name (biases, modules_to_save).
@@ -107,9 +108,11 @@ class Adapter:
         pairs: dict[str, LoRAPair],
         saved: dict[str, torch.Tensor],
         quantize: Kind | Literal["none"] = "none",
+        base_sha256: str | None = None,
     ) -> None:
         self.folder, self.pairs, self.saved = folder, pairs, saved
         self.quantize: Kind | Literal["none"] = quantize
+        self.base_sha256 = base_sha256
         self.base = str(config.get("base_model_name_or_path") or "")
         revision = str(config.get("revision") or "")
         self.revision = "" if revision == "main" else revision

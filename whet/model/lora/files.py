@@ -58,7 +58,7 @@ MAX_PATTERN_CHARS, MAX_BRANCHES = (
 
 
 def find_model(init: str, adapter: str = "", *, weights: bool = True) -> tuple[Path, Adapter | None]:
-    """Find the base and the adapter that a user names.
+    """Find the base and the adapter that a user names; `find_models` takes several adapters.
 
     Args:
         init: A model (run folder, Hugging Face folder, hub name), or an adapter that names its base.
@@ -71,16 +71,20 @@ def find_model(init: str, adapter: str = "", *, weights: bool = True) -> tuple[P
     Raises:
         UserError: If something is missing or malformed, or both are adapters.
     """
+    names = named_adapters(adapter)
+    if len(names) > 1:
+        raise UserError(
+            f"policy.adapter = {adapter[:80]}: several adapters at once are for whet serve and whet.load; name one, or "
+            f"combine them: whet merge {' '.join(names.values())[:160]} --out FOLDER"
+        )
+    adapter = next(iter(names.values()), "")
     path = Path(init).expanduser()
     if not _is_adapter(path):
         folder = model_folder(init, weights=weights)
         if not _is_adapter(folder) and (path.exists() or (folder / "config.json").is_file()):
             found = read_adapter(adapter) if adapter else None
-            if found is not None and not _is_same(found, folder):
-                text = (
-                    f"policy.init = {init} is not, or no longer, the model that {found.folder} was trained on"
-                )
-                warnings.warn(f"{text} ({found.base})", stacklevel=2)
+            if found is not None:
+                _warn_of_other_base(found, init, folder)
             return folder, found
     if adapter:
         raise UserError(
@@ -108,6 +112,65 @@ def find_model(init: str, adapter: str = "", *, weights: bool = True) -> tuple[P
     return base, found
 
 
+def named_adapters(text: str) -> dict[str, str]:
+    """Read what `policy.adapter` names: `math=runs/a,code=runs/b`, or folders alone, whose last parts are the names.
+
+    Returns:
+        Folders or hub names, by name.
+
+    Raises:
+        UserError: If a name is given twice, or something is missing.
+    """
+    if not text or Path(text).expanduser().exists():  # a folder may have a comma in its name
+        return {Path(text).expanduser().resolve().name: text} if text else {}
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        name, sign, source = part.strip().partition("=")
+        source = source if sign else name
+        name = name if sign else Path(name).expanduser().resolve().name
+        if not name or not source:
+            raise UserError(
+                f"policy.adapter = {text[:80]!r}: expected folders, or name=folder, between commas"
+            )
+        if name in found:
+            raise UserError(
+                f"policy.adapter: two adapters are called {name[:40]!r}; name them: first={found[name]},second={source}"
+            )
+        found[name] = source
+    return found
+
+
+def find_models(
+    init: str, adapters: Mapping[str, str], *, weights: bool = True
+) -> tuple[Path, dict[str, Adapter]]:
+    """Find the base and several adapters.
+
+    Args:
+        init: A model (run folder, Hugging Face folder, hub name).
+        adapters: Folders or hub names, by name.
+        weights: False to download no weights of the base.
+
+    Returns:
+        The base's folder, and the adapters by name.
+
+    Raises:
+        UserError: If something is missing or malformed, or `init` is an adapter.
+    """
+    folder, own = find_model(init, weights=weights)
+    if own is not None:
+        raise UserError(f"policy.init = {init!r} is an adapter itself: give the base of all of them there")
+    found = {name: read_adapter(source) for name, source in adapters.items()}
+    for adapter in found.values():
+        _warn_of_other_base(adapter, init, folder)
+    return folder, found
+
+
+def _warn_of_other_base(adapter: Adapter, init: str, folder: Path) -> None:
+    if not _is_same(adapter, folder):
+        text = f"policy.init = {init} is not, or no longer, the model that {adapter.folder} was trained on"
+        warnings.warn(f"{text} ({adapter.base})", stacklevel=4)
+
+
 def _is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
@@ -126,7 +189,7 @@ def _relative_base(folder: Path) -> Path | None:
 
 def _is_same(adapter: Adapter, base: Path) -> bool:
     """Say whether a base has the files that an adapter was trained on, as far as that was noted."""
-    noted = _noted(adapter.folder).get("sha256")
+    noted = adapter.base_sha256
     return noted is None or noted == describe_model(str(base))["sha256_of_all"]
 
 
@@ -178,10 +241,11 @@ def read_adapter(source: str | Path) -> Adapter:
             f"{folder}: {idle} of {len(pairs)} changes are all zero: was the adapter trained, and saved completely?",
             stacklevel=2,
         )
-    rounded = _noted(folder).get("quantize", "none")
+    noted = _noted(folder)
+    rounded, sha256 = noted.get("quantize", "none"), noted.get("sha256")
     if rounded not in ("none", *KINDS):
         raise UserError(f"{folder / BASE}: quantize = {str(rounded)[:40]!r}: expected {' or '.join(KINDS)}")
-    return Adapter(folder, config, pairs, saved, rounded)
+    return Adapter(folder, config, pairs, saved, rounded, None if sha256 is None else str(sha256))
 
 
 def _adapter_folder(source: str | Path) -> Path:

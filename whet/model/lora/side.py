@@ -150,14 +150,15 @@ class Side(nn.Module):
             layer: The layer.
         """
         if self.magnitude is None:
-            return self._added(x, layer.product(x, layer.bias))
-        y = self._added(x, layer.product(x, None))
+            return self.added(x, layer.product(x, layer.bias))
+        y = self.added(x, layer.product(x, None))
         out = y.to(self.magnitude.dtype) * (self.magnitude / self._lengths(layer))
         return (out if layer.bias is None else out + layer.bias).to(y.dtype)
 
-    def _added(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def added(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return a product y of x with what the adapter adds, DoRA's lengths left out."""
         if self.start is not None:
-            y = self.start._added(x, y)
+            y = self.start.added(x, y)
         return dispatch.run(eager.low_rank, x, y, self.lora_A, self.lora_B, self.scaling)
 
     def delta(self) -> torch.Tensor:
