@@ -83,10 +83,12 @@ DRY = {
     "diagnose": "measures a step for a minute: tests/inspect/test_diagnose.py",
     "profile": "measures a step for a minute: tests/inspect/test_profile_program.py",
     "push": "has a hub of its own: tests/serve/test_push.py",
+    "merge": "needs two adapters of one base: tests/model/test_merging.py",
 }
 """Commands that are checked by `--dry-run`, and why."""
 
 DRY_LINES = {
+    "serve BASE --policy.adapter": "needs two adapters of one base: tests/generate/test_several.py",
     "rl demo --rewards judge": "asks a judge's server",
     "rl demo-distill --teacher.init": "asks a teacher's server",
     "rl demo --track tensorboard wandb": "starts wandb's service",

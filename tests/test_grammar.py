@@ -301,6 +301,7 @@ def test_every_command_that_takes_a_run_finds_it_and_says_the_same_where_there_i
         ("rl", "own", "--teacher.init", "demo-rl", "--algo", "distill"): "teacher",
         ("compare", "demo-rl", "latest"): "models",
         ("probe", "demo-rl"): "models",
+        ("merge", "demo-rl", "latest", "--out", "merged"): "adapters",
     }.items():
         status, out, err = told(capsys, *words, "--print-config")
         value = yaml.safe_load(out)[field]

@@ -94,6 +94,8 @@ def load(name: str) -> Program:
             from whet.serve.hub import PULL as PROGRAM
         case "quantize":
             from whet.compress.quantize.quantize import PROGRAM
+        case "merge":
+            from whet.compress.merge import PROGRAM
         case "plan":
             from whet.inspect.memory.plan import PROGRAM
         case "diagnose":
@@ -148,6 +150,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "compress": {
         "quantize": "a smaller model: each layer in 4, 8 or 16 bits, as measured on a task",
+        "merge": "several LoRA adapters of one base into one, weighted: exact, linear, TIES, DARE",
     },
     "check": {
         "plan": "peak memory of a recipe by phase, before it runs, and what fits a device",
@@ -177,6 +180,7 @@ ARGUMENTS = {
     **dict.fromkeys(("chat", "serve", "quantize", "export"), "MODEL"),
     **dict.fromkeys(("compare", "probe"), "MODEL ..."),
     **dict.fromkeys(("audit", "data"), "TASK"),
+    "merge": "ADAPTER ADAPTER",
     "runs": "[FOLDER]",
     "push": "RUN OWNER/NAME",
     "pull": "OWNER/NAME",

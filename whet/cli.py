@@ -80,6 +80,8 @@ _FOREIGN = {
 """What other libraries call a field: a suggestion, no second name."""
 _RUNS: dict[str, bool] = {
     "policy.init": True,
+    "policy.adapter": True,
+    "adapters": True,
     "teacher.init": True,
     "reward_model": True,
     "models": True,
@@ -379,10 +381,19 @@ def _name_runs(cls: type[Any], data: dict[str, Any], find_run: FindRun) -> None:
         for part in outer:
             group = (group or {}).get(part)
         value = (group or {}).get(last)
-        if isinstance(value, str) and value:
+        if last == "adapter" and isinstance(value, str) and ("," in value or "=" in value):
+            group[last] = ",".join(_name_adapter(part, find_run) for part in value.split(","))
+        elif isinstance(value, str) and value:
             group[last] = find_run(value, of_model)
         elif isinstance(value, list):
             group[last] = [find_run(item, of_model) if isinstance(item, str) else item for item in value]
+
+
+def _name_adapter(text: str, find_run: FindRun) -> str:
+    """Put a folder in the place of a run's short name in `math=demo-lora`, or in `demo-lora`, which stays its name."""
+    name, sign, source = text.strip().rpartition("=")
+    found = find_run(source, True)
+    return f"{name if sign else source}={found}" if sign or found != source else text.strip()
 
 
 def guard(function: Callable[[], int | None]) -> int:

@@ -186,19 +186,21 @@ def test_what_cannot_stand_together_is_refused_in_one_line(case: str, home: Path
         (tmp_path / "code").rename(tmp_path / "former")
         (tmp_path / "whole").rename(tmp_path / "code")
     with pytest.raises(UserError) as refusal:
-        if case == "twice":
-            named_adapters(f"{tmp_path}/math,{tmp_path}/former/math")
-        elif case == "elsewhere":
-            text = f"{tmp_path}/math,{tmp_path}/code"
-            load_policy(PolicyConfig(init=str(tmp_path / "base"), adapter=text), seed=0)
-        elif case == "base":
-            text = f"{tmp_path}/math,{tmp_path}/code"
-            load_policy(PolicyConfig(init=str(tmp_path / "math"), adapter=text), seed=0, several=True)
-        else:
-            policy = load(tmp_path, "math code")
-            draw(policy, ["chess"], named=True)
+        ask_for(case, tmp_path)
     assert REFUSED[case] in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def ask_for(case: str, folder: Path) -> None:
+    both = f"{folder}/math,{folder}/code"
+    if case == "twice":
+        named_adapters(f"{folder}/math,{folder}/former/math")
+    elif case == "elsewhere":
+        load_policy(PolicyConfig(init=str(folder / "base"), adapter=both), seed=0)
+    elif case == "base":
+        load_policy(PolicyConfig(init=str(folder / "math"), adapter=both), seed=0, several=True)
+    else:
+        draw(load(folder, "math code"), ["chess"], named=True)
 
 
 def test_the_server_takes_the_adapter_from_the_models_name(home: Path) -> None:

@@ -15,8 +15,8 @@ from whet.kernels.cpu.head import RowState
 from whet.kernels.cpu.layers import Layers, Side
 from whet.model.config import options
 from whet.model.lora.several import Mixed
-from whet.model.lora.side import sides_of
 from whet.model.lora.side import Side as LoRASide
+from whet.model.lora.side import sides_of
 from whet.model.parts import MLP, Linear
 from whet.model.quant import packed_parts
 from whet.model.transformer import SIDE_NAMES, DecoderLayer, LanguageModel, LlamaLike

@@ -61,8 +61,8 @@ class PolicyConfig:
     """Run folder, Hugging Face folder or hub name, or a LoRA adapter that names its base; empty for random weights of
     the shape `model`."""
     adapter: str = ""
-    """LoRA adapter on `init` (run that trained one, folder of the peft library, or hub name); empty for none. Several for
-    whet serve, which clients choose by name: math=runs/a,code=runs/b."""
+    """LoRA adapter on `init` (run that trained one, folder of the peft library, or hub name); empty for none. Several
+    for whet serve, which clients choose by name: math=runs/a,code=runs/b."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Shape when the weights are random; vocab_size is set from the tokenizer."""
     tokenizer: str = ""
