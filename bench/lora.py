@@ -6,7 +6,8 @@ Rank 16 beside all of the layers' matrices, alpha 32, no dropout, on both sides.
 `sft_step.py` (32 sequences of 32 to 256 tokens, TRL padded, by length or packed, whichever is fastest), the GRPO step
 that of `grpo_step.py` (same prompts, number of samples and of new tokens, rewards and updates). Memory is the peak
 resident memory of two GRPO steps above what the process held after its imports, in a process of its own (--quick
-leaves it out).
+leaves it out). "Several adapters" compares whet with itself: the same 32 prompts and 64 new tokens each, with four
+adapters in one batch and with one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,17 @@ import grpo_step
 import memory
 import sft_step
 import sides
+import torch
 
-from whet.model.lora.side import LoRAConfig
+from whet.generate.engine import Request
+from whet.generate.sampling import SamplingParams
+from whet.model.lora.files import read_adapter
+from whet.model.lora.several import Several
+from whet.model.lora.side import LoRAConfig, sides_of
 
 LORA = LoRAConfig(rank=16)
 TARGET, MEMORY_TARGET = 2.0, 1.0
+NUM_ADAPTERS, ROWS, NEW_TOKENS, SLOWER_TARGET = 4, 32, 64, 1.3
 CASES = {
     "a": grpo_step.Case("a", 8, 8, 64, TARGET),
     "b": grpo_step.Case("b", 8, 8, 64, TARGET),
@@ -142,8 +151,45 @@ def compare_memory(model: str, home: Path) -> dict[str, Any]:
     return {"work": "memory", "peer": "TRL and peft, float32", "share": share, "gib": above}
 
 
+def time_several(model: str, home: Path, repeats: int) -> dict[str, Any]:
+    """Time decoding with several adapters in one batch, and with one, alternately; return seconds and their ratio."""
+    dtype = torch.bfloat16 if sides.auto_precision(model).startswith("bfloat16") else torch.float32
+    names = [f"{home.name}-adapter-{number}" for number in range(NUM_ADAPTERS)]
+    for seed, name in enumerate(names):
+        made = sides.load_whet(home, dtype=dtype, lora=LORA)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _, side in sides_of(made.model):
+                side.lora_B.normal_(0, 0.01, generator=generator)
+        assert made.trained is not None
+        made.trained.write(home.parent / name)
+    one, four = (sides.load_whet(home, dtype=dtype, max_rows=ROWS) for _ in range(2))
+    adapter = read_adapter(home.parent / names[0])
+    adapter.apply(adapter.fit(one.model))
+    four.several = Several({name: read_adapter(home.parent / name) for name in names})
+    four.several.apply(four.model)
+    prompts = sides.draw_prompts(ROWS, 8, 24, sides.SHAPES[model].vocab_size)
+    alone = [Request(prompt_ids=ids, seeds=(place,)) for place, ids in enumerate(prompts)]
+    mixed = [replace(request, adapter=names[place % NUM_ADAPTERS]) for place, request in enumerate(alone)]
+    params = SamplingParams(max_new_tokens=NEW_TOKENS)
+    seconds: dict[str, list[float]] = {"one": [], "several": []}
+    for turn in range(repeats + 1):
+        for kind, policy, requests in (("one", one, alone), ("several", four, mixed)):
+            began = time.perf_counter()
+            drawn = policy.engine(stops=False).generate(requests, params)
+            if turn:  # the first of each warms up
+                seconds[kind].append(time.perf_counter() - began)
+            assert sum(len(done.ids) for row in drawn for done in row) == ROWS * NEW_TOKENS
+    ratios = [b / a for a, b in zip(seconds["one"], seconds["several"], strict=True)]
+    return {"work": "several adapters", "dtype": str(dtype).removeprefix("torch."), "seconds": seconds} | {
+        "ratio": statistics.median(ratios),
+        "range": [min(ratios), max(ratios)],
+        "target": SLOWER_TARGET,
+    }
+
+
 def main() -> None:
-    """Print three lines per model."""
+    """Print four lines per model."""
     parser = sides.parser(__doc__)
     parser.add_argument("--side", help="run one side in this process and print its memory")
     parser.add_argument("--folder", type=Path)
@@ -162,6 +208,14 @@ def main() -> None:
                 rows.append(row)
                 text = f"LoRA {row['work']} step {model}: {sides.times(row)} the speed of {row['peer']}"
                 print(f"{text} (target {TARGET}x), medians of {repeats} alternating steps", flush=True)
+            row = {"model": model, **time_several(model, home, max(repeats, 5))}
+            rows.append(row)
+            one, several = (statistics.median(row["seconds"][kind]) for kind in ("one", "several"))
+            print(
+                f"several adapters {model}: {row['ratio']:.2f} ({row['range'][0]:.2f} to {row['range'][1]:.2f}) times "
+                f"the time of one adapter ({several:.3f} s, {one:.3f} s; {row['dtype']}; target {SLOWER_TARGET}x)",
+                flush=True,
+            )
             if not arguments.quick:
                 row = {"model": model, **compare_memory(model, home), "target": MEMORY_TARGET}
                 rows.append(row)
