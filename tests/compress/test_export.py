@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from whet.compress.export import export as program
 from whet.compress.export import gguf, parity, runtimes
-from whet.compress.export.export import ExportConfig, export, main
+from whet.compress.export.export import ExportConfig, export, main, next_steps
 from whet.compress.export.prompt import go_template, whole_template
 from whet.compress.export.vocabulary import CONTROL, express
 from whet.generate.policy import Policy, PolicyConfig, load_policy
@@ -319,3 +319,19 @@ def test_differences_of_distributions_are_the_formula_s() -> None:
     assert found["kl"] == pytest.approx(0.25 * np.log(2))
     assert found["top1_agreement"] == 0
     assert found["greedy_equal"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        ("hf", "whet serve 'my out' | vllm serve 'my out'"),
+        ("merged", "whet serve 'my out' | vllm serve 'my out'"),
+        ("adapter", "whet serve 'my out' | whet merge 'my out' OTHER_ADAPTER --out FOLDER"),
+        ("gguf", "llama-cli -m 'my out/model.gguf'"),
+        ("ollama", "ollama create my-out -f 'my out/Modelfile' && ollama run my-out"),
+        ("mlx", "mlx_lm.generate --model 'my out' --prompt TEXT"),
+    ],
+)
+def test_each_export_names_what_one_does_with_it(kind: Any, step: str) -> None:
+    config = ExportConfig(policy=PolicyConfig(init="model"), to=kind, out="my out")
+    assert next_steps(config) == f"next: {step}"

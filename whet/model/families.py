@@ -1163,7 +1163,7 @@ def _refuse_foreign(data: Mapping[str, Any], architecture: str, where: str) -> N
         raise UserError(
             f"{where}: quantization_config ({str(method or 'unnamed')[:40]}): the weights are quantised in a form that "
             "is not supported (bitsandbytes' NF4 and int8, and whet's own, are); use the folder with bfloat16 or "
-            "float32 weights"
+            "float32 weights, which whet rounds itself (--policy.quantize nf4)"
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -119,6 +121,7 @@ def main(config: ExportConfig) -> None:
     print("\n".join(lines(report)), flush=True)
     if report["verdict"] == "failed":
         raise SystemExit(1)
+    print(next_steps(config))
 
 
 def export(config: ExportConfig) -> dict[str, Any]:
@@ -422,6 +425,21 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     rows += [f"  note: {note}" for note in report["notes"]]
     rows += [f"  FAILED: {line}" for line in report["failures"]]
     return [*rows, f"verdict: {report['verdict']}"]
+
+
+def next_steps(config: ExportConfig) -> str:
+    """Say what one does with an export; the commands can be pasted."""
+    out = shlex.quote(config.out)
+    name = shlex.quote(re.sub(r"[^a-z0-9_.-]", "-", Path(config.out).resolve().name.lower()))
+    steps = {
+        "hf": f"whet serve {out} | vllm serve {out}",
+        "merged": f"whet serve {out} | vllm serve {out}",
+        "adapter": f"whet serve {out} | whet merge {out} OTHER_ADAPTER --out FOLDER",
+        "gguf": f"llama-cli -m {shlex.quote(str(Path(config.out) / 'model.gguf'))}",
+        "ollama": f"ollama create {name} -f {shlex.quote(str(Path(config.out) / 'Modelfile'))} && ollama run {name}",
+        "mlx": f"mlx_lm.generate --model {out} --prompt TEXT",
+    }
+    return f"next: {steps[config.to]}"
 
 
 PROGRAM = Program(config_class=ExportConfig, main=main, positional="policy.init")

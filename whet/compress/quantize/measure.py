@@ -224,28 +224,40 @@ def matrix_errors(
         spots: Places of super weights, which stay exact, by name.
         kind: The kind.
     """
-    deltas: dict[str, list[torch.Tensor]] = {}
-    weights: dict[str, list[torch.Tensor]] = {}
+    own_places = places(model)
+    packs: dict[str, list[PackedMatrix]] = {}
     found: dict[str, tuple[float, float]] = {}
-    for name, place in places(model).items():
-        full = [matrix.float() for matrix in place.matrices()]
-        packed = [PackedMatrix.of(matrix, kind, spots=spots.get(name)) for matrix in full]
-        delta = [own.dense(torch.float32) - matrix for own, matrix in zip(packed, full, strict=True)]
-        if place.transposed:
-            full, delta = ([matrix.t() for matrix in rows] for rows in (full, delta))
-        deltas[name], weights[name] = delta, full
-        sizes = [float(matrix.norm()) for matrix in full]
-        weight = max(float(d.norm()) / max(size, 1e-30) for d, size in zip(delta, sizes, strict=True))
-        rows = zip(delta, full, inputs[name], strict=True)
-        found[name] = weight, max(activation_error(d, w, own.moments) for d, w, own in rows)
+
+    def change(name: str, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a matrix and its error as [outputs, inputs]: dense for one matrix at a time, not for a whole model."""
+        place = own_places[name]
+        full = place.matrices()[expert].float()
+        delta = packs[name][expert].dense(torch.float32) - full
+        return (full.t(), delta.t()) if place.transposed else (full, delta)
+
+    for name, place in own_places.items():
+        packs[name] = [
+            PackedMatrix.of(matrix.float(), kind, spots=spots.get(name)) for matrix in place.matrices()
+        ]
+        rows: list[tuple[float, float]] = []
+        for expert, own in enumerate(inputs[name]):
+            full, delta = change(name, expert)
+            rows.append(
+                (
+                    float(delta.norm()) / max(float(full.norm()), 1e-30),
+                    activation_error(delta, full, own.moments),
+                )
+            )
+        found[name] = max(weight for weight, _ in rows), max(activation for _, activation in rows)
 
     worst: dict[str, float] = dict.fromkeys(found, 0.0)
     norms: dict[str, list[torch.Tensor]] = {name: [] for name in found}
 
     def see(name: str, expert: int, x_ND: torch.Tensor) -> None:
         x = x_ND.float()
-        worst[name] = max(worst[name], float((x @ deltas[name][expert].t()).norm(dim=-1).max()))
-        own = (x @ weights[name][expert].t()).norm(dim=-1)
+        full, delta = change(name, expert)
+        worst[name] = max(worst[name], float((x @ delta.t()).norm(dim=-1).max()))
+        own = (x @ full.t()).norm(dim=-1)
         norms[name].append(own[own > 0])  # rows of zeros only fill a product up
 
     with observed(model, see):

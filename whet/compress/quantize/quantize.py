@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -184,6 +185,11 @@ def main(config: QuantizeConfig) -> None:
     page.draw(folder, content)
     page.write_page(folder, content)
     print(f"\n{page.as_text(content)}\n\ndone: {folder}  (page: {folder / 'quantize.html'})")
+    out = shlex.quote(str(folder))
+    print(
+        f"next: whet sft RECIPE --policy.init {out} --lora.rank 16 | whet serve {out} | "
+        f"whet export {out} --to gguf --out FOLDER"
+    )
 
 
 def _rows(policy: Policy, task: Task, split: str, count: int) -> list[Problem]:

@@ -101,7 +101,7 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
     found: dict[str, int] = {}
     with meter:
         if isinstance(meter, LiveTensors):
-            for tensor in policy.model.parameters():
+            for tensor in (*policy.model.parameters(), *policy.model.buffers()):
                 meter.add(tensor)
         optimizer = Optimizer(policy.model, run.optim)
         step = _metered(optimizer, meter, found)

@@ -24,7 +24,7 @@ from whet.kernels.cpu.attention import TILE
 from whet.kernels.cpu.head import KEEP_BYTES
 from whet.kernels.cpu.ops import CHANNELS, QUANTUM
 from whet.kernels.dispatch import OPERATIONS, Operation
-from whet.kernels.eager import LANES, SLICE
+from whet.kernels.eager import LANES, RANKS, SLICE
 from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
@@ -37,8 +37,11 @@ from whet.model.attention import (
 from whet.model.checkpointing import CheckpointKind
 from whet.model.config import LayerSpec, ModelConfig, has_own_rules, kv_shape
 from whet.model.experts import ROW_QUANTUM as EXPERT_ROWS
-from whet.model.quant import packed_size, places
+from whet.model.lora.side import LoRAConfig, choose
+from whet.model.lora.trained import modules_to_save
+from whet.model.quant import Kind, packed_size, places
 from whet.model.recurrence import CHUNK as STEPS
+from whet.model.transformer import SIDE_NAMES
 from whet.model.weights import build_model
 from whet.train.optim import adam8bit
 from whet.train.optim.adam8bit import BLOCK, MIN_NUMBERS
@@ -85,6 +88,8 @@ class Workload:
         num_requests: Different prompts of a rollout.
         kept_gib: Memory for activations that the sampler keeps for the update; 0 if it keeps none.
         quantize: Kind that the layers' matrices are rounded to as they are loaded, or none.
+        kinds: Of a folder of `whet quantize` the kind of each matrix, by name without '.weight'.
+        lora: Adapters that are trained in place of the weights; rank 0 for none.
     """
 
     shape: ModelConfig
@@ -117,6 +122,8 @@ class Workload:
     num_requests: int = 0
     kept_gib: float = 0.0
     quantize: Literal["none", "nf4", "int8"] = "none"
+    kinds: tuple[tuple[str, str], ...] = ()
+    lora: LoRAConfig = LoRAConfig()
 
     @property
     def micro_sequences(self) -> int:
@@ -152,6 +159,7 @@ class Workload:
         is_plain = (
             self.checkpoint is None and not self.precision.endswith("_autocast") and is_known(self.shape)
         )
+        is_plain = is_plain and not self.lora.dora and self.lora.init == "default" and not packed_kinds(self)
         if not (is_fused and is_plain):
             return 0
         prompt = self.length - self.num_trained
@@ -226,7 +234,21 @@ def saved_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec = P
     if block.input_width:  # the gate, its activation, their product, and the norm after it
         per_token += work.product_bytes * (2 * _padded(block.input_width) + block.input_width)
         per_token += _after_bytes(work, "norm")
+    per_token += _adapter_row(work)
     return tokens * per_token + _mixer_bytes(work, tokens, sequences, spec) + feed_bytes(work, tokens, spec)
+
+
+def _adapter_row(work: Workload) -> int:
+    """Return the bytes per token that the adapters of a layer save: what is between A and B, of 16-bit inputs what
+    PyTorch's products read, too."""
+    if not work.lora.rank:
+        return 0
+    numbers = sum(
+        round_up(size[0], RANKS) + (0 if work.is_native or work.parameter_bytes == 4 else size[1])
+        for name, size in trained_shapes(work)
+        if name.endswith("lora_A")
+    )
+    return 4 * numbers // work.shape.num_layers
 
 
 def _after_bytes(work: Workload, name: str) -> int:
@@ -482,6 +504,8 @@ def backward_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec 
         attention += tokens * a * (2 * heads + 2 * keys)
         if is_exact(work, spec):
             attention += rows.tile * (4 if work.score_bytes == 4 else 6)
+    if work.lora.rank:  # an adapter's backward pass: the gradient in float32, and its own part of the input's
+        mlp += tokens * (4 * shape.intermediate_size * (a == 2) + a * shape.hidden_size)
     if spec.mixer == "convolution":
         attention = tokens * (residual + a * (3 + 2 * shape.block.kernel) * shape.hidden_size)
     if spec.mixer == "delta" and s is not None:  # the states of a chunk's steps, before and after decay
@@ -520,6 +544,46 @@ def parameter_shapes(shape: ModelConfig) -> tuple[tuple[str, torch.Size], ...]:
 def parameter_sizes(shape: ModelConfig) -> tuple[int, ...]:
     """Return the number of elements of every parameter; a tied head counts once."""
     return tuple(size.numel() for _, size in parameter_shapes(shape))
+
+
+@cache
+def trained_shapes(work: Workload) -> tuple[tuple[str, torch.Size], ...]:
+    """Return the name and the shape of every tensor that is trained: all parameters, or adapters in their place."""
+    if not work.lora.rank:
+        return parameter_shapes(work.shape)
+    with torch.device("meta"):
+        model = build_model(work.shape)
+    found: list[tuple[str, torch.Size]] = []
+    targets = choose(model, work.lora)
+    for target in targets:
+        (rows, columns), width = target.shape, work.lora.rank * target.count
+        name = f"{target.name}.side"
+        found += [
+            (f"{name}.lora_A", torch.Size((width, columns))),
+            (f"{name}.lora_B", torch.Size((rows, width))),
+        ]
+        if work.lora.dora:
+            found.append((f"{name}.magnitude", torch.Size((rows,))))
+    for name, module in modules_to_save(model, work.lora, targets):
+        found += [(f"{name}.{part}", p.shape) for part, p in module.named_parameters()]
+    return tuple(found)
+
+
+def _trained_bytes(work: Workload, name: str) -> int:
+    """Return the bytes per number of a trained tensor: those of adapters are float32 whatever the base is."""
+    return 4 if name.endswith(SIDE_NAMES) else work.parameter_bytes
+
+
+def gradient_bytes(work: Workload) -> list[int]:
+    """Return the bytes of the gradient of every tensor that is trained."""
+    return [size.numel() * _trained_bytes(work, name) for name, size in trained_shapes(work)]
+
+
+def adapter_bytes(work: Workload) -> int:
+    """Return the bytes of the adapters' own tensors; PiSSA keeps where they started."""
+    own = [(name, 4 * size.numel()) for name, size in trained_shapes(work) if name.endswith(SIDE_NAMES)]
+    start = sum(size for name, size in own if "magnitude" not in name) if work.lora.init == "pissa" else 0
+    return start + sum(size for _, size in own)
 
 
 def sharded_budget(num_parameters: int, num_devices: int) -> dict[str, float]:
@@ -588,7 +652,7 @@ def phases(work: Workload) -> list[Phase]:
     found.append(Phase("backward", kept | _backward(work, sizes) | beside))
     if work.is_native:
         packed = {"packed weights": packed_bytes(work, in_training=True)}
-    found.append(Phase("optimizer step", kept | packed | _update(work, sizes)))
+    found.append(Phase("optimizer step", kept | packed | _update(work)))
     return found
 
 
@@ -652,9 +716,16 @@ def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     shape, model = work.shape, weight_bytes(work)
     state = 0 if work.offload_state else state_bytes(work)
     tables = table_bytes(work) * shape.max_positions
-    parts = {"weights": model + tables, "optimizer": state}
+    own = adapter_bytes(work)
+    parts = {"weights": model + tables} | ({"adapters": own} if own else {}) | {"optimizer": state}
     if work.overlap != "off":
         parts["sampler"] = packed_bytes(work) + (model + tables if work.overlap == "async" else 0)
+    if work.lora.rank:  # reference and critic share the base; a reference at the start is the base
+        if work.has_critic:
+            parts["critic"] = (
+                own + state + (0 if shape.tie_embeddings else packed_bytes(work, has_head=False))
+            )
+        return parts
     if work.has_reference:
         parts["reference"] = model + tables + packed_bytes(work)
     if work.has_critic:
@@ -662,28 +733,45 @@ def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     return parts
 
 
+@cache
+def packed_kinds(work: Workload) -> Mapping[str, tuple[Kind, torch.Size, bool]]:
+    """Return the kind, the shape, and whether it is of experts, of each parameter that is stored in few bits."""
+    if work.quantize == "none" and not work.kinds:
+        return {}
+    with torch.device("meta"):
+        own = places(build_model(work.shape))
+    given = dict(work.kinds)
+    found: dict[str, tuple[Kind, torch.Size, bool]] = {}
+    for name, place in own.items():
+        kind = given.get(name.removesuffix(".weight"), "16-bit") if given else work.quantize
+        if kind in ("nf4", "int8"):
+            found[name] = kind, torch.Size(place.shape), place.is_experts
+    return found
+
+
 def weight_bytes(work: Workload) -> int:
     """Return the bytes of the model's parameters, or of what is stored in their place."""
-    shapes = dict(parameter_shapes(work.shape))
-    if work.quantize == "none":
-        return sum(size.numel() for size in shapes.values()) * work.parameter_bytes
-    with torch.device("meta"):
-        model = build_model(work.shape)
-    packed = {name: (place.shape, place.is_experts) for name, place in places(model).items()}
-    total = sum(size.numel() for name, size in shapes.items() if name not in packed) * work.parameter_bytes
-    for size, is_experts in packed.values():
+    packed = packed_kinds(work)
+    shapes = parameter_shapes(work.shape)
+    total = sum(size.numel() for name, size in shapes if name not in packed) * work.parameter_bytes
+    for kind, size, is_experts in packed.values():
         one = size[1:] if is_experts else size
-        total += packed_size(work.quantize, one) * (size[0] if is_experts else 1)
+        total += packed_size(kind, one) * (size[0] if is_experts else 1)
     return total
+
+
+def dense_bytes(work: Workload) -> int:
+    """Return the bytes of dense copies of what is stored in few bits, which a rollout keeps as memory allows."""
+    return sum(size.numel() for _, size, _ in packed_kinds(work).values()) * work.product_bytes
 
 
 def state_bytes(work: Workload) -> int:
     """Return the bytes of the optimizer's state, and of master weights beyond the parameters."""
     each = {"bfloat16_master": 2, "float16_master": 4}.get(work.precision, 0)
     total = 0
-    for name, size in parameter_shapes(work.shape):
+    for name, size in trained_shapes(work):
         count = size.numel()
-        total += each * count
+        total += 0 if name.endswith(SIDE_NAMES) else each * count  # adapters are their own master weights
         if work.optimizer == "adafactor":
             total += 4 * (count // size[-1] + count // size[-2] if len(size) > 1 else count)
             continue
@@ -715,19 +803,32 @@ def packed_bytes(work: Workload, *, has_head: bool = True, in_training: bool = F
     shape = work.shape
     total = sum(
         size
-        for layer, sizes in enumerate(_packed_layers(work))
+        for layer, sizes in enumerate(_packed_layers(work, in_training=in_training))
         for part, size in sizes.items()
         if not (in_training and _is_recomputed(work, layer, part))
     )
     head = round_up(shape.vocab_size, PANEL) * shape.hidden_size * work.parameter_bytes
-    return total + (head if has_head else 0)
+    own = 0 if in_training and work.checkpoint == "layer" else _adapter_panels(work)
+    return total + own + (head if has_head else 0)
 
 
-def _packed_layers(work: Workload) -> list[dict[str, int]]:
+def _adapter_panels(work: Workload) -> int:
+    """Return the bytes of the packed adapters, float32."""
+    if not work.lora.rank:
+        return 0
+    sizes = (size for name, size in trained_shapes(work) if name.endswith(SIDE_NAMES) and len(size) == 2)
+    count = sum(round_up(rows, PANEL) * round_up(width, QUANTUM) for rows, width in sizes)
+    return 4 * count * (2 if work.lora.init == "pissa" else 1)
+
+
+def _packed_layers(work: Workload, *, in_training: bool = False) -> list[dict[str, int]]:
     """Return for each layer the bytes of packed weights of its feed-forward part, and of the rest."""
     shape = work.shape
     layers = [{"mlp": 0, "attention": 0} for _ in range(shape.num_layers)]
+    few = packed_kinds(work) if in_training else {}  # dequantised for each use, and dropped
     for name, size in parameter_shapes(shape):
+        if name in few:
+            continue
         is_table = "embed" in name or "wte" in name or "wpe" in name or "lm_head" in name
         if len(size) == 2 and not is_table:
             # What stands outside the layers (Gemma 4's projection of inputs) counts with the first one.
@@ -767,6 +868,8 @@ def _rollout(work: Workload) -> dict[str, int]:
     if work.is_native:  # the prompts' logits, repeated for each row
         prefill = max(prefill, logits + work.num_prompts * vocabulary * 4)
     parts = {"activations": states + max(decode, prefill)}
+    if copies := dense_bytes(work):
+        parts["dense copies"] = copies
     if work.precision.endswith("_master") and work.device == "cpu" and not work.is_native:
         parts["float32 head"] = 4 * shape.vocab_size * shape.hidden_size
     return parts
@@ -789,31 +892,33 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     stored, again = _stored(work)
     frame = tokens * table_bytes(work) + _batch_bytes(work)
     ends = tokens * norm_bytes(work, 0) * shape.hidden_size + trained * residual
-    table = shape.vocab_size * shape.hidden_size
-    earlier = count if micro.count > 1 and not work.update_in_backward else 0
-    whole = max(sizes) if work.update_in_backward else max(count, earlier)
+    table, gradients = shape.vocab_size * shape.hidden_size * work.parameter_bytes, gradient_bytes(work)
+    if work.lora.rank:
+        table = 0  # frozen
+    earlier = sum(gradients) if micro.count > 1 and not work.update_in_backward else 0
+    whole = max(gradients) if work.update_in_backward else sum(gradients)
     # The peak is in the head (all activations, logits), in the last layer, or at the end (all gradients).
     inside = again + backward_bytes(work, tokens, micro.sequences, shape.layers[-1])
     packed = packed_bytes(work, in_training=True)
     one = max(
         sum(size for part, size in sizes.items() if _is_recomputed(work, layer, part))
-        for layer, sizes in enumerate(_packed_layers(work))
+        for layer, sizes in enumerate(_packed_layers(work, in_training=True))
     )
     moments = [
         {
             "activations": stored + frame + ends,
             "head": _head(work, trained),
-            "gradients": earlier * work.parameter_bytes,
+            "gradients": earlier,
             "packed weights": packed,
         },
         {
             "activations": stored + frame + inside,
-            "gradients": (earlier + table) * work.parameter_bytes,
+            "gradients": earlier + table,
             "packed weights": packed + (one if work.is_native else 0),
         },
         {
             "activations": _batch_bytes(work) + residual * tokens,
-            "gradients": (whole + table) * work.parameter_bytes,
+            "gradients": whole + table,
             "packed weights": packed,
         },
     ]
@@ -846,6 +951,8 @@ def _head(work: Workload, trained: int) -> int:
     larger."""
     shape, p = work.shape, work.parameter_bytes
     table, logits = shape.vocab_size * shape.hidden_size, _chunk_elements(work)
+    if work.lora.rank:
+        table = 0  # a frozen head has no gradient
     if work.is_native:
         if trained * shape.vocab_size * 4 <= KEEP_BYTES:
             logits = trained * round_up(shape.vocab_size, COLUMN_QUANTUM)
@@ -865,11 +972,13 @@ def _head(work: Workload, trained: int) -> int:
     return max(backward, 4 * 3 * logits)  # the forward pass measures the entropy
 
 
-def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
+def _update(work: Workload) -> dict[str, int]:
     """Return the bytes of gradients and of copies of them, if not read in place; or of unpacked moments."""
     parts = {"activations": _batch_bytes(work) if work.rows else 0}
     if work.update_in_backward:
         return parts
+    trained = trained_shapes(work)
+    sizes = [size.numel() for _, size in trained]
     count = sum(sizes)
     has_kernels = work.device == "cpu" and work.has_kernels
     if work.offload_state:
@@ -880,9 +989,7 @@ def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
         "muon",
         "galore",
     ):  # gradient and weights of a matrix, and what is computed from them
-        copies = (
-            4 * 3 * max(size.numel() for name, size in parameter_shapes(work.shape) if "embed" not in name)
-        )
+        copies = 4 * 3 * max(size.numel() for name, size in trained if "embed" not in name)
     elif work.adam_bits == 8:
         copies = 4 * CHUNK_COPIES * min(max(sizes), adam8bit.CHUNK)
     elif work.precision.endswith(
@@ -891,7 +998,7 @@ def _update(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
         copies = (4 if has_kernels else 12) * min(max(sizes), CHUNK[work.device])
     else:
         copies = 0 if has_kernels else 4 * count  # scaled by clipping
-    return parts | {"gradients": count * work.parameter_bytes + copies}
+    return parts | {"gradients": sum(gradient_bytes(work)) + copies}
 
 
 def _chunk_elements(work: Workload) -> int:

@@ -34,6 +34,9 @@ from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig
 from whet.model.families import RopeFactors, from_hf
 from whet.model.files import find_files, is_hub_name, read_json
+from whet.model.lora.adapter import CONFIG
+from whet.model.lora.files import find_model
+from whet.model.quant import QUANTIZATION
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import model_folder
 from whet.schema import find_schema
@@ -42,6 +45,7 @@ from whet.train.fit import FIT_ATTENTION
 from whet.train.optim.precision import resolve_precision
 from whet.train.optim.step import dtypes, parameter_dtype
 from whet.train.rl_config import RLConfig
+from whet.train.session import train_adapters
 from whet.train.sft import SFTConfig
 from whet.types import UserError
 
@@ -161,7 +165,10 @@ def main(config: PlanConfig) -> None:
     run = read_recipe(config)
     policy = None
     if config.measure:
-        policy = load_policy(run.policy, seed=run.seed, **dtypes(run.optim.precision))
+        merge = not run.lora.rank
+        policy = load_policy(run.policy, seed=run.seed, merge=merge, **dtypes(run.optim.precision))
+        if run.lora.rank:
+            train_adapters(policy, run)
         if config.device not in ("auto", policy.device.type):
             raise UserError(
                 f"device = {config.device} with measure: the step runs on {policy.device.type}; leave it out"
@@ -228,7 +235,7 @@ def find_shape(source: str, rope_factors: RopeFactors = "auto") -> ModelConfig:
         ):
             path = find_files(source, ["config.json"])["config.json"]
         else:
-            path = model_folder(source) / "config.json"
+            path = _stored_base(source) / "config.json"
     except UserError as error:
         known = (name for name in SHAPES if name.rpartition("/")[2].lower() in source.lower())
         start = next(known, "FOLDER, or a hub name")
@@ -286,6 +293,8 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         num_sequences=0,
         token_budget=budget,
         quantize=run.policy.quantize,
+        kinds=stored_kinds(run.policy.init),
+        lora=run.lora,
     )
     if isinstance(run, SFTConfig):
         return replace(shared, num_sequences=run.batch_size)
@@ -311,6 +320,28 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         num_requests=run.num_prompts,
         kept_gib=run.kept_gib if run.overlap.mode == "off" and not run.off_policy.staleness else 0.0,
     )
+
+
+def _stored_base(source: str) -> Path:
+    """Return the folder of a model on this machine, of an adapter its base's."""
+    own = Path(source).expanduser()
+    folder = own if (own / CONFIG).is_file() else model_folder(source)
+    is_adapter = (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+    return find_model(source, weights=False)[0] if is_adapter else folder
+
+
+def stored_kinds(init: str) -> tuple[tuple[str, str], ...]:
+    """Return the kind of each matrix of a folder that `whet quantize` wrote, or of an adapter's base; none for other
+    models."""
+    if not init or not Path(init).expanduser().exists():
+        return ()
+    path = _stored_base(init) / QUANTIZATION
+    if not path.is_file():
+        return ()
+    layers = read_json(path).get("layers")
+    if not isinstance(layers, dict):
+        raise UserError(f"{path}: no layers in it; write the folder again with whet quantize")
+    return tuple((str(name), str(kind)) for name, kind in layers.items())
 
 
 def _device_type(policy: PolicyConfig) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import psutil
 import torch
@@ -13,6 +14,7 @@ from whet.generate.policy import resolve_device
 from whet.inspect.memory.phases import GIB, Workload, fit, peak
 from whet.inspect.memory.plan import PlanConfig, policy_shape, workload
 from whet.inspect.sweep.worker import free_memory
+from whet.model.lora.side import LoRAConfig
 from whet.train.dpo import DPOConfig
 from whet.train.optim.step import lean
 from whet.train.rft import RFTConfig
@@ -26,6 +28,8 @@ SAMPLE_BYTES = 1_400
 """Least that a sample takes until its step ends: 1,389 bytes of Python's heap were measured, 12 tokens long."""
 SHARE = 0.8
 """Share of a machine's whole memory that a recipe of one's own is sized for: the rest is others', and the system's."""
+ADAPTER_RANK, ADAPTER_LR = 16, 1e-4
+"""Of an adapter that takes the place of weights that do not fit; rates of whole weights are a tenth of an adapter's."""
 ROW_TOKENS = 1024
 """Tokens of a row of fine-tuning data, for sizing: most have fewer, and a longer one gets its own micro-batch."""
 
@@ -65,9 +69,10 @@ def check_room(config: TrainConfig) -> list[str]:
     )
     least = replace(least, num_prompts=min(work.num_prompts, 1), num_requests=min(work.num_requests, 1))
     if (need := peak(least)) > free:
+        advice = "--policy.quantize nf4" if config.lora.rank else "--optim lean, --lora.rank 16"
         raise UserError(
             f"the model with its gradients and optimizer needs {need / GIB:.1f} GiB, and {free / GIB:.1f} GiB of "
-            f"{what} are free: try --optim lean, or a smaller model (`whet plan` shows each part)"
+            f"{what} are free: try {advice}, or a smaller model (`whet plan` shows each part)"
         )
     if (need := peak(work)) > free and (found := fit(replace(work, kept_gib=0.0), free)) is not None:
         rows = f" --policy.max-rows {found.rows}" if work.rows else ""
@@ -79,10 +84,12 @@ def check_room(config: TrainConfig) -> list[str]:
 
 
 def sized(config: Trained, typed: Collection[str]) -> Trained:
-    """Fit a recipe of one's own to this machine: micro-batches and rows, then the lean optimizer where it must be.
+    """Fit a recipe of one's own to this machine: micro-batches and rows; where it must be, the lean optimizer; where
+    all weights cannot be trained at all, an adapter in their place, at last beside a base in 4 bits.
 
-    None of it changes what is learned from which rows; the lean optimizer rounds (`whet.train.optim.step.lean`). It
-    goes by the whole memory of the machine, so that the same command gives the same run.
+    Micro-batches and rows change nothing that is learned; the lean optimizer rounds (`whet.train.optim.step.lean`); an
+    adapter is another run, which is said. It goes by the whole memory of the machine, so that the same command gives
+    the same run.
 
     Args:
         config: The recipe, overrides applied.
@@ -96,11 +103,28 @@ def sized(config: Trained, typed: Collection[str]) -> Trained:
         return config
     room = int(SHARE * _whole(work.device))
     found = fit(work, room)
-    if found is None and not any(name.startswith("optim.") and name != "optim.lr" for name in typed):
+    is_free = not any(name.startswith("optim.") and name != "optim.lr" for name in typed)
+    if found is None and is_free:
         preset = lean()
         config = replace(config, optim=replace(config.optim, **preset))
         work = _work(config) or work
         found = fit(replace(work, kept_gib=0.0), room)
+    is_free = is_free and not any(name.startswith(("lora.", "policy.quantize")) for name in typed)
+    if found is None and is_free and config.policy.init:
+        for quantize in (config.policy.quantize, "nf4"):
+            adapted = _adapted(config, typed, quantize)
+            own = _work(adapted)
+            found = None if own is None else fit(replace(own, kept_gib=0.0), room)
+            if own is not None and found is not None:
+                beside = " beside a base in 4 bits" if quantize == "nf4" else ""
+                print(
+                    f"whet: all weights do not fit {room / GIB:.1f} GiB: an adapter of rank {ADAPTER_RANK} is trained "
+                    f"in their place{beside} (--lora.rank 0 trains all)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                config, work = adapted, own
+                break
     if found is None:
         return config  # refused, with reasons, when it starts
     if "optim.token_budget" not in typed and found.token_budget < config.optim.token_budget:
@@ -108,6 +132,15 @@ def sized(config: Trained, typed: Collection[str]) -> Trained:
     if work.rows and "policy.max_rows" not in typed and found.rows < config.policy.max_rows:
         config = replace(config, policy=replace(config.policy, max_rows=found.rows))
     return config
+
+
+def _adapted(config: Trained, typed: Collection[str], quantize: Literal["none", "nf4", "int8"]) -> Trained:
+    """Return a recipe that trains an adapter, at a learning rate that suits one."""
+    optim = config.optim
+    if "optim.lr" not in typed:
+        optim = replace(optim, lr=max(optim.lr, ADAPTER_LR))
+    policy = replace(config.policy, quantize=quantize)
+    return replace(config, lora=LoRAConfig(rank=ADAPTER_RANK), policy=policy, optim=optim)
 
 
 def _work(config: TrainConfig) -> Workload | None:
@@ -124,6 +157,7 @@ def _work(config: TrainConfig) -> Workload | None:
                 out=config.out,
                 policy=replace(config.policy, attention="auto"),
                 optim=config.optim,
+                lora=config.lora,
                 batch_size=count * config.batch_size,
             )
         if isinstance(config, RLConfig):

@@ -87,7 +87,7 @@ class Trained:
         self._model, self._base = model, base
         if adapter is None:
             targets = choose(model, config)
-            saved = [name for name, _ in _modules_to_save(model, config, targets)]
+            saved = [name for name, _ in modules_to_save(model, config, targets)]
             model.requires_grad_(False)
             attach(model, config, targets, seed)
             self._alphas = {target.name: config.scale for target in targets}
@@ -258,10 +258,15 @@ def _halves(target: Target, a: torch.Tensor, b: torch.Tensor) -> tuple[Halves, H
     )
 
 
-def _modules_to_save(
+def modules_to_save(
     model: LanguageModel, config: LoRAConfig, targets: list[Target]
 ) -> list[tuple[str, torch.nn.Module]]:
     """Find the modules that are trained whole.
+
+    Args:
+        model: The model.
+        config: Names them.
+        targets: The weights that get an adapter.
 
     Raises:
         UserError: If a name matches nothing, or a module with an adapter.

@@ -14,6 +14,7 @@ from whet.generate.policy import Policy
 from whet.generate.scoring import hidden_rows
 from whet.model.attention import AttentionKind
 from whet.model.lora.side import sides_of
+from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel
 from whet.train.optim.step import OptimConfig, Optimizer
 from whet.types import MicroBatch
@@ -74,8 +75,10 @@ class Reference:
 
 
 def shared_copy(model: LanguageModel) -> LanguageModel:
-    """Copy a model with all that is trained; frozen weights are shared."""
-    return copy.deepcopy(model, {id(p): p for p in model.parameters() if not p.requires_grad})
+    """Copy a model with all that is trained; frozen weights are shared, those in few bits too."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    frozen += [tensor for part in packed_parts(model) for tensor in part.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in frozen})
 
 
 class Critic(torch.nn.Module):
