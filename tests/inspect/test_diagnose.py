@@ -22,6 +22,7 @@ from whet.algo.advantages import group_advantages
 from whet.algo.config import AlgoConfig
 from whet.algo.losses import policy_loss
 from whet.algo.packing import TrainingSequence
+from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.inspect.diagnose import diagnose
 from whet.inspect.diagnose import objective as diagnose_objective
@@ -38,6 +39,7 @@ from whet.inspect.diagnose.update import gradients, learning_rate_at, optimizer
 from whet.inspect.memory.plan import read_recipe
 from whet.kernels import dispatch
 from whet.model.config import ModelConfig
+from whet.model.lora.side import LoRAConfig
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import build_model
 from whet.recipes.models import demo_policy
@@ -276,6 +278,20 @@ def test_frozen_and_unreached_tensors_are_found() -> None:
     assert failed(part) == {"every tensor has a gradient"}
     (check,) = [check for check in part.checks if check.status == "fail"]
     assert "layers.0.mlp" in check.found
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_adapters_beside_a_frozen_base_are_sound(quantize: Any, tmp_path: Path) -> None:
+    load_policy(POLICY, seed=0).save(tmp_path / "base")
+    start = PolicyConfig(init=str(tmp_path / "base"), device="cpu", quantize=quantize)
+    subject = Subject(sft(policy=start, lora=LoRAConfig(rank=4)))
+    part = gradients(subject, update_of(subject))
+    assert (failed(part), failed(parameters(subject))) == (set(), set())
+    assert part.headline.startswith("14 of 28 tensors")
+    subject.policy.model.layers[1].mlp.up_proj.side.lora_B.requires_grad_(False)  # type: ignore[union-attr]
+    subject.reset()
+    part = gradients(subject, update_of(subject))
+    assert failed(part) == {"every tensor has a gradient"}
 
 
 def test_wrong_gradient_is_found_by_finite_differences() -> None:

@@ -18,6 +18,8 @@ from whet.inspect.diagnose.step import Component, Subject
 from whet.inspect.memory.phases import GIB, parameter_sizes
 from whet.kernels.cpu.build import reason
 from whet.model.config import ModelConfig
+from whet.model.quant import places
+from whet.model.transformer import SIDE_NAMES
 from whet.telemetry.provenance import describe_environment
 from whet.train.optim.precision import has_bfloat16
 from whet.train.optim.step import AUTOCAST, PARAMETERS
@@ -117,6 +119,9 @@ def parameters(subject: Subject) -> Component:
     )
     part.headline = f"{count:,} in {len(named)} tensors{', head tied' if is_tied else ''}, norm {total:.2f}"
     sizes = parameter_sizes(model.config)
+    # Adapters stand beside the shape's own matrices; some of these may be stored in few bits.
+    own = [p.numel() for name, p in named.items() if not name.endswith(SIDE_NAMES)]
+    own += [place.shape.numel() for place in places(model).values() if place.packs]
     part.facts = {
         "parameters": count,
         "tensors": len(named),
@@ -128,10 +133,10 @@ def parameters(subject: Subject) -> Component:
             next(n for n in named if n.endswith(("wte.weight", "embed_tokens.weight")))
         ],
     }
-    found = f"{count:,} in {len(named)} tensors"
+    found = f"{sum(own):,} in {len(own)} tensors"
     part.check(
         "as the shape says",
-        (count, len(named)) == (sum(sizes), len(sizes)),
+        (sum(own), len(own)) == (sum(sizes), len(sizes)),
         found,
         f"{sum(sizes):,} in {len(sizes)}",
     )
