@@ -1133,7 +1133,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("denominator", "/ (LENGTH_LIMIT - LENGTH_FREE)", "/ LENGTH_LIMIT"),
         (
             "choice",
-            "NUMBER_EQUAL if guess is not None and guess.value == truth.value",
+            "NUMBER_EQUAL if guess is not None and guess.value in truths",
             "NUMBER_EQUAL if guess is not None",
         ),
         ("choice", "None if is_correct is None else 1.0", "1.0"),
@@ -1315,6 +1315,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("choice", "return None if is_number(value) else text_fault", "return text_fault"),
     ],
     ("tasks/jsonl.py", ("tests/tasks/test_jsonl.py", "tests/tasks/test_hub.py")): [
+        ("guard", "for gold in problem.answers)", "for gold in problem.answers[:1])"),
+        ("choice", "if all(lists):", "if any(lists):"),
         (
             "guard",
             "if not without or (len(without) <= num_tolerated",

@@ -198,9 +198,7 @@ def test_a_program_without_recipes() -> None:
     parsed = cli.parse("whet toy", Toy, {}, ["--name", "x", "--weights.brief", "2", "--optim.fused"])
     weights = {"correct": 1.0, "brief": 2.0}
     assert parsed.config == Toy(name="x", weights=weights, optim=Optim(lr=0.5, fused=True))
-    assert (
-        error_of(lambda: cli.parse("whet toy", Toy, {}, [])) == "whet toy: missing field 'name', expected str"
-    )
+    assert error_of(lambda: cli.parse("whet toy", Toy, {}, [])) == "'whet toy' needs --name: str"
     assert error_of(lambda: cli.parse("whet toy", Toy, {}, ["small"])) == (
         "unexpected argument 'small' for 'whet toy'; an override is written --field value"
     )
@@ -699,7 +697,7 @@ def test_words_without_an_option() -> None:
 
     assert models("a", "b", "--name", "x") == Words(models=("a", "b"), name="x")
     assert models("--name", "x", "--models", "a") == Words(models=("a",), name="x")
-    with pytest.raises(UserError, match="models"):
+    with pytest.raises(UserError, match="needs a MODELS after it"):
         models()
     one = cli.parse("whet toy", Words, {}, ["x", "--models", "a"], positional="name").config
     assert one == Words(models=("a",), name="x")

@@ -559,7 +559,7 @@ report demo-rl --against demo-sft | name further runs after the first, as in: wh
 diagnose demo --set policy.init=x | as in --policy.init x
 diagnose demo --repeat 3 | did you mean '--repeats'?
 diagnose demo --num-promts 3 | did you mean '--num-prompts'?
-diagnose | missing field 'recipe'
+diagnose | 'whet diagnose' needs a RECIPE after it
 plan --recipe demo | whet plan demo
 seeds --program sft | --program is now --of, as in: whet seeds demo --of sft
 compare my-model | expected two or more
@@ -573,7 +573,24 @@ audit aritmetic | did you mean 'arithmetic'?
 data nowhere.csv | nowhere.csv
 doctor | expected kernels, sandbox, determinism
 doctor sandbx | check = 'sandbx'
-push my-model | what
+push my-model | expected a run and a repository: whet push RUN OWNER/NAME
+push | expected a run and a repository
+quantize my-model | 'whet quantize' needs --out: a new folder
+seeds demo | 'whet seeds' needs --out
+rl demo --set policy.init=x | as in --policy.init x
+rl demo --set | a field is an option of 'whet rl' itself
+rl own --model my-model --policy.dtype bfloat16 | did you mean '--optim.precision'?
+rl demo --lora-rank 8 | did you mean '--lora.rank'?
+rl demo --policy.lora.rank 8 | did you mean '--lora.rank'?
+rl demo --lora | --lora is a group of fields; set one of them, as in --lora.rank
+export my-model --format gguf | did you mean '--to'?
+export my-model --to gguf --type q4_0 | did you mean '--dtype'?
+export my-model --to ggml | expected one of 'hf', 'merged', 'adapter', 'gguf', 'ollama', 'mlx'
+export my-model | as in --out exported
+quantize my-model --task questions.csv --budget 99bits --out x | nothing to quantise
+quantize my-model --task questions.csv --budget 2bits --out x | even in 4 bits
+quantize my-model --budget many --out x | expected bytes (350MB, 1.2GiB)
+watch nowhere demo-rl | 'nowhere': no such run or folder
 track nowhere --to tensorboard | no such run or folder
 replay nowhere | no such run or folder
 runs nowhere | no such run or folder

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import MISSING, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_origin
 
@@ -26,6 +26,7 @@ from whet.config import (
     is_switch,
     leaves,
     load_yaml,
+    options,
     put,
     reset,
     show,
@@ -76,6 +77,14 @@ _FOREIGN = {
     "max_tokens": "sampling.max_new_tokens",
     "max_length": "sampling.max_new_tokens",
     "max_completion_length": "sampling.max_new_tokens",
+    "dtype": "optim.precision",
+    "policy.dtype": "optim.precision",
+    "torch_dtype": "optim.precision",
+    "format": "to",
+    "type": "dtype",
+    "quant": "policy.quantize",
+    "rank": "lora.rank",
+    "lora_rank": "lora.rank",
 }
 """What other libraries call a field: a suggestion, no second name."""
 _RUNS: dict[str, bool] = {
@@ -239,6 +248,18 @@ def parse(
     typed = frozenset({*named, *_apply(command, config_class, data, overrides, written)})
     for dotted in typed:
         _forget(config_class, data, start, dotted, typed)
+    for item in options(config_class):
+        if item.default is MISSING and item.default_factory is MISSING and item.name not in data:
+            if item.name == positional:
+                raise UserError(
+                    f"'{program}' needs a {item.name.upper()} after it ({program} --help says more)"
+                )
+            example = (
+                "a new folder, as in --out runs/mine"
+                if item.name == "out"
+                else expected(leaves(config_class)[item.name])
+            )
+            raise UserError(f"'{program}' needs {_flag(item.name)}: {example}")
     _name_runs(config_class, data, find_run)
     config = _built(command, config_class, data, typed)
     return Parsed(
@@ -255,7 +276,10 @@ def _refuse_old(program: str, argv: Sequence[str], positional: str) -> None:
     """Refuse how earlier versions were called, with the words of this one."""
     for word, after in zip(argv, [*argv[1:], ""], strict=False):
         option, _, value = word.partition("=")
-        value = value or ("" if after.startswith("-") else after)
+        value = value or ("" if after.startswith("-") else after)  # '--set a=b' has it in the word after
+        if option == "--set":
+            example = _written(*value.partition("=")[::2]) if value else "--policy.init MODEL"
+            raise UserError(f"--set is gone: a field is an option of '{program}' itself, as in {example}")
         if option == "--program":
             raise UserError(f"--program is now --of, as in: {program} demo --of {value or 'rl'}")
         if option == "--against" and program == "whet report":
@@ -288,11 +312,6 @@ def _pass_on(
     own, passed = [], []
     for option, texts in overrides:
         long = option if theirs is None else _long(theirs, option, overrides)
-        if option == "--set":
-            example = _written(*texts[0].partition("=")[::2]) if texts else "--policy.init MODEL"
-            raise UserError(
-                f"--set is gone: a recipe's field is an option of '{command}', too, as in {example}"
-            )
         try:
             _resolve(command, cls, data, option)
         except UserError:

@@ -90,6 +90,7 @@ class Problem:
             `prompt` alone.
         reply: The demonstrated response, verbatim, where nothing is to be parsed (chats); '' renders `solution` and
             `answer` by the schema.
+        other_answers: Further gold answers, where the data accepts several: any of them is right.
         meta: Free labels such as subject, level, file and line.
     """
 
@@ -100,11 +101,20 @@ class Problem:
     solution: str = ""
     messages: tuple[Message, ...] = ()
     reply: str = ""
+    other_answers: tuple[str, ...] = ()
     meta: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         read = tuple(item if isinstance(item, Message) else Message(**item) for item in self.messages)
-        object.__setattr__(self, "messages", read)  # a record on disk has them as objects
+        object.__setattr__(
+            self, "messages", read
+        )  # a record on disk has them as objects, and tuples as lists
+        object.__setattr__(self, "other_answers", tuple(self.other_answers))
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Every gold answer: `answer`, then the others that are accepted."""
+        return (self.answer, *self.other_answers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ import pytest
 
 from whet.install import install_command
 from whet.model.text.tokenizer import Tokenizer
-from whet.report.watch import WatchConfig, main
+from whet.report.watch import WatchConfig, _page, main
 from whet.types import UserError
 
 uvicorn = pytest.importorskip("uvicorn")
@@ -198,7 +198,7 @@ def test_the_page_shows_hostile_names_as_text(site: Site) -> None:
     assert "num_steps: 10\ntask: &lt;script&gt;" in text
     assert "<b>run" not in text
     assert "\u202e" not in text
-    write_run(site.runs.root / "other")
+    write_run(site.runs.roots[""] / "other")
     text = site.get("/")[2]
     assert "a &lt;b&gt;run\\u202e" in text
     assert "step 3 of 10" in text
@@ -241,11 +241,11 @@ def test_curves_come_once_and_a_deleted_run_says_so(site: Site) -> None:
     run = quoted()
     state = site.data(f"/api/state?run={run}")
     assert state["status"]["text"].startswith("running · step 3 of 10")
-    with (site.runs.root / RUN / "metrics.jsonl").open("a") as file:
+    with (site.runs.roots[""] / RUN / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"stage": "rl", "step": 4, "time_s": time.time(), "rl/correct": 0.9}) + "\n")
     newer = site.data(f"/api/state?run={run}&cursor={state['cursor']}")
     assert [s["steps"] for f in newer["figures"] for p in f["panels"] for s in p["series"]] == [[4]]
-    (site.runs.root / RUN).rename(site.runs.root.parent / "moved")
+    (site.runs.roots[""] / RUN).rename(site.runs.roots[""].parent / "moved")
     assert site.data(f"/api/state?run={run}&cursor={newer['cursor']}")["status"]["kind"] == "gone"
     assert "no run in this folder" in site.get("/")[2]
 
@@ -268,9 +268,9 @@ def test_curves_come_once_and_a_deleted_run_says_so(site: Site) -> None:
     ],
 )
 def test_bad_requests_get_one_clear_line(site: Site, path: str, message: str) -> None:
-    outside = write_run(site.runs.root.parent / "outside")
-    (site.runs.root / "linked").symlink_to(outside)
-    stray = write_run(site.runs.root / "leads out")
+    outside = write_run(site.runs.roots[""].parent / "outside")
+    (site.runs.roots[""] / "linked").symlink_to(outside)
+    stray = write_run(site.runs.roots[""] / "leads out")
     (stray / "samples.jsonl").unlink()
     (stray / "samples.jsonl").symlink_to(outside / "samples.jsonl")
     status, _, text = site.get(path.format(run=quoted()))
@@ -308,9 +308,27 @@ def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
     assert Runs(tmp_path / "z").names() == ["."]
 
 
+def test_several_folders_are_watched_together(tmp_path: Path) -> None:
+    for name in ("a/rl", "b/rl", "c", "secret"):
+        write_run(tmp_path / name, num_steps=1)
+    runs = Runs(tmp_path / "a" / "rl", tmp_path / "b" / "rl", tmp_path / "c")
+    assert runs.names() == ["a/rl", "b/rl", "c"]
+    assert runs.folder("b/rl") == tmp_path / "b" / "rl" / "."
+    page = _page(runs, runs.names(), "b/rl")
+    assert [part.split('"')[0] for part in page.split('class="overlay" value="')[1:]] == ["a/rl", "c"]
+    assert page.count(" checked>") == 2  # drawn beside it without a click
+    assert runs.get("b/rl").follower.state()["status"]["step"] == 1
+    for name in ("secret", "../secret", "c/../secret"):
+        with pytest.raises(UserError, match="there is no such run"):
+            runs.get(name)
+    runs.close()
+    with pytest.raises(UserError, match="given twice"):
+        Runs(tmp_path / "c", tmp_path / "b" / ".." / "c")
+
+
 def test_the_program_prints_one_line_and_ends_quietly(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
-    code = "import sys; from whet.report.watch import *; main(WatchConfig(run=sys.argv[1], open=False))"
+    code = "import sys; from whet.report.watch import *; main(WatchConfig(run=(sys.argv[1],), open=False))"
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "run")],
         stdout=subprocess.PIPE,
@@ -353,13 +371,13 @@ def test_mistakes_get_one_clear_line(
         if options.get("port") == -1:
             options = {**options, "port": taken.getsockname()[1]}
         with pytest.raises(UserError, match=rf"^[^\n]*{message}[^\n]*$"):
-            main(WatchConfig(open=False, **options))
+            main(WatchConfig(open=False, **options | {"run": (options["run"],)}))
 
 
 def test_a_missing_extra_and_a_port_beyond_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(UserError, match=re.escape(f"whet watch needs uvicorn: {install_command('web')}")):
-        main(WatchConfig(run=str(tmp_path)))
+        main(WatchConfig(run=(str(tmp_path),)))
     with pytest.raises(ValueError, match=r"^port = 65536: expected 0"):
         WatchConfig(port=65536)
 
@@ -369,7 +387,7 @@ def test_an_unreadable_folder(tmp_path: Path) -> None:
         pytest.skip("root reads everything")
     (tmp_path / "run").mkdir(mode=0)
     with pytest.raises(UserError, match="cannot be read"):
-        main(WatchConfig(run=str(tmp_path / "run")))
+        main(WatchConfig(run=(str(tmp_path / "run"),)))
 
 
 def test_an_exposed_site_answers_to_numbers_alone() -> None:

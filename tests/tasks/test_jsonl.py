@@ -5,12 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from whet.config import from_dict
+from whet.rewards.base import build_rewards
+from whet.schema import ResponseSchema
 from whet.tasks.base import OPTIONS, TASKS, TaskConfig, load_task
 from whet.tasks.jsonl import Jsonl
 from whet.types import Problem, UserError
@@ -385,3 +388,57 @@ def test_table(tmp_path: Path) -> None:
 def test_config_says_what_is_wrong(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         TaskConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ([{"question": "p", "answer": ["Rome", "Roma", " Rome", 7]}], {}, ("Rome", "Roma", "7")),
+        ([{"question": "p", "answers": ["Rome", "Roma"]}], {}, ("Rome", "Roma")),
+        (
+            [{"question": "p", "answers": {"text": ["Rome", "Roma"], "answer_start": [3, 9]}}],
+            {},
+            ("Rome", "Roma"),
+        ),
+        (
+            [{"question": "p", "answer": {"value": "Rome", "aliases": ["Rome", "Roma"]}}],
+            {"answer": "answer.aliases"},
+            ("Rome", "Roma"),
+        ),
+        ([{"question": "p", "answer": '["Rome", "Roma"]'}], {}, ("Rome", "Roma")),
+        ([{"question": "p", "answer": "[1, 2]"}], {}, ("[1, 2]",)),
+        ([{"question": "p", "answer": '["a"]'}, {"question": "q", "answer": "b"}], {}, ('["a"]',)),
+    ],
+)
+def test_any_answer_of_a_list_is_right(
+    tmp_path: Path, rows: list[Any], options: dict[str, str], expected: tuple[str, ...]
+) -> None:
+    task = Jsonl(write(tmp_path, *rows), **options)
+    problem = next(problem for problem in task.problems("test") if problem.prompt == "p")
+    assert problem.answers == expected
+    assert all(task.is_correct(problem, answer) for answer in expected)
+    assert not task.is_correct(problem, "Paris")
+    assert Problem(**json.loads(json.dumps(asdict(problem)))) == problem  # as checkpoints hold it
+    for name in ("correct", "exact_match", "answer_bands", "distance"):
+        (reward,) = build_rewards({name: 1.0}, ResponseSchema(), task)
+        scores = [
+            reward.function(problem, f"t</think>\n<answer>{text}</answer>") for text in (*expected, "x")
+        ]
+        assert len(set(scores[:-1])) == 1, name
+        assert scores[-1] < scores[0], name
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ([], "'answer' is an empty list"),
+        (["a", None], "a list of answers, of which one is wrong: 'answer' is null"),
+        (
+            {"value": "a"},
+            "'answer' is an object, expected text; name one of its own with --task.answer: answer.value",
+        ),
+    ],
+)
+def test_a_list_of_answers_that_cannot_be_used(tmp_path: Path, answer: Any, expected: str) -> None:
+    with pytest.raises(UserError, match=re.escape(expected)):
+        read(tmp_path, {"question": "p", "answer": answer})

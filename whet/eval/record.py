@@ -274,6 +274,7 @@ def as_row(problem: Problem, sample: int | str, done: Judged) -> dict[str, Any]:
         "uid": problem.uid,
         "prompt": problem.prompt,
         "gold": problem.answer,
+        **({"other_answers": list(problem.other_answers)} if problem.other_answers else {}),
         "meta": dict(problem.meta),
         "sample": sample,
         "text": done.text,

@@ -49,7 +49,7 @@ def render(
     Returns:
         The complete HTML file.
     """
-    scripts = ("page.js", *scripts) if scripts else ()
+    scripts = ("page.js", *scripts)
     sheets = [_static(name) for name in (*STYLES, *styles)]
     codes = [_static(name) for name in scripts]
     policy = [

@@ -213,6 +213,7 @@ def write_registry(root: Path, runs: Sequence[Mapping[str, Any]], results: Mappi
         styles=("compare.css", "runs.css"),
         runs=shown[::-1],
         results=results,
+        best=_best(results),
         score=_score,
         memory=_memory,
         short=_short,
@@ -415,6 +416,16 @@ def _score(cell: Mapping[str, Any] | None) -> str:
     one, greedy = cell["pass@1"], cell["greedy"]
     interval = f"{100 * one['mean']:.1f} [{100 * one['low']:.1f}, {100 * one['high']:.1f}]"
     return f"{interval}, greedy {100 * greedy['mean']:.1f}"
+
+
+def _best(results: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return each task of which several models were measured, with the row of the highest pass@1."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for task in results["tasks"]:
+        rows = [row for row in results["rows"] if row["cells"][task] is not None]
+        if len(rows) > 1:
+            found.append((task, max(rows, key=lambda row: row["cells"][task]["pass@1"]["mean"])))
+    return found
 
 
 def _memory(row: Mapping[str, Any]) -> str:

@@ -41,7 +41,19 @@ COLUMNS = (
 """Fields that the list of samples shows and filters by, besides the single rewards."""
 
 SHOWN = {
-    *("step", "uid", "index", "sample", "prompt", "answer", "gold", "completion", "text", "meta"),
+    *(
+        "step",
+        "uid",
+        "index",
+        "sample",
+        "prompt",
+        "answer",
+        "gold",
+        "other_answers",
+        "completion",
+        "text",
+        "meta",
+    ),
     *(
         "num_completion_tokens",
         "completion_tokens",
@@ -116,6 +128,7 @@ def clean(row: Mapping[str, Any]) -> dict[str, Any]:
     ids, logprobs = row.get("completion_ids"), row.get("sampler_logprobs", row.get("logprobs"))
     if not (isinstance(ids, list) and isinstance(logprobs, list) and 0 < len(ids) == len(logprobs)):
         ids = logprobs = None
+    others = found if isinstance(found := row.get("other_answers"), list) else []
     extra = {"extracted": row.get("answer")} if "gold" in row else {}
     step, right = as_number(row.get("step")), rewards.get("correct")
     tokens = as_number(row.get("num_completion_tokens", row.get("completion_tokens")))
@@ -124,7 +137,8 @@ def clean(row: Mapping[str, Any]) -> dict[str, Any]:
         "uid": _text(row.get("uid")),
         "index": index if isinstance(index, (int, str)) else None,
         "prompt": _text(row.get("prompt")),
-        "answer": _text(row.get("gold", row.get("answer"))),
+        "answer": _text(row.get("gold", row.get("answer")))
+        + "".join(f"\nor {_text(other)}" for other in others),
         "completion": _text(row.get("completion", row.get("text"))),
         "num_completion_tokens": None if tokens is None else int(tokens),
         "finish_reason": None if finish is None else _text(finish),

@@ -155,22 +155,43 @@ PAGE_POLICY = "frame-ancestors 'none'"
 
 
 class Runs:
-    """The runs of a folder; each is opened on first access."""
+    """The runs of one or several folders; each is opened on first access.
 
-    def __init__(self, root: Path) -> None:
-        """Set the root folder.
+    Attributes:
+        roots: Each folder by the name that begins those of its runs; '' where there is one folder.
+    """
+
+    def __init__(self, root: Path, *further: Path) -> None:
+        """Set the root folders.
 
         Args:
             root: A run folder, or a folder with runs below it.
+            further: More of them, to be shown together.
         """
-        self.root = root
+        self.roots = (
+            {_short(place, [root, *further]): place for place in (root, *further)} if further else {"": root}
+        )
         self._lock = threading.Lock()
         self._open: OrderedDict[str, Run] = OrderedDict()
 
     def names(self) -> list[str]:
         """Return the runs as paths below the root, '.' for the root itself, which may be a run that is just
-        starting."""
-        return sorted(_find_runs(self.root)) or (["."] if (self.root / "config.yaml").is_file() else [])
+        starting; of several roots behind the root's name."""
+        return list(self._folders())
+
+    def folder(self, name: str) -> Path:
+        """Return the folder of a run that `names` lists."""
+        return self._folders()[name][1]
+
+    def _folders(self) -> dict[str, tuple[Path, Path]]:
+        """Return the root and the folder of every run by its name."""
+        found: dict[str, tuple[Path, Path]] = {}
+        for label, root in self.roots.items():
+            below = sorted(_find_runs(root)) or (["."] if (root / "config.yaml").is_file() else [])
+            for name in below:
+                parts = [part for part in (label, name) if part and not (label and part == ".")]
+                found["/".join(parts)] = root, root / name
+        return found
 
     def get(self, name: str) -> Run:
         """Return a run, opened.
@@ -180,19 +201,20 @@ class Runs:
         """
         with self._lock:
             if name not in self._open:
-                if name not in self.names():
+                known = self._folders()
+                if name not in known:
                     raise UserError("there is no such run in this folder (any more)")
-                folder = self.root / name
+                root, folder = known[name]
                 for path in (
                     *(folder / file for file in READ),
                     *folder.glob("checkpoints/*"),
                     *folder.glob("checkpoints/*/*"),
                 ):
-                    if not _is_inside(path, self.root):
+                    if not _is_inside(path, root):
                         raise UserError(
                             f"{name}/{path.relative_to(folder)} leads outside of the folder, where nothing is read"
                         )
-                self._open[name] = Run(self.root / name, self.root)
+                self._open[name] = Run(folder, root)
             self._open.move_to_end(name)
             if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)[1].close()
@@ -291,7 +313,9 @@ def build_app(runs: Runs) -> Starlette:
 
     def page(request: Request) -> Response:
         names = runs.names()
-        name = request.query_params.get("run", names[0] if len(names) == 1 else "")
+        # Several runs that were named are shown at once, the others beside the first.
+        is_clear = len(names) == 1 or len(runs.roots) > 1
+        name = request.query_params.get("run", names[0] if names and is_clear else "")
         try:
             text = _page(runs, names, name)
         except UserError as error:
@@ -349,19 +373,32 @@ def _place(options: dict[str, str], name: str) -> int:
 def _page(runs: Runs, names: Sequence[str], name: str) -> str:
     """Render the page of a run, or the list of several."""
     run = runs.get(name) if name else None
-    title = (runs.root / name).resolve().name
+    place = runs.folder(name) if name else next(iter(runs.roots.values()))
+    is_named = len(runs.roots) > 1
     return render(
         "watch.html",
-        title=title,
+        title=place.resolve().name,
         data={"watch": {"run": name}},
         scripts=SCRIPTS if run else SCRIPTS[:1],
         styles=STYLES,
         connect=True,
         run=name if run else None,
-        root=runs.root.resolve().name,
-        runs=[{"name": other, "status": {} if run else glance(runs.root / other)} for other in names],
+        root=place.resolve().name,
+        runs=[
+            {"name": other, "ticked": is_named, "status": {} if run else glance(runs.folder(other))}
+            for other in names
+        ],
         config=run.config() if run else "",
     )
+
+
+def _short(place: Path, among: Sequence[Path]) -> str:
+    """Return as much of the end of a path as tells it from the others."""
+    parts, others = place.resolve().parts, [other.resolve() for other in among if other is not place]
+    for count in range(1, len(parts)):
+        if all(other.parts[-count:] != parts[-count:] for other in others):
+            return "/".join(parts[-count:])
+    raise UserError(f"RUN '{place}' is given twice: give different runs")
 
 
 def _is_inside(path: Path, root: Path) -> bool:
@@ -427,8 +464,8 @@ LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 class WatchConfig:
     """The run to watch, and the address of the page."""
 
-    run: str = ""
-    """A run folder, or a folder with runs below it."""
+    run: tuple[str, ...] = ()
+    """A run folder, or a folder with runs below it; of several the curves are drawn together."""
     host: str = "127.0.0.1"
     """Address to listen on; one that other machines can reach needs --expose."""
     port: int = 0
@@ -454,7 +491,8 @@ def main(config: WatchConfig) -> None:
         import uvicorn
     except ImportError as error:
         raise UserError(f"whet watch needs {error.name}: {install_command('web')}") from None
-    root = _root(config.run)
+    roots = [_root(run) for run in config.run or ("",)]
+    runs = Runs(*roots)
     is_local = config.host in LOCAL_NAMES or (
         is_address(config.host) and ipaddress.ip_address(config.host).is_loopback
     )
@@ -471,11 +509,10 @@ def main(config: WatchConfig) -> None:
             "warning: other machines can connect, unencrypted; anyone with the link can read the run",
             file=sys.stderr,
         )
-    print(f"watching {escape_controls(str(root))}: {address}  (Ctrl-C ends)", flush=True)
+    print(f"watching {escape_controls(' '.join(map(str, roots)))}: {address}  (Ctrl-C ends)", flush=True)
     if config.open and _has_screen():
         threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
     sys.setswitchinterval(SWITCH_S)
-    runs = Runs(root)
     names = (config.host, *LOCAL_NAMES) if is_local else None
     server = uvicorn.Server(
         uvicorn.Config(

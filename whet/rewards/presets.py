@@ -186,11 +186,14 @@ def answer_bands(schema: ResponseSchema, task: Task) -> Reward:
         answer = _raw_answer(schema, completion)
         if answer is None:
             return BANDS_NO_ANSWER
-        if answer == problem.answer:
+        return max(against(answer, gold) for gold in problem.answers)
+
+    def against(answer: str, gold: str) -> float:
+        if answer == gold:
             return BANDS_EQUAL
-        if answer.strip() == problem.answer.strip():
+        if answer.strip() == gold.strip():
             return BANDS_STRIPPED
-        guess, truth = parse_number(answer.strip()), parse_number(problem.answer.strip())
+        guess, truth = parse_number(answer.strip()), parse_number(gold.strip())
         if guess is None or truth is None:
             return BANDS_NO_NUMBER
         return _band(guess, truth, BANDS, BANDS_FAR)
@@ -217,13 +220,15 @@ def number_match(schema: ResponseSchema, task: Task) -> Reward:
         digits = _DIGITS.search(text, start)
         if digits is None:
             return NUMBER_NONE
-        truth = parse_literal(problem.answer.strip())
-        if truth is None:
+        truths = [
+            truth.value for gold in problem.answers if (truth := parse_literal(gold.strip())) is not None
+        ]
+        if not truths:
             return NUMBER_NO_GOLD
         start = digits.start() - (text[digits.start() - 1] == ".")
         start -= text[start - 1] == "-"
         guess = parse_literal(text[start : digits.end()].rstrip(".,"))
-        return NUMBER_EQUAL if guess is not None and guess.value == truth.value else NUMBER_WRONG
+        return NUMBER_EQUAL if guess is not None and guess.value in truths else NUMBER_WRONG
 
     return score
 
@@ -271,7 +276,9 @@ def format_strict(schema: ResponseSchema, task: Task) -> Reward:
 
 def exact_match(schema: ResponseSchema, task: Task) -> Reward:
     """Return 1 when the answer is the gold string, else 0: `2.0` is not `2` here; `correct` compares values."""
-    return lambda problem, completion: float(schema.parse(completion).answer == problem.answer.strip())
+    return lambda problem, completion: float(
+        schema.parse(completion).answer in [gold.strip() for gold in problem.answers]
+    )
 
 
 def distance(schema: ResponseSchema, task: Task) -> Reward:
@@ -289,10 +296,13 @@ def distance(schema: ResponseSchema, task: Task) -> Reward:
         is_correct = task.is_correct(problem, answer)
         if is_correct is None or is_correct:
             return None if is_correct is None else 1.0
-        guess, truth = parse_number(fold(answer or "")), parse_number(fold(problem.answer).strip())
-        if guess is None or truth is None or guess.value == truth.value:
+        guess = parse_number(fold(answer or ""))
+        truths = [
+            truth for gold in problem.answers if (truth := parse_number(fold(gold).strip())) is not None
+        ]
+        if guess is None or not truths or any(guess.value == truth.value for truth in truths):
             return DISTANCE_NO_NUMBER
-        return float(1 / (1 + relative_error(guess, truth)))
+        return float(1 / (1 + min(relative_error(guess, truth) for truth in truths)))
 
     return score
 

@@ -60,7 +60,7 @@ CARD = "README.md"
 class PushConfig:
     """Upload a run's model to the hub, with a card that is written from the run."""
 
-    what: tuple[str, str]
+    what: tuple[str, ...] = ()
     """Run folder (or model folder), and the repository: OWNER/NAME."""
     private: bool = False
     """Create the repository as a private one."""
@@ -74,6 +74,12 @@ class PushConfig:
     """Upload samples.jsonl, too: it holds prompts and completions."""
     optimizer: bool = False
     """Upload the checkpoint's training/ folder, too: the optimizer's state."""
+
+    def __post_init__(self) -> None:
+        if len(self.what) != 2:
+            raise ValueError(
+                f"got {len(self.what)} words, expected a run and a repository: whet push RUN OWNER/NAME"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

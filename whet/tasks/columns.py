@@ -15,6 +15,8 @@ from whet.types import Message, UserError
 PROMPTS = ("prompt", "question", "problem", "instruction")
 CHATS = ("messages", "conversations")
 ANSWERS = ("answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth")
+ANSWER_LISTS = ("answers.text", "answers")
+"""Columns of accepted answers (SQuAD's and others' names), where no column holds the one answer."""
 SOLUTIONS = ("solution",)
 REPLIES = ("response", "output", "completion")
 TEXT = "text"
@@ -88,6 +90,7 @@ class Content:
         thinking: Reasoning that the row keeps apart from the reply.
         tools: JSON list of tool definitions.
         calls: JSON list of the calls that the reply makes.
+        other_answers: Further gold answers: any of them is right.
     """
 
     prompt: str
@@ -98,6 +101,7 @@ class Content:
     thinking: str = ""
     tools: str = ""
     calls: str = ""
+    other_answers: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -108,7 +112,7 @@ class Content:
 
     def verbatim(self) -> Content:
         """Return it with the reply to learn as it is, and without an answer."""
-        return replace(self, answer="", solution=self.thinking)
+        return replace(self, answer="", other_answers=(), solution=self.thinking)
 
     def parsed(self) -> Content:
         """Return it with its answer, and without the reply that the answer was read from."""
@@ -139,6 +143,9 @@ def recognise(
         if name and not (option == "answer" and name == NONE) and not _has(present, name):
             raise UserError(f"{source}: no column {name!r}; name another with --task.{option} ({there})")
     gold = "" if answer == NONE else answer or _one(present, ANSWERS, "answer", source, there)
+    if not (gold or answer or solution or _found(present, (*SOLUTIONS, *REPLIES))):
+        lists = (name for name in _found(present, ANSWER_LISTS) if isinstance(_value(present, name), list))
+        gold = next(lists, "")
     worked = solution or _one(present, SOLUTIONS, "solution", source, there)
     reply = "" if gold or worked else _one(present, REPLIES, "solution", source, there)
     chats = _found(present, CHATS)
@@ -269,10 +276,19 @@ def _asked(row: Row, columns: Columns) -> tuple[tuple[Message, ...], Message | N
 
 
 def _with_gold(row: Row, columns: Columns, content: Content) -> Content | str:
-    """Add the answer of its own column, and the worked solution."""
+    """Add the answer of its own column, or the answers, and the worked solution."""
+    value = _value(row, columns.answer)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        golds = _accepted(value, columns.answer)
+        if isinstance(golds, str):
+            return golds
+        found = _with_gold({**row, columns.answer: golds[0]}, columns, content)
+        return found if isinstance(found, str) else _with_others(found, golds[1:])
     if fault := _fault(row, columns.answer):
-        return fault
-    gold = as_text(_value(row, columns.answer))
+        inner = [f"{columns.answer}.{name}" for name in value] if isinstance(value, Mapping) else []
+        there = ", ".join(inner)[:MAX_SHOWN]
+        return f"{fault}; name one of its own with --task.answer: {there}" if inner else fault
+    gold = as_text(value)
     if not columns.solution and "####" in gold:  # GSM8K: the answer ends the worked text
         return _worked(replace(content, reply=gold), columns)
     solution = _value(row, columns.solution) if columns.solution else content.thinking or content.reply
@@ -282,6 +298,34 @@ def _with_gold(row: Row, columns: Columns, content: Content) -> Content | str:
         return fault
     thinking, rest = split_thinking(str(solution))
     return replace(content, answer=gold.strip(), solution=(thinking or rest).strip(), reply="")
+
+
+def accepted_in(content: Content) -> Content | None:
+    """Return a row's accepted answers, where its answer is the JSON text of a list of texts; else None."""
+    if not (content.answer.startswith("[") and content.answer.endswith("]")):
+        return None
+    try:
+        values = json.loads(content.answer)
+    except (ValueError, RecursionError):
+        return None
+    if not values or not all(isinstance(value, str) and not text_fault({"": value}, "") for value in values):
+        return None  # [1, 2] is an answer, not two
+    return _with_others(replace(content, answer=values[0].strip()), values[1:])
+
+
+def _with_others(content: Content, answers: Sequence[str]) -> Content:
+    """Add further accepted answers, each once."""
+    others = dict.fromkeys(answer.strip() for answer in answers)
+    return replace(content, other_answers=tuple(other for other in others if other != content.answer))
+
+
+def _accepted(values: Sequence[Any], column: str) -> list[str] | str:
+    """Return the answers of a list, or what is wrong with one of them."""
+    if not values:
+        return f"{column!r} is an empty list"
+    faults = (None if is_number(value) else text_fault({column: value}, column) for value in values)
+    fault = next((fault for fault in faults if fault), None)
+    return f"a list of answers, of which one is wrong: {fault}" if fault else list(map(as_text, values))
 
 
 def _worked(content: Content, columns: Columns) -> Content:

@@ -11,7 +11,7 @@ from typing import Any
 from whet.rewards.answers.equal import answers_equal
 from whet.schema import AnswerType
 from whet.tasks.choice import has_options
-from whet.tasks.columns import Columns, Content, read_row, recognise
+from whet.tasks.columns import Columns, Content, accepted_in, read_row, recognise
 from whet.tasks.hub import TEST, TRAIN, Part, find_parts, hub_rows
 from whet.tasks.read import (
     ENDINGS,
@@ -43,9 +43,10 @@ class Jsonl:
 
     A row is a question with an answer, a worked solution or a reply; a chat, whose last assistant message is the reply
     and all before it the question; or plain text. If the answer is inside a worked text or a reply, it is taken from
-    there: the answer block, else what follows '####', else what the text calls its answer. Where one row of the data
-    has none, and `max_bad_rows` does not leave it out, all replies are learned as they are, and no problem has an
-    answer. Repeated rows are dropped; one prompt with several solutions stays several problems.
+    there: the answer block, else what follows '####', else what the text calls its answer. A column of the answer may
+    hold a list, of which any is right (as JSON text, where every row has one). Where one row of the data has none, and
+    `max_bad_rows` does not leave it out, all replies are learned as they are, and no problem has an answer. Repeated
+    rows are dropped; one prompt with several solutions stays several problems.
 
     Attributes:
         name: 'jsonl', or the name of the data set.
@@ -134,7 +135,9 @@ class Jsonl:
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool:
         """Judge an extracted final answer."""
-        return answer is not None and bool(problem.answer) and answers_equal(answer, problem.answer)
+        if answer is None or not problem.answer:
+            return False
+        return any(answers_equal(answer, gold) for gold in problem.answers)
 
     def _found_parts(self) -> dict[str, Part]:
         """Return what to read on the hub: as the table has it, unless something else is asked for."""
@@ -208,7 +211,11 @@ class Jsonl:
     ) -> tuple[list[tuple[int, Content]], list[BadRow]]:
         """Decide for the whole data whether answers are taken from replies: all of them have one, or none is parsed."""
         if columns.answer:
-            return [(number, content.parsed()) for number, content in contents], []
+            parsed = [(number, content.parsed()) for number, content in contents]
+            lists = [accepted_in(content) for _, content in parsed]
+            if all(lists):  # of the whole column: among other answers such text is an answer itself
+                parsed = [(n, found) for (n, _), found in zip(parsed, lists, strict=True) if found]
+            return parsed, []
         without = [(number, content) for number, content in contents if not content.answer]
         column = "the last assistant message" if columns.kind == "chat" else repr(columns.solution)
         if not without or (len(without) <= num_tolerated and len(without) < len(contents)):
@@ -239,7 +246,8 @@ class Jsonl:
             seen.add(content)
             prompt_uid = uid = problem_uid(self.name, content.key)
             if uid in problems:
-                said = (content.key, content.answer, content.solution, content.reply)
+                gold = "\x00".join((content.answer, *content.other_answers))
+                said = (content.key, gold, content.solution, content.reply)
                 uid = problem_uid(self.name, "\x00".join(said[: 4 if content.reply else 3]))
             meta = {"file": source, "line": str(number), "prompt_uid": prompt_uid}
             meta |= {name: text for name, text in ((TOOLS, content.tools), (CALLS, content.calls)) if text}
@@ -251,6 +259,7 @@ class Jsonl:
                 solution=content.solution,
                 messages=content.messages,
                 reply=content.reply,
+                other_answers=content.other_answers,
                 meta=meta,
             )
         return list(problems.values())
@@ -280,7 +289,7 @@ def _shown(source: str, columns: Columns, sample: Content | None, no_gold: str) 
         )
         parts = {
             "question": asked if sample.prompt else "",
-            "answer": repr(sample.answer) if sample.answer else "",
+            "answer": " or ".join(map(repr, (sample.answer, *sample.other_answers))) if sample.answer else "",
         }
         parts |= {"solution": repr(sample.solution) if sample.solution else ""}
         parts |= {"reply": repr(sample.reply) if sample.reply else ""}

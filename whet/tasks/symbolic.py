@@ -46,7 +46,8 @@ class Symbolic:
         """Judge answers: first as the task does, then all undecided ones together, so that hangs share one deadline."""
         verdicts = [self.task.is_correct(problem, answer) for problem, answer in items]
         left = [place for place, verdict in enumerate(verdicts) if verdict is False and items[place][1]]
-        pairs = [(items[place][1] or "", items[place][0].answer) for place in left]
-        for place, is_equal in zip(left, symbolic_equal_pairs(pairs), strict=True):
-            verdicts[place] = is_equal is True
+        pairs = [(place, gold) for place in left for gold in items[place][0].answers]
+        results = symbolic_equal_pairs([(items[place][1] or "", gold) for place, gold in pairs])
+        for (place, _), is_equal in zip(pairs, results, strict=True):
+            verdicts[place] = verdicts[place] is True or is_equal is True
         return verdicts

@@ -128,6 +128,7 @@ class RunLog:
             "index": sample.index,
             "prompt": _encodable(problem.prompt),
             "answer": _encodable(problem.answer),
+            **({"other_answers": list(map(_encodable, others))} if (others := problem.other_answers) else {}),
             "completion": _encodable(sample.text),
             "num_completion_tokens": len(sample.completion_ids),
             "num_read_tokens": len(sample.completion_ids) - sample.num_trained,

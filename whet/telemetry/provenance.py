@@ -209,7 +209,7 @@ def describe_model(source: str) -> dict[str, Any]:
 
 def data_hash(problems: Iterable[Problem]) -> tuple[str | None, int]:
     """Return an order-independent sha256 over uid, prompt and answer of problems, and their number."""
-    rows = sorted(json.dumps([p.uid, p.prompt, p.answer]) for p in problems)
+    rows = sorted(json.dumps([p.uid, p.prompt, *p.answers]) for p in problems)
     if not rows:
         return None, 0
     return hashlib.sha256("\n".join(rows).encode()).hexdigest(), len(rows)

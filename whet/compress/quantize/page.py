@@ -49,7 +49,7 @@ def as_text(content: Json) -> str:
         f"{'on held-out text':<44}{'bytes':>13}{'KL':>10}{'worst KL':>10}{'top-1':>8}{'perplexity':>12}",
     ]
     lines.append(
-        f"{'full model':<44}{content['full_bytes']:>13,}{0:>10.4f}{0:>10.3f}{1:>8.1%}{content['perplexity']:>12.4f}"
+        f"{'full model':<44}{content['full_bytes']:>13,}{0:>10.2g}{0:>10.2g}{100:>6} %{content['perplexity']:>12.4f}"
     )
     for point in content["table"]:
         lines.append(f"{point['name']:<44}" + "".join(_cells(content, point)))
@@ -76,9 +76,9 @@ def _cells(content: Json, point: Json) -> list[str]:
     found = point["divergence"]
     return [
         f"{content['fixed_bytes'] + point['num_bytes']:>13,}",
-        f"{found['kl']:>10.4f}",
-        f"{found['worst_kl']:>10.3f}",
-        f"{found['top1']:>8.1%}",
+        f"{found['kl']:>10.2g}",
+        f"{found['worst_kl']:>10.2g}",
+        f"{100 * found['top1']:>6.1f} %",
         f"{found['perplexity']:>12.4f}",
     ]
 

@@ -113,6 +113,11 @@ def main(config: QuantizeConfig) -> None:
     fixed = _fixed_bytes(config, policy)
     budget = parse_budget(config.budget, numbers, fixed + 2 * numbers, fixed)
     check_floor(budget, _floor(model))  # before anything is measured
+    if budget >= 2 * numbers:
+        raise UserError(
+            f"budget = {config.budget!r}: the matrices take {2 * numbers:,} bytes in 16 bits, which is within it: "
+            "nothing to quantise; give a smaller budget, as in --budget 4.5bits"
+        )
     rows = {
         "calibration": _rows(policy, task, "train", config.num_calibration),
         "held_out": _rows(policy, task, "test", config.num_held_out),

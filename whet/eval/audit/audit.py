@@ -151,7 +151,7 @@ class _Auditor:
         if best is None:
             return
         spellings = getattr(self.task, "other_spellings", lambda p: rewritten_answers(p.answer))(problem)
-        for spelling in spellings:
+        for spelling in (*spellings, *problem.other_answers):
             self.spelled.add(
                 self._is_right(problem, spelling) is True,
                 lambda text=spelling: f"{problem.uid}: {_show(text)} for {_show(problem.answer)}",

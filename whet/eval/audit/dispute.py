@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,13 @@ def dispute_samples(task: Task, problems: Sequence[Problem], path: Path) -> list
 
 def _compare(task: Task, rows: Sequence[tuple[Problem, str, str]]) -> list[Disputed]:
     first = judge_answers(task, [(problem, answer) for problem, answer, _ in rows])
-    second = second_opinions([(answer, problem.answer) for problem, answer, _ in rows])
+    opinions = iter(
+        second_opinions([(answer, gold) for problem, answer, _ in rows for gold in problem.answers])
+    )
+    second: list[bool | None] = []
+    for problem, _, _ in rows:  # any accepted answer is right
+        own = list(islice(opinions, len(problem.answers)))
+        second.append(True if True in own else None if None in own else False)
     return [
         Disputed(problem.uid, problem.prompt, problem.answer, answer, source, mine, other)
         for (problem, answer, source), mine, other in zip(rows, first, second, strict=True)

@@ -117,7 +117,9 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
             {
                 "uid": uid,
                 "prompt": first["prompt"][:MAX_CHARACTERS],
-                "gold": first["gold"],
+                "gold": " or ".join([first["gold"], *first.get("other_answers", ())])
+                if first["gold"]
+                else None,
                 "labels": labels,
                 "columns": columns,
             }

@@ -209,7 +209,7 @@ def find_repeated(task: Task, problems: Sequence[Problem], texts: Texts) -> list
         if len(group) > 1:
             different: list[Problem] = []
             for problem in group:
-                if not any(task.is_correct(other, problem.answer) for other in different):
+                if not any(task.is_correct(other, gold) for other in different for gold in problem.answers):
                     different.append(problem)
             found.append(Repeated(group, [problem.answer for problem in different]))
     return sorted(found, key=lambda repeated: (-len(repeated.answers), -len(repeated.problems)))
@@ -255,6 +255,8 @@ def _content(
             split: {
                 "problems": len(problems),
                 "solutions": len(lengths[split][1]),
+                "several_answers": sum(bool(problem.other_answers) for problem in problems),
+                "most_answers": max((len(problem.answers) for problem in problems), default=0),
                 "prompt_length": _percentiles(lengths[split][0]),
                 "solution_length": _percentiles(lengths[split][1]),
                 "extra_copies": sum(len(group.problems) - 1 for group in repeated[split]),
@@ -287,6 +289,11 @@ def _sheets(config: DataReportConfig, content: Mapping[str, Any]) -> Iterator[Sh
         [
             row("problems", "problems"),
             row("with a worked solution", "solutions"),
+            *(
+                [row("with several accepted answers", "several_answers"), row("most of one", "most_answers")]
+                if any(split["several_answers"] for split in splits.values())
+                else []
+            ),
             row("further copies of a prompt", "extra_copies"),
             row("prompts with contradicting answers", "contradicting"),
             *(

@@ -44,3 +44,27 @@ function shortNumber(value) {
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
   return value.toLocaleString("en", { maximumSignificantDigits: 4 });
 }
+
+/** On a narrow screen, show the rows of a table that is wider than its place as cards, each value with its column's name. */
+function fitTables() {
+  for (const table of document.querySelectorAll("table:not(.bars)")) {
+    const place = table.closest(".scroll") || table.parentElement;
+    table.classList.remove("stacked");
+    if (innerWidth > 620 || !place.clientWidth || table.offsetWidth <= place.clientWidth) continue;
+    const [head, ...rows] = table.rows;
+    if (!head || [...head.cells].some((cell) => cell.tagName !== "TH")) continue;
+    head.classList.add("stack-head");
+    for (const row of rows) [...row.cells].forEach((cell, index) => { cell.dataset.label = head.cells[index] ? head.cells[index].textContent : ""; });
+    table.classList.add("stacked");
+  }
+}
+
+let fitting = 0;
+function fitSoon() {
+  cancelAnimationFrame(fitting);
+  fitting = requestAnimationFrame(fitTables);
+}
+fitSoon();
+addEventListener("resize", fitSoon);
+document.addEventListener("toggle", fitSoon, true); // what was folded has no width before
+new MutationObserver((changes) => { if (innerWidth <= 620 && changes.some((change) => change.addedNodes.length)) fitSoon(); }).observe(document.querySelector("main"), { childList: true, subtree: true });

@@ -116,6 +116,7 @@ function drawCurves() {
 /** Load the curves of the runs that are ticked, and draw them beside this run's. */
 async function showOthers() {
   const ticked = [...document.querySelectorAll("input.overlay:checked")].map((box) => box.value);
+  if (!ticked.length && !live.others.size) return;
   live.others = new Map(await Promise.all(ticked.map(async (name) => [name, (await ask("state", { run: name })).figures])));
   drawCurves();
 }
@@ -187,4 +188,5 @@ for (const button of document.querySelectorAll("[data-to]")) {
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
 look();
 for (const box of document.querySelectorAll("input.overlay")) box.addEventListener("change", () => showOthers().catch((error) => { box.checked = false; box.title = visible(error.message); }));
+showOthers().catch(() => {}); // those that were named together are ticked
 setInterval(() => { if (live.others.size && !document.hidden) showOthers().catch(() => {}); }, OTHERS_MS);

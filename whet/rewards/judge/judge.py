@@ -346,7 +346,8 @@ class Judge:
             )
         low, high = config.scale
         words = {"rubric": self._rubric, "low": low, "high": high, "problem": problem.prompt}
-        words["gold"] = _GOLD.format(answer=problem.answer) if config.show_gold and problem.answer else ""
+        gold = "\nor\n".join(problem.answers)
+        words["gold"] = _GOLD.format(answer=gold) if config.show_gold and problem.answer else ""
         words["completion"] = _MARKERS.sub(lambda marker: marker[0] + " ", completion)
         # A judge may quote a score from the text as its last line. If the text mentions scores, the judge's must carry
         # a seal.
