@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -26,6 +27,9 @@ from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem
+
+# Rewriting the asserts of all test files takes ten seconds a process: the result is kept, whatever the shell says.
+sys.dont_write_bytecode = False
 
 TINY_SHAPE = ModelConfig(
     hidden_size=32,
