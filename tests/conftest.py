@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from whet.generate.policy import PolicyConfig
+from whet.kernels import dispatch
 from whet.kernels.cpu.build import library, reason
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
@@ -89,8 +90,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Run every test with one thread, unless it sets another number itself."""
+    """Run every test with one thread and all kernels, unless it sets others itself; a run's choice is the process's."""
     torch.set_num_threads(1)
+    dispatch.take(None)
     yield
     torch.set_num_threads(1)
 

