@@ -22,7 +22,7 @@ demo: $(RUN_STAMP)
 	@$(BIN)/python -m whet demo $(ARGS)
 
 test: lint
-	@$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # CI's slow job: all tests, and the speed beside the peers against what is committed (docs/results/bench.json).
 slow: lint

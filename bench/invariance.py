@@ -62,7 +62,7 @@ def whet_rows(names: list[str]) -> dict[str, dict[str, Row]]:
     """Compute whet's matrix; return rows by dtype and case."""
     table: dict[str, dict[str, Row]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        ranks = matrix.Ranks(Path(folder), names)
+        ranks = matrix.Ranks(Path(folder), names, names)
         try:
             for dtype in matrix.TOLERANCE:
                 rows = table[str(dtype).removeprefix("torch.")] = {}

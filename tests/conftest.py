@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -21,11 +22,15 @@ import pytest
 import torch
 
 from whet.generate.policy import PolicyConfig
+from whet.kernels import dispatch
 from whet.kernels.cpu.build import library, reason
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem
+
+# Rewriting the asserts of all test files takes ten seconds a process: the result is kept, whatever the shell says.
+sys.dont_write_bytecode = False
 
 TINY_SHAPE = ModelConfig(
     hidden_size=32,
@@ -85,8 +90,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Run every test with one thread, unless it sets another number itself."""
+    """Run every test with one thread and all kernels, unless it sets others itself; a run's choice is the process's."""
     torch.set_num_threads(1)
+    dispatch.take(None)
     yield
     torch.set_num_threads(1)
 

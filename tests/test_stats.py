@@ -83,8 +83,8 @@ COVERAGE = 0.015
 
 @pytest.mark.parametrize(
     ("a", "b", "num_problems"),
-    [(2, 3, 60), (0.5, 0.5, 200), (1, 9, 100), (0.1, 4.9, 200)],
-    ids=["middling", "mixed", "hard", "nearly hopeless (2 %)"],
+    [(2, 3, 60), (0.1, 4.9, 200)],
+    ids=["middling", "nearly hopeless (2 %)"],
 )
 def test_bootstrap_interval_covers_the_truth(a, b, num_problems):
     # Scores c/8 of problems with different difficulty; the mean of Beta(a, b) is a / (a + b).

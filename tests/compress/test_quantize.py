@@ -247,7 +247,7 @@ def test_experts_are_stored_smaller_than_attention() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that has learnt a little of its task."""
+    """A small model that has learnt a little of its task, from the few problems that it needs."""
     from whet.recipes.models import demo_policy
 
     folder = tmp_path_factory.mktemp("quantize") / "sft"

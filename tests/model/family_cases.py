@@ -548,9 +548,12 @@ def check_save(model: LanguageModel, folder: Path) -> float:
     return gap
 
 
-def check_greedy(reference: Any, model: LanguageModel, count: int = 60) -> bool:
-    """Say whether greedy generation from prompts of two lengths, decoded together, equals transformers'."""
-    prompts = [ids_of(5, seed=5), ids_of(70, seed=70)]
+def check_greedy(reference: Any, model: LanguageModel, count: int = 32) -> bool:
+    """Say whether greedy generation from prompts of two lengths, decoded together, equals transformers'.
+
+    The shorter one grows past every window (40) and every rope's first context (64).
+    """
+    prompts = [ids_of(35, seed=5), ids_of(70, seed=70)]
     requests = [Request(prompt_ids=tuple(prompt), seeds=(0,)) for prompt in prompts]
     params = SamplingParams(temperature=0.0, max_new_tokens=count)
     for prompt, (ours,) in zip(prompts, Engine(model, stop_ids=()).generate(requests, params), strict=True):
@@ -653,15 +656,19 @@ HEADER = (
 
 
 def measure(name: str, folder: Path) -> str:
-    """Put a case through everything and return its line of the table."""
+    """Put a case through everything and return its line of the table.
+
+    Of a family's other options, greedy text and SFT are left out: logits equal transformers', and the ratio of sampler
+    and trainer is exactly 1.
+    """
     case = CASES[name]
     reference = make(case, folder / "theirs")
     model, _ = load_model(folder / "theirs")
     path = path_of(model)
     results = [
         check_load(reference, model) < CLOSE,
-        check_greedy(reference, model),
-        train(model, is_rl=False) == 0.0,
+        not case.models or check_greedy(reference, model),
+        not case.models or train(model, is_rl=False, steps=1) == 0.0,
         train(model, is_rl=True) == 0.0,
         check_save(model, folder / "trained") < CLOSE,
     ]

@@ -25,6 +25,7 @@ def run_battery(name: str, *options: str, tmp_path: Path) -> tuple[int, list[dic
     return done.returncode, rows, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_killed_runs_end_bitwise_as_the_one_that_was_not(tmp_path: Path) -> None:
     status, trials, output = run_battery("kill", "--trials", "6", "--only", "sft,rl stale", tmp_path=tmp_path)
     assert status == 0, output
@@ -33,9 +34,9 @@ def test_killed_runs_end_bitwise_as_the_one_that_was_not(tmp_path: Path) -> None
 
 
 def test_damage_is_found_or_harmless(tmp_path: Path) -> None:
-    status, trials, output = run_battery("corrupt", "--trials", "8", "--only", "sft", tmp_path=tmp_path)
+    status, trials, output = run_battery("corrupt", "--trials", "4", "--only", "sft", tmp_path=tmp_path)
     assert status == 0, output
-    assert len(trials) == 8
+    assert len(trials) == 4
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SIZE = 128 * 1024
-LITTLE = 0.1  # seconds; the dearest takes 0.055 on a quiet core
+SIZE = 64 * 1024
+LITTLE = 0.1  # seconds; the dearest takes 0.028 on a quiet core, one whose time is quadratic 0.4 and more
 
 
 def seconds(function: Callable[..., Any], *arguments: str) -> float:

@@ -31,14 +31,15 @@ pytestmark = pytest.mark.usefixtures("few_problems")
 KEEP = AlgoConfig(uninformative="keep", entropy_coef=0.01)
 FILTERS: dict[str, dict[str, Any]] = {"top-p": {"top_p": 0.7}, "top-k": {"top_k": 6}, "min-p": {"min_p": 0.3}}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "kl": {"algo": replace(KEEP, kl="k3_loss", kl_coef=0.1)},
+    "kl, checkpointed": {
+        "algo": replace(KEEP, kl="k3_loss", kl_coef=0.1),
+        "optim": OptimConfig(lr=1e-3, warmup_steps=0, token_budget=300, checkpoint_layers=True),
+    },
     "minibatches": {"algo": replace(KEEP, num_minibatches=2, num_epochs=2)},
     "critic": {"algo": replace(ALGORITHMS["ppo"](), uninformative="keep")},
     "stale": {"off_policy": OffPolicyConfig(staleness=2, proximal="recomputed", correction="token_truncate")},
     "async": {"overlap": OverlapConfig(mode="async"), "off_policy": OffPolicyConfig(staleness=1)},
     "stream": {"overlap": OverlapConfig(mode="stream")},
-    "checkpointed": {"optim": OptimConfig(lr=1e-3, warmup_steps=0, token_budget=300, checkpoint_layers=True)},
 }
 
 
@@ -99,7 +100,7 @@ def test_runs_keep_their_sets_and_resume_exactly(
     monkeypatch.setattr(Policy, "score", score)
     config = make_config(tiny_policy, tmp_path / "straight", **SETTINGS[name])
     whole = train(config)
-    if name in ("grpo", "kl", "critic", "stream", "checkpointed"):
+    if name in ("kl, checkpointed", "critic", "stream"):
         assert all(row["rl/logprob_gap_max"] == 0.0 for row in rows(tmp_path / "straight"))
     elif name == "minibatches":
         assert all(

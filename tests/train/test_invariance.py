@@ -24,12 +24,16 @@ from whet.train.optim.step import OptimConfig
 from whet.train.sft import train_step
 
 DOUBLE, WIDE = torch.float64, 10**6
+CELLS = [
+    *(pytest.param(name, DOUBLE, id=f"{name}-float64") for name in scene.CASES),
+    *(pytest.param(name, torch.float32, id=f"{name}-float32") for name in matrix.SINGLE),
+]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[matrix.Ranks]:
     """Two processes that start with the first test; whoever asks for their outcomes waits for their end."""
-    both = matrix.Ranks(tmp_path_factory.mktemp("ranks"), list(scene.CASES))
+    both = matrix.Ranks(tmp_path_factory.mktemp("ranks"), list(scene.CASES), matrix.SINGLE)
     yield both
     both.stop()
 
@@ -41,15 +45,13 @@ def float64_islands() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("dtype", matrix.TOLERANCE, ids=["float64", "float32"])
-@pytest.mark.parametrize("name", scene.CASES)
+@pytest.mark.parametrize(("name", "dtype"), CELLS)
 def test_the_step_is_the_definition_however_it_is_cut(name: str, dtype: torch.dtype) -> None:
     for column, (number, where) in matrix.cells(name, dtype).items():
         assert number <= matrix.TOLERANCE[dtype], f"{column}: {where} differs by {number:.1e}"
 
 
-@pytest.mark.parametrize("dtype", matrix.TOLERANCE, ids=["float64", "float32"])
-@pytest.mark.parametrize("name", scene.CASES)
+@pytest.mark.parametrize(("name", "dtype"), CELLS)
 def test_two_ranks_do_the_step_of_one(name: str, dtype: torch.dtype, ranks: matrix.Ranks) -> None:
     for number, where in matrix.rank_cells(name, dtype, ranks.outcomes(name, dtype)):
         assert number <= matrix.TOLERANCE[dtype], f"{where} differs by {number:.1e}"
