@@ -36,6 +36,8 @@ SFT_LORA = LoRAConfig(
     modules_to_save=("embed_tokens", "input_layernorm", "post_attention_layernorm", "model.norm"),
 )
 SFT_LR, RL_LR = 2e-3, 1e-3
+GOING_ON_LR = 5e-4
+"""Of RL that goes on with the full-rank adapter: its embeddings and norms are whole weights."""
 RANKS = (8, 16, 32, FULL_RANK)
 NF4_RANKS = (8, 16)
 WITHIN = 0.02
@@ -133,7 +135,7 @@ def main() -> int:
             # The same adapter goes on, with the modules that are trained whole beside it.
             note(
                 "SFT and RL, full rank",
-                bench.run_rl(seed, "rl-lora", "sft-lora", LoRAConfig(rank=FULL_RANK)),
+                bench.run_rl(seed, "rl-lora", "sft-lora", LoRAConfig(rank=FULL_RANK), GOING_ON_LR),
             )
         for rank in RANKS if "rl" in options.parts else ():
             note(f"RL, rank {rank}", bench.run_rl(seed, f"rl-{rank}", "sft", LoRAConfig(rank=rank)))
