@@ -94,6 +94,9 @@ FAMILIES = "tests/model/test_families.py"
 FAMILY = f"{FAMILIES}::test_a_family"
 GRADIENTS = f"{FAMILIES}::test_gradients_are_those_of_transformers"
 TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
+    ("model/lora/side.py", ("tests/train/test_lora.py",)): [
+        ("factor", "x, y, self.lora_A, self.lora_B, self.scaling)", "x, y, self.lora_A, self.lora_B, 1.0)"),
+    ],
     ("algo/advantages.py", ("tests/algo/test_advantages.py",)): [
         ("bound", "SPREAD_TOLERANCE = 1e-6", "SPREAD_TOLERANCE = 1e-3"),
         ("bound", "SPREAD_TOLERANCE = 1e-6", "SPREAD_TOLERANCE = 1e-9"),

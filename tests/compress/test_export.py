@@ -311,6 +311,19 @@ def test_llama_cpp_answers_as_stories260k(tmp_path: Path) -> None:
     assert "PARAMETER stop" in (tmp_path / "out/Modelfile").read_text()
 
 
+def test_what_rounding_alone_does_is_told_from_what_the_runtime_adds(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strict = parity.Thresholds(kl=0.0, top1=0.0, greedy=0.0)
+    monkeypatch.setattr(parity, "THRESHOLDS", {"bf16": strict, "f32": strict})
+    rounded = export(config(folder, tmp_path / "bf16", "hf", dtype="bf16"))
+    assert rounded["verdict"] == "failed"
+    assert any("rounding the weights to bf16 alone misses" in note for note in rounded["notes"])
+    exact = export(config(folder, tmp_path / "f32", "hf", dtype="f32"))
+    assert exact["stored"]["kl"] == 0  # the runtime's order of sums is all that differs
+    assert not any("alone misses" in note for note in exact["notes"])
+
+
 def test_differences_of_distributions_are_the_formula_s() -> None:
     ours = np.log(np.array([[0.5, 0.25, 0.25, 1e9]]))
     theirs = np.log(np.array([[0.25, 0.5, 0.25, 1.0]]))

@@ -18,6 +18,7 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.reward_model import RewardModel
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.attention import Packed
+from whet.model.lora.side import LoRAConfig, sides_of
 from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import TaskConfig, load_task
 from whet.train import dpo
@@ -364,6 +365,34 @@ def test_resume_is_exact_and_samples_nothing(
         train(broken, resume=True)
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "straight")
     assert weights(tmp_path / "broken", 8) == weights(tmp_path / "straight", 8)
+
+
+def test_adapters_alone_are_trained_from_the_reference_and_resume_exactly(
+    halfway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(halfway, tmp_path / "run", lora=LoRAConfig(rank=4), sft_coef=0.0)
+    policy = train(config)
+    rows = metrics(tmp_path / "run")
+    # B is 0 at first: the policy is its reference, the base alone.
+    assert rows[0]["dpo/margin"] == pytest.approx(0, abs=1e-5)
+    assert rows[0]["dpo/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert max(row["dpo/margin"] for row in rows) > 0.01
+    base = load_policy(halfway.policy, seed=0).model
+    for name, weight in base.named_parameters():
+        assert torch.equal(policy.model.get_parameter(name), weight), name
+    assert all(bool(side.lora_B.any()) for _, side in sides_of(policy.model))
+    broken = replace(config, out=str(tmp_path / "broken"))
+    with monkeypatch.context() as patch:
+        patch.setattr(dpo, "train_step", fail_at(7, dpo.train_step))
+        with pytest.raises(CrashError):
+            train(broken)
+    train(broken, resume=True)
+    assert metrics(tmp_path / "broken") == rows
+    whole, resumed = (
+        (tmp_path / name / "checkpoints/step_00000008/adapter_model.safetensors").read_bytes()
+        for name in ("run", "broken")
+    )
+    assert whole == resumed
 
 
 def test_resume_after_a_crash_while_sampling(

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from whet import __main__
 from whet.config import dump_yaml
 from whet.eval.evaluate import evaluate, take_problems
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.model.lora.side import LoRAConfig, sides_of
 from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import load_task
 from whet.train import dpo, rft, rl
@@ -207,6 +209,30 @@ def test_resume_is_exact(
     for file in ("metrics.jsonl", "kept.jsonl", "rounds.jsonl"):
         assert read(tmp_path / "broken" / file) == read(tmp_path / "straight" / file)
     assert final_weights(tmp_path / "broken") == final_weights(tmp_path / "straight")
+
+
+def test_adapters_alone_are_trained_and_resume_exactly(
+    halfway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(halfway, tmp_path / "straight", lora=LoRAConfig(rank=4), validation_problems=0)
+    policy = train(config)
+    base = load_policy(halfway.policy, seed=0).model
+    for name, weight in base.named_parameters():
+        assert torch.equal(policy.model.get_parameter(name), weight), name
+    assert all(bool(side.lora_B.any()) for _, side in sides_of(policy.model))
+    broken = replace(config, out=str(tmp_path / "broken"))
+    with monkeypatch.context() as patch:
+        patch.setattr(rft, "train_step", fail_at(8, rft.train_step))
+        with pytest.raises(CrashError):
+            train(broken)
+    train(broken, resume=True)
+    for file in ("metrics.jsonl", "kept.jsonl"):  # the second round is sampled with the first one's adapter
+        assert read(tmp_path / "broken" / file) == read(tmp_path / "straight" / file)
+    whole, resumed = (
+        (tmp_path / name / "checkpoints/step_00000008/adapter_model.safetensors").read_bytes()
+        for name in ("straight", "broken")
+    )
+    assert whole == resumed
 
 
 def test_a_round_that_was_half_written_is_sampled_again(

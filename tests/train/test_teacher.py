@@ -19,6 +19,7 @@ from whet.algo.losses import teacher_gains
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.model.lora.side import LoRAConfig
 from whet.recipes.rl import distill
 from whet.train import rl
 from whet.train.objective.teacher import ServerTeacher, TeacherConfig, load_teacher
@@ -145,6 +146,19 @@ def test_the_teacher_alone_pulls_the_policy_to_itself(kind: Any, halfway: Any, t
     assert all(row["rl/ratio_drift"] == 0 for row in rows)
     assert all(row["rl/groups_with_signal"] > 12 for row in rows)  # a prompt may come twice
     assert all("rl/kl" not in row for row in rows)
+
+
+def test_adapters_alone_are_pulled_to_the_teacher(halfway: Any, tmp_path: Path) -> None:
+    config = make_config(halfway, tmp_path, lora=LoRAConfig(rank=8))
+    config = replace(config, optim=replace(config.optim, lr=1e-2))
+    start = load_policy(config.policy, seed=0).model
+    policy = rl.train(config)
+    rows = metrics(tmp_path / "run")
+    first, last = (sum(row["rl/teacher_kl"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
+    assert last < 0.8 * first
+    assert all(row["rl/ratio_drift"] == 0 for row in rows)
+    for name, weight in start.named_parameters():
+        assert torch.equal(policy.model.get_parameter(name), weight), name
 
 
 class CrashError(Exception):
