@@ -208,6 +208,22 @@ def test_sft_and_dpo(folder: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in run.metrics] == [1, 2]
 
 
+@pytest.mark.usefixtures("no_figures")
+def test_adapters_are_trained_merged_and_exported(folder: Path, tmp_path: Path) -> None:
+    rows = [row | {"solution": row["question"] + row["answer"]} for row in ROWS]
+    for place in range(2):
+        out, lora = tmp_path / f"lora{place}", {"rank": 2 + place}
+        whet.sft(folder, rows, out=out, num_steps=1, batch_size=4, lora=lora, seed=place)
+    halves = {tmp_path / "lora0": 0.5, tmp_path / "lora1": 0.5}
+    half = whet.merge(halves, out=tmp_path / "half")
+    assert json.loads((half / "adapter_config.json").read_text())["r"] == 5
+    merged = [whet.load(model).logprobs("2+3=", "5") for model in (half, folder)]
+    assert merged[0] != merged[1]
+    report = whet.export(half, out=tmp_path / "merged", to="merged", dtype="f32", num_prompts=2)
+    assert (report["verdict"], report["greedy_equal"]) == ("passed", 1.0)
+    assert whet.load(tmp_path / "merged").logprobs("2+3=", "5") == pytest.approx(merged[0], abs=1e-5)
+
+
 def test_logprobs_are_the_samplers(folder: Path) -> None:
     policy = whet.load(folder)
     ids = tuple(policy.prompt_ids("2+3="))
@@ -262,6 +278,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "one text": (lambda f, t: whet.load(f).generate("2+2="), "expected a list of prompts"),
     "nothing to score": (lambda f, t: whet.load(f).logprobs("2+2=", ""), "completion is empty"),
     "neither": (lambda f, t: whet.dpo(f, out=t), "either pairs or a task"),
+    "a budget": (lambda f, t: whet.quantize(f, ROWS, out=t, budget="lots"), "budget"),
+    "a kind of export": (lambda f, t: whet.export(f, out=t, to="onnx"), "'onnx'"),
+    "no adapter": (lambda f, t: whet.export(f, out=t, to="merged"), "no adapter to merge"),
+    "one adapter": (lambda f, t: whet.merge([f], out=t), "expected two or more"),
+    "one adapter's name": (lambda f, t: whet.merge("runs/a", out=t), "expected a list of adapters"),
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 from whet.config import cache_folder
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
-NAMES = ("baseline_eval", "baseline_analysis", "python_api")
+NAMES = ("adapters", "baseline_eval", "baseline_analysis", "python_api")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -119,6 +119,24 @@ def test_the_python_notebook_teaches_a_model_and_measures_it(tmp_path: Path) -> 
     folder = tmp_path / "python_api"
     assert len((folder / "rl" / "metrics.jsonl").read_text().splitlines()) == 20
     assert (folder / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_notebook_of_adapters_teaches_two_skills_and_exports_one(tmp_path: Path) -> None:
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("transformers")
+    told = run("adapters", tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    rates = re.search(r"'base': '(\d+)%', 'worker': '(\d+)%', 'guesser': '(\d+)%'", told)
+    assert rates is not None
+    base, worker, guesser = map(int, rates.groups())
+    assert worker >= base + 15
+    assert guesser <= base - 15
+    few_bits = re.search(r"pass@1 in few bits: (\d+)%", told)
+    assert few_bits is not None
+    assert int(few_bits.group(1)) >= base + 10
+    assert "largest drift 0.0" in told
+    assert "'verdict': 'passed'" in told
 
 
 @pytest.mark.parametrize("name", NAMES)

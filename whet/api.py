@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -28,6 +28,9 @@ import torch
 
 from whet.algo.config import AlgoConfig
 from whet.algo.packing import TrainingSequence, pack
+from whet.compress import merge as merging
+from whet.compress.export import export as exporting
+from whet.compress.quantize import quantize as quantizing
 from whet.config import cache_folder, closest, dump_yaml, from_dict, to_dict
 from whet.eval.compare import paired
 from whet.eval.evaluate import fitting_problems, take_problems
@@ -39,6 +42,7 @@ from whet.generate.policy import Policy as LoadedPolicy
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.lora.files import find_model, find_models, named_adapters
+from whet.model.lora.merge import Method
 from whet.recipes.rl import ALGORITHMS
 from whet.rewards.base import OwnReward, own_name
 from whet.sandbox.graders.shipping import ship_function
@@ -664,6 +668,87 @@ def rft(
     """Fine-tune a policy on its own right completions, round by round; options are fields of `RFTConfig`."""
     config = _made(RFTConfig, {"out": str(out), "policy": _policy(policy), "task": _task(task)} | options)
     return _trained(config, lambda: rft_program.train(config, resume=resume, on_step=on_step))
+
+
+def quantize(
+    policy: Policy | str | Path,
+    task: Task | Rows | str | Path,
+    *,
+    out: str | Path,
+    budget: str = "4.5bits",
+    **options: Any,
+) -> dict[str, Any]:
+    """Write a copy of a model whose layers are stored in 4, 8 or 16 bits, each as measured on a task.
+
+    Args:
+        policy: The model, or what `load` takes.
+        task: What it is measured on, or what `Task.from_rows` takes.
+        out: Folder to make: a model that `load` reads, with the measurements, plots and a page.
+        budget: What the weights may take: bits for each weight of the layers, a share (30%), or bytes (350MB).
+        options: Other fields of `QuantizeConfig`: `num_problems=64`, `methods=["rtn"]`.
+
+    Returns:
+        What was chosen (`layers`) and measured (`table`, `front`, `pass_at_1`), as in `quantize.json`.
+
+    Raises:
+        UserError: If the model is quantised already, the task does not fit it, or the budget is too small.
+    """
+    given = {"out": str(out), "policy": _policy(policy), "task": _task(task), "budget": budget}
+    with _python_words():
+        return quantizing.quantize(_made(quantizing.QuantizeConfig, given | options))
+
+
+def export(
+    policy: Policy | str | Path, *, out: str | Path, to: exporting.Kind = "hf", **options: Any
+) -> dict[str, Any]:
+    """Write a model for other programs, and check it there.
+
+    Args:
+        policy: The model, or what `load` takes.
+        out: Folder to make.
+        to: hf, merged, adapter, gguf, ollama or mlx (docs/export.md).
+        options: Other fields of `ExportConfig`: `dtype="q8_0"`, `num_prompts=50`.
+
+    Returns:
+        The report: `verdict` (which may be "failed"), `top1_agreement`, `kl`, `greedy_equal` and more.
+
+    Raises:
+        UserError: If the model cannot be expressed, or a package is missing; nothing is left.
+    """
+    given = {"out": str(out), "policy": replace(_policy(policy), device="cpu"), "to": to}
+    with _python_words():
+        return exporting.export(_made(exporting.ExportConfig, given | options))
+
+
+def merge(
+    adapters: Sequence[str | Path] | Mapping[str | Path, float],
+    *,
+    out: str | Path,
+    method: Method = "cat",
+    **options: Any,
+) -> Path:
+    """Merge several adapters of one base into one.
+
+    Args:
+        adapters: Their folders, with weight 1 each, or weights by folder.
+        out: Folder to make.
+        method: cat, linear, ties, dare_linear or dare_ties (docs/adapters.md).
+        options: `density` and `seed`, of the methods that have them.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: If the adapters cannot be merged, or the folder exists.
+    """
+    if isinstance(adapters, str):
+        raise UserError("merge: got one text, expected a list of adapters: put them into [ ]")
+    weights = list(adapters.values()) if isinstance(adapters, Mapping) else []
+    folders = [resolve_run(str(adapter), of_model=True) for adapter in adapters]
+    given = {"adapters": folders, "weights": weights, "out": str(out), "method": method}
+    with _python_words():
+        merging.merge(_made(merging.MergeConfig, given | options))
+    return Path(out)
 
 
 def evaluate(

@@ -100,6 +100,25 @@ def test_measured_once_kept_beside_the_library_and_taken(
     assert len(calls) == 2, "what cannot be read is measured again"
 
 
+def test_what_is_narrowly_refused_is_measured_again_and_the_median_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ratios, used = iter([0.9, 1.1, 1.2, 9.0]), []
+    monkeypatch.setattr(kernel_speed, "measure", lambda *_: {"product": next(ratios), "decode": 3.0})
+    monkeypatch.setattr(build, "folder", lambda: tmp_path)
+    for _ in range(4):
+        dispatch.take(None)
+        kernel_speed.choose_kernels(SHAPE, torch.float32, CPU)
+        assert kernel_speed.expected_kernels(SHAPE, torch.float32) == dispatch.current().used
+        used.append(dispatch._uses("product"))
+    assert used == [False, False, True, True]
+    assert next(ratios) == 9.0, "three measurements are enough"
+    dispatch.take(None)
+    name = kernel_speed._name(kernel_speed.small(SHAPE), torch.float32)
+    (tmp_path / kernel_speed.FILE).write_text(json.dumps({name: {"product": 2.0}}))
+    assert kernel_speed.expected_kernels(SHAPE, torch.float32) == {"product"}, "as earlier versions wrote it"
+
+
 def test_a_real_measurement_is_short_and_positive() -> None:
     ratios = kernel_speed.measure(kernel_speed.small(SHAPE), torch.float32, budget_s=0.1)
     assert set(ratios) == {"product", "attention", "decode"}

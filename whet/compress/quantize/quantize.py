@@ -98,7 +98,22 @@ class QuantizeConfig:
 
 
 def main(config: QuantizeConfig) -> None:
-    """Measure, choose, write the folder and print the tables.
+    """Write the folder and print the tables.
+
+    Raises:
+        UserError: If the model is quantised already, the task does not fit it, or the budget is too small.
+    """
+    content, folder = quantize(config), Path(config.out)
+    print(f"\n{page.as_text(content)}\n\ndone: {folder}  (page: {folder / 'quantize.html'})")
+    out = shlex.quote(str(folder))
+    print(
+        f"next: whet sft RECIPE --policy.init {out} --lora.rank 16 | whet serve {out} | "
+        f"whet export {out} --to gguf --out FOLDER"
+    )
+
+
+def quantize(config: QuantizeConfig) -> dict[str, Any]:
+    """Measure, choose and write the folder; return what its quantize.json holds.
 
     Raises:
         UserError: If the model is quantised already, the task does not fit it, or the budget is too small.
@@ -189,12 +204,7 @@ def main(config: QuantizeConfig) -> None:
     _write_csv(folder / "layers.csv", content["layers"])
     page.draw(folder, content)
     page.write_page(folder, content)
-    print(f"\n{page.as_text(content)}\n\ndone: {folder}  (page: {folder / 'quantize.html'})")
-    out = shlex.quote(str(folder))
-    print(
-        f"next: whet sft RECIPE --policy.init {out} --lora.rank 16 | whet serve {out} | "
-        f"whet export {out} --to gguf --out FOLDER"
-    )
+    return content
 
 
 def _rows(policy: Policy, task: Task, split: str, count: int) -> list[Problem]:
