@@ -241,6 +241,24 @@ def test_the_chat_page_holds_no_foreign_resource_and_no_secret(server: Running) 
     assert httpx.get(f"{server.url}/", headers={"host": "evil.example"}).status_code == 403
 
 
+def test_the_chat_page_asks_the_adapter_that_is_chosen(server: Running) -> None:
+    """Two models are listed here, though this server has one: what the page sends is what counts."""
+    cards = httpx.get(f"{server.url}/v1/models").json()["data"]
+    cards.append(cards[0] | {"id": "math", "max_model_len": 77})
+    with launch() as browser:
+        page = Tab(browser, width=400).page
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
+        page.goto(server.url)
+        page.locator("#about", has_text=NAME).wait_for()
+        page.select_option("#model", "math")
+        assert page.locator("#about").inner_text().startswith("math · context of 77 tokens")
+        page.locator("#question").fill("2+2=")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.locator("#question").press("Enter")
+        assert sent.value.post_data_json["model"] == "math"
+        page.locator(".note.bad", has_text="'math' does not exist").wait_for()
+
+
 def test_the_chat_page_streams_folds_and_shows_probabilities(server: Running, tmp_path: Path) -> None:
     with launch() as browser:
         tab = Tab(browser, width=400)

@@ -22,7 +22,18 @@
       find("about").textContent = answer.status === 401 ? "This server asks for its key." : `The server answers ${answer.status}.`;
       return;
     }
-    const [card] = (await answer.json()).data;
+    const cards = (await answer.json()).data;
+    // Several adapters beside one base are models of their own; what was said to one is not told to the next.
+    find("model").replaceChildren(...cards.map((card) => el("option", { value: card.id }, visible(card.id))));
+    find("model-form").hidden = cards.length === 1;
+    choose(cards[0]);
+    find("model").onchange = () => {
+      find("new").click();
+      choose(cards[find("model").selectedIndex]);
+    };
+  }
+
+  function choose(card) {
     model = card.id;
     const alone = remembers ? "" : " · each question stands alone: this model's prompt has one turn";
     find("about").textContent = visible(`${model} · context of ${shortNumber(card.max_model_len)} tokens${alone}`);
