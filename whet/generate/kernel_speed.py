@@ -112,7 +112,7 @@ def _known(shape: ModelConfig, dtype: torch.dtype) -> Mapping[Operation, float]:
 
 def _median(rows: Sequence[Mapping[Operation, float]]) -> dict[Operation, float]:
     """Return each operation's median ratio; the lower one of two, since one alone was in doubt."""
-    common = [name for name in OPERATIONS if all(name in row for row in rows)]
+    common: list[Operation] = [name for name in OPERATIONS if all(name in row for row in rows)]
     return {name: median_low([row[name] for row in rows]) for name in common}
 
 
