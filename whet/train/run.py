@@ -20,7 +20,7 @@ from whet.telemetry.health import HISTORY_ROWS, health_warnings, past_rows
 from whet.telemetry.log import RunLog
 from whet.telemetry.spans import span, spanned
 from whet.telemetry.trackers import Tracking
-from whet.train.optim.step import Optimizer, learning_rate
+from whet.train.optim.step import Optimizer, learning_rate, shard_layers
 from whet.train.record import Data, Kind, Recorder
 from whet.train.session import Interrupted, RunConfig, Session, Skipped, TrainStep, restore_model
 from whet.types import Group
@@ -82,6 +82,7 @@ class Run:
         self.step = 0
         self.last: dict[str, float] = {}
         self.best: float | None = None
+        shard_layers(policy.model, config.parallel)
         self.optimizer = Optimizer(policy.model, config.optim)
         self.stage: Kind = stage
         self.policy = policy
