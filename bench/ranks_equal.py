@@ -25,6 +25,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -32,8 +33,10 @@ from whet.algo.config import AlgoConfig, OffPolicyConfig
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
-from whet.model.lora.side import LoRAConfig
-from whet.model.weights import load_model
+from whet.model.families import from_hf
+from whet.model.lora.side import LoRAConfig, Target
+from whet.model.transformer import init_weights
+from whet.model.weights import build_model, load_model, save_model, stored_shape
 from whet.ranks.fsdp import ParallelConfig
 from whet.recipes.models import demo_policy
 from whet.train import dpo, rl, sft
@@ -65,12 +68,39 @@ LAYOUTS: dict[str, ParallelConfig] = {
 }
 
 
-def base_of(folder: Path) -> Path:
-    """Return the folder of the model that every program starts from, made at first."""
-    base = folder / "base"
-    if not base.exists():
-        load_policy(replace(demo_policy(), model=SHAPE), seed=0, dtype=torch.float64).save(base)
-    return base
+MIXTURE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def make_bases(folder: Path) -> Path:
+    """Make the models that programs start from: dense, and beside it a mixture of experts; return the first."""
+    dense, mixture = folder / "base", folder / "base-mixture"
+    policy = load_policy(replace(demo_policy(), model=SHAPE), seed=0, dtype=torch.float64)
+    policy.save(dense)
+    policy.save_protocol(mixture)
+    config = from_hf(MIXTURE | {"vocab_size": policy.model.config.vocab_size}, where="a mixture")
+    model = build_model(config).double()
+    init_weights(model, 0)
+    save_model(model, mixture)
+    return dense
+
+
+def mixture_of(base: Path) -> Path:
+    """Return the mixture beside a dense model."""
+    return base.with_name(f"{base.name}-mixture")
 
 
 def _optim(**changes: Any) -> OptimConfig:
@@ -78,10 +108,14 @@ def _optim(**changes: Any) -> OptimConfig:
     return OptimConfig(lr=1e-3, warmup_steps=1, precision="float32", token_budget=80, **changes)
 
 
+def _policy(base: Path, **changes: Any) -> PolicyConfig:
+    return PolicyConfig(init=str(base), max_rows=64, **changes)
+
+
 def _common(base: Path, out: Path, layout: ParallelConfig) -> dict[str, Any]:
     return {
         "out": str(out),
-        "policy": PolicyConfig(init=str(base), max_rows=64),
+        "policy": _policy(base),
         "parallel": layout,
         "num_steps": STEPS,
         "save_every": STEPS,
@@ -90,8 +124,8 @@ def _common(base: Path, out: Path, layout: ParallelConfig) -> dict[str, Any]:
 
 
 def _sft(base: Path, out: Path, layout: ParallelConfig, **changes: Any) -> None:
-    settings: dict[str, Any] = {"optim": _optim(), "batch_size": 6, "validation_problems": 4} | changes
-    sft.train(SFTConfig(**_common(base, out, layout), **settings))
+    settings: dict[str, Any] = {"optim": _optim(), "batch_size": 6, "validation_problems": 4}
+    sft.train(SFTConfig(**_common(base, out, layout) | settings | changes))
 
 
 def _dpo(base: Path, out: Path, layout: ParallelConfig, **changes: Any) -> None:
@@ -110,7 +144,7 @@ def _dpo(base: Path, out: Path, layout: ParallelConfig, **changes: Any) -> None:
         "batch_size": 5,
         "validation_share": 0.2,
     }
-    dpo.train(DPOConfig(**_common(base, out, layout), **settings | changes))
+    dpo.train(DPOConfig(**_common(base, out, layout) | settings | changes))
 
 
 def _rl(base: Path, out: Path, layout: ParallelConfig, **changes: Any) -> None:
@@ -123,13 +157,14 @@ def _rl(base: Path, out: Path, layout: ParallelConfig, **changes: Any) -> None:
         "preflight": "warn",
         "ratio_tolerance": 1e-5,  # log-probabilities are kept in float32
     }
-    rl.train(RLConfig(**_common(base, out, layout), **settings | changes))
+    rl.train(RLConfig(**_common(base, out, layout) | settings | changes))
 
 
 PPO = AlgoConfig(
     baseline="value", kl="k3_loss", kl_coef=0.1, num_minibatches=2, uninformative="keep", scale="none"
 )
 LORA = LoRAConfig(rank=4)
+BALANCED = _optim(router_aux_loss_coef=0.1)
 PROGRAMS: dict[str, Callable[[Path, Path, ParallelConfig], None]] = {
     "sft": _sft,
     "sft, muon": lambda *where: _sft(*where, optim=_optim(optimizer="muon")),
@@ -140,20 +175,25 @@ PROGRAMS: dict[str, Callable[[Path, Path, ParallelConfig], None]] = {
     "ppo with a reference": lambda *where: _rl(*where, algo=PPO),
     "sft, lora": lambda *where: _sft(*where, lora=LORA),
     "grpo, lora": lambda *where: _rl(*where, lora=LORA),
+    "ppo with a reference, lora": lambda *where: _rl(*where, algo=PPO, lora=LORA),
+    "sft, qlora": lambda *where: _sft(*where, lora=LORA, policy=_policy(where[0], quantize="nf4")),
+    "grpo, qlora": lambda *where: _rl(*where, lora=LORA, policy=_policy(where[0], quantize="nf4")),
+    "sft, experts": lambda *where: _sft(mixture_of(where[0]), *where[1:], optim=BALANCED),
+    "grpo, experts": lambda *where: _rl(
+        mixture_of(where[0]), *where[1:], optim=BALANCED, algo=AlgoConfig(uninformative="keep")
+    ),
 }
 
 
 def run(program: str, layout: str, base: Path, out: Path) -> None:
     """Run a program in this process, or as this rank of several, in float64."""
-    dtypes = step.PARAMETERS
-    before = dict(dtypes)
-    dtypes["float32"] = torch.float64
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            PROGRAMS[program](base, out, LAYOUTS[layout])
-    finally:
-        dtypes.clear()
-        dtypes.update(before)
+    wide = property(lambda target: {"device": "cpu", "dtype": torch.float64})  # beside 4 bits, too
+    with (
+        mock.patch.dict(step.PARAMETERS, float32=torch.float64),
+        mock.patch.object(Target, "kind", wide),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        PROGRAMS[program](base, out, LAYOUTS[layout])
 
 
 def difference(one: Path, other: Path) -> float:
@@ -171,7 +211,10 @@ def checked(base: Path, out: Path) -> Path:
     folder = out / "checkpoints" / f"step_{STEPS:08d}"
     is_adapter = (folder / "adapter_model.safetensors").exists()
     moved = max(float(w.abs().max()) for n, w in _weights(folder) if "lora_B" in n) if is_adapter else 0.0
-    if max(moved, 0.0 if is_adapter else difference(base, folder)) < MOVED:
+    if not is_adapter:
+        config = stored_shape(folder)
+        moved = difference(base if config == stored_shape(base) else mixture_of(base), folder)
+    if moved < MOVED:
         raise SystemExit(f"{out.name}: the weights have not moved, so that comparing them proves nothing")
     return folder
 
@@ -232,7 +275,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        base = base_of(folder)
+        base = make_bases(folder)
         for program in options.programs:
             run(program, "replicate", base, folder / "one" / program)
             checked(base, folder / "one" / program)

@@ -49,7 +49,8 @@ class Reference:
                 if side.magnitude is None and not side.lora_B.any():
                     target.set(None)
         shard_layers(self.model, parallel)
-        self._own = [(name, self.model.get_parameter(name)) for name, _ in self._own]
+        if self.tensors():
+            self._own = [(name, self.model.get_parameter(name)) for name, _ in self._own]
 
     @torch.no_grad()
     def follow(self, model: LanguageModel, step: int) -> None:
