@@ -89,15 +89,22 @@ def tiny(out: Path, **changes: Any) -> SFTConfig:
     return SFTConfig(out=str(out), **settings | changes)
 
 
-def train(out: str, resume: int = 0) -> None:
+def train(out: str, resume: int = 0, deterministic: str = "warn", **layout: Any) -> None:
     warnings.simplefilter("ignore")
-    sft.train(tiny(Path(out)), resume=resume or False)
+    config = tiny(Path(out), parallel=ParallelConfig(**layout) if layout else FSDP)
+    safety = replace(config.safety, deterministic=deterministic)
+    sft.train(replace(config, safety=safety), resume=resume or False)
+
+
+def train_replicated(out: str, resume: int, deterministic: str) -> None:
+    train(out, resume, deterministic, kind="replicate")
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "checkpoints" / "step_00000004" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     """Bitwise with as many, up to rounding with others, from what one process and what several wrote."""
     run, kept = tmp_path / "run", tmp_path / "kept"
@@ -105,12 +112,18 @@ def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     expected = weights(run)
     assert (run / "checkpoints" / "step_00000002" / "training" / "optimizer").is_dir()
     shutil.copytree(run, kept)
-    for ranks in (2, 3, 1):
+    for ranks in (3, 1, 2):
         shutil.rmtree(run)
         shutil.copytree(kept, run)
         shutil.rmtree(run / "checkpoints" / "step_00000004")
         assert run_ranks(ranks, train, str(run), 2) == [None] * ranks
         assert_equal(weights(run), expected, exactly=ranks == 2)
+    shutil.rmtree(run / "checkpoints" / "step_00000004")
+    for kind, text in run_ranks(2, train_replicated, str(run), 2, "strict"):
+        assert kind == "UserError"
+        assert "saved with parallel.kind = fsdp, resumed with replicate: not bitwise" in text
+    assert run_ranks(2, train_replicated, str(run), 2, "warn") == [None, None]
+    assert_equal(weights(run), expected, exactly=False)
     shutil.rmtree(run)
     assert run_ranks(1, train, str(run)) == [None]
     shutil.rmtree(run / "checkpoints" / "step_00000004")
