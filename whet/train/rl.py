@@ -18,6 +18,7 @@ from whet.generate.policy import Policy
 from whet.generate.probe import ProbeResult, probe_policy
 from whet.model.weights import model_folder
 from whet.ranks.collectives import all_reduce_sum, rank
+from whet.ranks.fsdp import gathered
 from whet.rewards.base import WeightedReward
 from whet.rewards.judge.divergence import judge_diverges, thin
 from whet.rewards.judge.judge import Judge
@@ -111,12 +112,12 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
         count = len(setup.problems) + setup.num_left_out
         notes.insert(0, f"{setup.num_left_out} of {count} prompts do not fit the context; left out")
     with replace(setup, problems=kept).open_judge(folder) as (rewards, judge):
+        objective = Objective.of(config, policy)  # copies the policy, which a run deals out over the ranks
         run = Run(
             "rl", config, policy, tracking, best="eval/greedy", higher_is_better=True, headline=HEADLINE
         )
         order = data_order(task, kept, config.seed)
         source = RolloutSource.of(config, policy, task, rewards, order)
-        objective = Objective.of(config, policy)
         trust, failures = Trust(config, probe, judge), Failures(rewards)
         if resume and (saved := run.restore(resume, objective.tensors())):
             tensors, state = saved
@@ -142,7 +143,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
                 with span("step"):
                     began = time.monotonic()
                     run.beat("sample", source.how_far)
-                    with run.before_update(partial(held, source.snapshot())):
+                    with run.before_update(partial(held, source.snapshot())), gathered(policy.model):
                         collected = source.next(step, partial(objective.add, progress=run.progress))
                     groups = trained_groups(collected, config)
                     metrics = sampled_metrics(collected, config, step, judge, failures)
@@ -155,7 +156,8 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
                     metrics |= source.close_step(skipped=run.is_skipped)
                     if held_out and run.is_due(config.validate_every):
                         run.beat("validate")
-                        metrics |= validate(config, policy, task, held_out)
+                        with gathered(policy.model):
+                            metrics |= validate(config, policy, task, held_out)
                     run.log_step(metrics, [*groups, *rest_of(collected)])
                     for line in failures.news():
                         run.display.note(line, warning=True)

@@ -10,6 +10,7 @@ from whet.config import align
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
+from whet.ranks.fsdp import ParallelConfig
 from whet.rewards.base import JUDGE, MODEL, parse_own
 from whet.rewards.judge.judge import JudgeConfig
 from whet.tasks.base import TaskConfig
@@ -90,6 +91,8 @@ class RLConfig:
     """Steps between completions that are printed while it trains, one each; 0 for none."""
     safety: SafetyConfig = field(default_factory=SafetyConfig)
     """Resuming, saving and stopping."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How several ranks hold the model."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Experiment trackers that show the run besides its own files."""
     seed: int = 0
@@ -146,6 +149,11 @@ class RLConfig:
             max_new_tokens=self.sampling.max_new_tokens,
         )
         check_overlap(self.overlap, self.algo, self.off_policy, self.optim)
+        if self.parallel.kind == "fsdp" and self.overlap.mode != "off":
+            raise ValueError(
+                f"overlap.mode = {self.overlap.mode} with parallel.kind = fsdp: the weights are gathered for one phase "
+                "at a time; leave one out"
+            )
 
     def _check_judge(self) -> None:
         """Refuse a judge that nobody asks, and one that nobody watches."""

@@ -14,6 +14,7 @@ from whet.eval.grade import Grade
 from whet.generate.activations import Activations
 from whet.generate.policy import Policy
 from whet.ranks.collectives import all_reduce_sum, gather_json, rank, redeal, shard, world_size
+from whet.ranks.fsdp import sharding
 from whet.rewards.base import WeightedReward
 from whet.telemetry.spans import span, spanned
 from whet.train.objective.advantage import (
@@ -242,7 +243,7 @@ class RolloutSource:
         self._algo, self._weights = algo, weights
         self._num_prompts, self._params = num_prompts, params
         self._staleness, self._num_steps, self._seed = staleness, num_steps, seed
-        if self._beside is None and not staleness and kept_gib:
+        if self._beside is None and not staleness and kept_gib and sharding(policy.model) is None:
             policy.activations = Activations(int(kept_gib * 2**30))
         self._engine = policy.engine(trains=True) if self._beside is None else self._beside.engine
         self._pending: deque[Collected] = deque()
