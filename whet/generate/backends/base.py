@@ -2,13 +2,76 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from whet.generate.engine import EngineStats
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, OnEnded, Request
 from whet.generate.sampling import SamplingParams
+from whet.types import UnreadError
+
+READ_BY: dict[str, tuple[str, ...]] = {
+    "engine": (),
+    "openai": ("url", "model", "folder", "concurrency", "timeout_s", "retries", "api_key_env"),
+    "vllm": ("python", "folder", "concurrency", "timeout_s", "retries", "dtype", "memory", "arguments"),
+}
+"""Fields that each kind of sampler reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """Where completions that are trained on come from."""
+
+    kind: Literal["engine", "vllm", "openai"] = "engine"
+    """engine: whet's own, on the trainer's weights, exact; openai: a server with OpenAI's completions that gives token
+    ids and log-probabilities (whet serve, vLLM); vllm: one that whet starts, in this process or with `python`."""
+    url: str = ""
+    """Address of the server; it ends in /v1."""
+    model: str = ""
+    """Name of the policy at the server; empty for the one model that it has."""
+    python: str = ""
+    """Python of an environment that has vLLM, in which whet starts a server; empty for vLLM in this process."""
+    folder: str = ""
+    """Folder in which weights are handed over, which the server sees by the same path; empty for one in this machine's
+    shared memory."""
+    concurrency: int = 64
+    """Requests under way at once."""
+    timeout_s: float = 600.0
+    """Seconds for one request."""
+    retries: int = 5
+    """Repetitions of a request that fails for a passing reason, each after a longer pause."""
+    api_key_env: str = "WHET_API_KEY"
+    """Variable of the environment with the server's key, where it has one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """vLLM's precision; auto takes the dtype that the policy computes in."""
+    memory: float = 0.4
+    """Share of a GPU's memory that vLLM may take, weights included; on a CPU GiB of its cache, times ten."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of vLLM's server, such as --enforce-eager."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "openai" and not self.url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"sampler.url = {self.url!r}: expected a server's address, such as http://127.0.0.1:8000/v1"
+            )
+        for name, least in (("concurrency", 1), ("retries", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"sampler.{name} = {getattr(self, name)}: expected {least} or more")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"sampler.timeout_s = {self.timeout_s}: expected above 0")
+        if not 0 < self.memory < 1:
+            raise ValueError(f"sampler.memory = {self.memory}: expected above 0, below 1")
+        fields = type(self).__dataclass_fields__
+        for name in set().union(*READ_BY.values()) - set(READ_BY[self.kind]):
+            if getattr(self, name) != fields[name].default:
+                readers = " or ".join(kind for kind, read in READ_BY.items() if name in read)
+                raise UnreadError(
+                    f"sampler.{name} is not read with sampler.kind = {self.kind}: leave it out, or set {readers}",
+                    name,
+                )
 
 
 class CopySampler(Protocol):
@@ -52,7 +115,8 @@ class CopySampler(Protocol):
         Args:
             requests: Prompts with the seeds of their samples.
             params: Temperature, filters and the longest completion.
-            on_ended: Called in the caller's thread with each request that is complete, as it ends.
+            on_ended: Called in the caller's thread with each request that is complete, in the order of the requests, so
+                that sums which a caller makes of them do not depend on time.
             is_streamed: Asked of engines that may otherwise wait before they hand a request over; these never do.
 
         Returns:

@@ -14,6 +14,7 @@ from whet.eval.grade import Grade
 from whet.generate.activations import Activations
 from whet.generate.backends.base import CopySampler
 from whet.generate.policy import Policy
+from whet.generate.probe import ProbeResult, probe_policy
 from whet.ranks.collectives import all_reduce_sum, gather_json, rank, redeal, shard, world_size
 from whet.rewards.base import WeightedReward
 from whet.telemetry.spans import span, spanned
@@ -266,6 +267,7 @@ class RolloutSource:
         task: Task,
         rewards: list[WeightedReward],
         order: DataOrder,
+        sampler: CopySampler | None = None,
     ) -> RolloutSource:
         """Make that of a run from its config."""
         return cls(
@@ -282,6 +284,7 @@ class RolloutSource:
             seed=config.seed,
             overlap=config.overlap,
             kept_gib=config.kept_gib,
+            sampler=sampler,
         )
 
     def how_far(self) -> str:
@@ -348,6 +351,20 @@ class RolloutSource:
     def sync_metrics(self) -> dict[str, float]:
         """Return what bringing the weights to the sampler took in the last step; empty for the policy's own engine."""
         return {} if self._sampler is None else {"rl/sync_seconds": self._sync_seconds}
+
+    def probe(self, version: int) -> ProbeResult | None:
+        """Compare the log-probabilities of a sampler with a copy with the trainer's; None for the policy's own engine.
+
+        Args:
+            version: Number of updates that made the present weights.
+
+        Raises:
+            UserError: If they are not those of the same model.
+        """
+        if self._sampler is None:
+            return None
+        self._push(version)
+        return probe_policy(self._policy, self._params.sampling, self._sampler)
 
     def _push(self, version: int) -> None:
         """Bring the weights to a sampler with a copy, if it does not have those of this version."""
