@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, Protocol
 
 from whet.generate.engine import EngineStats
@@ -16,7 +16,17 @@ from whet.types import UnreadError
 READ_BY: dict[str, tuple[str, ...]] = {
     "engine": (),
     "openai": ("url", "model", "folder", "concurrency", "timeout_s", "retries", "api_key_env"),
-    "vllm": ("python", "folder", "concurrency", "timeout_s", "retries", "dtype", "memory", "arguments"),
+    "vllm": ("dtype", "memory", "folder"),
+    "vllm with python": (
+        "python",
+        "arguments",
+        "dtype",
+        "memory",
+        "folder",
+        "concurrency",
+        "timeout_s",
+        "retries",
+    ),
 }
 """Fields that each kind of sampler reads."""
 
@@ -64,13 +74,13 @@ class SamplerConfig:
             raise ValueError(f"sampler.timeout_s = {self.timeout_s}: expected above 0")
         if not 0 < self.memory < 1:
             raise ValueError(f"sampler.memory = {self.memory}: expected above 0, below 1")
-        fields = type(self).__dataclass_fields__
-        for name in set().union(*READ_BY.values()) - set(READ_BY[self.kind]):
-            if getattr(self, name) != fields[name].default:
-                readers = " or ".join(kind for kind, read in READ_BY.items() if name in read)
+        kind = f"{self.kind} with python" if self.kind == "vllm" and self.python else self.kind
+        for item in fields(self):
+            is_read = item.name == "kind" or item.name in READ_BY[kind]
+            if not is_read and getattr(self, item.name) != item.default:
+                readers = " or ".join(reader for reader, read in READ_BY.items() if item.name in read)
                 raise UnreadError(
-                    f"sampler.{name} is not read with sampler.kind = {self.kind}: leave it out, or set {readers}",
-                    name,
+                    f"sampler.{item.name} is read with sampler.kind = {readers} only; leave it out", item.name
                 )
 
 

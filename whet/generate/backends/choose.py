@@ -35,6 +35,9 @@ def sampler_for(config: SamplerConfig, policy: Policy, folder: Path) -> CopySamp
     if config.kind == "engine":
         return None
     from whet.generate.backends.server import ServerSampler, check_copies
+    from whet.generate.backends.vllm import VllmSampler, start_server
 
     check_copies(policy)
-    return ServerSampler(config, policy)
+    if config.kind == "openai":
+        return ServerSampler(config, policy)
+    return start_server(config, policy, folder) if config.python else VllmSampler(config, policy)

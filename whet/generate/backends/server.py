@@ -55,6 +55,7 @@ class ServerSampler:
     Args:
         config: Address and limits.
         policy: The policy, as it starts.
+        on_close: Called at the end, by whoever started the server.
 
     Attributes:
         stats: Tokens drawn so far.
@@ -66,7 +67,9 @@ class ServerSampler:
 
     look: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, config: SamplerConfig, policy: Policy) -> None:
+    def __init__(
+        self, config: SamplerConfig, policy: Policy, *, on_close: Callable[[], None] | None = None
+    ) -> None:
         try:
             import httpx
         except ImportError:
@@ -78,6 +81,7 @@ class ServerSampler:
         self._client = self._connect()
         self._pool = ThreadPoolExecutor(config.concurrency, "whet-sampler")
         self._folder: Path | None = None
+        self._on_close = on_close
         self.stats = EngineStats()
         card = self._card()
         self._model, self._is_whet = str(card["id"]), card.get("owned_by") == "whet"
@@ -85,13 +89,7 @@ class ServerSampler:
         context = card.get("max_model_len")
         own = policy.model.config.max_positions
         self._context = min(own, context) if isinstance(context, int) and context > 0 else own
-        vocabulary, rows = policy.tokenizer.vocab_size, policy.model.config.vocab_size
-        if not self._is_whet and rows - vocabulary > MOST_BARRED:
-            raise UserError(
-                f"{self._where}: the model has {rows - vocabulary} rows without a token of its tokenizer, more than "
-                f"the {MOST_BARRED} that a request can exclude; use sampler.kind = engine"
-            )
-        self._barred = {str(index): -100.0 for index in range(vocabulary, rows)}
+        self._barred = {} if self._is_whet else barred_ids(policy)
 
     @property
     def max_positions(self) -> int:
@@ -109,6 +107,9 @@ class ServerSampler:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
     def push(self, version: int, policy: Policy) -> float:
         """Write the weights to a folder and let the server read it; with several ranks the first one does.
@@ -214,7 +215,7 @@ class ServerSampler:
             # Its own ends, and its defaults for sampling, are those of the model's files: ours are the policy's.
             body |= {"seed": seeds[0], "logprobs": 0, "ignore_eos": True, "repetition_penalty": 1.0}
             body |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
-            body |= {"logit_bias": self._barred} if self._barred else {}
+            body |= {"logit_bias": {str(n): bias for n, bias in self._barred.items()}} if self._barred else {}
         answer = self._post(f"{self._url}/completions", body)
         choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != len(seeds):
@@ -297,11 +298,7 @@ class ServerSampler:
     def _exchange(self) -> Path:
         """Return the folder in which weights are handed over."""
         if self._folder is None:
-            shared = Path("/dev/shm")
-            parent = self._config.folder or (shared if os.access(shared, os.W_OK) else None)
-            if self._config.folder:
-                Path(self._config.folder).mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="whet-weights-", dir=parent))
+            self._folder = Path(tempfile.mkdtemp(prefix="whet-weights-", dir=exchange_folder(self._config)))
             self._folder.chmod(0o755)  # the server may be another user's
         return self._folder
 
@@ -395,3 +392,28 @@ def check_copies(policy: Policy) -> None:
         raise UserError(
             "sampler.kind with a quantised policy: only whet's own engine computes it; use engine"
         )
+
+
+def exchange_folder(config: SamplerConfig) -> Path | None:
+    """Return the folder below which weights are handed over: the user's, or shared memory; None for the default one."""
+    if config.folder:
+        folder = Path(config.folder).expanduser().resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else None
+
+
+def barred_ids(policy: Policy) -> dict[int, float]:
+    """Return a bias for each row of the vocabulary without a token, which the trainer leaves out of its distribution.
+
+    Raises:
+        UserError: If there are more than a request can hold.
+    """
+    vocabulary, rows = policy.tokenizer.vocab_size, policy.model.config.vocab_size
+    if rows - vocabulary > MOST_BARRED:
+        raise UserError(
+            f"sampler.kind: the model has {rows - vocabulary} rows without a token of its tokenizer, more than the "
+            f"{MOST_BARRED} that a request can exclude; use sampler.kind = engine"
+        )
+    return dict.fromkeys(range(vocabulary, rows), -100.0)
