@@ -7,6 +7,7 @@ server that gives no ids is refused.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -19,12 +20,15 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from whet.generate.backends.base import SamplerConfig
 from whet.generate.engine import EngineStats
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, OnEnded, Request
 from whet.generate.sampling import SamplingParams
 from whet.install import install_command
+from whet.model.files import read_json
 from whet.model.quant import packed_parts
 from whet.model.weights import save_model
 from whet.ranks.collectives import all_reduce_sum, rank
@@ -42,6 +46,7 @@ PASSING = (408, 425, 429, 502, 503, 504)
 """Statuses of errors that pass."""
 WHET_CHOICES = 64
 """Samples of a prompt in one request to `whet serve`: they share its prefill."""
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOST_BARRED = 4096
 """Rows of the vocabulary without a token of the tokenizer that a request can exclude one by one."""
 
@@ -56,6 +61,7 @@ class ServerSampler:
         config: Address and limits.
         policy: The policy, as it starts.
         on_close: Called at the end, by whoever started the server.
+        unties: Whether the server was started with a head apart from the embeddings, see `write_weights`.
 
     Attributes:
         stats: Tokens drawn so far.
@@ -68,7 +74,12 @@ class ServerSampler:
     look: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
-        self, config: SamplerConfig, policy: Policy, *, on_close: Callable[[], None] | None = None
+        self,
+        config: SamplerConfig,
+        policy: Policy,
+        *,
+        on_close: Callable[[], None] | None = None,
+        unties: bool = False,
     ) -> None:
         try:
             import httpx
@@ -81,7 +92,7 @@ class ServerSampler:
         self._client = self._connect()
         self._pool = ThreadPoolExecutor(config.concurrency, "whet-sampler")
         self._folder: Path | None = None
-        self._on_close = on_close
+        self._on_close, self._unties = on_close, unties
         self.stats = EngineStats()
         card = self._card()
         self._model, self._is_whet = str(card["id"]), card.get("owned_by") == "whet"
@@ -121,7 +132,7 @@ class ServerSampler:
         if rank() == 0:
             folder = self._exchange() / f"version-{version}"
             shutil.rmtree(folder, ignore_errors=True)
-            write_weights(policy, folder)
+            write_weights(policy, folder, unties=self._unties)
             try:
                 self._update(str(folder))
             finally:
@@ -365,17 +376,35 @@ def _object(answer: httpx.Response, where: str) -> dict[str, Any]:
     return value
 
 
-def write_weights(policy: Policy, folder: Path) -> None:
+def write_weights(policy: Policy, folder: Path, *, unties: bool = False) -> None:
     """Write a policy's present weights as a Hugging Face folder, an adapter that stands beside them added to them.
+
+    Args:
+        policy: The policy.
+        folder: New folder.
+        unties: Write a head that is tied to the embeddings once more, as a matrix of its own. vLLM's CPU build packs a
+            tied head when it starts and never again (0.32: "ParallelLMHead: Failed to load weights"), so that the
+            sampler drifts away from the trainer step by step.
 
     Raises:
         UserError: If the policy trains adapters, or its matrices are rounded: their sum is another model.
     """
     check_copies(policy)
-    weights = None
-    if policy.adapter is not None and policy.adapter.is_applied:
-        weights = policy.adapter.merged(policy.model)
+    weights = named_weights(policy, unties=unties)
     save_model(policy.model, folder, weights=weights, eos_ids=policy.stop_ids, bos_id=policy.tokenizer.bos_id)
+    if unties:
+        config = folder / "config.json"
+        config.write_text(json.dumps(read_json(config) | {"tie_word_embeddings": False}, indent=1) + "\n")
+
+
+def named_weights(policy: Policy, *, unties: bool = False) -> dict[str, torch.Tensor]:
+    """Return a policy's present weights by Hugging Face's names, an adapter that stands beside them added to them."""
+    weights = dict(policy.model.named_parameters())
+    if policy.adapter is not None and policy.adapter.is_applied:
+        weights = dict(policy.adapter.merged(policy.model))
+    if unties and policy.model.config.tie_embeddings:
+        weights[HEAD] = weights[EMBEDDINGS].clone()
+    return {name: weight.detach() for name, weight in weights.items()}
 
 
 def check_copies(policy: Policy) -> None:

@@ -25,7 +25,13 @@ from typing import Any
 import torch
 
 from whet.generate.backends.base import SamplerConfig
-from whet.generate.backends.server import ServerSampler, barred_ids, exchange_folder, write_weights
+from whet.generate.backends.server import (
+    ServerSampler,
+    barred_ids,
+    exchange_folder,
+    named_weights,
+    write_weights,
+)
 from whet.generate.engine import EngineStats
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, OnEnded, Request
@@ -54,9 +60,9 @@ def engine_arguments(config: SamplerConfig, policy: Policy, folder: Path) -> dic
 
 
 def write_model(policy: Policy, folder: Path) -> None:
-    """Write what vLLM starts from: weights, configuration and tokenizer."""
+    """Write what vLLM starts from: weights (see `write_weights`), configuration and tokenizer."""
     policy.save_protocol(folder)
-    write_weights(policy, folder)
+    write_weights(policy, folder, unties=True)
 
 
 def start_server(config: SamplerConfig, policy: Policy, folder: Path) -> ServerSampler:
@@ -108,7 +114,7 @@ def start_server(config: SamplerConfig, policy: Policy, folder: Path) -> ServerS
     try:
         _await_health(process, port, folder / LOG)
         named = replace(config, kind="openai", url=f"http://127.0.0.1:{port}/v1", **OURS)
-        return ServerSampler(named, policy, on_close=stop)
+        return ServerSampler(named, policy, on_close=stop, unties=True)
     except BaseException:
         stop()
         raise
@@ -209,7 +215,7 @@ class VllmSampler:
         """Copy the weights into vLLM's, by their names."""
         began = time.monotonic()
         self._wake()
-        pairs = list(named_weights(policy).items())
+        pairs = list(named_weights(policy, unties=True).items())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
         self._llm.reset_prefix_cache()
         return time.monotonic() - began
@@ -282,13 +288,6 @@ class VllmSampler:
         if not self._is_awake:
             self._llm.wake_up()
             self._is_awake = True
-
-
-def named_weights(policy: Policy) -> dict[str, torch.Tensor]:
-    """Return a policy's present weights by Hugging Face's names, an adapter that stands beside them added to them."""
-    if policy.adapter is not None and policy.adapter.is_applied:
-        return dict(policy.adapter.merged(policy.model))
-    return {name: parameter.detach() for name, parameter in policy.model.named_parameters()}
 
 
 def _completion(output: Any) -> Completion:
