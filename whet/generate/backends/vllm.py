@@ -181,7 +181,7 @@ class VllmSampler:
     def __init__(self, config: SamplerConfig, policy: Policy) -> None:
         # One process: the trainer's tensors are handed over as they are, and the trainer waits for vLLM anyway.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(10 * config.memory))))
         try:
             import vllm
@@ -204,7 +204,7 @@ class VllmSampler:
             except Exception as error:  # of vLLM, of its configuration, of the device
                 told = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
                 raise UserError(f"sampler.kind = vllm: vLLM cannot load the policy: {told}") from error
-        torch.set_num_threads(threads)  # vLLM takes all cores for itself
+        _keep_threads(threads)
 
     @property
     def max_positions(self) -> int:
@@ -263,7 +263,7 @@ class VllmSampler:
                 )
         threads = torch.get_num_threads()
         outputs = iter(self._llm.generate(prompts, settings, use_tqdm=False) if prompts else [])
-        torch.set_num_threads(threads)
+        _keep_threads(threads)
         drawn = [[_completion(next(outputs).outputs[0]) for _ in request.seeds] for request in requests]
         self.stats.new_tokens += sum(len(done.ids) for row in drawn for done in row)
         self.stats.seconds += time.perf_counter() - began
@@ -288,6 +288,12 @@ class VllmSampler:
         if not self._is_awake:
             self._llm.wake_up()
             self._is_awake = True
+
+
+def _keep_threads(count: int) -> None:
+    """Give PyTorch its threads back; vLLM's CPU build takes all cores, and warns of every call that changes that."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
 
 
 def _completion(output: Any) -> Completion:
