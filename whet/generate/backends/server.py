@@ -302,7 +302,7 @@ class ServerSampler:
                 raise
             remedy = {
                 "vllm": "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment",
-                "whet": "start whet serve with --weight-updates true",
+                "whet": "start whet serve with --weight-updates",
             }.get(self._owner, "use whet serve, vLLM or SGLang")
             raise UserError(f"{self._where}: it takes no weights (status {error.status}): {remedy}") from None
 
