@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import shutil
 import signal
@@ -36,6 +37,7 @@ from whet.generate.engine import EngineStats
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, OnEnded, Request
 from whet.generate.sampling import SamplingParams
+from whet.model.weights import as_stored
 from whet.ranks.collectives import world_size
 from whet.types import UserError
 
@@ -176,15 +178,13 @@ class VllmSampler:
         UserError: If vLLM is not installed here, or cannot load the model.
     """
 
-    look: Callable[[], None] = staticmethod(lambda: None)
-
     def __init__(self, config: SamplerConfig, policy: Policy) -> None:
         # One process: the trainer's tensors are handed over as they are, and the trainer waits for vLLM anyway.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(10 * config.memory))))
         try:
-            import vllm
+            vllm: Any = importlib.import_module("vllm")  # no part of any installation of ours
         except ImportError as error:
             raise UserError(
                 f"sampler.kind = vllm: vLLM is not in this environment ({error}); name the Python of one that has it "
@@ -195,6 +195,7 @@ class VllmSampler:
         self._sleeps = policy.device.type == "cuda"
         self._is_awake = True
         self.stats = EngineStats()
+        self.look: Callable[[], None] = lambda: None
         threads = torch.get_num_threads()
         with tempfile.TemporaryDirectory(prefix="whet-vllm-", dir=exchange_folder(config)) as folder:
             write_model(policy, Path(folder))
@@ -215,7 +216,7 @@ class VllmSampler:
         """Copy the weights into vLLM's, by their names."""
         began = time.monotonic()
         self._wake()
-        pairs = list(named_weights(policy, unties=True).items())
+        pairs = list(as_stored(named_weights(policy, unties=True), policy.model.config).items())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
         self._llm.reset_prefix_cache()
         return time.monotonic() - began
