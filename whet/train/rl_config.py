@@ -208,6 +208,10 @@ class RLConfig:
                 f"lora.rank = {self.lora.rank} with sampler.kind = {kind}: adapters that are trained are not handed "
                 "over to a sampler; use sampler.kind = engine"
             )
+        if self.parallel.gather == "layer":
+            raise ValueError(
+                f"parallel.gather = layer with sampler.kind = {kind}: its copy is made of whole weights; use whole"
+            )
         if self.kept_gib != type(self).__dataclass_fields__["kept_gib"].default:
             raise UnreadError(f"kept_gib is not read with sampler.kind = {kind}; leave it out", "kept_gib")
 
