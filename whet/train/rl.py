@@ -34,7 +34,7 @@ from whet.train.record import rl_batch
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.curriculum import select_problems
 from whet.train.rollout.order import data_order
-from whet.train.rollout.rollout import longest_sequence, rollout_metrics, sample_note
+from whet.train.rollout.rollout import age_metrics, longest_sequence, rollout_metrics, sample_note
 from whet.train.rollout.source import Collected, RolloutSource
 from whet.train.run import Held, Run
 from whet.train.session import TrainStep, begin, end_check, finish, open_folder, write_origin
@@ -217,6 +217,7 @@ def sampled_metrics(
     if config.reward:
         values["rl/reward_failures"] = float(failures.count)
     values["rl/staleness"] = float(step - collected.step)
+    values |= age_metrics(collected.rollout, step)
     return values
 
 
@@ -269,6 +270,7 @@ def speed(
         "rl/tokens_per_second": tokens / (done - began),
         "rl/generate_tokens_per_second": tokens / max(rollout.generate_seconds, 1e-9),
         "rl/train_tokens_per_second": objective.num_tokens_read / trained,
+        **source.sync_metrics(),
         **step_metrics(run.monitor, "rl", began, device),
     }
 
@@ -346,7 +348,7 @@ class Trust:
         """
         drift, gap = values.get("rl/ratio_drift", 0.0), values.get("rl/logprob_gap_mean", 0.0)
         tolerance = self._config.ratio_tolerance
-        is_fresh = values["rl/staleness"] == 0
+        is_fresh = values["rl/staleness"] == 0 and not values.get("rl/token_age")
         if is_fresh and self._probe.exact and drift > tolerance:
             raise UserError(
                 f"step {step}: on-policy ratio drifts by {drift:.1e}, expected at most {tolerance:g} "

@@ -188,6 +188,7 @@ def _sample(
         experts=done.experts,
         turn_ends=done.turn_ends,
         turn_rewards=tuple(episode_weight * reward for reward in done.turn_rewards) if episode_weight else (),
+        versions=done.versions,
     )
 
 
@@ -269,6 +270,13 @@ def rollout_metrics(
         return metrics
     metrics["rl/zero_variance_groups"] = sums[11] / num_groups
     return metrics | _signal_metrics(rollout.groups, algo, weights)
+
+
+def age_metrics(rollout: Rollout, step: int) -> dict[str, float]:
+    """Return how many updates the weights of the tokens are behind, on average; empty where no token has a version."""
+    ages = [step - v for group in rollout.groups for s in group.samples for v in s.versions]
+    total, count = all_reduce_sum(sum(ages), len(ages))
+    return {"rl/token_age": total / count} if count else {}
 
 
 def _signal_metrics(

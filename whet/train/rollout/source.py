@@ -12,6 +12,7 @@ from typing import Any, Literal
 from whet.algo.config import AlgoConfig
 from whet.eval.grade import Grade
 from whet.generate.activations import Activations
+from whet.generate.backends.base import CopySampler
 from whet.generate.policy import Policy
 from whet.ranks.collectives import all_reduce_sum, gather_json, rank, redeal, shard, world_size
 from whet.rewards.base import WeightedReward
@@ -208,6 +209,7 @@ class RolloutSource:
         seed: The run's seed.
         overlap: What is sampled beside the training.
         kept_gib: Memory for what the sampler computes of each token, for the update (`whet.generate.activations`).
+        sampler: What samples in place of the policy's own engine, with a copy of its weights; closed by `close`.
 
     Attributes:
         look: Called between the decoding steps of `next`; may raise to end it. What is drawn beside an update goes on
@@ -232,19 +234,23 @@ class RolloutSource:
         seed: int,
         overlap: OverlapConfig | None = None,
         kept_gib: float = 0.0,
+        sampler: CopySampler | None = None,
     ) -> None:
         self._mode = "off" if overlap is None else overlap.mode
         self._beside: BackgroundSampler | None = None
         if self._mode != "off":
-            self._beside = BackgroundSampler(policy, shares_weights=self._mode == "stream")
+            self._beside = BackgroundSampler(policy, shares_weights=self._mode == "stream", sampler=sampler)
             policy = self._beside.policy
         self._policy, self._task, self._rewards, self._order = policy, task, rewards, order
         self._algo, self._weights = algo, weights
         self._num_prompts, self._params = num_prompts, params
         self._staleness, self._num_steps, self._seed = staleness, num_steps, seed
-        if self._beside is None and not staleness and kept_gib:
+        if self._beside is None and sampler is None and not staleness and kept_gib:
             policy.activations = Activations(int(kept_gib * 2**30))
-        self._engine = policy.engine(trains=True) if self._beside is None else self._beside.engine
+        self._sampler, self._version, self._sync_seconds = sampler, -1, 0.0
+        self._engine = sampler or (
+            policy.engine(trains=True) if self._beside is None else self._beside.engine
+        )
         self._pending: deque[Collected] = deque()
         self._num_collected = 0
         self._account = PromptAccount()
@@ -295,6 +301,7 @@ class RolloutSource:
         ahead = min(step + self._staleness, self._num_steps - 1)
         if self._beside is not None:
             self._beside.refresh()
+        self._push(step)
         now = max(step, ahead - 1) if self._mode == "async" else ahead
         unwatched, self._engine.look = self._engine.look, self.look
         try:
@@ -335,6 +342,20 @@ class RolloutSource:
         """End what is drawn beside the update."""
         if self._beside is not None:
             self._beside.close()
+        if self._sampler is not None:
+            self._sampler.close()
+
+    def sync_metrics(self) -> dict[str, float]:
+        """Return what bringing the weights to the sampler took in the last step; empty for the policy's own engine."""
+        return {} if self._sampler is None else {"rl/sync_seconds": self._sync_seconds}
+
+    def _push(self, version: int) -> None:
+        """Bring the weights to a sampler with a copy, if it does not have those of this version."""
+        if self._sampler is None or version == self._version:
+            return
+        with span("weight_sync"):
+            self._sync_seconds = self._sampler.push(version, self._policy)
+        self._version = version
 
     def _keep(self, step: int, rollout: Rollout) -> None:
         self._pending.append(self._collect(step, rollout))
