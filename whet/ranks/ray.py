@@ -150,16 +150,16 @@ def open_ray(address: str, *, cpus: float, gpus: float = 0.0, store_bytes: int =
     Raises:
         UserError: If Ray is missing, or there is no such cluster.
     """
+    if not address:  # before Ray is imported: it reads its token then
+        os.environ.update({name: os.environ.get(name, value) for name, value in LOCAL.items()})
+        os.environ.setdefault(TOKEN, secrets.token_hex(32))
     ray = load_ray()
-    told: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "whet"}
-    environment = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     if ray.is_initialized():
         yield ray
         return
+    told: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "whet"}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     if not address:
-        os.environ.update({name: os.environ.get(name, value) for name, value in LOCAL.items()})
-        os.environ.setdefault(TOKEN, secrets.token_hex(32))
         told |= {
             "num_cpus": max(int(-(-cpus // 1)), os.cpu_count() or 1),
             "include_dashboard": False,
@@ -167,31 +167,24 @@ def open_ray(address: str, *, cpus: float, gpus: float = 0.0, store_bytes: int =
             "_node_ip_address": "127.0.0.1",
         }
     try:
-        try:
-            ray.init(address=address or "local", **told)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            where = f"the Ray cluster {address} cannot be joined" if address else "Ray cannot be started here"
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise UserError(f"cluster: {where}: {reason[:300]}") from None
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():  # Ray ends the process without saving on SIGTERM
-                signal.signal(number, handler)
-        watcher = None if address else _watch_over(ray)
-        if gpus and ray.cluster_resources().get("GPU", 0.0) < gpus and not address:
-            raise UserError(
-                f"cluster: {gpus:g} GPUs are asked for, this machine has {ray.cluster_resources().get('GPU', 0.0):g}"
-            )
-        try:
-            yield ray
-        finally:
-            ray.shutdown()
-            if watcher is not None:
-                watcher.communicate()
+        ray.init(address=address or "local", **told)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        where = f"the Ray cluster {address} cannot be joined" if address else "Ray cannot be started here"
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"cluster: {where}: {reason[:300]}") from None
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():  # Ray's own ends the process without saving
+            signal.signal(number, handler)
+    watcher = None if address else _watch_over(ray)
+    try:
+        found = ray.cluster_resources().get("GPU", 0.0)
+        if gpus > found and not address:
+            raise UserError(f"cluster: {gpus:g} GPUs are asked for, this machine has {found:g}")
+        yield ray
     finally:
-        if not address:
-            for name in (*LOCAL, TOKEN):
-                if name not in environment:
-                    os.environ.pop(name, None)
+        ray.shutdown()
+        if watcher is not None:
+            watcher.communicate()
 
 
 WATCHER = """

@@ -14,6 +14,7 @@ import torch
 
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
+from whet.generate.backends.crew import open_workers
 from whet.generate.policy import Policy
 from whet.generate.probe import ProbeResult, probe_policy
 from whet.model.weights import model_folder
@@ -115,7 +116,8 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
             "rl", config, policy, tracking, best="eval/greedy", higher_is_better=True, headline=HEADLINE
         )
         order = data_order(task, kept, config.seed)
-        source = RolloutSource.of(config, policy, task, rewards, order)
+        sampler = open_workers(config.cluster, policy)
+        source = RolloutSource.of(config, policy, task, rewards, order, sampler)
         objective = Objective.of(config, policy)
         trust, failures = Trust(config, probe, judge), Failures(rewards)
         if resume and (saved := run.restore(resume, objective.tensors())):

@@ -10,6 +10,7 @@ from whet.config import align
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
+from whet.ranks.ray import ClusterConfig
 from whet.rewards.base import JUDGE, MODEL, parse_own
 from whet.rewards.judge.judge import JudgeConfig
 from whet.tasks.base import TaskConfig
@@ -92,6 +93,8 @@ class RLConfig:
     """Resuming, saving and stopping."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Experiment trackers that show the run besides its own files."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Processes that share the work, started by Ray."""
     seed: int = 0
     """Seed of data order and of every sample."""
 
@@ -146,6 +149,27 @@ class RLConfig:
             max_new_tokens=self.sampling.max_new_tokens,
         )
         check_overlap(self.overlap, self.algo, self.off_policy, self.optim)
+        self._check_cluster()
+
+    def _check_cluster(self) -> None:
+        """Refuse what processes that sample elsewhere cannot do."""
+        if not self.cluster.rollout_workers:
+            return
+        if self.optim.compile:
+            raise ValueError(
+                "cluster.rollout_workers with optim.compile: compiled layers cannot be sent to other processes; leave "
+                "one out"
+            )
+        if self.cluster.partial and self.overlap.mode != "async":
+            raise ValueError(
+                "cluster.partial = true: sequences meet new weights only where they are drawn during updates; set "
+                "overlap.mode = async and off_policy.staleness to 1 or more"
+            )
+        if self.cluster.partial and self.off_policy.router_replay:
+            raise ValueError(
+                "cluster.partial = true with off_policy.router_replay: the experts of a sequence come from one version "
+                "of the weights; leave one out"
+            )
 
     def _check_judge(self) -> None:
         """Refuse a judge that nobody asks, and one that nobody watches."""

@@ -29,6 +29,7 @@ from whet.generate.policy import Policy
 from whet.generate.rows import Completion, OnEnded, Request, has_stop
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.kernels import dispatch
+from whet.model.checkpointing import Recompute
 from whet.ranks.ray import ClusterConfig
 from whet.types import UserError
 
@@ -98,6 +99,10 @@ def pack(policy: Policy) -> tuple[Parcel, list[torch.Tensor]]:
                 numbers[id(obj)] = len(tensors)
                 tensors.append(obj)
             return numbers[id(obj)]
+
+        def reducer_override(self, obj: Any) -> Any:
+            # It holds what a backward pass holds; workers have none.
+            return (Recompute, ()) if isinstance(obj, Recompute) else NotImplemented
 
     file = io.BytesIO()
     Pickler(file, protocol=5).dump(policy)

@@ -266,8 +266,9 @@ class RolloutSource:
         task: Task,
         rewards: list[WeightedReward],
         order: DataOrder,
+        sampler: CopySampler | None = None,
     ) -> RolloutSource:
-        """Make that of a run from its config."""
+        """Make that of a run from its config, and what samples for it in other processes."""
         return cls(
             policy,
             task,
@@ -282,6 +283,7 @@ class RolloutSource:
             seed=config.seed,
             overlap=config.overlap,
             kept_gib=config.kept_gib,
+            sampler=sampler,
         )
 
     def how_far(self) -> str:
