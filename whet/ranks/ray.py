@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
@@ -150,13 +150,20 @@ def open_ray(address: str, *, cpus: float, gpus: float = 0.0, store_bytes: int =
     Raises:
         UserError: If Ray is missing, or there is no such cluster.
     """
-    if not address:  # before Ray is imported: it reads its token then
+    if not address:
         os.environ.update({name: os.environ.get(name, value) for name, value in LOCAL.items()})
         os.environ.setdefault(TOKEN, secrets.token_hex(32))
+    was_imported = "ray" in sys.modules
     ray = load_ray()
     if ray.is_initialized():
         yield ray
         return
+    if was_imported and not address:  # it read the environment when it was imported
+        with suppress(ImportError, AttributeError):
+            from ray._raylet import AuthenticationTokenLoader, Config
+
+            Config.initialize("")
+            AuthenticationTokenLoader.instance().reset_cache()
     told: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "whet"}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     if not address:

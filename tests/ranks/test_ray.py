@@ -1,0 +1,64 @@
+"""Ray itself: rollout workers as actors that are killed, and a driver that is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+
+from test_samplers import make_config, run  # noqa: E402
+from test_workers import same  # noqa: E402
+
+from whet.generate.backends.crew import open_workers  # noqa: E402
+from whet.generate.backends.workers import Workers  # noqa: E402
+from whet.generate.policy import Policy, PolicyConfig  # noqa: E402
+from whet.ranks.ray import ClusterConfig  # noqa: E402
+from whet.train import rl  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("few_problems"),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+
+def actors() -> list[psutil.Process]:
+    """The processes of rollout workers below this one."""
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if "RolloutWorker" in " ".join(process.cmdline())]
+
+
+def test_killed_actors_change_no_bit_and_nothing_is_left(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, _ = run(make_config(tiny_policy, tmp_path / "alone"))
+    made: list[Workers] = []
+
+    def opened(config: ClusterConfig, policy: Policy) -> Workers | None:
+        workers = open_workers(config, policy)
+        if workers is not None:
+            made.append(workers)
+            generate, calls = workers._crew.call, iter(range(1000))
+
+            def call(hand: object, method: str, *arguments: object) -> object:
+                ref = generate(hand, method, *arguments)
+                if method == "generate" and next(calls) in (1, 4):
+                    os.kill(actors()[0].pid, signal.SIGKILL)
+                return ref
+
+            monkeypatch.setattr(workers._crew, "call", call)
+        return workers
+
+    monkeypatch.setattr(rl, "open_workers", opened)
+    config = make_config(tiny_policy, tmp_path / "workers", cluster=ClusterConfig(rollout_workers=2))
+    weights, metrics = run(config)
+    assert same(alone, weights)
+    assert made[0].num_lost >= 1 and made[0].num_started >= 3
+    assert metrics[-1]["rl/prompts_consumed"] + metrics[-1]["rl/prompts_dropped"] == 8
+    assert not actors()
