@@ -56,14 +56,13 @@ class ThreadCrew:
         return ref
 
     def _run(self, hand: Hand, ref: Future[Any], method: str, sent: bytes) -> None:
-        order = None
-        if method == "generate":
-            with self._lock:
-                self.calls += 1
-                number = self.calls
-            order = self._before(number)
+        order = result = None
         try:
-            result = None
+            if method == "generate":
+                with self._lock:
+                    self.calls += 1
+                    number = self.calls
+                order = self._before(number)
             if order != "die":
                 result = pickle.loads(pickle.dumps(getattr(hand.worker, method)(*pickle.loads(sent))))
         except Exception as error:

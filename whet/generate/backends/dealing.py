@@ -34,12 +34,16 @@ class Part(Generic[Work]):
         work: What it is.
         cost: How much it is, in any unit.
         tries: Workers that were lost with it.
+        num_holders: Workers that have it.
+        since: When it was given to the last one of them.
         is_over: Whether it was answered or given up: answers that still come are ignored.
     """
 
     work: Work
     cost: float
     tries: int = 0
+    num_holders: int = 0
+    since: float = 0.0
     is_over: bool = False
 
 
@@ -66,6 +70,7 @@ class Dealer(Generic[Worker, Work]):
     num_repeated: int = 0
     _held: dict[Worker, _Held[Work]] = field(default_factory=dict)
     _speeds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _pace: float | None = None
 
     def add(self, parts: Sequence[Part[Work]]) -> None:
         """Take new work, after what waits already."""
@@ -82,24 +87,23 @@ class Dealer(Generic[Worker, Work]):
         while self.waiting:
             part = self.waiting.popleft()
             if not part.is_over:
-                self._held[worker] = _Held(part, now)
-                return part
-        late = [held for held in self._held.values() if self._is_late(held, now)]
-        alone = [held for held in late if self._holders(held.part) == 1]
-        if not alone:
-            return None
-        part = min(alone, key=lambda held: held.since).part
-        self.num_repeated += 1
-        self._held[worker] = _Held(part, now)
-        return part
+                return self._hold(worker, part, now)
+        # They stand in the order in which they were given: the one that is late for longest comes first.
+        for held in self._held.values():
+            if self._is_late(held.part, now):
+                self.num_repeated += 1
+                return self._hold(worker, held.part, now)
+        return None
 
     def answer(self, worker: Worker, now: float) -> Part[Work] | None:
         """Note that a worker has answered; return its part if this is the first answer that counts."""
         held = self._held.pop(worker)
+        held.part.num_holders -= 1
         if held.part.is_over:
             return None
         held.part.is_over = True
         self._speeds.append((now - held.since) / max(held.part.cost, 1e-9))
+        self._pace = median(self._speeds)
         return held.part
 
     def lose(self, worker: Worker) -> None:
@@ -109,7 +113,10 @@ class Dealer(Generic[Worker, Work]):
             UserError: If too many workers were lost with the same part.
         """
         held = self._held.pop(worker, None)
-        if held is None or held.part.is_over:
+        if held is None:
+            return
+        held.part.num_holders -= 1
+        if held.part.is_over:
             return
         held.part.tries += 1
         self.num_lost += 1
@@ -118,7 +125,7 @@ class Dealer(Generic[Worker, Work]):
                 f"cluster: {held.part.tries} rollout workers were lost with the same work; they may run out of memory: "
                 "lower policy.max_rows, or see the workers' logs"
             )
-        if not self._holders(held.part):
+        if not held.part.num_holders:
             self.waiting.appendleft(held.part)
 
     def part_of(self, worker: Worker) -> Part[Work] | None:
@@ -133,18 +140,20 @@ class Dealer(Generic[Worker, Work]):
             if held.part.is_over and limit is not None and now - held.since > 2 * limit + LEAST_S:
                 yield worker
 
-    def _holders(self, part: Part[Work]) -> int:
-        return sum(held.part is part for held in self._held.values())
+    def _hold(self, worker: Worker, part: Part[Work], now: float) -> Part[Work]:
+        self._held[worker] = _Held(part, now)
+        part.num_holders, part.since = part.num_holders + 1, now
+        return part
 
-    def _is_late(self, held: _Held[Work], now: float) -> bool:
-        limit = self._limit(held.part)
-        return not held.part.is_over and limit is not None and now - held.since > limit
+    def _is_late(self, part: Part[Work], now: float) -> bool:
+        limit = self._limit(part)
+        return not part.is_over and limit is not None and now - part.since > limit
 
     def _limit(self, part: Part[Work]) -> float | None:
         """Return the seconds after which a part is late; None while nothing is known."""
-        if not self._speeds:
+        if self._pace is None:
             return None
-        return max(LEAST_S, self.slow_factor * median(self._speeds) * part.cost)
+        return max(LEAST_S, self.slow_factor * self._pace * part.cost)
 
 
 def portions(costs: Sequence[float], count: int) -> list[list[int]]:

@@ -14,6 +14,7 @@ import os
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -364,7 +365,8 @@ class Workers:
         self._parcel = crew.put(parcel)
         self._buckets: list[tuple[Any, dict[int, np.ndarray]]] = []
         self._weights: dict[int, Refs] = {}
-        self._version = 0
+        self._pinned: Counter[int] = Counter()
+        self._version, self._is_closed = 0, False
         self.push(0, policy)
         self._fill()
 
@@ -424,8 +426,20 @@ class Workers:
     def _forget(self) -> None:
         """Let go of weights that no batch is drawn with."""
         parts = [*self._dealer.waiting, *filter(None, map(self._dealer.part_of, self._slots))]
-        needed = {part.work.batch.version for part in parts} | {self._version}
+        needed = {part.work.batch.version for part in parts} | {self._version, *+self._pinned}
         self._weights = {version: refs for version, refs in self._weights.items() if version in needed}
+
+    def pin(self) -> Pinned:
+        """Return a sampler that keeps the weights that were pushed last, until it is closed."""
+        with self._lock:
+            self._pinned[self._version] += 1
+            return Pinned(self, self._version)
+
+    def unpin(self, version: int) -> None:
+        """Let go of weights, once as often as they were pinned."""
+        with self._lock:
+            self._pinned[version] -= 1
+            self._forget()
 
     # Sampling
 
@@ -438,11 +452,30 @@ class Workers:
         is_streamed: bool = False,
     ) -> list[list[Completion]]:
         """Draw every sample of every request with the weights that were pushed last; see `Sampler.generate`."""
+        return self.draw(self._version, requests, params, on_ended, lambda: self.look())
+
+    def draw(
+        self,
+        version: int,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        on_ended: OnEnded | None,
+        look: Callable[[], None],
+    ) -> list[list[Completion]]:
+        """Draw every sample of every request with weights that are the present ones, or pinned.
+
+        Args:
+            version: Number of the weights; with `cluster.partial` they are those to begin with.
+            requests: Prompts with the seeds of their samples.
+            params: How they are drawn.
+            on_ended: Called with each request that is complete.
+            look: Called while answers are waited for; may raise to end it.
+        """
         for index, request in enumerate(requests):
             self._engine.check(request.prompt_ids, f"prompt {index}")
             self._engine.check_adapter(request.adapter)
         began = time.perf_counter()
-        batch = _Batch(requests, params, self._version, {}, [len(request.seeds) for request in requests])
+        batch = _Batch(requests, params, version, {}, [len(request.seeds) for request in requests])
         told = 0
         with self._lock:
             self._dealer.add(self._parts(batch))
@@ -451,8 +484,10 @@ class Workers:
                 for place in batch.ended[told:] if on_ended is not None else ():
                     on_ended(place, self._row(batch, place))
                 told = len(batch.ended)
-                self.look()
+                look()
                 with self._lock:
+                    if self._is_closed:
+                        raise LostError("the sampler was closed")
                     if any(batch.left) and batch.error is None:
                         self._turn()
                 if batch.error is not None:
@@ -470,8 +505,11 @@ class Workers:
         """Do nothing: the caches are those of other processes."""
 
     def close(self) -> None:
-        """End all workers."""
-        self._crew.close()
+        """End all workers; whoever still waits for them fails."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._crew.close()
 
     @staticmethod
     def _row(batch: _Batch, place: int) -> list[Completion]:
@@ -672,6 +710,38 @@ class Workers:
         self._slots.remove(slot)
         self._crew.fire(slot.hand)
         self._dealer.lose(slot)
+
+
+class Pinned:
+    """Rollout workers that keep to one version of the weights, for a rollout that other ones overtake."""
+
+    look: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, workers: Workers, version: int) -> None:
+        self._workers, self._version = workers, version
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context in tokens, prompt and completion together."""
+        return self._workers.max_positions
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        *,
+        on_ended: OnEnded | None = None,
+        is_streamed: bool = False,
+    ) -> list[list[Completion]]:
+        """Draw every sample of every request with the pinned weights; see `Sampler.generate`."""
+        return self._workers.draw(self._version, requests, params, on_ended, self.look)
+
+    def release(self, above: int = 0) -> None:
+        """Do nothing: the caches are those of other processes."""
+
+    def close(self) -> None:
+        """Let go of the weights."""
+        self._workers.unpin(self._version)
 
 
 def _add(total: EngineStats, more: EngineStats) -> None:
