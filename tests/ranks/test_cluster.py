@@ -1,0 +1,55 @@
+"""What Ray's groups and settings are made of, without Ray: environments as torchrun sets them, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from whet.ranks.ray import ClusterConfig, environments, open_ray
+from whet.types import UserError
+
+
+def test_ranks_have_the_environment_that_torchrun_sets() -> None:
+    found = environments(
+        [
+            ("n1", "10.0.0.1", 4001, ["0"]),
+            ("n1", "10.0.0.1", 4002, ["3"]),
+            ("n2", "10.0.0.2", 4003, ["1"]),
+        ]
+    )
+    assert [(e["RANK"], e["LOCAL_RANK"], e["LOCAL_WORLD_SIZE"], e["GROUP_RANK"]) for e in found] == [
+        ("0", "0", "2", "0"),
+        ("1", "1", "2", "0"),
+        ("2", "0", "1", "1"),
+    ]
+    assert {(e["WORLD_SIZE"], e["MASTER_ADDR"], e["MASTER_PORT"]) for e in found} == {
+        ("3", "10.0.0.1", "4001")
+    }
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in found] == ["0,3", "0,3", "1"]
+    assert "CUDA_VISIBLE_DEVICES" not in environments([("n1", "127.0.0.1", 1, [])])[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"partial": True}, "cluster.partial is read with cluster.rollout_workers only"),
+        ({"max_restarts": 1}, "cluster.max_restarts is read with cluster.trainer_ranks only"),
+        ({"address": "auto"}, "cluster.address is read with"),
+        ({"trainer_ranks": 4, "rollout_workers": 3}, "3 for 4 trainer ranks"),
+        ({"rollout_workers": 2, "min_workers": 3}, "expected at most rollout_workers = 2"),
+        ({"rollout_workers": 2, "slow_factor": 0.5}, "expected 1 or more"),
+        ({"rollout_workers": -1}, "expected 0 or more"),
+        ({"rollout_workers": 1, "wait_s": 0.0}, "above 0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ClusterConfig(**fields)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"needs Ray: .*\[ray\]"), open_ray("elsewhere:1", cpus=1):
+        pass
