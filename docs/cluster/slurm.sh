@@ -26,7 +26,7 @@ launch doctor cluster --folder runs
 
 RESUME=()
 [ -d "$RUN/checkpoints" ] && RESUME=(--resume)
-launch rl qwen0.6b-gsm8k --out "$RUN" "${RESUME[@]}" &
+launch rl qwen2.5-0.5b-instruct-math --out "$RUN" "${RESUME[@]}" &
 JOB=$!
 trap 'kill -USR1 "$JOB"; wait "$JOB"; scontrol requeue "$SLURM_JOB_ID"' USR1
 wait "$JOB"

@@ -10,4 +10,4 @@ launch() {
 }
 
 launch doctor cluster --folder runs
-launch rl qwen0.6b-gsm8k --out runs/cluster-rl
+launch rl qwen2.5-0.5b-instruct-math --out runs/cluster-rl
