@@ -20,7 +20,6 @@ from whet.generate.backends.crew import open_workers
 from whet.generate.backends.workers import Workers
 from whet.generate.policy import Policy, PolicyConfig
 from whet.ranks.ray import ClusterConfig
-from whet.train import rl
 
 pytestmark = [
     pytest.mark.usefixtures("few_problems"),
@@ -40,22 +39,20 @@ def test_killed_actors_change_no_bit_and_nothing_is_left(
     alone, _ = run(make_config(tiny_policy, tmp_path / "alone"))
     made: list[Workers] = []
 
-    def opened(config: ClusterConfig, policy: Policy) -> Workers | None:
-        workers = open_workers(config, policy)
-        if workers is not None:
-            made.append(workers)
-            generate, calls = workers._crew.call, iter(range(1000))
+    def opened(config: ClusterConfig, policy: Policy) -> Workers:
+        made.append(open_workers(config, policy))
+        begin, calls = made[0]._crew.call, iter(range(1000))
 
-            def call(hand: object, method: str, *arguments: object) -> object:
-                ref = generate(hand, method, *arguments)
-                if method == "generate" and next(calls) in (1, 4):
-                    os.kill(actors()[0].pid, signal.SIGKILL)
-                return ref
+        def call(hand: object, method: str, *arguments: object) -> object:
+            ref = begin(hand, method, *arguments)
+            if method == "generate" and next(calls) in (2, 6):
+                os.kill(actors()[0].pid, signal.SIGKILL)
+            return ref
 
-            monkeypatch.setattr(workers._crew, "call", call)
-        return workers
+        monkeypatch.setattr(made[0]._crew, "call", call)
+        return made[0]
 
-    monkeypatch.setattr(rl, "open_workers", opened)
+    monkeypatch.setattr(crew, "open_workers", opened)
     config = make_config(tiny_policy, tmp_path / "workers", cluster=ClusterConfig(rollout_workers=2))
     weights, metrics = run(config)
     assert same(alone, weights)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import pytest
 import torch
 
 from whet.algo.config import OffPolicyConfig
+from whet.generate.backends.base import SamplerConfig
 from whet.generate.engine import EngineStats
-from whet.generate.policy import Policy, PolicyConfig
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Completion, Request
 from whet.generate.sampling import SamplingParams
 from whet.train import rl
@@ -22,6 +25,14 @@ from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.overlap import OverlapConfig
 from whet.train.rollout.source import RolloutSource
+
+for package in ("uvicorn", "starlette", "httpx"):
+    pytest.importorskip(package, reason="whet serve is an extra: pip install 'whet[web]' httpx")
+import uvicorn  # noqa: E402
+
+from whet.serve.api import Api, make_app  # noqa: E402
+from whet.serve.scheduler import Scheduler  # noqa: E402
+from whet.serve.serve import LOCAL, listen  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("few_problems")
 TIMES = ("_seconds", "_per_second", "_gib", "time_s", "rl/overlap", "gib/cpu", "utilisation/cpu")
@@ -160,3 +171,44 @@ def test_tokens_say_how_old_their_weights_are(
     monkeypatch.setattr(rl, "sampled_metrics", noted)
     _, rows = run(make_config(tiny_policy, tmp_path, num_steps=2))
     assert [row["rl/token_age"] for row in rows] == [old / total for old, total in seen]
+
+
+@contextmanager
+def whet_server(policy: Policy, *, updates: bool = True, context: int = 64) -> Iterator[str]:
+    """Serve a copy of a policy in a thread of ours; give its address."""
+    served = copy.copy(policy)
+    served.model = copy.deepcopy(policy.model)
+    served.max_rows = 5  # rows of another number than the trainer's, in an order of their own
+    with Scheduler(served, context=context, max_waiting=64) as scheduler:
+        api = Api(served, scheduler, name="tiny", split_thinking=False, updates=updates)
+        server = uvicorn.Server(
+            uvicorn.Config(make_app(api, api_key="", hosts=LOCAL), log_level="error", access_log=False)
+        )
+        with listen("127.0.0.1", 0) as listener:
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+            finally:
+                server.should_exit = True
+                thread.join(30)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(max_new_tokens=12), SamplingParams(max_new_tokens=12, temperature=0.7, top_k=5)],
+)
+def test_whet_serve_as_sampler_changes_no_bit(
+    sampling: SamplingParams, tiny_policy: PolicyConfig, tmp_path: Path
+) -> None:
+    config = make_config(tiny_policy, tmp_path / "own", sampling=sampling)
+    weights, rows = run(config)
+    policy = load_policy(tiny_policy, seed=1)  # other weights: what it draws with is pushed
+    with whet_server(policy) as url:
+        served = replace(config, out=str(tmp_path / "served"), sampler=SamplerConfig(kind="openai", url=url))
+        copied, metrics = run(served)
+    assert all(bool((weights[name] == copied[name]).all()) for name in weights)
+    assert untimed(metrics) == untimed(rows)
+    assert all(row.get("rl/ratio_drift", 0.0) == 0.0 < row["rl/sync_seconds"] for row in metrics)
+    summary = json.loads((Path(served.out) / "summary.json").read_text())
+    assert summary["sampler_vs_trainer"].startswith("exact: the log-probabilities of the sampler's copy")

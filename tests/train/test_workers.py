@@ -19,6 +19,7 @@ from test_samplers import make_config, run, untimed
 
 from whet.algo.config import OffPolicyConfig
 from whet.algo.packing import TrainingSequence, pack
+from whet.generate.backends import crew as crew_of_ray
 from whet.generate.backends import dealing
 from whet.generate.backends.dealing import Dealer, Part, portions
 from whet.generate.backends.workers import Workers
@@ -41,14 +42,12 @@ def with_workers(
     """Let every run with rollout workers have threads; return them with their crews."""
     made: list[tuple[Workers, ThreadCrew]] = []
 
-    def opened(config: ClusterConfig, policy: Policy) -> Workers | None:
-        if not config.rollout_workers:
-            return None
+    def opened(config: ClusterConfig, policy: Policy) -> Workers:
         crew = ThreadCrew(before)
         made.append((Workers(policy, config, crew, count=config.rollout_workers), crew))
         return made[-1][0]
 
-    monkeypatch.setattr(rl, "open_workers", opened)
+    monkeypatch.setattr(crew_of_ray, "open_workers", opened)
     return made
 
 
@@ -71,7 +70,7 @@ def test_workers_that_die_change_no_bit(
     draw = random.Random(0)
     fates = {call: draw.choice(["die", "late"]) for call in draw.sample(range(1, 20), 8)}
     made = with_workers(monkeypatch, fates.get)
-    config = make_config(tiny_policy, tmp_path / "workers", kept_gib=0.0, cluster=THREE, **changes)
+    config = make_config(tiny_policy, tmp_path / "workers", cluster=THREE, **changes)
     weights, metrics = run(config)
     ((workers, crew),) = made
     assert same(alone, weights)
@@ -98,7 +97,7 @@ def test_a_driver_that_ends_with_rollouts_in_flight_goes_on_with_them(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = with_workers(monkeypatch)
-    config = make_config(tiny_policy, tmp_path / "whole", kept_gib=0.0, cluster=THREE, **ASYNC)
+    config = make_config(tiny_policy, tmp_path / "whole", cluster=THREE, **ASYNC)
     whole, _ = run(config)
     config = replace(config, out=str(tmp_path / "broken"))
     broken = rl.steps(config)
@@ -128,7 +127,7 @@ def test_what_a_slow_worker_has_is_drawn_by_an_idle_one(
         return None
 
     made = with_workers(monkeypatch, before)
-    config = make_config(tiny_policy, tmp_path / "workers", kept_gib=0.0, cluster=THREE)
+    config = make_config(tiny_policy, tmp_path / "workers", cluster=THREE)
     weights, _ = run(config)
     is_over.set()
     ((workers, _),) = made

@@ -16,9 +16,9 @@ import torch
 from whet.config import dump_yaml
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
-from whet.generate.backends.crew import open_workers
+from whet.generate.backends.choose import open_sampler
 from whet.generate.policy import Policy
-from whet.generate.probe import ProbeResult, probe_policy
+from whet.generate.probe import GAP_LIMIT, ProbeResult, probe_policy
 from whet.model.weights import model_folder
 from whet.ranks.collectives import all_reduce_sum, rank, world_size
 from whet.ranks.ray import run_group
@@ -46,7 +46,6 @@ from whet.train.setup import audit_parts, load_rl
 from whet.types import Group, Problem, Task, UserError
 
 HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
-APPROX_GAP_LIMIT = 0.1
 SOLVED = 0.99
 HOT = 1.5
 """Sampling temperatures above this are warned of: from 2 on, models write gibberish."""
@@ -125,20 +124,24 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
     if setup.num_left_out:
         count = len(setup.problems) + setup.num_left_out
         notes.insert(0, f"{setup.num_left_out} of {count} prompts do not fit the context; left out")
-    with replace(setup, problems=kept).open_judge(folder) as (rewards, judge):
+    with (
+        replace(setup, problems=kept).open_judge(folder) as (rewards, judge),
+        open_sampler(config.sampler, policy, folder, config.cluster) as sampler,
+    ):
         run = Run(
             "rl", config, policy, tracking, best="eval/greedy", higher_is_better=True, headline=HEADLINE
         )
         order = data_order(task, kept, config.seed)
-        sampler = open_workers(config.cluster, policy)
         source = RolloutSource.of(config, policy, task, rewards, order, sampler)
-        objective = Objective.of(config, policy)
-        trust, failures = Trust(config, probe, judge), Failures(rewards)
-        if resume and (saved := run.restore(resume, objective.tensors())):
-            tensors, state = saved
-            source.load_state(state["source"])
-            objective.load(tensors, state["objective"])
-            trust.restore(state)
+        objective, failures = Objective.of(config, policy), Failures(rewards)
+        saved = run.restore(resume, objective.tensors()) if resume else None
+        if saved:
+            source.load_state(saved[1]["source"])
+            objective.load(saved[0], saved[1]["objective"])
+        probe = source.probe(run.step) or probe
+        trust = Trust(config, probe, judge)
+        if saved:
+            trust.restore(saved[1])
 
         def training() -> Held:
             return objective.tensors(), {"objective": objective.state()}
@@ -370,10 +373,16 @@ class Trust:
                 f"step {step}: on-policy ratio drifts by {drift:.1e}, expected at most {tolerance:g} "
                 "since the probe said exact; sampler and trainer disagree: raise ratio_tolerance only if you know why"
             )
-        if is_fresh and not self._probe.exact and gap > APPROX_GAP_LIMIT:
+        if is_fresh and not self._probe.exact and gap > GAP_LIMIT:
+            is_copy = self._probe.mean_gap is not None
+            remedy = (
+                "a higher precision in the sampler"
+                if is_copy
+                else "policy.attention = exact or a higher precision"
+            )
             raise UserError(
                 f"step {step}: sampler and trainer differ by {gap:.2f} nats per token on average, expected at most "
-                f"{APPROX_GAP_LIMIT}; use policy.attention = exact or a higher precision"
+                f"{GAP_LIMIT}; use {remedy}"
             )
         limit, kl = self._config.algo.kl_stop, values.get("rl/kl", 0.0)
         if limit is not None and kl > limit:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
 from whet.config import align
+from whet.generate.backends.base import SamplerConfig
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
@@ -54,6 +55,8 @@ class RLConfig:
     """The objective."""
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     """What is done when the policy that sampled is not the one that is trained."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """Where completions come from: the policy's own engine, or a sampler with a copy of its weights."""
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     """What runs at the same time in a step."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -138,6 +141,7 @@ class RLConfig:
             )
         self._check_judge()
         self._check_teacher()
+        self._check_sampler()
         check_combination(
             self.algo,
             self.off_policy,
@@ -155,6 +159,16 @@ class RLConfig:
         """Refuse what processes that sample elsewhere cannot do."""
         if not self.cluster.rollout_workers:
             return
+        if self.sampler.kind != "engine":
+            raise ValueError(
+                f"cluster.rollout_workers with sampler.kind = {self.sampler.kind}: those workers are whet's own engine; "
+                "leave one out"
+            )
+        if self.kept_gib != RLConfig.kept_gib:
+            raise UnreadError(
+                "kept_gib is not read with cluster.rollout_workers: what they compute stays with them; leave it out",
+                "kept_gib",
+            )
         if self.optim.compile:
             raise ValueError(
                 "cluster.rollout_workers with optim.compile: compiled layers cannot be sent to other processes; leave "
@@ -204,6 +218,24 @@ class RLConfig:
                 "teacher.kind = sampled with algo.surrogate = geometric: it clips by the sign of one advantage per "
                 "completion, a teacher gives one per token; use clip"
             )
+
+    def _check_sampler(self) -> None:
+        """Refuse what only the policy's own engine gives, or computes."""
+        kind = self.sampler.kind
+        if kind == "engine":
+            return
+        if self.off_policy.router_replay:
+            raise ValueError(
+                f"off_policy.router_replay with sampler.kind = {kind}: only whet's own engine says which experts its "
+                "tokens went to; leave it out"
+            )
+        if self.lora.rank:
+            raise ValueError(
+                f"lora.rank = {self.lora.rank} with sampler.kind = {kind}: adapters that are trained are not handed "
+                "over to a sampler; use sampler.kind = engine"
+            )
+        if self.kept_gib != type(self).__dataclass_fields__["kept_gib"].default:
+            raise UnreadError(f"kept_gib is not read with sampler.kind = {kind}; leave it out", "kept_gib")
 
     @property
     def rollout(self) -> RolloutParams:

@@ -75,14 +75,12 @@ class RayCrew:
         self._stack.close()
 
 
-def open_workers(config: ClusterConfig, policy: Policy) -> Workers | None:
-    """Start this rank's share of a run's rollout workers; None where there are none.
+def open_workers(config: ClusterConfig, policy: Policy) -> Workers:
+    """Start this rank's share of a run's rollout workers.
 
     Raises:
         UserError: If Ray is missing, or there is no such cluster.
     """
-    if not config.rollout_workers:
-        return None
     count = len(shard(config.rollout_workers))
     nbytes = sum(tensor.nbytes for tensor in policy.model.state_dict().values())
     crew = RayCrew(config, count=count, nbytes=nbytes)

@@ -18,6 +18,7 @@ from whet.generate.activations import Activations
 from whet.generate.backends.base import CopySampler
 from whet.generate.backends.workers import Pinned, Workers
 from whet.generate.policy import Policy
+from whet.generate.probe import ProbeResult, probe_policy
 from whet.ranks.collectives import all_reduce_sum, gather_json, rank, redeal, shard, world_size
 from whet.rewards.base import WeightedReward
 from whet.tasks.tools import environment_for
@@ -425,6 +426,20 @@ class RolloutSource:
     def sync_metrics(self) -> dict[str, float]:
         """Return what bringing the weights to the sampler took in the last step; empty for the policy's own engine."""
         return {} if self._sampler is None else {"rl/sync_seconds": self._sync_seconds}
+
+    def probe(self, version: int) -> ProbeResult | None:
+        """Compare the log-probabilities of a sampler with a copy with the trainer's; None for the policy's own engine.
+
+        Args:
+            version: Number of updates that made the present weights.
+
+        Raises:
+            UserError: If they are not those of the same model.
+        """
+        if self._sampler is None:
+            return None
+        self._push(version)
+        return probe_policy(self._policy, self._params.sampling, self._sampler)
 
     def _push(self, version: int) -> None:
         """Bring the weights to a sampler with a copy, if it does not have those of this version."""
