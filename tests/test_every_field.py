@@ -296,6 +296,7 @@ UNSEEN: dict[str, str] = {
     "optim.router_aux_loss_coef": "a model without experts refuses it: tests/train/test_experts.py",
     "off_policy.router_replay": "a model without experts refuses it: tests/train/test_experts.py",
     "optim.update_in_backward": "asks for no clipping: tests/train/test_optimizer.py",
+    "cluster.": "other processes that compute the same: tests/train/test_workers.py, tests/ranks/test_ray.py",
     "overlap.": "refused with some of these settings: tests/train/test_overlap.py",
     "safety.max_skipped": "read when a loss is not finite: tests/train/test_session.py, test_sft.py, test_rl.py",
     "safety.deterministic": "the order of sums is fixed here in any mode: tests/train/test_session.py",

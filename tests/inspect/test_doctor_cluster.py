@@ -10,7 +10,6 @@ from gloo import run_ranks
 
 from whet.inspect.doctor import cluster
 from whet.inspect.doctor.cluster import Facts, Link, check_cluster, problems, shared_folder
-from whet.inspect.doctor.doctor import DoctorConfig
 from whet.ranks.collectives import rank
 
 FACTS = Facts(
@@ -69,6 +68,8 @@ def test_each_kind_of_trouble_has_its_remedy() -> None:
 
 
 def test_fields_of_other_checks_are_refused() -> None:
+    from whet.inspect.doctor.doctor import DoctorConfig  # not in the ranks above, which it would slow down
+
     with pytest.raises(ValueError, match="ranks is not read by the check kernels"):
         DoctorConfig(check=("kernels",), ranks=2)
     with pytest.raises(ValueError, match="address is read with ranks only"):

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from test_samplers import make_config, run
 from test_workers import same
 
+from whet.generate.backends import crew
 from whet.generate.backends.crew import open_workers
 from whet.generate.backends.workers import Workers
 from whet.generate.policy import Policy, PolicyConfig

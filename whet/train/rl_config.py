@@ -161,7 +161,7 @@ class RLConfig:
             return
         if self.sampler.kind != "engine":
             raise ValueError(
-                f"cluster.rollout_workers with sampler.kind = {self.sampler.kind}: those workers are whet's own engine; "
+                f"cluster.rollout_workers with sampler.kind = {self.sampler.kind}: those workers are whet's engine; "
                 "leave one out"
             )
         if self.kept_gib != RLConfig.kept_gib:
