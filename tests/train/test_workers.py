@@ -27,8 +27,10 @@ from whet.generate.engine import Engine
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Completion, Request
 from whet.generate.sampling import SamplingParams
+from whet.model.lora.side import LoRAConfig
 from whet.ranks.ray import ClusterConfig
 from whet.train import rl
+from whet.train.optim.step import OptimConfig
 from whet.train.rollout.overlap import OverlapConfig
 from whet.types import UserError
 
@@ -154,6 +156,29 @@ def test_a_mistake_in_a_worker_is_told_here(
     with_workers(monkeypatch, fail)
     with pytest.raises(UserError, match="no memory for 7 rows"):
         run(make_config(tiny_policy, tmp_path, cluster=THREE))
+
+
+@pytest.mark.parametrize("kind", ["lora", "nf4", "bfloat16"])
+def test_adapters_packed_matrices_and_short_numbers_are_sent(
+    kind: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"num_steps": 2}
+    policy = tiny_policy
+    if kind == "bfloat16":
+        changes["optim"] = OptimConfig(lr=1e-2, warmup_steps=0, precision="bf16")
+    else:
+        load_policy(tiny_policy, seed=0).save(tmp_path / "base")
+        policy = PolicyConfig(
+            init=str(tmp_path / "base"), max_rows=64, quantize="nf4" if kind == "nf4" else "none"
+        )
+        changes["lora"] = LoRAConfig(rank=2)
+    alone, _ = run(make_config(policy, tmp_path / "alone", **changes))
+    made = with_workers(monkeypatch)
+    weights, metrics = run(make_config(policy, tmp_path / "workers", cluster=THREE, **changes))
+    assert same(alone, weights)
+    assert all(row["rl/ratio_drift"] == 0 for row in metrics)
+    trained = sum(p.nbytes for p in made[0][0]._policy.model.parameters() if p.requires_grad)
+    assert made[0][0].num_bytes_pushed <= 2 * trained  # of adapters, nothing of their base
 
 
 def test_a_sequence_that_meets_new_weights_goes_on_with_them(tiny_policy: PolicyConfig) -> None:

@@ -9,11 +9,10 @@ was started again, or was left behind, brings them up by itself.
 from __future__ import annotations
 
 import copy
-import io
 import os
-import pickle
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from whet.generate.rows import Completion, OnEnded, Request, has_stop
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.kernels import dispatch
 from whet.model.checkpointing import Recompute
+from whet.model.transformer import LanguageModel
 from whet.ranks.ray import ClusterConfig
 from whet.types import UserError
 
@@ -39,18 +39,17 @@ POLL_S = 0.1
 MAX_STARTS = 3
 """Workers in a row that may be lost before they are ready."""
 
-# The policy as bytes and arrays. The arrays lie outside of the pickle, so that all workers of a node can read one copy
-# of them in shared memory.
+# The policy, and the bytes of its tensors beside it: outside of what is pickled, so that all workers of a node can read
+# one copy of them in shared memory.
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How an array of bytes is read as a tensor."""
+    """How bytes are read as a tensor, and whether it is trained."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str
-    is_parameter: bool
     is_trained: bool
 
 
@@ -59,13 +58,13 @@ class Parcel:
     """A policy without its weights, and those of its tensors that never change.
 
     Attributes:
-        skeleton: Everything else, pickled.
-        layouts: The tensors, in the order of their numbers in the skeleton.
-        frozen: Bytes of the tensors that never change, by number.
+        skeleton: The policy, the parameters and buffers of its model empty.
+        layouts: Those, in their order.
+        frozen: Bytes of the ones that never change, by number.
         choice: The kernels that compute it: with other ones the last bits would differ.
     """
 
-    skeleton: bytes
+    skeleton: Policy
     layouts: list[_Layout]
     frozen: dict[int, np.ndarray]
     choice: dispatch.Choice | None
@@ -76,70 +75,58 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _read(data: np.ndarray, layout: _Layout) -> torch.Tensor:
-    # Shared memory is read-only, and PyTorch cannot mark tensors so: nothing writes to what is not trained.
-    flat = torch.frombuffer(data, dtype=layout.dtype) if data.size else torch.empty(0, dtype=layout.dtype)
-    return flat.view(layout.shape)
+    if not data.size:
+        return torch.empty(layout.shape, dtype=layout.dtype)
+    with warnings.catch_warnings():
+        # Shared memory is read-only, and PyTorch cannot mark tensors so: nothing writes to what is not trained.
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.frombuffer(data, dtype=layout.dtype).view(layout.shape)
+
+
+def _tensors(model: LanguageModel) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def pack(policy: Policy) -> tuple[Parcel, list[torch.Tensor]]:
-    """Return a policy as a parcel, and its trained tensors, whose values are sent beside it.
+    """Return a policy as a parcel, and the tensors that it describes; the values of trained ones are sent beside it.
 
     Args:
         policy: The policy, with whatever stands in its model: adapters, packed matrices.
     """
-    policy = copy.copy(policy)
-    policy.activations = policy.trained = policy.adapter = policy.routings = None
-    tensors: list[torch.Tensor] = []
-    numbers: dict[int, int] = {}
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> int | None:
-            if not isinstance(obj, torch.Tensor):
-                return None
-            if id(obj) not in numbers:
-                numbers[id(obj)] = len(tensors)
-                tensors.append(obj)
-            return numbers[id(obj)]
-
-        def reducer_override(self, obj: Any) -> Any:
-            # It holds what a backward pass holds; workers have none.
-            return (Recompute, ()) if isinstance(obj, Recompute) else NotImplemented
-
-    file = io.BytesIO()
-    Pickler(file, protocol=5).dump(policy)
-    layouts = [
-        _Layout(
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.device.type,
-            isinstance(tensor, torch.nn.Parameter),
-            tensor.requires_grad,
-        )
-        for tensor in tensors
-    ]
+    tensors = _tensors(policy.model)
+    empty: dict[int, Any] = {}
+    for tensor in tensors:
+        place = torch.empty(0, dtype=tensor.dtype)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        empty[id(tensor)] = torch.nn.Parameter(place, tensor.requires_grad) if is_parameter else place
+    skeleton = copy.copy(policy)
+    skeleton.activations = skeleton.trained = skeleton.adapter = skeleton.routings = None
+    recompute, policy.model.recompute = (
+        policy.model.recompute,
+        Recompute(),
+    )  # it holds what a backward pass needs
+    try:
+        skeleton.model = copy.deepcopy(policy.model, empty)
+    finally:
+        policy.model.recompute = recompute
+    layouts = [_Layout(t.dtype, tuple(t.shape), t.device.type, t.requires_grad) for t in tensors]
     frozen = {number: _bytes_of(t) for number, t in enumerate(tensors) if not t.requires_grad}
-    return Parcel(file.getvalue(), layouts, frozen, dispatch.current()), tensors
+    return Parcel(skeleton, layouts, frozen, dispatch.current()), tensors
 
 
+@torch.no_grad()
 def unpack(parcel: Parcel) -> tuple[Policy, list[torch.Tensor]]:
-    """Return the policy of a parcel, its trained tensors empty, and all its tensors by number."""
-    tensors: list[torch.Tensor] = []
-    for number, layout in enumerate(parcel.layouts):
-        tensor = (
-            torch.empty(layout.shape, dtype=layout.dtype)
-            if layout.is_trained
-            else _read(parcel.frozen[number], layout)
-        ).to(layout.device)
-        if layout.is_parameter:
-            tensor = torch.nn.Parameter(tensor, requires_grad=layout.is_trained)
-        tensors.append(tensor)
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: int) -> torch.Tensor:
-            return tensors[pid]
-
+    """Return the policy of a parcel, its trained tensors undefined, and all tensors that the parcel describes."""
+    policy = copy.copy(parcel.skeleton)
+    policy.model = copy.deepcopy(policy.model)
+    tensors = _tensors(policy.model)
+    for number, (tensor, layout) in enumerate(zip(tensors, parcel.layouts, strict=True)):
+        if layout.is_trained:
+            tensor.data = torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)
+        else:
+            tensor.data = _read(parcel.frozen[number], layout).to(layout.device)
     dispatch.take(parcel.choice)
-    return Unpickler(io.BytesIO(parcel.skeleton)).load(), tensors
+    return policy, tensors
 
 
 # One worker: what runs in the other process.
