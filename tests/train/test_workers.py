@@ -158,14 +158,14 @@ def test_a_mistake_in_a_worker_is_told_here(
         run(make_config(tiny_policy, tmp_path, cluster=THREE))
 
 
-@pytest.mark.parametrize("kind", ["lora", "nf4", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora", "nf4", "bfloat16_autocast"])
 def test_adapters_packed_matrices_and_short_numbers_are_sent(
     kind: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: dict[str, Any] = {"num_steps": 2}
     policy = tiny_policy
-    if kind == "bfloat16":
-        changes["optim"] = OptimConfig(lr=1e-2, warmup_steps=0, precision="bf16")
+    if kind == "bfloat16_autocast":
+        changes["optim"] = OptimConfig(lr=1e-2, warmup_steps=0, precision=kind)
     else:
         load_policy(tiny_policy, seed=0).save(tmp_path / "base")
         policy = PolicyConfig(

@@ -160,7 +160,10 @@ def open_ray(address: str, *, cpus: float, gpus: float = 0.0, store_bytes: int =
         return
     if was_imported and not address:  # it read the environment when it was imported
         with suppress(ImportError, AttributeError):
-            from ray._raylet import AuthenticationTokenLoader, Config
+            from ray._raylet import (  # pyright: ignore[reportMissingImports] - no part of its interface
+                AuthenticationTokenLoader,
+                Config,
+            )
 
             Config.initialize("")
             AuthenticationTokenLoader.instance().reset_cache()
@@ -250,8 +253,7 @@ class RankProcess:
 
     def where(self) -> tuple[str, str, int, list[str]]:
         """Return this rank's node, its address, a port that is free there, and the GPUs that it was given."""
-        import ray
-
+        ray = load_ray()
         context = ray.get_runtime_context()
         with socket.socket() as free:
             free.bind(("", 0))
@@ -271,8 +273,7 @@ class RankProcess:
             files: Small files that it reads, by name.
             environment: What is added to the environment.
         """
-        import ray
-
+        ray = load_ray()
         self._files = tempfile.TemporaryDirectory(prefix="whet-rank-")
         folder = self._files.name
         for name, text in files.items():

@@ -31,7 +31,7 @@ from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.kernels import dispatch
 from whet.model.checkpointing import Recompute
 from whet.model.transformer import LanguageModel
-from whet.ranks.ray import ClusterConfig
+from whet.ranks.ray import ClusterConfig, load_ray
 from whet.types import UserError
 
 POLL_S = 0.1
@@ -157,11 +157,8 @@ class RolloutWorker:
     """
 
     def __init__(self, num_threads: int = 0, fetch: Callable[[Refs], list[Any]] | None = None) -> None:
-        if fetch is None:
-            import ray
-
-            fetch = ray.get
-        self._fetch, self._num_threads = fetch, num_threads
+        self._fetch: Callable[[Refs], list[Any]] = load_ray().get if fetch is None else fetch
+        self._num_threads = num_threads
         self._engine: Engine | None = None
         self._tensors: list[torch.Tensor] = []
         self._layouts: list[_Layout] = []
@@ -332,12 +329,12 @@ class Workers:
         stats: What all workers did for this one.
         num_started: Workers that were started, also in place of lost ones.
         num_bytes_pushed: Bytes of weights that were sent since the start.
+        look: Called while `generate` waits; may raise to end it.
     """
-
-    look: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, policy: Policy, config: ClusterConfig, crew: Crew, *, count: int) -> None:
         self.stats = EngineStats()
+        self.look: Callable[[], None] = lambda: None
         self.num_started = self.num_bytes_pushed = 0
         self._config, self._crew, self._count = config, crew, count
         self._engine = policy.engine(trains=True)  # it checks requests, and never generates
@@ -468,9 +465,10 @@ class Workers:
             self._dealer.add(self._parts(batch))
         try:
             while any(batch.left) or told < len(batch.ended):
-                for place in batch.ended[told:] if on_ended is not None else ():
-                    on_ended(place, self._row(batch, place))
-                told = len(batch.ended)
+                while told < len(batch.ended):
+                    if on_ended is not None:
+                        on_ended(batch.ended[told], self._row(batch, batch.ended[told]))
+                    told += 1
                 look()
                 with self._lock:
                     if self._is_closed:
