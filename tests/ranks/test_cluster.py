@@ -34,7 +34,9 @@ def test_ranks_have_the_environment_that_torchrun_sets() -> None:
         ("3", "10.0.0.1", "4001")
     }
     assert [e["CUDA_VISIBLE_DEVICES"] for e in found] == ["0,3", "0,3", "1"]
-    assert "CUDA_VISIBLE_DEVICES" not in environments([("n1", "127.0.0.1", 1, [])])[0]
+    (alone,) = environments([("n1", "10.0.0.1", 1, [])])
+    assert "CUDA_VISIBLE_DEVICES" not in alone
+    assert alone["MASTER_ADDR"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

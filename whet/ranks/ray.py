@@ -281,7 +281,8 @@ class RankProcess:
         address = ray.get_runtime_context().gcs_address
         self._process = subprocess.Popen(
             [sys.executable, "-m", "whet", *(word.replace("{folder}", folder) for word in words)],
-            env={**os.environ, ADDRESS: address, **environment},
+            # A dead rank is told in one line by the others, not in stacks of C++ frames.
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, ADDRESS: address, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -465,7 +466,7 @@ def environments(found: Sequence[tuple[str, str, int, list[str]]]) -> list[dict[
             "LOCAL_RANK": str(members.index(number)),
             "LOCAL_WORLD_SIZE": str(len(members)),
             "GROUP_RANK": str(nodes.index(node)),
-            "MASTER_ADDR": found[0][1],
+            "MASTER_ADDR": "127.0.0.1" if len(nodes) == 1 else found[0][1],
             "MASTER_PORT": str(found[0][2]),
         }
         result.append(environment | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}))
