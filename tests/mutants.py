@@ -744,7 +744,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("mask", "self.dropped[reason] += number", "self.dropped[reason] = number"),
         ("sign", "        self.in_flight -= count", "        self.in_flight += count"),
         ("choice", "        if skipped:", "        if not skipped:"),
-        ("guard", " and not self.pending and min(counts) >= 0", ""),
+        ("guard", " and min(counts) >= 0", ""),
         (
             "denominator",
             "missing = self._num_prompts - int(total)",

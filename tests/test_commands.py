@@ -89,6 +89,7 @@ DRY = {
 
 DRY_LINES = {
     "serve BASE --policy.adapter": "needs two adapters of one base: tests/generate/test_several.py",
+    "rl demo --cluster": "starts Ray: tests/ranks/test_ray.py",
     "rl demo --rewards judge": "asks a judge's server",
     "rl demo-distill --teacher.init": "asks a teacher's server",
     "rl demo --track tensorboard wandb": "starts wandb's service",

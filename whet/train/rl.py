@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -12,14 +13,16 @@ from typing import Any
 
 import torch
 
+from whet.config import dump_yaml
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
 from whet.generate.backends.choose import open_sampler
 from whet.generate.policy import Policy
 from whet.generate.probe import GAP_LIMIT, ProbeResult, probe_policy
 from whet.model.weights import model_folder
-from whet.ranks.collectives import all_reduce_sum, rank
+from whet.ranks.collectives import all_reduce_sum, rank, world_size
 from whet.ranks.fsdp import gathered
+from whet.ranks.ray import run_group
 from whet.rewards.base import WeightedReward
 from whet.rewards.judge.divergence import judge_diverges, thin
 from whet.rewards.judge.judge import Judge
@@ -53,7 +56,18 @@ HOT = 1.5
 
 
 def main(config: RLConfig, *, resume: Resume = False) -> None:
-    """Run the training, write its folder and its report."""
+    """Run the training, write its folder and its report; with `cluster.trainer_ranks` in ranks that Ray starts.
+
+    Raises:
+        SystemExit: With the exit status of the ranks, where they fail.
+    """
+    if config.cluster.trainer_ranks and world_size() == 1 and "RANK" not in os.environ:
+        number = [] if isinstance(resume, bool) else [str(resume)]
+        words = ["rl", "{folder}/config.yaml", *(["--resume", *number] if resume is not False else [])]
+        again = [] if resume is not False else ["--resume"]
+        if status := run_group(config.cluster, words, {"config.yaml": dump_yaml(config)}, resume=again):
+            raise SystemExit(status)
+        return
     train(config, resume=resume)
     finish(config)
 
@@ -116,7 +130,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
         notes.insert(0, f"{setup.num_left_out} of {count} prompts do not fit the context; left out")
     with (
         replace(setup, problems=kept).open_judge(folder) as (rewards, judge),
-        open_sampler(config.sampler, policy, folder) as sampler,
+        open_sampler(config.sampler, policy, folder, config.cluster) as sampler,
     ):
         objective = Objective.of(config, policy)  # copies the policy, which a run deals out over the ranks
         run = Run(

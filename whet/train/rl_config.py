@@ -12,6 +12,7 @@ from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
 from whet.ranks.fsdp import ParallelConfig
+from whet.ranks.ray import ClusterConfig
 from whet.rewards.base import JUDGE, MODEL, parse_own
 from whet.rewards.judge.judge import JudgeConfig
 from whet.tasks.base import TaskConfig
@@ -98,6 +99,8 @@ class RLConfig:
     """How several ranks hold the model."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Experiment trackers that show the run besides its own files."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Processes that share the work, started by Ray."""
     seed: int = 0
     """Seed of data order and of every sample."""
 
@@ -157,6 +160,41 @@ class RLConfig:
             raise ValueError(
                 f"overlap.mode = {self.overlap.mode} with parallel.kind = fsdp: the weights are gathered for one phase "
                 "at a time; leave one out"
+            )
+        self._check_cluster()
+
+    def _check_cluster(self) -> None:
+        """Refuse what processes that sample elsewhere cannot do."""
+        if not self.cluster.rollout_workers:
+            return
+        if self.sampler.kind != "engine":
+            raise ValueError(
+                f"cluster.rollout_workers with sampler.kind = {self.sampler.kind}: those workers are whet's engine; "
+                "leave one out"
+            )
+        if self.parallel.gather == "layer":
+            raise ValueError(
+                "cluster.rollout_workers with parallel.gather = layer: workers have whole weights; use whole"
+            )
+        if self.kept_gib != RLConfig.kept_gib:
+            raise UnreadError(
+                "kept_gib is not read with cluster.rollout_workers: what they compute stays with them; leave it out",
+                "kept_gib",
+            )
+        if self.optim.compile:
+            raise ValueError(
+                "cluster.rollout_workers with optim.compile: compiled layers cannot be sent to other processes; leave "
+                "one out"
+            )
+        if self.cluster.partial and self.overlap.mode != "async":
+            raise ValueError(
+                "cluster.partial = true: sequences meet new weights only where they are drawn during updates; set "
+                "overlap.mode = async and off_policy.staleness to 1 or more"
+            )
+        if self.cluster.partial and self.off_policy.router_replay:
+            raise ValueError(
+                "cluster.partial = true with off_policy.router_replay: the experts of a sequence come from one version "
+                "of the weights; leave one out"
             )
 
     def _check_judge(self) -> None:

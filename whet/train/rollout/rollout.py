@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -73,6 +74,7 @@ def collect_groups(
     *,
     seeds: Sequence[tuple[int, ...]],
     params: RolloutParams,
+    scoring: AbstractContextManager[object] = nullcontext(),
 ) -> Rollout:
     """Sample and score a group of completions for each problem.
 
@@ -85,6 +87,7 @@ def collect_groups(
         seeds: Run seed, step and epoch of each problem: with its uid and the sample index they name a sequence's noise
             (the epoch, because a small data set may come round within one step).
         params: How groups are sampled and scored.
+        scoring: Held while they are scored: a lock, where several rollouts are collected at a time.
 
     Returns:
         Groups in the order of the problems.
@@ -94,7 +97,8 @@ def collect_groups(
     with span("rollout_generation"):
         drawn = play(policy, engine, problems, names, params.sampling, environment_for(policy.schema, task))
     generated = time.perf_counter()
-    groups, grades = score_groups(policy, task, rewards, problems, names, drawn, params)
+    with scoring:
+        groups, grades = score_groups(policy, task, rewards, problems, names, drawn, params)
     return Rollout(groups, grades, generated - began, time.perf_counter() - generated)
 
 
