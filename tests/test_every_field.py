@@ -283,6 +283,7 @@ UNSEEN: dict[str, str] = {
     "teacher.concurrency": "another model over the network: tests/train/test_teacher.py",
     "teacher.timeout_s": "another model over the network: tests/train/test_teacher.py",
     "teacher.api_key_env": "another model over the network: tests/train/test_teacher.py",
+    "sampler.": "another sampler, or refused without one: tests/train/test_samplers.py",
     "judge.": "another model over the network: tests/rewards/test_judge.py, tests/train/test_judging.py",
     "kept_gib": "the same numbers, with less work: tests/generate/test_activations.py",
     "optim.checkpoint_kind": "asks for checkpoint_layers: tests/train/test_optimizer.py, tests/inspect/test_memory.py",

@@ -119,7 +119,7 @@ class Api:
     async def update_weights(self, request: Request) -> Response:
         """Replace the weights by those of a folder of this machine; completions under way end with the old ones."""
         if not self._updates:
-            raise ApiError(403, "this server keeps its weights: start it with --weight-updates true")
+            raise ApiError(403, "this server keeps its weights: start it with --weight-updates")
         body = await _read(request)
         folder = body.get("model_path")
         if not isinstance(folder, str) or set(body) - {"model_path"}:

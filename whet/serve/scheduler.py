@@ -248,6 +248,7 @@ class Scheduler:
                 del self._sinks[job]
 
     def _work(self, ready: Future[None]) -> None:
+        rows: Rows | None = None
         try:
             size = self._engine.room(self._max_rows, self.context, self.context)
             while not self._closed:
@@ -266,7 +267,8 @@ class Scheduler:
                 ready.set_exception(error)
                 return
         self._waiting.clear()
-        self._fail(rows, BusyError(CLOSING))
+        if rows is not None:
+            self._fail(rows, BusyError(CLOSING))
         for work in self._scorings:
             work.future.cancel()
         for _, done in self._updates:
@@ -388,7 +390,7 @@ def read_update(policy: Policy, folder: str) -> dict[str, torch.Tensor]:
     parameters = dict(policy.model.named_parameters())
     first = next(iter(parameters.values()))
     model, _ = load_model(folder, dtype=first.dtype, device=first.device)
-    tensors = dict(model.named_parameters())
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in parameters.items()}:
         raise UserError(f"model_path {folder[:200]!r}: another model than the one that is served")
     return tensors

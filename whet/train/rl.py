@@ -47,6 +47,9 @@ from whet.types import Group, Problem, Task, UserError
 
 HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
 SOLVED = 0.99
+STALE_GAP, STALE_FACTOR = 1e-3, 30
+"""A sampler's copy has old weights in it if log-probabilities differ by more nats than this, and by this factor more
+than at the start. Measured with vLLM's CPU build: 5e-4, then 1e-3 with an old head, else 3e-7."""
 HOT = 1.5
 """Sampling temperatures above this are warned of: from 2 on, models write gibberish."""
 
@@ -383,6 +386,18 @@ class Trust:
             raise UserError(
                 f"step {step}: sampler and trainer differ by {gap:.2f} nats per token on average, expected at most "
                 f"{GAP_LIMIT}; use {remedy}"
+            )
+        first = self._probe.mean_gap
+        if (
+            is_fresh
+            and first is not None
+            and not self._probe.exact
+            and gap > max(STALE_GAP, STALE_FACTOR * first)
+        ):
+            raise UserError(
+                f"step {step}: sampler and trainer differ by {gap:.1e} nats per token on average, at the start by "
+                f"{first:.1e}: the sampler did not take all of the weights (a tied head, say, that it packs once); "
+                "let whet start it (sampler.kind = vllm), or update the server"
             )
         limit, kl = self._config.algo.kl_stop, values.get("rl/kl", 0.0)
         if limit is not None and kl > limit:

@@ -71,8 +71,6 @@ class ServerSampler:
         UserError: If the server cannot be reached, has no such model, or no way to take weights.
     """
 
-    look: Callable[[], None] = staticmethod(lambda: None)
-
     def __init__(
         self,
         config: SamplerConfig,
@@ -94,6 +92,7 @@ class ServerSampler:
         self._folder: Path | None = None
         self._on_close, self._unties = on_close, unties
         self.stats = EngineStats()
+        self.look: Callable[[], None] = lambda: None
         card = self._card()
         self._model, self._is_whet = str(card["id"]), card.get("owned_by") == "whet"
         self._owner = str(card.get("owned_by"))
@@ -302,7 +301,7 @@ class ServerSampler:
                 raise
             remedy = {
                 "vllm": "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment",
-                "whet": "start whet serve with --weight-updates true",
+                "whet": "start whet serve with --weight-updates",
             }.get(self._owner, "use whet serve, vLLM or SGLang")
             raise UserError(f"{self._where}: it takes no weights (status {error.status}): {remedy}") from None
 
@@ -398,8 +397,8 @@ def write_weights(policy: Policy, folder: Path, *, unties: bool = False) -> None
 
 
 def named_weights(policy: Policy, *, unties: bool = False) -> dict[str, torch.Tensor]:
-    """Return a policy's present weights by Hugging Face's names, an adapter that stands beside them added to them."""
-    weights = dict(policy.model.named_parameters())
+    """Return a policy's present weights by name, an adapter that stands beside them added to them."""
+    weights: dict[str, torch.Tensor] = dict(policy.model.named_parameters())
     if policy.adapter is not None and policy.adapter.is_applied:
         weights = dict(policy.adapter.merged(policy.model))
     if unties and policy.model.config.tie_embeddings:

@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -36,6 +36,7 @@ from whet.generate.engine import EngineStats
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, OnEnded, Request
 from whet.generate.sampling import SamplingParams
+from whet.model.weights import as_stored
 from whet.ranks.collectives import world_size
 from whet.types import UserError
 
@@ -176,12 +177,10 @@ class VllmSampler:
         UserError: If vLLM is not installed here, or cannot load the model.
     """
 
-    look: Callable[[], None] = staticmethod(lambda: None)
-
     def __init__(self, config: SamplerConfig, policy: Policy) -> None:
         # One process: the trainer's tensors are handed over as they are, and the trainer waits for vLLM anyway.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(10 * config.memory))))
         try:
             import vllm
@@ -190,21 +189,22 @@ class VllmSampler:
                 f"sampler.kind = vllm: vLLM is not in this environment ({error}); name the Python of one that has it "
                 "with sampler.python, or install it beside whet (docs/samplers.md)"
             ) from None
-        self._vllm, self._policy = vllm, policy
+        self._vllm, self._policy = cast(Any, vllm), policy  # no part of any installation of ours
         self._barred = barred_ids(policy)
         self._sleeps = policy.device.type == "cuda"
         self._is_awake = True
         self.stats = EngineStats()
+        self.look: Callable[[], None] = lambda: None
         threads = torch.get_num_threads()
         with tempfile.TemporaryDirectory(prefix="whet-vllm-", dir=exchange_folder(config)) as folder:
             write_model(policy, Path(folder))
             options = engine_arguments(config, policy, Path(folder))
             try:
-                self._llm = vllm.LLM(**options, enable_sleep_mode=self._sleeps, seed=0)
+                self._llm = self._vllm.LLM(**options, enable_sleep_mode=self._sleeps, seed=0)
             except Exception as error:  # of vLLM, of its configuration, of the device
                 told = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
                 raise UserError(f"sampler.kind = vllm: vLLM cannot load the policy: {told}") from error
-        torch.set_num_threads(threads)  # vLLM takes all cores for itself
+        _keep_threads(threads)
 
     @property
     def max_positions(self) -> int:
@@ -215,7 +215,7 @@ class VllmSampler:
         """Copy the weights into vLLM's, by their names."""
         began = time.monotonic()
         self._wake()
-        pairs = list(named_weights(policy, unties=True).items())
+        pairs = list(as_stored(named_weights(policy, unties=True), policy.model.config).items())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
         self._llm.reset_prefix_cache()
         return time.monotonic() - began
@@ -263,7 +263,7 @@ class VllmSampler:
                 )
         threads = torch.get_num_threads()
         outputs = iter(self._llm.generate(prompts, settings, use_tqdm=False) if prompts else [])
-        torch.set_num_threads(threads)
+        _keep_threads(threads)
         drawn = [[_completion(next(outputs).outputs[0]) for _ in request.seeds] for request in requests]
         self.stats.new_tokens += sum(len(done.ids) for row in drawn for done in row)
         self.stats.seconds += time.perf_counter() - began
@@ -288,6 +288,12 @@ class VllmSampler:
         if not self._is_awake:
             self._llm.wake_up()
             self._is_awake = True
+
+
+def _keep_threads(count: int) -> None:
+    """Give PyTorch its threads back; vLLM's CPU build takes all cores, and warns of every call that changes that."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
 
 
 def _completion(output: Any) -> Completion:
