@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import os
 import shutil
 import signal
@@ -21,7 +20,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -184,13 +183,13 @@ class VllmSampler:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(10 * config.memory))))
         try:
-            vllm: Any = importlib.import_module("vllm")  # no part of any installation of ours
+            import vllm
         except ImportError as error:
             raise UserError(
                 f"sampler.kind = vllm: vLLM is not in this environment ({error}); name the Python of one that has it "
                 "with sampler.python, or install it beside whet (docs/samplers.md)"
             ) from None
-        self._vllm, self._policy = vllm, policy
+        self._vllm, self._policy = cast(Any, vllm), policy  # no part of any installation of ours
         self._barred = barred_ids(policy)
         self._sleeps = policy.device.type == "cuda"
         self._is_awake = True
@@ -201,7 +200,7 @@ class VllmSampler:
             write_model(policy, Path(folder))
             options = engine_arguments(config, policy, Path(folder))
             try:
-                self._llm = vllm.LLM(**options, enable_sleep_mode=self._sleeps, seed=0)
+                self._llm = self._vllm.LLM(**options, enable_sleep_mode=self._sleeps, seed=0)
             except Exception as error:  # of vLLM, of its configuration, of the device
                 told = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
                 raise UserError(f"sampler.kind = vllm: vLLM cannot load the policy: {told}") from error
