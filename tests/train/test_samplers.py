@@ -394,8 +394,10 @@ def test_what_a_server_lacks_is_said_in_a_line(
     with pytest.raises(UserError, match="which of its models"):
         ServerSampler(replace(VLLM, model="other"), policy)
     behind(StandIn(policy, is_developing=False), monkeypatch)
+    shut = ServerSampler(VLLM, policy)
     with pytest.raises(UserError, match="VLLM_SERVER_DEV_MODE=1"):
-        ServerSampler(VLLM, policy).push(0, policy)
+        shut.push(0, policy)
+    shut.close()
     sampler.close()
     sampler.close()
 
