@@ -34,6 +34,7 @@ from whet.generate.sampling import SamplingParams
 from whet.kernels import dispatch
 from whet.model.lora.side import LoRAConfig
 from whet.model.weights import load_model
+from whet.ranks.ray import ClusterConfig
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
 from whet.tasks.made.arithmetic import Arithmetic
@@ -499,7 +500,7 @@ def test_what_only_the_engine_gives(tiny_policy: PolicyConfig, tmp_path: Path) -
             make_config(tiny_policy, tmp_path, sampler=VLLM, **changes)
     policy = load_policy(tiny_policy, seed=0)
     with pytest.raises(UserError, match="no such program"):
-        sampler_for(SamplerConfig(kind="vllm", python="/no/python"), policy, tmp_path)
+        sampler_for(SamplerConfig(kind="vllm", python="/no/python"), policy, tmp_path, ClusterConfig())
     broken = SamplerConfig(kind="vllm", python=sys.executable, folder=str(tmp_path / "handed"))
     with pytest.raises(UserError, match=r"vLLM ended with status 1: .*No module named 'vllm"):
         sampler_for(broken, policy, tmp_path)
