@@ -53,6 +53,7 @@ def write_page(path: Path, content: Mapping[str, Any]) -> None:
         legend=legend,
         names=NAMES,
         rest=REST,
+        others=OTHERS,
         mean=sum(content["steps"]) / len(content["steps"]),
     )
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
