@@ -334,6 +334,38 @@ def test_differences_of_distributions_are_the_formula_s() -> None:
     assert found["greedy_equal"] == 0
 
 
+def test_failures_are_a_line_for_each_thing_that_is_not_the_same() -> None:
+    limits = parity.Thresholds(kl=0.1, top1=0.9, greedy=0.5)
+    good = {"kl": 0.1, "top1_agreement": 0.9, "greedy_equal": 0.5}
+    fine = {"prompts_equal": 1.0, "stops_equal": 1.0, "stops_missing": []}
+    assert parity.failures(good, limits) == parity.failures(good | fine, limits) == []
+    for name, value, said in (
+        ("kl", 0.2, "KL 0.2 nats"),
+        ("kl", float("nan"), "KL nan nats"),  # not a number is not below anything
+        ("top1_agreement", 0.8, "the same top token at 80.0%"),
+        ("greedy_equal", 0.4, "equal greedy text on 40.0%"),
+        ("prompts_equal", 0.5, "the same prompt tokens on 50.0%"),
+        ("stops_equal", 0.5, "it stops where we do on 50.0%"),
+        ("stops_missing", ["<end>"], "it does not stop at '<end>'"),
+    ):
+        (line,) = parity.failures(good | fine | {name: value}, limits)
+        assert line.startswith(said)
+
+
+def test_logits_are_taken_at_the_places_that_predict_the_completion() -> None:
+    class Echo:
+        """A model whose logits say which token stands there."""
+
+        def logits(self, ids_BT: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.one_hot(ids_BT, 9)
+
+    class Stub:
+        model, device = Echo(), "cpu"
+
+    found = parity.next_logits(Stub(), (1, 2, 3), (7, 8))  # type: ignore[arg-type]
+    assert found.argmax(-1).tolist() == [3, 7]  # 7 follows 3, 8 follows 7
+
+
 @pytest.mark.parametrize(
     ("kind", "step"),
     [

@@ -163,10 +163,22 @@ def test_gptq_and_awq_leave_smaller_errors_of_outputs(kind: methods.Kind, width:
 def test_gptq_keeps_super_weights() -> None:
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     weight[3, 5] = 100.0
-    inputs = methods.Inputs(torch.eye(64), torch.ones(64))
+    moments = 0.5 + 0.5 * torch.eye(64)
+    moments[5, 5] = 2.0  # the first to be rounded: an error of it would go to all others
+    inputs = methods.Inputs(moments, moments.diagonal().sqrt())
     packed = methods.pack(weight, "nf4", "gptq", inputs, spots=torch.tensor([3 * 64 + 5]))
     assert packed.dense(torch.float32)[3, 5] == 100.0
     assert (packed.dense(torch.float32) - weight).abs().max() < 1.0
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_gptq_rounds_what_no_token_reached_to_the_nearest_codes(kind: methods.Kind) -> None:
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    inputs = methods.Inputs(torch.zeros(64, 64), torch.zeros(64))  # of an expert that was never chosen
+    packed = methods.pack(weight, kind, "gptq", inputs).dense(torch.float32)
+    nearest = PackedMatrix.of(weight, kind).dense(torch.float32)
+    # NF4's rounds by the scales as they are stored, so some of its codes are nearer.
+    assert ((packed - weight).abs() <= (nearest - weight).abs() + 1e-6).all()
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------

@@ -187,6 +187,21 @@ def test_anecdote(count: int, num_samples: int) -> None:
     assert (several["anecdote"], several["remark"]) == (False, "")
 
 
+def test_the_reference_of_a_published_baseline_is_printed() -> None:
+    found = summary_of(rows_of([2, 3], 4))
+    for init, task, said in (
+        ("Qwen/Qwen2.5-3B", {"name": "gsm8k"}, "reference: 70.0 % of gsm8k for Qwen/Qwen2.5-3B, greedy"),
+        ("Qwen/Qwen2.5-3B", "math500", "reference: about 40 % of math500"),
+        ("Qwen/Qwen2.5-3B", "aime24", None),
+        ("runs/x", "gsm8k", None),
+    ):
+        lines = describe(found | {"model": {"init": init}, "identity": {"task": task}})
+        assert [line.startswith(said or "-") for line in lines if "reference" in line] == [True] * (
+            said is not None
+        )
+    assert not any("reference" in line for line in describe(found))
+
+
 def test_detectable_difference() -> None:
     # 4 of 200 right: 3.9 points, the closed form of section 6.10; several samples per problem make it smaller.
     assert detectable_difference([1.0] * 4 + [0.0] * 196) == pytest.approx(

@@ -32,7 +32,7 @@ from whet.inspect.diagnose import switches as diagnose_switches
 from whet.inspect.diagnose.diagnose import DiagnoseConfig, examine, main
 from whet.inspect.diagnose.model import GPT2_PROMPT, forward, parameters, tokenizer
 from whet.inspect.diagnose.objective import objective, outside_clip
-from whet.inspect.diagnose.speed import count_flops, memory, speed
+from whet.inspect.diagnose.speed import count_flops, memory, quick_mfu, speed
 from whet.inspect.diagnose.step import Component, Subject, captured, share, show, worst
 from whet.inspect.diagnose.switches import toggles
 from whet.inspect.diagnose.update import gradients, learning_rate_at, optimizer
@@ -163,6 +163,8 @@ def test_reference_numbers_of_source_003() -> None:
     # Its forward pass of 2 x 50 tokens took 20.7 ms, on a GPU of 82.6 TFLOP/s: 2 x parameters x tokens give 1.456 %,
     # ten times what it reports. Ours counts no position embeddings (-0.6 %), but attention (+0.3 %).
     assert flops.model / 3 / 0.0207 / 82.6e12 == pytest.approx(0.01456, rel=0.01)
+    assert quick_mfu(count, 20, 0.0207, 1.65e14) == pytest.approx(0.00146, rel=0.01)  # reported: 0.15 %
+    assert quick_mfu(count, 100, 0.0207, 82.6e12) == pytest.approx(0.01456, rel=0.001)
     # Rewards .7 and .5, ratios as reported: the loss is negative, and right. Reported is -0.005257, of ratios that were
     # rounded to three places.
     advantages = group_advantages(torch.tensor([[0.7, 0.5]]).double(), scale="none").flatten()
@@ -454,8 +456,15 @@ def test_mfu_above_1_fails_and_shares_add_up(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(diagnose_speed, "timed", slowly)
     monkeypatch.setattr(diagnose_speed, "matmul_rate", lambda device, dtype: 1.0)
-    part = speed(subject, 3)
+    part = speed(subject, 3, 20)
     assert failed(part) == {"MFU is a share"}
+    read = part.facts["tokens read"]
+    size = sum(p.numel() for p in subject.policy.model.parameters())
+    quick = [value for name, value in part.facts.items() if name.startswith("MFU of forward, 2 per")]
+    assert quick == pytest.approx([2 * size * 20 / 0.0207, 2 * size * read / 0.0207])
+    (flagged,) = (check for check in part.checks if check.name == "tokens of the FLOPs")
+    assert flagged.status == "warn"
+    assert flagged.found.startswith(f"20 tokens counted, {read:,} read: ")
     shares = [part.facts[f"{stage}, share of the step"] for stage in stages]
     assert shares == [
         "0.0 %",

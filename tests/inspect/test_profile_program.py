@@ -21,14 +21,17 @@ from whet.algo.packing import TrainingSequence
 from whet.config import dump_yaml
 from whet.generate.policy import Policy, load_policy
 from whet.inspect.memory.meter import LiveTensors
+from whet.inspect.memory.plan import PlanConfig
 from whet.inspect.profile import profile
 from whet.inspect.profile import trace as profile_trace
 from whet.inspect.profile.profile import (
     OTHERS,
+    VARIANTS,
     ProfileConfig,
     main,
     phases,
     run_tool,
+    side_by_side,
     stacked,
     take,
     tool_commands,
@@ -367,6 +370,83 @@ def test_the_program_writes_its_files(
     assert "WHET_NVTX=0:1 nsys profile -t cuda,nvtx,osrt" in printed
     assert "--nvtx-include policy_loss_backward/" in printed
     assert f"whet rl {recipe} --num-prompts=2 --out=" in printed
+
+
+def test_variants_are_profiled_in_one_command(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    taken: Callable[[str], Taken],
+) -> None:
+    plain = rl_run(tmp_path / "run")
+    asked: list[tuple[str, ...]] = []
+    profiled: list[RLConfig] = []
+
+    def read(config: PlanConfig) -> RLConfig:
+        asked.append(config.set)
+        return replace(plain, seed=len(asked))
+
+    def take(run: RLConfig, warmup: int, steps: int, trace: Path) -> tuple[list[Range], Traced]:
+        assert (warmup, steps) == (WARMUP, STEPS)
+        assert trace.parent.is_dir()
+        profiled.append(run)
+        found = taken("rl")  # of one tiny run: what differs is what is asked for
+        return found.ranges, found.traced
+
+    monkeypatch.setattr(profile, "read_recipe", read)
+    monkeypatch.setattr(profile, "take", take)
+    main(ProfileConfig(recipe="tiny", variants=True, warmup=WARMUP, steps=STEPS, set=("seed=0",)))
+    assert asked == [("seed=0", *words) for words in VARIANTS.values()]
+    assert [run.seed for run in profiled] == [1, 2, 3, 4, 5]
+    out = tmp_path / "run-profile"
+    found = json.loads((out / "variants.json").read_text())
+    assert list(found) == ["recipe", "overlap", "grpo", "dr_grpo", "dapo"]
+    for name, content in found.items():
+        assert content == json.loads((out / name / "profiles" / "profile.json").read_text())
+        assert content["set"] == ["seed=0", *VARIANTS[name]]
+    table = capsys.readouterr().out.partition("seconds per step")[2].splitlines()
+    assert table[0].split() == list(found)
+    assert max(map(len, table[1:-2])) <= 80
+
+
+def test_variants_side_by_side_by_hand() -> None:
+    def content(rows: dict[tuple[str, ...], float], peak: int | None) -> dict[str, Any]:
+        return {"phases": [{"path": list(p), "seconds": s, "peak_bytes": peak} for p, s in rows.items()]}
+
+    step, save, pack = ("step",), ("step", "save"), ("step", "loss", "pack")
+    found = {
+        "a": content({step: 2.0, pack[:2]: 1.0, save: 0.5}, 2**20),
+        "b": content({step: 1.0, pack[:2]: 0.5, pack: 0.25}, None),
+    }
+    assert [line.split() for line in side_by_side(found).splitlines()] == [
+        ["seconds", "per", "step", "a", "b"],
+        ["step", "2.0000", "1.0000"],
+        ["loss", "1.0000", "0.5000"],
+        ["pack", "-", "0.2500"],
+        ["save", "0.5000", "-"],
+        ["step,", "relative", "to", "a", "1.00", "0.50"],
+        ["peak", "memory,", "MiB", "1.0", "0.0"],
+    ]
+
+
+def test_variants_are_real_options_and_a_conflict_comes_before_any_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in VARIANTS.values():
+        assert run(["rl", "demo", *(f"--{word}" for word in words), "--print-config"]) == 0
+    _ = capsys.readouterr()
+
+    def refuse(config: PlanConfig) -> RLConfig:
+        if "algo=dapo" in config.set:
+            raise UserError("whet rl refuses: no")
+        return rl_run(tmp_path / "run")
+
+    monkeypatch.setattr(profile, "read_recipe", refuse)
+    with pytest.raises(UserError, match="variant dapo: whet rl refuses: no"):
+        main(ProfileConfig(recipe="tiny", variants=True))
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="variants with of = sft"):
+        ProfileConfig(recipe="tiny", variants=True, of="sft")
 
 
 @pytest.mark.parametrize("program", ["rl", "sft"])

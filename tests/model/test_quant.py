@@ -236,6 +236,16 @@ def test_super_weights_stay_exact() -> None:
         assert errors[1] < errors[0]  # it does not widen its block's range
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_rows_of_zeros_stay_zeros(kind: quant.Kind) -> None:
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    weight[1] = 0
+    packed = PackedMatrix.of(weight, kind, double=False)
+    assert torch.equal(packed.dense(torch.float32)[1], torch.zeros(64))
+    assert int(packed.codes.view(4, -1)[1].unique().numel()) == 1  # codes of 0, not of 0 / 0
+    assert packed.codes.view(4, -1)[1, 0] == (0 if kind == "int8" else 7 << 4 | 7)
+
+
 def test_loading_quantises_as_it_reads(tmp_path: Path) -> None:
     model = make_model("llama")
     save_model(model, tmp_path)

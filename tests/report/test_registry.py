@@ -13,7 +13,7 @@ from whet.config import dump_yaml
 from whet.eval.evaluate import EvalConfig
 from whet.generate.policy import PolicyConfig
 from whet.recipes import dpo, rft, rl, sft
-from whet.report.runs import RunsConfig, lineage, main, read_runs, results_table
+from whet.report.runs import RunsConfig, lineage, main, print_runs, read_runs, results_table
 from whet.telemetry.provenance import run_id, write_provenance
 from whet.types import UserError
 
@@ -85,6 +85,38 @@ def test_moved_runs_keep_their_recorded_parents(runs: Path, tmp_path: Path) -> N
     moved = runs.rename(tmp_path / "elsewhere")
     found = read_runs(moved)
     assert lineage(found[1], found)[-2:] == ["sft-one", "rl-one"]
+
+
+def test_a_moved_demo_s_evaluations_are_those_of_its_stages(tmp_path: Path) -> None:
+    for stage in ("sft", "rl"):
+        (tmp_path / "demo-x" / stage / "checkpoints").mkdir(parents=True)
+        (tmp_path / "demo-x" / stage / "config.yaml").write_text("num_steps: 1\n")
+        (tmp_path / "demo-x" / stage / "environment.json").write_text("{}")
+    folder = tmp_path / "demo-x" / "eval" / "rl"
+    folder.mkdir(parents=True)
+    estimate = {"mean": 0.5, "low": 0.4, "high": 0.6}
+    content = {"label": "rl", "metrics": {"pass@1": estimate}, "num_problems": 4, "num_samples": 2}
+    for base, known in (("old/demo-x/rl", "demo-x/rl"), ("old/other/rl", None)):
+        (folder / "eval.json").write_text(json.dumps(content | {"model": {"init": base}}))
+        (own,) = (run for run in read_runs(tmp_path) if run["folder"] == "demo-x/eval/rl")
+        assert (own["parent"] or {}).get("known") == known
+
+
+def test_a_long_origin_shows_its_end_in_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "64")
+    run = {
+        "run_id": "demo-rl-20261123-112634-580fa6",
+        "kind": "rl",
+        "status": {"kind": "finished"},
+        "notes": [],
+    }
+    run |= {"folder": "demo-rl", "parent": None, "base": "runs/demo-20261123-105621/sft"}
+    print_runs([run], {"tasks": {}, "rows": []})
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "demo-rl-" in line)
+    assert line.rstrip().endswith("621/sft")
+    assert "…" in line
 
 
 def test_results_are_models_by_tasks_with_dashes_until_run(runs: Path) -> None:

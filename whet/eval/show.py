@@ -121,6 +121,19 @@ def intervals(summary: Mapping[str, Any]) -> dict[str, Interval]:
     return {name: Interval(**row) for name, row in summary["metrics"].items()}
 
 
+REFERENCE = {("Qwen/Qwen2.5-3B", "gsm8k"): "70.0 %", ("Qwen/Qwen2.5-3B", "math500"): "about 40 %"}
+"""Greedy accuracy that one of whet's sources states for a model, by its hub name, on a task; not measured here."""
+
+
+def _reference(summary: Mapping[str, Any]) -> list[str]:
+    task = (summary.get("identity") or {}).get("task")
+    name = task.get("name") if isinstance(task, Mapping) else task
+    key = (str((summary.get("model") or {}).get("init")), str(name))
+    said = REFERENCE.get(key)
+    line = f"reference: {said} of {key[1]} for {key[0]}, greedy, as a source states; prompt and problems may differ"
+    return [] if said is None else [line]
+
+
 def describe(summary: Mapping[str, Any]) -> list[str]:
     """Describe in a few lines what the table omits: consistency, opportunity, lengths, speed, and caveats.
 
@@ -151,6 +164,7 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
         f"a difference of pass@1 below {100 * effect:.1f} points would go undetected with "
         f"{problems} problem{'s' * (problems != 1)} (two evaluations side by side, 80 % power)"
     )
+    lines += _reference(summary)
     return [*lines, summary["remark"]] if summary["remark"] else lines
 
 

@@ -234,9 +234,15 @@ def print_runs(runs: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) ->
     has_notes = any(run["notes"] for run in runs)
     for name in ("run id", "kind", "status", "from", *(["notes"] if has_notes else [])):
         table.add_column(name, overflow="fold", no_wrap=name in ("run id", "kind", "status"))
+    rows = [("run id", "kind", "status"), *((r["run_id"], r["kind"], r["status"]["kind"]) for r in runs)]
+    taken = sum(max(len(str(row[column])) for row in rows) for column in range(3))
+    room = max(8, console.width - taken - 4 * 2 - 5)  # two spaces a column, three lines and two edges
     for run in runs:
         origin = lineage(run, runs)[-2::-1]  # the nearest first; the page has the whole line
-        cells = [run["run_id"], run["kind"], run["status"]["kind"], origin[0] if origin else "-"]
+        source = origin[0] if origin else "-"
+        if len(source) > room and "/" in source:  # the end of a path tells more than its beginning
+            source = f"…{source[1 - room :]}"
+        cells = [run["run_id"], run["kind"], run["status"]["kind"], source]
         cells += ["; ".join(run["notes"])] if has_notes else []
         table.add_row(*(Text(escape_controls(str(cell))) for cell in cells))
     console.print(table)
@@ -306,6 +312,10 @@ def _find_parent(folder: Path, source: str, evaluation: Mapping[str, Any]) -> di
     if not source and evaluation.get("label") and beside != folder:
         source = str(beside) if os.path.isdir(beside / "checkpoints") else ""
     parent = parent_run(source)
+    # A demo that was moved, or is read from elsewhere: its evaluations name the stage by the path of that time.
+    is_stage = Path(source).parts[-2:] == beside.parts[-2:] and beside != folder
+    if parent is None and evaluation.get("label") and is_stage:
+        parent = parent_run(str(beside))
     if parent is None or parent == folder.resolve():
         return None
     return {"folder": str(parent), "run_id": run_id(parent)}

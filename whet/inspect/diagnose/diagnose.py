@@ -55,6 +55,9 @@ class DiagnoseConfig:
     rounds: int = 3
     """Rounds in which each switch (bfloat16, checkpointing ...) is timed, alternating with the unchanged recipe; 0 for
     none."""
+    flops_tokens: int = 0
+    """Also compute the MFU as scripts do that count 2 FLOPs per parameter and token of one forward pass, for this
+    number of tokens; a warning if the pass read another number. 0 (default) disables."""
     compile: bool = False
     """Also try torch.compile as a switch; takes minutes."""
 
@@ -62,6 +65,8 @@ class DiagnoseConfig:
         PlanConfig(recipe=self.recipe, of=self.of, set=self.set)
         if self.repeats < 1:
             raise ValueError(f"repeats = {self.repeats}: expected 1 or more")
+        if self.flops_tokens < 0:
+            raise ValueError(f"flops_tokens = {self.flops_tokens}: expected 0 or more")
         if self.rounds < 0:
             raise ValueError(f"rounds = {self.rounds}: expected 0 or more")
         if self.compile and not self.rounds:
@@ -167,7 +172,7 @@ def examine(subject: Subject, config: DiagnoseConfig, say: Callable[[str], None]
     look("gradients", lambda: gradients(subject, updates[0]))
     updates.clear()
     found["optimizer"] = found.pop("optimizer")
-    look("time", lambda: speed(subject, config.repeats))
+    look("time", lambda: speed(subject, config.repeats, config.flops_tokens))
     if config.rounds:
         look("switches", lambda: toggles(subject, config.rounds, compiles=config.compile))
     gc.unfreeze()

@@ -167,9 +167,20 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def speed(subject: Subject, repeats: int) -> Component:
-    """Time the stages, and compare the step's FLOPs with matrix products run in between."""
-    part, run, device = Component("Time"), subject.run, subject.policy.device
+def quick_mfu(num_parameters: int, num_tokens: int, seconds: float, peak: float) -> float:
+    """Return the MFU of a forward pass as quick scripts count it: 2 FLOPs per parameter and token, no attention."""
+    return 2.0 * num_parameters * num_tokens / seconds / peak
+
+
+def speed(subject: Subject, repeats: int, flops_tokens: int = 0) -> Component:
+    """Time the stages, and compare the step's FLOPs with matrix products run in between.
+
+    Args:
+        subject: The step.
+        repeats: Timed steps.
+        flops_tokens: Tokens that `quick_mfu` is told, to set its number beside ours; 0 for none.
+    """
+    part, run, model, device = Component("Time"), subject.run, subject.policy.model, subject.policy.device
     dtype = subject.policy.autocast or parameter_dtype(run.optim.precision)
     read = 0
 
@@ -220,6 +231,15 @@ def speed(subject: Subject, repeats: int) -> Component:
     part.check("MFU is a share", 0 < reached <= 1, share(reached), "above 0, at most 100 %")
     text = f"at least {share(LOW_MFU)}; small models and batches are bound by overhead"
     part.check("MFU", reached >= LOW_MFU, share(reached), text, otherwise="warn")
+    if flops_tokens:
+        size = sum(p.numel() for p in model.parameters())
+        for tokens in (flops_tokens, read):
+            part.facts[f"MFU of forward, 2 per parameter and token, of {tokens:,} tokens"] = quick_mfu(
+                size, tokens, median["forward"], peak
+            )
+        wrong = share(flops_tokens / read)
+        text = f"{flops_tokens:,} tokens counted, {read:,} read: the MFU is {wrong} of the real one"
+        part.check("tokens of the FLOPs", flops_tokens == read, text, "all that were read", otherwise="warn")
     spread = max(row["step"] for row in rows) / whole - 1
     found = f"slowest step {share(spread)} above the median"
     part.check("quiet measurement", spread < NOISE, found, f"below {share(NOISE)}", otherwise="warn")

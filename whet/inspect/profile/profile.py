@@ -53,6 +53,7 @@ def write_page(path: Path, content: Mapping[str, Any]) -> None:
         legend=legend,
         names=NAMES,
         rest=REST,
+        others=OTHERS,
         mean=sum(content["steps"]) / len(content["steps"]),
     )
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
@@ -99,6 +100,14 @@ GEMMS = "regex:gemm|nvjet|xmma|cutlass"
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats")
 FILTERS = {"rl": ("policy_loss_backward",), "sft": ("forward", "backward")}
 TOOLS = {"nsys": "Nsight Systems", "ncu": "Nsight Compute"}
+VARIANTS = {
+    "recipe": (),
+    "overlap": ("overlap.mode=async", "off_policy.staleness=1"),
+    "grpo": ("algo=grpo",),
+    "dr_grpo": ("algo=dr_grpo",),
+    "dapo": ("algo=dapo",),
+}
+"""What `--variants` profiles: the recipe as it is, with overlapped rollouts, and with each of three algorithms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +124,8 @@ class ProfileConfig:
     """Warm-up steps."""
     steps: int = 3
     """Timed steps; one more is traced."""
+    variants: bool = False
+    """Profile the recipe as it is, with overlapped rollouts, and as GRPO, Dr. GRPO and DAPO, side by side."""
     tool: Literal["", "nsys", "ncu"] = ""
     """Run these steps under Nsight Systems or Nsight Compute instead."""
     out: str = ""
@@ -124,6 +135,8 @@ class ProfileConfig:
         for name, least in (("warmup", 0), ("steps", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected {least} or more")
+        if self.variants and self.of != "rl":
+            raise ValueError(f"variants with of = {self.of}: they are of rl only; leave one of the two out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,19 +198,55 @@ class _Steps:
 
 
 def main(config: ProfileConfig) -> None:
-    """Run the steps, write the files and print the tables."""
+    """Run the steps, write the files and print the tables; with `variants` for each, and one table of all."""
+    if not config.variants:
+        _ = _profile(config, _read(config))
+        return
+    # All are read before the first is run: a conflict of the last does not cost the time of the others.
+    asked: list[tuple[str, ProfileConfig, RLConfig | SFTConfig]] = []
+    for name, words in VARIANTS.items():
+        own = replace(config, set=(*config.set, *words), variants=False)
+        try:
+            run = _read(own)
+        except UserError as error:
+            raise UserError(f"variant {name}: {error}") from error
+        asked.append((name, own, run))
+    out = _folder(config, asked[0][2])
+    found: dict[str, dict[str, Any]] = {}
+    for number, (name, own, run) in enumerate(asked, start=1):
+        print(f"variant {number} of {len(asked)}: {name}", flush=True)
+        content = _profile(replace(own, out=str(out / name)), run)
+        if content is not None:
+            found[name] = content
+        print(flush=True)
+    if found:
+        path = out / "variants.json"
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="ascii")
+        print(f"{side_by_side(found)}\n\n{out}: variants.json, and a folder for each variant")
+
+
+def _read(config: ProfileConfig) -> RLConfig | SFTConfig:
     run = read_recipe(PlanConfig(recipe=config.recipe, of=config.of, set=config.set))
     if run.num_steps <= config.warmup + config.steps:
         raise UserError(
             f"num_steps = {run.num_steps} of {config.of} {config.recipe}: {config.warmup} steps of warm-up, "
             f"{config.steps} timed and 1 traced need {config.warmup + config.steps + 1}; lower --warmup or --steps"
         )
-    out = Path(config.out or f"{run.out.rstrip('/')}-profile")
+    return run
+
+
+def _folder(config: ProfileConfig, run: RLConfig | SFTConfig) -> Path:
+    return Path(config.out or f"{run.out.rstrip('/')}-profile")
+
+
+def _profile(config: ProfileConfig, run: RLConfig | SFTConfig) -> dict[str, Any] | None:
+    """Profile one recipe and return what `describe` does; None if NVIDIA's tool ran the steps."""
+    out = _folder(config, run)
     folder = out / "profiles"
     commands = tool_commands(config, out, tracks=bool(run.track.to))
     if config.tool:
         run_tool(config.tool, commands[config.tool], config, folder)
-        return
+        return None
     folder.mkdir(parents=True, exist_ok=True)
     ranges, traced = take(run, config.warmup, config.steps, folder / "trace.json.gz")
     content = describe(config, run, phases(ranges, traced.peaks), traced, commands)
@@ -207,6 +256,7 @@ def main(config: ProfileConfig) -> None:
     for name, text in content["commands"].items():
         print(f"\n{TOOLS[name]} (or --tool {name}):\n{text}")
     print(f"\n{folder}: profile.html, profile.json, trace.json.gz (open it in https://ui.perfetto.dev)")
+    return content
 
 
 def take(run: RLConfig | SFTConfig, warmup: int, steps: int, trace: Path) -> tuple[list[Range], Traced]:
@@ -336,6 +386,40 @@ def tables(content: Mapping[str, Any]) -> str:
         ]
     else:
         lines += ["", f"the GPU is busy in {content['gpu_busy']:.1%} of the traced step"]
+    return "\n".join(lines)
+
+
+def side_by_side(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format the seconds per step of each phase, a column for each profile.
+
+    A phase stands below the one that it is nested in, even if only a later profile has it.
+
+    Args:
+        found: Contents from `describe`, by name; the first is what the others are compared with.
+    """
+    seconds = {
+        name: {tuple(phase["path"]): phase["seconds"] for phase in content["phases"]}
+        for name, content in found.items()
+    }
+    order: dict[tuple[str, ...], None] = {path: None for row in seconds.values() for path in row}
+    lines = [f"{'seconds per step':<28}" + "".join(f"{name:>10}" for name in found)]
+
+    def add(parent: tuple[str, ...]) -> None:
+        for path in order:
+            if path[:-1] == parent:
+                cells = (f"{row[path]:.4f}" if path in row else "-" for row in seconds.values())
+                lines.append(
+                    f"{'  ' * len(parent) + path[-1]:<28}" + "".join(f"{cell:>10}" for cell in cells)
+                )
+                add(path)
+
+    add(())
+    steps = [row[STEP,] for row in seconds.values()]
+    lines.append(
+        f"{'step, relative to ' + next(iter(found)):<28}" + "".join(f"{s / steps[0]:>10.2f}" for s in steps)
+    )
+    peaks = [max((p["peak_bytes"] or 0 for p in c["phases"]), default=0) for c in found.values()]
+    lines.append(f"{'peak memory, MiB':<28}" + "".join(f"{peak / 2**20:>10,.1f}" for peak in peaks))
     return "\n".join(lines)
 
 
