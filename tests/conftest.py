@@ -21,6 +21,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import pytest
 import torch
 
+from whet.eval.audit import audit
+from whet.generate import probe
 from whet.generate.policy import PolicyConfig
 from whet.kernels import dispatch
 from whet.kernels.cpu.build import library, reason
@@ -42,9 +44,20 @@ TINY_SHAPE = ModelConfig(
     max_positions=64,
 )
 
+# What every run of RL does before its first step is half of a tiny run's time: less of it, except in its own tests.
+WHOLE_START = {(probe, "PROBE_TOKENS"): probe.PROBE_TOKENS, (audit, "NUM_PREFLIGHT"): audit.NUM_PREFLIGHT}
+probe.PROBE_TOKENS, audit.NUM_PREFLIGHT = 5, 1
+
 FEW = 200
 GOLDEN = Path(__file__).parent / "golden"
 """A few rows of public data; see its README."""
+
+
+@pytest.fixture
+def whole_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe and the audit before a run's first step as users have them."""
+    for (module, name), value in WHOLE_START.items():
+        monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture
