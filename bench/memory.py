@@ -17,6 +17,7 @@ optimizer holds as the bfloat16 weight and 16 bits more), and so does TRL with f
 from __future__ import annotations
 
 import json
+import re
 import resource
 import statistics
 import subprocess
@@ -60,8 +61,10 @@ def resident() -> float:
 
 
 def note_peak() -> None:
-    """Note the most memory that this process has had, in GiB."""
-    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    """Note the most memory that this process has had, in GiB; getrusage would give its parent's, if that is more."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    peaks.append(int(found[1]) / 2**20)
 
 
 def product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:

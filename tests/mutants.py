@@ -718,8 +718,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("order", "step % self._refresh_every == 0", "step % self._refresh_every == 1"),
         (
             "factor",
-            "mine.lerp_(model.get_parameter(name), 1.0 - self._ema)",
-            "mine.lerp_(model.get_parameter(name), self._ema)",
+            "local(mine).lerp_(local(model.get_parameter(name)), 1.0 - self._ema)",
+            "local(mine).lerp_(local(model.get_parameter(name)), self._ema)",
         ),
         (
             "choice",
@@ -744,7 +744,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("mask", "self.dropped[reason] += number", "self.dropped[reason] = number"),
         ("sign", "        self.in_flight -= count", "        self.in_flight += count"),
         ("choice", "        if skipped:", "        if not skipped:"),
-        ("guard", " and not self.pending and min(counts) >= 0", ""),
+        ("guard", " and min(counts) >= 0", ""),
         (
             "denominator",
             "missing = self._num_prompts - int(total)",
@@ -845,7 +845,11 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "betas=(self._config.beta1, self._config.beta2)",
             "betas=(self._config.beta2, self._config.beta1)",
         ),
-        ("factor", "math.sqrt(sum(map(sum_of_squares, gradients)))", "sum(map(sum_of_squares, gradients))"),
+        (
+            "factor",
+            "math.sqrt(sum_over_shares([self._named[index][1] for index in used], squares))",
+            "sum_over_shares([self._named[index][1] for index in used], squares)",
+        ),
     ],
     (
         "train/optim/optimizer.py",

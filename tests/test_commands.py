@@ -89,6 +89,7 @@ DRY = {
 
 DRY_LINES = {
     "serve BASE --policy.adapter": "needs two adapters of one base: tests/generate/test_several.py",
+    "rl demo --cluster": "starts Ray: tests/ranks/test_ray.py",
     "rl demo --rewards judge": "asks a judge's server",
     "rl demo-distill --teacher.init": "asks a teacher's server",
     "rl demo --track tensorboard wandb": "starts wandb's service",
@@ -98,6 +99,8 @@ DRY_LINES = {
 """Further lines, by how they begin, that are checked by `--dry-run`, and why."""
 
 NOT_RUN = {
+    "rl demo --sampler.kind": "needs a server or vLLM: tests/train/test_samplers.py",
+    "serve runs/demo-sft --port 8001 --weight-updates": "waits for a trainer: tests/train/test_samplers.py",
     "track runs/demo-rl --to mlflow": "needs an mlflow server: tests/telemetry/test_trackers.py has one",
     "pull me/demo-rl": "needs what `push` sent: tests/serve/test_push.py has a hub that keeps it",
 }

@@ -145,6 +145,8 @@ class Sample:
         turn_ends: Number of policy tokens at the end of each turn; empty for one turn.
         turn_rewards: What the environment paid for each turn, times the weight of the reward 'episode', which is their
             sum; empty without one.
+        versions: Per token the number of updates that made the weights it was drawn with (those of the policy's token
+            before it, where another wrote it); empty where all were drawn with the weights of the sample's step.
     """
 
     uid: str
@@ -162,6 +164,7 @@ class Sample:
     experts: tuple[str, ...] = ()
     turn_ends: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
 
     @property
     def num_trained(self) -> int:

@@ -3,11 +3,12 @@
 python bench/reliability/ranks.py [--trials N] [--jobs J] [--seed S] [--only PROGRAM] [--faults F] [--fresh] [--json]
 
 At a random moment one rank is killed (SIGKILL), stopped (SIGSTOP) or asked to end (SIGTERM), torchrun itself is asked
-to end, a rank raises an error, or a rank does unequal work. The job must end within 15 s with one message and, unless
-it was done, not with status 0; nothing may live on. Then --resume on two ranks must end bitwise as the undisturbed run
-of two ranks: the same files are compared as by kill.py. In every fourth trial --resume goes on with one rank instead:
-the same problems in the same order, and metrics and weights up to rounding. A waiting rank gives up after 6 s
-(WHET_COLLECTIVE_TIMEOUT_S; by default 10 minutes). Exit status 1 on any failure; --fresh starts torchrun as a command
+to end, a rank raises an error, or a rank does unequal work. The ranks hold the model whole, or in shards (programs
+ending in -fsdp). The job must end within 15 s with one message and, unless it was done, not with status 0; nothing may
+live on. Then --resume on two ranks must end bitwise as the undisturbed run of two ranks: the same files are compared as
+by kill.py. In every fourth trial --resume goes on with one rank instead: the same problems in the same order, and
+metrics and weights up to rounding. A waiting rank gives up after 6 s (WHET_COLLECTIVE_TIMEOUT_S; by default 10
+minutes). Exit status 1 on any failure; --fresh starts torchrun as a command
 instead of forking its agent and ranks from here.
 """
 
@@ -56,6 +57,8 @@ PROGRAMS = {
         *(f"--policy.model.{part}" for part in SHAPE),
     ],
 }
+FSDP = "--parallel.kind fsdp".split()
+PROGRAMS |= {f"{name}-fsdp": [*words, *FSDP] for name, words in PROGRAMS.items()}
 WORK = {"rl": "whet.train.objective.objective:all_reduce_sum", "sft": "whet.train.sft:all_reduce_sum"}
 """What is made unequal."""
 TOLERANCE = 1e-3
@@ -259,9 +262,14 @@ def compared(folder: Path) -> dict[str, str]:
     }
 
 
+def stage_of(program: str) -> str:
+    """Return the command that a program is."""
+    return program.partition("-")[0]
+
+
 def words_for(program: str, out: Path, base: Path) -> list[str]:
     """Return the command line of a program."""
-    init = [] if program == "sft" else ["--policy.init", str(base)]
+    init = [] if stage_of(program) == "sft" else ["--policy.init", str(base)]
     return [*PROGRAMS[program], "--out", str(out), *init]
 
 
@@ -278,7 +286,7 @@ def attempt(program: str, number: int, plan: Plan, work: Path, known: dict[str, 
     if kind == "a rank raises":
         fault = Fault(rank=generator.randrange(2), call=call, raises="torch:Tensor.backward")
     if kind == "unequal work":
-        fault = Fault(rank=generator.randrange(2), call=call, unequal=WORK[program])
+        fault = Fault(rank=generator.randrange(2), call=call, unequal=WORK[stage_of(program)])
     job = Job(words, work, fault, fresh=fresh)
     hit = disturb(job, kind, at, generator)
     seconds = job.wait(60.0)
@@ -360,15 +368,15 @@ def resume(
 
 def far(program: str, reference: Path, out: Path) -> list[str]:
     """Say where a run that one rank ended is further than rounding from that of two."""
-    failures = []
+    failures, stage = [], stage_of(program)
     rows = [[json.loads(line) for line in (path / "metrics.jsonl").open()] for path in (reference, out)]
     if len(rows[0]) != len(rows[1]):
         failures.append(f"{len(rows[1])} rows of metrics, expected {len(rows[0])}")
-    for name in (f"{program}/epoch", f"{program}/lr", "sft/tokens"):
+    for name in (f"{stage}/epoch", f"{stage}/lr", "sft/tokens"):
         first, second = ([row.get(name) for row in own] for own in rows)
         if first != second:
             failures.append(f"{name} differs")
-    for name in (f"{program}/loss", f"{program}/grad_norm", "rl/reward_mean"):
+    for name in (f"{stage}/loss", f"{stage}/grad_norm", "rl/reward_mean"):
         for one, two in zip(*rows, strict=False):
             if not math.isclose(one.get(name, 0.0), two.get(name, 0.0), rel_tol=TOLERANCE, abs_tol=TOLERANCE):
                 failures.append(f"{name} of step {one['step']}: {two.get(name)}, expected {one.get(name)}")
@@ -428,7 +436,7 @@ def main() -> int:
     os.environ["WHET_COLLECTIVE_TIMEOUT_S"] = str(TIMEOUT_S)
     programs = args.only.split(",") if args.only else list(PROGRAMS)
     began, work = time.monotonic(), Path(tempfile.mkdtemp(prefix="whet-ranks-"))
-    base = make_base(work) if "rl" in programs else work
+    base = make_base(work) if "rl" in map(stage_of, programs) else work
     plan = Plan(args.seed, tuple(args.faults.split(",")), work, base, len(programs), args.fresh)
     numbers = [list(range(place, args.trials, len(programs))) for place in range(len(programs))]
     trials: list[Trial] = []

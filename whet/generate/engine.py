@@ -85,9 +85,12 @@ class Engine:
 
     Attributes:
         look: Called before every decoding step of `generate`; may raise to end it.
+        is_cut: Asked before every decoding step of `generate`: once it says so, all rows end where they are, and what
+            waits stays empty. They end by their length then, and are shorter than that.
     """
 
     look: Callable[[], None] = staticmethod(lambda: None)
+    is_cut: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
         self,
@@ -318,6 +321,9 @@ class Engine:
         steps = 0
         while waiting or state.jobs:
             self.look()
+            if self.is_cut():
+                yield from self._cut(state, waiting)
+                return
             # Free rows are filled before the next step, which reads all weights whatever the number of rows.
             if waiting and len(state.jobs) < state.num_rows:
                 self.admit(state, waiting)
@@ -334,6 +340,14 @@ class Engine:
             is_worth_it = num_done * 4 >= live or (waiting and num_done * 8 >= live)
             if num_done and (is_worth_it or (is_streamed and steps % CHECK_EVERY_TEXT == 0)):
                 yield from self.harvest(state)
+
+    def _cut(self, state: Rows, waiting: list[Job]) -> Iterator[Job]:
+        """Yield all jobs as they are."""
+        state.done[: len(state.jobs)] = True
+        yield from self.harvest(state)
+        while waiting:
+            waiting[-1].completion = Completion(ids=(), logprobs=(), finish_reason="length")
+            yield waiting.pop()
 
     @spanned("prefill")
     def admit(self, state: Rows, waiting: list[Job]) -> None:

@@ -37,6 +37,7 @@ class _Episode:
     experts: bytes = b""
     turn_ends: list[int] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
@@ -49,6 +50,7 @@ class _Episode:
         self.ids += done.ids
         self.logprobs += done.logprobs
         self.kept += done.kept
+        self.versions += done.versions
         if done.experts:
             # Its prompt is all that came before: of this, what was drawn keeps the experts that it was drawn with.
             read, own = map(b64decode, done.experts)
@@ -63,6 +65,7 @@ class _Episode:
         self.logprobs += [0.0] * len(ids)
         self.trained += [False] * len(ids)
         self.kept += [""] * len(ids) if self.kept else []
+        self.versions += self.versions[-1:] * len(ids)
 
     def _split_experts(self) -> tuple[str, ...]:
         """Return the experts of the prompt's and of the other tokens, of which all but the last were read."""
@@ -83,6 +86,7 @@ class _Episode:
             experts=self._split_experts(),
             turn_ends=tuple(self.turn_ends),
             turn_rewards=tuple(self.turn_rewards),
+            versions=tuple(self.versions),
         )
 
 

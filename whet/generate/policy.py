@@ -509,6 +509,11 @@ class Policy:
             facts["prompt_bos"] = False
         return facts
 
+    def own_weights(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint holds, by name: the adapters that are trained, or all weights."""
+        named = self.model.named_parameters() if self.trained is None else self.trained.named_parameters()
+        return dict(named)
+
     def save(
         self,
         folder: Path,

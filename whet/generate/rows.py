@@ -31,7 +31,8 @@ class Request:
 class Completion:
     """Generated ids (including the stop token), their log-probabilities (fp32) and why it ended.
 
-    The other fields are for filters, experts and multi-turn episodes, see `whet.types.Sample`.
+    The other fields are for filters, experts, multi-turn episodes and samplers whose weights change meanwhile, see
+    `whet.types.Sample`.
     """
 
     ids: tuple[int, ...]
@@ -42,6 +43,7 @@ class Completion:
     experts: tuple[str, ...] = ()
     turn_ends: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
 
 
 OnEnded = Callable[[int, list[Completion]], None]

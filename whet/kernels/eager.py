@@ -45,23 +45,23 @@ def decode_attention(
         lengths_B: Integers on the device: positions that a row attends to; 0 gives zeros.
 
     Returns:
-        Outputs [B, H, C] in the dtype of the queries; the arithmetic is float32.
+        Outputs [B, H, C] in the dtype of the queries; the arithmetic is float32 (float64 for float64).
     """
     rows, heads, channels = q_BHC.shape
     kv_heads, num_keys = keys_BKSC.shape[1:3]
-    q = q_BHC.reshape(rows, kv_heads, heads // kv_heads, channels).float()
+    q = wide(q_BHC.reshape(rows, kv_heads, heads // kv_heads, channels))
     top = q.new_full((*q.shape[:3], 1), float("-inf"))
     total, out = torch.zeros_like(top), torch.zeros_like(q)
     for start in range(0, num_keys, SPLIT):
         k, v = keys_BKSC[:rows, :, start : start + SPLIT], values_BKSC[:rows, :, start : start + SPLIT]
         hidden = torch.arange(start, start + k.shape[2], device=q.device) >= lengths_B[:, None]
-        scores = (q @ k.float().transpose(-1, -2)) * channels**-0.5
+        scores = (q @ wide(k).transpose(-1, -2)) * channels**-0.5
         scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
         new = torch.maximum(top, scores.amax(-1, keepdim=True))
         base = new.masked_fill(new == float("-inf"), 0.0)
         probs, keep = torch.exp(scores - base), torch.exp(top - base)
         total = total * keep + probs.sum(-1, keepdim=True)
-        out = out * keep + probs @ v.float().masked_fill(hidden[:, None, :, None], 0.0)
+        out = out * keep + probs @ wide(v).masked_fill(hidden[:, None, :, None], 0.0)
         top = new
     out = out / total.masked_fill(total == 0, 1.0)
     return out.reshape(rows, heads, channels).to(q_BHC.dtype)
@@ -164,10 +164,15 @@ def logprob_entropy_backward_(
     return grad_MV.div_(temperature)
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return numbers as sums need them: in float32, or in float64 where they are."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the residual, normalise by the root mean square in float32 and scale; differentiable.
+    """Add the residual, normalise by the root mean square in float32 (float64) and scale; differentiable.
 
     Args:
         x: Input; the last axis is normalised.
@@ -186,7 +191,7 @@ def rms_norm(
 
 def _normalised(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x over its root mean square, and one over that [..., 1], both float32."""
-    x32 = x.float()
+    x32 = wide(x)
     # Not torch.linalg.vecdot, which autocast would run in bfloat16; not mean, which is slower than sum.
     rstd = (x32.square().sum(-1, keepdim=True) * (1 / x.shape[-1]) + eps).rsqrt()
     return x32 * rstd, rstd
@@ -213,10 +218,10 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        grad, width = upstream[0].float(), x.shape[-1]
-        normalised = x.float() * rstd
+        grad, width = wide(upstream[0]), x.shape[-1]
+        normalised = wide(x) * rstd
         grad_weight = (grad * normalised).view(-1, width).sum(0) if ctx.needs_input_grad[1] else None
-        grad = grad * weight.float()
+        grad = grad * wide(weight)
         mean = (grad * normalised).sum(-1, keepdim=True) * (1 / width)
         grad_x = grad.addcmul_(normalised, mean, value=-1).mul_(rstd).to(x.dtype)
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
@@ -236,7 +241,7 @@ def rotate(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) ->
 
 
 def _rotated(x_NHC: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor, sign: float) -> torch.Tensor:
-    x32 = x_NHC.float()
+    x32 = wide(x_NHC)
     left, right = x32.chunk(2, dim=-1)
     turned = torch.cat((-right, left), dim=-1)
     return (x32 * cos_N1C).addcmul_(turned, sin_N1C, value=sign).to(x_NHC.dtype)

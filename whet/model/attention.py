@@ -148,13 +148,13 @@ def exact_attention(
     scale, num_keys = q_ZQC.shape[-1] ** -0.5, k_ZSC.shape[1]
     k_ZCS = k_ZSC.transpose(1, 2)
     if cap:
-        scores = torch.bmm(q_ZQC * scale, k_ZCS).float()
+        scores = eager.wide(torch.bmm(q_ZQC * scale, k_ZCS))
         scores = scores.div_(cap).tanh_().mul_(cap).add_(bias)
     elif q_ZQC.dtype == torch.float32:
         # Mask, scale and product in one call: a pass over the scores less, and two calls less in a decoding step.
         scores = torch.baddbmm(bias.expand(*q_ZQC.shape[:2], num_keys), q_ZQC, k_ZCS, alpha=scale)
     else:
-        scores = torch.bmm(q_ZQC * scale, k_ZCS).float().add_(bias)
+        scores = eager.wide(torch.bmm(q_ZQC * scale, k_ZCS)).add_(bias)
     top = scores.amax(-1) if lse_ZQ is not None else None
     # In place: the scores are the largest thing here, and nobody reads them again.
     probs = torch.softmax(scores, dim=-1, out=scores)
@@ -417,7 +417,7 @@ class _TiledAttention(torch.autograd.Function):
         channels = q_NHC.shape[2]
         scale, grad = channels**-0.5, upstream[0]
         # Softmax' gradient is p (dp - sum p dp), and the sum is that of output times its gradient.
-        delta_N1 = -(grad.float() * out.float()).sum(-1).view(-1, 1)
+        delta_N1 = -(eager.wide(grad) * eager.wide(out)).sum(-1).view(-1, 1)
         if ctx.has_sinks:  # that of the log-normaliser is p
             delta_N1 = delta_N1 + upstream[1].view(-1, 1)
         delta = delta_N1.index_select(0, plan.query_index)
@@ -440,9 +440,11 @@ class _TiledAttention(torch.autograd.Function):
             if q.dtype == torch.float32:
                 dscores = torch.baddbmm(shift.expand_as(probs), dout, values.transpose(1, 2)).mul_(probs)
             else:
-                dscores = torch.bmm(dout, values.transpose(1, 2)).float().add_(shift).mul_(probs).to(q.dtype)
+                dscores = (
+                    eager.wide(torch.bmm(dout, values.transpose(1, 2))).add_(shift).mul_(probs).to(q.dtype)
+                )
             if ctx.cap:  # the derivative of cap tanh(score / cap), whose scores are computed again
-                tanh = torch.bmm(queries, keys.transpose(1, 2)).float().div_(ctx.cap).tanh_()
+                tanh = eager.wide(torch.bmm(queries, keys.transpose(1, 2))).div_(ctx.cap).tanh_()
                 dscores = dscores.mul_((1 - tanh.square_()).to(dscores.dtype))
             torch.bmm(dscores, keys, out=dqueries)
             dkeys += torch.bmm(dscores.transpose(1, 2), queries)
@@ -452,7 +454,7 @@ class _TiledAttention(torch.autograd.Function):
             for whole, rows in zip(grads, (dk, dv), strict=True):
                 each = rows[shared.keys].view(*shared.sizes, channels)
                 length = shared.rows.stop - shared.rows.start
-                whole[shared.rows] += each[:, :, :length].float().sum(0).transpose(0, 1)
+                whole[shared.rows] += eager.wide(each[:, :, :length]).sum(0).transpose(0, 1)
         return dq.to(q_NHC.dtype), *(x.to(k_NKC.dtype) for x in grads), None, None
 
 

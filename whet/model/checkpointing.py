@@ -17,6 +17,10 @@ from whet.model.parts import Layer
 CheckpointKind = Literal["layer", "mlp", "alternate"]
 
 
+def _nothing() -> None:  # a lambda could not be sent to another process
+    return None
+
+
 class Recompute:
     """How layers run when neither their activations nor, on a CPU, their packed weights are kept.
 
@@ -29,7 +33,7 @@ class Recompute:
     def __init__(self, kind: CheckpointKind = "layer", *, offload: bool = False) -> None:
         self._kind: CheckpointKind = kind
         self._offload = offload
-        self._last: Callable[[], _Kept | None] = lambda: None
+        self._last: Callable[[], _Kept | None] = _nothing
 
     def run(self, layer: Layer, x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
         """Return what a layer returns.

@@ -68,8 +68,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last axis."""
         if self.offset:
-            weight = self.weight.float() + self.offset
-            return dispatch.run(eager.rms_norm, x.float(), weight, self.eps)[0].to(x.dtype)
+            weight = eager.wide(self.weight) + self.offset
+            return dispatch.run(eager.rms_norm, eager.wide(x), weight, self.eps)[0].to(x.dtype)
         return dispatch.run(eager.rms_norm, x, self.weight, self.eps)[0]
 
 
@@ -87,7 +87,7 @@ class UnitNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last axis."""
         ones = torch.ones(x.shape[-1], device=x.device)
-        return dispatch.run(eager.rms_norm, x.float(), ones, self.eps)[0].to(x.dtype)
+        return dispatch.run(eager.rms_norm, eager.wide(x), ones, self.eps)[0].to(x.dtype)
 
 
 class Layer(nn.Module):

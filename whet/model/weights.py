@@ -216,7 +216,7 @@ def _places(stored: str, config: ModelConfig) -> tuple[_Place, ...]:
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def _as_stored(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+def as_stored(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
     """Return parameters by the names, and in the pieces, that the family's files have: what `_places` undoes."""
     found: dict[str, torch.Tensor] = {}
     back = [(here, stored) for stored, here in config.block.renamed]
@@ -550,7 +550,7 @@ def save_model(
     tensors = {name: parameter.detach().to("cpu", dtype) for name, parameter in weights.items()}
     is_quantized = bool(packed_parts(model))
     if not is_quantized:
-        tensors = _as_stored(tensors, model.config)
+        tensors = as_stored(tensors, model.config)
     stored_dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     hf = to_hf(model.config, bos_id=bos_id, eos_ids=eos_ids, dtype=stored_dtype, pad_id=pad_id)
     if is_quantized:

@@ -23,6 +23,7 @@ BUCKET_NUMBERS = 1 << 23
 """Gradients are added in buckets of at most this many numbers, or of one tensor."""
 _TEXT_BYTES = 184
 _current = ""
+_first: Callable[[], None] | None = None
 
 
 class RankError(RuntimeError):
@@ -72,6 +73,8 @@ def together(what: str, number: int = 0) -> Iterator[list[int]]:
         RankError: On every rank, if one is in a different collective; on this one, if another is gone or late.
     """
     work = f"{what} in {_caller()}"
+    if _first is not None:
+        _first()
     with _named(work):
         text = work.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES)
         mine = torch.frombuffer(bytearray(text + number.to_bytes(8, "little")), dtype=torch.uint8)
@@ -85,6 +88,17 @@ def together(what: str, number: int = 0) -> Iterator[list[int]]:
                 f"ranks are in different collectives: {where}; start all with the same code and files"
             )
         yield [int.from_bytes(data[_TEXT_BYTES:], "little") for data in found]
+
+
+@contextmanager
+def before_collectives(function: Callable[[], None] | None) -> Iterator[None]:
+    """Call a function before each collective within this context; None calls none."""
+    global _first
+    before, _first = _first, function
+    try:
+        yield
+    finally:
+        _first = before
 
 
 def all_reduce_sum(*values: float) -> list[float]:
@@ -173,15 +187,21 @@ def barrier() -> None:
             pass
 
 
+def is_share(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a rank's share of a larger one: a DTensor, whose import takes a second."""
+    return hasattr(tensor, "device_mesh")
+
+
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Add gradients over all ranks.
 
     Losses are divided by global counts, so the sum is the gradient of the whole batch. A parameter without a gradient
-    here but with one on other ranks counts as zero; one without a gradient on any rank stays without.
+    here but with one on other ranks counts as zero; one without a gradient on any rank stays without. Shares of sharded
+    parameters are left alone: theirs were added when they were dealt out.
     """
     if not is_distributed():
         return
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [p for p in parameters if p.requires_grad and not is_share(p)]
     layout = repr([(parameter.dtype, tuple(parameter.shape)) for parameter in trained])
     work = f"sum_gradients of {len(trained)} tensors ({zlib.crc32(layout.encode()):08x})"
     num_missing = sum(parameter.grad is None for parameter in trained)

@@ -138,7 +138,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("divergence of the sampler", ("rl/mismatch_k3",)),
         Panel("effective samples", ("rl/effective_samples",)),
         Panel("correction", ("rl/correction_active",)),
-        Panel("staleness", ("rl/staleness",), smooth=False),
+        Panel("staleness", ("rl/staleness", "rl/token_age"), smooth=False),
     ),
     "rl_critic": (
         Panel("critic's loss", ("rl/value_loss",)),
@@ -159,6 +159,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
     "rl_speed": (
         Panel("time per step", ("rl/generate_seconds", "rl/reward_seconds", "rl/train_seconds")),
         Panel("overlap", ("rl/overlap",)),
+        Panel("weights to the sampler", ("rl/sync_seconds",)),
         Panel("speed of the step", ("rl/tokens_per_second",)),
         Panel("speed of its parts", ("rl/generate_tokens_per_second", "rl/train_tokens_per_second")),
         Panel("peak memory", ("rl/peak_memory_gib",), smooth=False),

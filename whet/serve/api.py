@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -34,7 +35,7 @@ from whet.serve.openai import (
     refusal,
     usage_of,
 )
-from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket
+from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket, read_update
 from whet.serve.stream import chat_prompt, has_turns, unread_note
 from whet.types import UserError
 
@@ -67,10 +68,13 @@ class Api:
         scheduler: What draws its tokens.
         name: Name that the model is served by; of several adapters each has its own, and this is the base's.
         split_thinking: Whether chats get their thinking as `reasoning_content`.
+        updates: Whether clients may replace the weights by files of this machine.
     """
 
-    def __init__(self, policy: Policy, scheduler: Scheduler, *, name: str, split_thinking: bool) -> None:
-        self._policy, self._scheduler = policy, scheduler
+    def __init__(
+        self, policy: Policy, scheduler: Scheduler, *, name: str, split_thinking: bool, updates: bool = False
+    ) -> None:
+        self._policy, self._scheduler, self._updates = policy, scheduler, updates
         adapters = () if policy.several is None else policy.several.names
         if name in adapters:
             raise UserError(f"name = {name!r}: an adapter has that name; give the base another with --name")
@@ -111,6 +115,22 @@ class Api:
         model = self._check_model(body.get("model"))
         asked = parse_text(body)
         return await self._answer(request, model, asked, asked.prompts, is_chat=False)
+
+    async def update_weights(self, request: Request) -> Response:
+        """Replace the weights by those of a folder of this machine; completions under way end with the old ones."""
+        if not self._updates:
+            raise ApiError(403, "this server keeps its weights: start it with --weight-updates")
+        body = await _read(request)
+        folder = body.get("model_path")
+        if not isinstance(folder, str) or set(body) - {"model_path"}:
+            raise ApiError(
+                400, "expected model_path, a folder of this machine, and nothing else", param="model_path"
+            )
+        began = time.monotonic()
+        tensors = await asyncio.to_thread(read_update, self._policy, folder)
+        await asyncio.wrap_future(self._scheduler.update(tensors))
+        seconds = time.monotonic() - began
+        return JSONResponse({"success": True, "message": f"{len(tensors)} tensors in {seconds:.2f} s"})
 
     def _card(self, model: str) -> dict[str, Any]:
         card = {"id": model, "object": "model", "created": 0, "owned_by": "whet"}
@@ -154,6 +174,13 @@ class Api:
     ) -> Response:
         adapter = self._adapters[model]
         policy = self._policy.named(adapter)  # an adapter is asked as it was trained
+        if asked.stop_ids is not None and asked.stop_ids != frozenset(policy.stop_ids):
+            raise ApiError(
+                400,
+                f"stop_token_ids: this server ends completions at {sorted(policy.stop_ids)}, got "
+                f"{sorted(asked.stop_ids)[:20]}: start it with the client's --policy.schema",
+                param="stop_token_ids",
+            )
         ids = await asyncio.to_thread(self._encode_all, policy, prompts, asked)
         splits = is_chat and self._splits
         texts = [text for text in asked.prompts if isinstance(text, str)]
@@ -216,7 +243,8 @@ class _Session:
                 for _ in range(asked.num_choices)
             ]
         if asked.generate:
-            seeds, loop = choice_seeds(asked.seed, asked.num_choices), asyncio.get_running_loop()
+            seeds = asked.seeds or choice_seeds(asked.seed, asked.num_choices)
+            loop = asyncio.get_running_loop()
 
             def sink(index: int, event: Event) -> None:
                 loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
@@ -228,6 +256,7 @@ class _Session:
                         params=asked.params,
                         stop_strings=asked.stops,
                         num_top=asked.num_top,
+                        records=asked.returns_ids,
                     )
                     for prompt in self._prompts
                 ],
@@ -394,6 +423,7 @@ def make_app(api: Api, *, api_key: str, hosts: frozenset[str]) -> ASGIApp:
         ("/v1/models/{name:path}", api.model, "GET"),
         ("/v1/chat/completions", api.chat, "POST"),
         ("/v1/completions", api.completions, "POST"),
+        ("/update_weights_from_disk", api.update_weights, "POST"),
     ]
     app = Starlette(
         routes=[Route(path, function, methods=[method]) for path, function, method in routes],

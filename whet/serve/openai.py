@@ -97,6 +97,9 @@ class Asked:
         include_usage: Whether a stream ends with the token counts.
         echo: Whether the prompt is given back, with its log-probabilities where those are asked for.
         generate: Whether there is anything to draw (an echo may be asked for alone).
+        seeds: Seeds of all choices, in place of those that are made of `seed`.
+        returns_ids: Give back the drawn tokens' ids, with the log-probabilities they were drawn with.
+        stop_ids: Ids that the client takes completions to end at; None for whatever is here.
     """
 
     messages: tuple[dict[str, str], ...] = ()
@@ -110,6 +113,9 @@ class Asked:
     include_usage: bool
     echo: bool = False
     generate: bool = True
+    seeds: tuple[int, ...] | None = None
+    returns_ids: bool = False
+    stop_ids: frozenset[int] | None = None
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -214,6 +220,9 @@ class _Text(_Body):
     ]
     echo: bool = False
     max_tokens: int = Field(default=DEFAULT_NEW_TOKENS, ge=0)
+    seeds: list[Annotated[int, Field(ge=0, lt=2**63)]] | None = None
+    return_token_ids: bool = False
+    stop_token_ids: list[int] | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
 
 
@@ -252,12 +261,21 @@ def parse_text(body: Mapping[str, Any]) -> Asked:
     text = _read(_Text, body, IGNORED)
     if not text.max_tokens and not text.echo:
         raise ApiError(400, "max_tokens = 0: expected 1 or more, or echo = true", param="max_tokens")
+    if text.seeds is not None and len(text.seeds) != text.n:
+        raise ApiError(
+            400, f"seeds: expected one for each of n = {text.n}, got {len(text.seeds)}", param="seeds"
+        )
+    if text.return_token_ids and text.stream:
+        raise ApiError(400, "return_token_ids is not supported in streams: leave one out", param="stream")
     return text.asked(
         max(1, text.max_tokens),
         prompts=tuple(row if isinstance(row, str) else tuple(row) for row in text.prompt),
         num_top=text.logprobs,
         echo=text.echo,
         generate=text.max_tokens > 0,
+        seeds=None if text.seeds is None else tuple(text.seeds),
+        returns_ids=text.return_token_ids,
+        stop_ids=None if text.stop_token_ids is None else frozenset(text.stop_token_ids),
     )
 
 
@@ -321,6 +339,8 @@ class Delta:
     tokens: list[tuple[Token, int]] = field(default_factory=list)
     """Tokens, and where in the text each begins."""
     finish_reason: str | None = None
+    completion: Completion | None = None
+    """All of the choice, at its end."""
 
 
 class Choice:
@@ -351,7 +371,7 @@ class Choice:
         if isinstance(event, Completion):
             self.finish_reason = event.finish_reason
             piece = self._stops.push(self._tokens.flush()) + self._stops.flush()
-            return self._split(piece, Delta(finish_reason=event.finish_reason))
+            return self._split(piece, Delta(finish_reason=event.finish_reason, completion=event))
         self.num_tokens += 1
         self.num_thinking += self._response is not None and self._response.is_thinking
         delta = Delta(tokens=[(event, self._offset)] if self._noted else [])
@@ -396,6 +416,7 @@ def merged(deltas: Sequence[Delta]) -> Delta:
         thinking="".join(delta.thinking for delta in deltas),
         tokens=[row for delta in deltas for row in delta.tokens],
         finish_reason=deltas[-1].finish_reason if deltas else None,
+        completion=deltas[-1].completion if deltas else None,
     )
 
 
@@ -477,6 +498,9 @@ class Reply:
                 "top_logprobs": [self._tops(token) for token in tokens],
                 "text_offset": [offset for _, offset in delta.tokens],
             }
+        if self._asked.returns_ids and delta.completion is not None:
+            done = delta.completion
+            row |= {"token_ids": done.ids, "sampled_logprobs": done.logprobs, "kept": done.kept}
         return row
 
     def _tops(self, token: Token) -> dict[str, float] | None:

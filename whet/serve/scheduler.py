@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+
+import torch
 
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, Job, Request, Rows, Token
 from whet.generate.sampling import SamplingParams
+from whet.model.quant import packed_parts
+from whet.model.weights import load_model
 from whet.types import UserError
 
+KNOWN_PARAMS = 64
 CLOSE_S = 30.0
 CLOSING = "the server is closing"
 
@@ -38,12 +44,14 @@ class Ask:
         params: Sampling settings; `max_new_tokens` is capped by the room in the context.
         stop_strings: Texts that stop a completion, besides the policy's own.
         num_top: Return the model's own log-probabilities, with this many alternatives; None for none.
+        records: Return what filters left to draw each token from, for a trainer.
     """
 
     request: Request
     params: SamplingParams
     stop_strings: tuple[str, ...] = ()
     num_top: int | None = None
+    records: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,8 @@ class Scheduler:
         self._max_rows = policy.max_rows
         self._waiting: deque[Job] = deque()
         self._scorings: deque[_Scoring] = deque()
+        self._updates: deque[tuple[Mapping[str, torch.Tensor], Future[None]]] = deque()
+        self._params: dict[SamplingParams, SamplingParams] = {}
         self._sinks: dict[Job, Callable[[Event], None]] = {}
         self._wake = threading.Condition()
         self._closed = False
@@ -153,10 +163,18 @@ class Scheduler:
             limit = min(ask.params.max_new_tokens, self.context - len(ask.request.prompt_ids))
             request = replace(ask.request, max_new_tokens=limit)
             # The same limit for all jobs, so that jobs with equal filters form one group whatever length was requested.
-            params = replace(ask.params, max_new_tokens=self.context)
+            params = self._shared(replace(ask.params, max_new_tokens=self.context))
+            records = ask.records and params.is_filtered and params.temperature > 0
             stops = (*self._policy.named(ask.request.adapter).stop_strings, *ask.stop_strings)
             jobs += [
-                Job(request=request, seed=seed, params=params, stop_strings=stops, num_top=ask.num_top)
+                Job(
+                    request=request,
+                    seed=seed,
+                    params=params,
+                    stop_strings=stops,
+                    num_top=ask.num_top,
+                    kept=[] if records else None,
+                )
                 for seed in request.seeds
             ]
         with self._wake:
@@ -187,6 +205,29 @@ class Scheduler:
             self._wake.notify()
         return scoring.future
 
+    def update(self, tensors: Mapping[str, torch.Tensor]) -> Future[None]:
+        """Replace weights between two completions: those under way end with the old ones, those that wait get the new.
+
+        Args:
+            tensors: Parameters by name, as `read_update` checked them.
+
+        Raises:
+            BusyError: If the server is closing.
+        """
+        done: Future[None] = Future()
+        with self._wake:
+            if self._closed:
+                raise BusyError(CLOSING)
+            self._updates.append((tensors, done))
+            self._wake.notify()
+        return done
+
+    def _shared(self, params: SamplingParams) -> SamplingParams:
+        """Return the one object of equal settings: rows of one object are drawn together, without a look at each."""
+        if len(self._params) > KNOWN_PARAMS:
+            self._params.clear()
+        return self._params.setdefault(params, params)
+
     def _admit_or_refuse(self, count: int) -> None:
         self._forget_cancelled()
         if self._closed:
@@ -207,28 +248,48 @@ class Scheduler:
                 del self._sinks[job]
 
     def _work(self, ready: Future[None]) -> None:
+        rows: Rows | None = None
         try:
             size = self._engine.room(self._max_rows, self.context, self.context)
-            with self._engine.session(size) as rows:
-                ready.set_result(None)
-                while self._await_work(rows):
-                    try:
-                        self._step(rows)
-                    except Exception as error:  # out of memory, or a bug: keep serving the others
-                        self._fail(rows, error)
+            while not self._closed:
+                with self._engine.session(size) as rows:
+                    if not ready.done():
+                        ready.set_result(None)
+                    while self._await_work(rows):
+                        try:
+                            self._step(rows)
+                        except Exception as error:  # out of memory, or a bug: keep serving the others
+                            self._fail(rows, error)
+                self._replace_weights()  # outside of the session, which holds their addresses
         except Exception as error:
-            ready.set_exception(error)
-        else:
-            self._waiting.clear()
+            self._closed = True
+            if not ready.done():
+                ready.set_exception(error)
+                return
+        self._waiting.clear()
+        if rows is not None:
             self._fail(rows, BusyError(CLOSING))
-            for work in self._scorings:
-                work.future.cancel()
+        for work in self._scorings:
+            work.future.cancel()
+        for _, done in self._updates:
+            done.cancel()
 
     def _await_work(self, rows: Rows) -> bool:
+        """Wait until there is something to do; return whether it is to be done in this session."""
         with self._wake:
-            while not (self._closed or rows.jobs or self._waiting or self._scorings):
+            while not (self._closed or rows.jobs or self._waiting or self._scorings or self._updates):
                 self._wake.wait()
-            return not self._closed
+            return not self._closed and not (self._updates and not rows.jobs)
+
+    @torch.no_grad()
+    def _replace_weights(self) -> None:
+        """Copy what `update` was given into the parameters."""
+        parameters = dict(self._policy.model.named_parameters())
+        while self._updates:
+            tensors, done = self._updates.popleft()
+            for name, tensor in tensors.items():
+                parameters[name].copy_(tensor)
+            done.set_result(None)
 
     def _step(self, rows: Rows) -> None:
         """Admit waiting jobs, or else sample a token for every row; deliver new tokens; score one text."""
@@ -260,6 +321,8 @@ class Scheduler:
 
     def _next_jobs(self, num_free: int) -> list[Job]:
         """Take as many jobs as there are free rows; the next one is last, as `Engine.admit` pops from the end."""
+        if self._updates:
+            return []
         with self._wake:
             self._forget_cancelled()
             return [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))][::-1]
@@ -303,3 +366,31 @@ class Scheduler:
         for job in failed:
             self._send(job, error)
             del self._sinks[job]
+
+
+def read_update(policy: Policy, folder: str) -> dict[str, torch.Tensor]:
+    """Read the weights that shall replace a policy's.
+
+    Args:
+        policy: The policy.
+        folder: Hugging Face folder of the same model.
+
+    Returns:
+        Every parameter by name.
+
+    Raises:
+        UserError: If there is no such folder, it holds another model, or the policy's weights cannot be replaced.
+    """
+    if policy.several is not None or policy.adapter is not None or packed_parts(policy.model):
+        raise UserError(
+            "weights beside an adapter, or rounded ones, cannot be replaced: serve the model itself"
+        )
+    if not Path(folder).is_dir():  # never a hub's name
+        raise UserError(f"model_path {folder[:200]!r}: no folder of this machine")
+    parameters = dict(policy.model.named_parameters())
+    first = next(iter(parameters.values()))
+    model, _ = load_model(folder, dtype=first.dtype, device=first.device)
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in parameters.items()}:
+        raise UserError(f"model_path {folder[:200]!r}: another model than the one that is served")
+    return tensors

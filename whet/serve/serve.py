@@ -52,6 +52,9 @@ class ServeConfig:
     """Completions that may wait for a row; more are refused with status 503."""
     split_thinking: bool = True
     """Return a chat's thinking as `reasoning_content`, and only the answer as `content`."""
+    weight_updates: bool = False
+    """Let clients replace the weights by those of a folder of this machine (POST /update_weights_from_disk, as SGLang
+    has it): for `whet rl --sampler.kind openai`, which samples here while it trains elsewhere."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the parameters."""
 
@@ -63,6 +66,10 @@ class ServeConfig:
             raise ValueError(f"context = {self.context}: expected 2 or more tokens")
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting = {self.max_waiting}: expected 0 or more")
+        if self.weight_updates and ("," in self.policy.adapter or "=" in self.policy.adapter):
+            raise ValueError(
+                "weight_updates with several adapters: updates would leave them behind; leave one out"
+            )
         if not key_of(self) and not _is_local(self.host):
             raise ValueError(
                 f"host = {self.host!r} can be reached from other machines: give --api-key KEY, "
@@ -123,7 +130,13 @@ def main(config: ServeConfig) -> None:
         )
         name = config.name or Path(config.policy.init).expanduser().resolve().name
         with Scheduler(policy, context=config.context, max_waiting=config.max_waiting) as scheduler:
-            api = Api(policy, scheduler, name=name, split_thinking=config.split_thinking)
+            api = Api(
+                policy,
+                scheduler,
+                name=name,
+                split_thinking=config.split_thinking,
+                updates=config.weight_updates,
+            )
             app = make_app(api, api_key=key, hosts=frozenset() if key else LOCAL | {config.host})
             options = uvicorn.Config(
                 app,

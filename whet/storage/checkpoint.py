@@ -19,7 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from whet.ranks.collectives import is_distributed, on_main, rank, together
+from whet.ranks.collectives import is_distributed, is_share, on_main, rank, together
+from whet.ranks.fsdp import agreed, local
 from whet.storage.commit import (
     MANIFEST,
     commit_folder,
@@ -259,8 +260,9 @@ def _steps(run: Path) -> list[int]:
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the name of the first tensor with a NaN or an infinity; '' where all are finite."""
-    return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), "")
+    """Return the name of the first tensor with a NaN or an infinity; '' where all are finite, on all ranks."""
+    found = next((name for name, t in tensors.items() if not bool(torch.isfinite(local(t)).all())), "")
+    return agreed(found) if any(map(is_share, tensors.values())) else found
 
 
 def save_step(

@@ -15,7 +15,7 @@ from whet.storage.commit import UNREADABLE, recover, set_aside, sync, verify_fol
 from whet.types import UserError
 
 PARTIAL = ".config.partial"
-FREE = ("safety", "track")
+FREE = ("safety", "track", "parallel", "cluster")
 """Groups of a configuration that may change on resume: no computed number depends on them."""
 _locks: dict[Path, int] = {}
 """Run folders that this process has locked, and the file descriptor of each lock."""

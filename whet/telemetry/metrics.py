@@ -139,6 +139,7 @@ METRICS: dict[str, Metric] = {
     "rl/clip_high": _share("trained tokens clipped by the upper clip"),
     "rl/clip_low": _share("trained tokens clipped by the lower clip"),
     "rl/staleness": Metric("steps", "steps between sampling and training; 0 is on-policy", ".0f"),
+    "rl/token_age": Metric("steps", "mean updates since the weights that a token was drawn with", ".2f"),
     "rl/overlap": _share("share of sampling and scoring time hidden behind other work of a step"),
     "rl/updates": Metric("updates", "optimizer updates on the step's rollouts", ".0f"),
     "rl/mismatch_k3": Metric(
@@ -169,6 +170,7 @@ METRICS: dict[str, Metric] = {
     "rl/grad_norm": Metric("1", "gradient norm before clipping"),
     "rl/tokens_per_second": Metric("tokens/s", "completion tokens per second of the whole step", ",.0f"),
     "rl/generate_seconds": Metric("s", "time to sample", ".2f"),
+    "rl/sync_seconds": Metric("s", "time to bring the weights to a sampler that has a copy of them", ".2f"),
     "rl/reward_seconds": Metric("s", "time to score", ".2f"),
     "rl/train_seconds": Metric("s", "time to train", ".2f"),
     "rl/generate_tokens_per_second": Metric("tokens/s", "completion tokens per second of sampling", ",.0f"),

@@ -35,6 +35,7 @@ from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_texts
 from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard, sum_gradients
+from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.quarantine import write_quarantine
@@ -197,6 +198,8 @@ class DPOConfig:
     """Steps between validations (always one at the end); the best is kept as checkpoints/best."""
     save_every: int = 100
     """Steps between checkpoints (always one at the end)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How several ranks hold the model."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Experiment trackers, in addition to the run's own files."""
     safety: SafetyConfig = field(default_factory=SafetyConfig)
@@ -441,7 +444,8 @@ def train_step(
     budget = budget or TokenBudget(config.optim.token_budget, policy.model.parameters())
     mismatch = 0.0
     if config.loss == "kto":
-        mismatch = budget.run(lambda tokens: mismatch_kl(policy, pairs, tokens), longest)
+        with gathered(policy.model):
+            mismatch = budget.run(lambda tokens: mismatch_kl(policy, pairs, tokens), longest)
     num_pairs, num_trained_tokens, num_tokens, mismatch = all_reduce_sum(len(pairs), trained, read, mismatch)
     kl = max(mismatch / max(num_pairs, 1.0), 0.0)
 
@@ -449,7 +453,8 @@ def train_step(
         return pair_micro_batches(pairs, tokens, policy.device)
 
     coef = config.optim.router_aux_loss_coef
-    balance = Balance.of(policy, coef, cut, budget, longest, attention=FIT_ATTENTION)
+    with gathered(policy.model if coef else None):
+        balance = Balance.of(policy, coef, cut, budget, longest, attention=FIT_ATTENTION)
     score = balance.added_to(scorer(policy, pairs, num_pairs, config, kl=kl))
     totals = budget.run(lambda tokens: forward_backward(cut(tokens), score, policy.model), longest=longest)
     sum_gradients(policy.model.parameters())

@@ -13,6 +13,7 @@ from whet.algo.packing import TrainingSequence
 from whet.generate.policy import Policy
 from whet.model.attention import AttentionKind
 from whet.ranks.collectives import shard
+from whet.ranks.fsdp import gathered
 from whet.storage.checkpoint import Resume
 from whet.telemetry.hardware import step_metrics
 from whet.telemetry.log import read_metrics
@@ -138,7 +139,7 @@ class Fit(Generic[Item]):
                     values = self._update(order)
                     if self._validate is not None and run.is_due(config.validate_every):
                         run.beat("validate")
-                        with span("validate"):
+                        with span("validate"), gathered(self._policy.model):
                             values |= self._validate()
                     run.log_step(values)
                     done = run.end_step(partial(self._held, order.cursor))

@@ -17,6 +17,7 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy
 from whet.model.attention import AttentionKind
 from whet.ranks.collectives import gather_json, rank
+from whet.ranks.fsdp import full, gathered, sharding, whole_copies
 from whet.storage.checkpoint import RECORDS, step_folder
 from whet.storage.commit import MANIFEST, UNREADABLE, commit_folder, machine, remove, verify_folder
 from whet.telemetry.provenance import no_run
@@ -163,7 +164,8 @@ def score_tokens(
 def weight_sums(model: torch.nn.Module) -> dict[str, float]:
     """Return the sum of each parameter in float64, precise enough to show a change of any single weight."""
     return {
-        name: float(tensor.detach().sum(dtype=torch.float64)) for name, tensor in model.named_parameters()
+        name: float(full(tensor).detach().sum(dtype=torch.float64))
+        for name, tensor in model.named_parameters()
     }
 
 
@@ -195,7 +197,11 @@ class Recorder:
             describe: Calls `rl_batch` or `fit_batch`: now, if the step is due, or when its update was skipped.
         """
         self._describe = describe
-        self._batch = describe() if self.is_due and self._enabled else None
+        self._batch = self._described() if self.is_due and self._enabled else None
+
+    def _described(self) -> Data:
+        with gathered(self._policy.model):
+            return self._describe()
 
     def end(
         self, step: int, metrics: Mapping[str, float], training: Callable[[], Training], *, is_skipped: bool
@@ -212,7 +218,7 @@ class Recorder:
         """
         old: list[Path] = []
         if is_skipped and self._enabled:
-            content = self._content(step, self._batch or self._describe(), metrics)
+            content = self._content(step, self._batch or self._described(), metrics)
             self._commit(self._run / FAULTS, step, content, training())
             old = list(_folders(self._run / FAULTS).values())[:-KEPT_FAULTS]
         elif self._batch is not None:
@@ -234,13 +240,17 @@ class Recorder:
         }
 
     def _commit(self, parent: Path, step: int, content: Data, training: Training | None) -> None:
+        weights: Mapping[str, torch.Tensor] | None = None
+        if training is not None and sharding(self._policy.model) is not None:
+            weights = whole_copies(self._policy.own_weights())
+            training = whole_copies(training[0]), training[1]
         if rank() != 0:
             return
         try:
             with commit_folder(parent / f"step_{step:08d}") as temporary:
                 (temporary / BATCH).write_text(json.dumps(content) + "\n", encoding="ascii")
                 if training is not None:
-                    self._policy.save(temporary)
+                    self._policy.save(temporary, weights)
                     (temporary / "training").mkdir()
                     tensors = {name: tensor.contiguous() for name, tensor in training[0].items()}
                     save_file(tensors, temporary / "training" / "optimizer.safetensors")

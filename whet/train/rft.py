@@ -14,6 +14,7 @@ from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard
+from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task, told_of
 from whet.telemetry.trackers import TrackConfig
@@ -74,6 +75,8 @@ class RFTConfig:
     """Problems of the dev split to answer greedily before and after each round; 0 for none."""
     save_every: int = 100
     """Steps between checkpoints (always one at the end of each round)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How several ranks hold the model."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Experiment trackers, in addition to the run's own files."""
     safety: SafetyConfig = field(default_factory=SafetyConfig)
@@ -208,8 +211,9 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
                 continue
             done = stored_round(folder, number)
             if done is None:
-                before = validate() if held_out and number == 0 else {}
-                kept, counts = sample_round(config, policy, task, problems, number)
+                with gathered(policy.model):
+                    before = validate() if held_out and number == 0 else {}
+                    kept, counts = sample_round(config, policy, task, problems, number)
                 done = store_round(folder, number, kept, {"step": start, **counts, **before})
             kept, counts = done
             title = f"rft {task.name}, round {number + 1} of {config.rounds}"

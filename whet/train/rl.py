@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -12,12 +13,16 @@ from typing import Any
 
 import torch
 
+from whet.config import dump_yaml
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
+from whet.generate.backends.choose import open_sampler
 from whet.generate.policy import Policy
-from whet.generate.probe import ProbeResult, probe_policy
+from whet.generate.probe import GAP_LIMIT, ProbeResult, probe_policy
 from whet.model.weights import model_folder
-from whet.ranks.collectives import all_reduce_sum, rank
+from whet.ranks.collectives import all_reduce_sum, rank, world_size
+from whet.ranks.fsdp import gathered
+from whet.ranks.ray import run_group
 from whet.rewards.base import WeightedReward
 from whet.rewards.judge.divergence import judge_diverges, thin
 from whet.rewards.judge.judge import Judge
@@ -34,7 +39,7 @@ from whet.train.record import rl_batch
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.curriculum import select_problems
 from whet.train.rollout.order import data_order
-from whet.train.rollout.rollout import longest_sequence, rollout_metrics, sample_note
+from whet.train.rollout.rollout import age_metrics, longest_sequence, rollout_metrics, sample_note
 from whet.train.rollout.source import Collected, RolloutSource
 from whet.train.run import Held, Run
 from whet.train.session import TrainStep, begin, end_check, finish, open_folder, write_origin
@@ -42,14 +47,27 @@ from whet.train.setup import audit_parts, load_rl
 from whet.types import Group, Problem, Task, UserError
 
 HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
-APPROX_GAP_LIMIT = 0.1
 SOLVED = 0.99
+STALE_GAP, STALE_FACTOR = 1e-3, 30
+"""A sampler's copy has old weights in it if log-probabilities differ by more nats than this, and by this factor more
+than at the start. Measured with vLLM's CPU build: 5e-4, then 1e-3 with an old head, else 3e-7."""
 HOT = 1.5
 """Sampling temperatures above this are warned of: from 2 on, models write gibberish."""
 
 
 def main(config: RLConfig, *, resume: Resume = False) -> None:
-    """Run the training, write its folder and its report."""
+    """Run the training, write its folder and its report; with `cluster.trainer_ranks` in ranks that Ray starts.
+
+    Raises:
+        SystemExit: With the exit status of the ranks, where they fail.
+    """
+    if config.cluster.trainer_ranks and world_size() == 1 and "RANK" not in os.environ:
+        number = [] if isinstance(resume, bool) else [str(resume)]
+        words = ["rl", "{folder}/config.yaml", *(["--resume", *number] if resume is not False else [])]
+        again = [] if resume is not False else ["--resume"]
+        if status := run_group(config.cluster, words, {"config.yaml": dump_yaml(config)}, resume=again):
+            raise SystemExit(status)
+        return
     train(config, resume=resume)
     finish(config)
 
@@ -110,19 +128,26 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
     if setup.num_left_out:
         count = len(setup.problems) + setup.num_left_out
         notes.insert(0, f"{setup.num_left_out} of {count} prompts do not fit the context; left out")
-    with replace(setup, problems=kept).open_judge(folder) as (rewards, judge):
+    with (
+        replace(setup, problems=kept).open_judge(folder) as (rewards, judge),
+        open_sampler(config.sampler, policy, folder, config.cluster) as sampler,
+    ):
+        objective = Objective.of(config, policy)  # copies the policy, which a run deals out over the ranks
         run = Run(
             "rl", config, policy, tracking, best="eval/greedy", higher_is_better=True, headline=HEADLINE
         )
         order = data_order(task, kept, config.seed)
-        source = RolloutSource.of(config, policy, task, rewards, order)
-        objective = Objective.of(config, policy)
-        trust, failures = Trust(config, probe, judge), Failures(rewards)
-        if resume and (saved := run.restore(resume, objective.tensors())):
-            tensors, state = saved
-            source.load_state(state["source"])
-            objective.load(tensors, state["objective"])
-            trust.restore(state)
+        source = RolloutSource.of(config, policy, task, rewards, order, sampler)
+        failures = Failures(rewards)
+        saved = run.restore(resume, objective.tensors()) if resume else None
+        if saved:
+            source.load_state(saved[1]["source"])
+            objective.load(saved[0], saved[1]["objective"])
+        with gathered(policy.model if sampler else None):
+            probe = source.probe(run.step) or probe
+        trust = Trust(config, probe, judge)
+        if saved:
+            trust.restore(saved[1])
 
         def training() -> Held:
             return objective.tensors(), {"objective": objective.state()}
@@ -142,7 +167,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
                 with span("step"):
                     began = time.monotonic()
                     run.beat("sample", source.how_far)
-                    with run.before_update(partial(held, source.snapshot())):
+                    with run.before_update(partial(held, source.snapshot())), gathered(policy.model):
                         collected = source.next(step, partial(objective.add, progress=run.progress))
                     groups = trained_groups(collected, config)
                     metrics = sampled_metrics(collected, config, step, judge, failures)
@@ -155,7 +180,8 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
                     metrics |= source.close_step(skipped=run.is_skipped)
                     if held_out and run.is_due(config.validate_every):
                         run.beat("validate")
-                        metrics |= validate(config, policy, task, held_out)
+                        with gathered(policy.model):
+                            metrics |= validate(config, policy, task, held_out)
                     run.log_step(metrics, [*groups, *rest_of(collected)])
                     for line in failures.news():
                         run.display.note(line, warning=True)
@@ -217,6 +243,7 @@ def sampled_metrics(
     if config.reward:
         values["rl/reward_failures"] = float(failures.count)
     values["rl/staleness"] = float(step - collected.step)
+    values |= age_metrics(collected.rollout, step)
     return values
 
 
@@ -269,6 +296,7 @@ def speed(
         "rl/tokens_per_second": tokens / (done - began),
         "rl/generate_tokens_per_second": tokens / max(rollout.generate_seconds, 1e-9),
         "rl/train_tokens_per_second": objective.num_tokens_read / trained,
+        **source.sync_metrics(),
         **step_metrics(run.monitor, "rl", began, device),
     }
 
@@ -346,16 +374,34 @@ class Trust:
         """
         drift, gap = values.get("rl/ratio_drift", 0.0), values.get("rl/logprob_gap_mean", 0.0)
         tolerance = self._config.ratio_tolerance
-        is_fresh = values["rl/staleness"] == 0
+        is_fresh = values["rl/staleness"] == 0 and not values.get("rl/token_age")
         if is_fresh and self._probe.exact and drift > tolerance:
             raise UserError(
                 f"step {step}: on-policy ratio drifts by {drift:.1e}, expected at most {tolerance:g} "
                 "since the probe said exact; sampler and trainer disagree: raise ratio_tolerance only if you know why"
             )
-        if is_fresh and not self._probe.exact and gap > APPROX_GAP_LIMIT:
+        if is_fresh and not self._probe.exact and gap > GAP_LIMIT:
+            is_copy = self._probe.mean_gap is not None
+            remedy = (
+                "a higher precision in the sampler"
+                if is_copy
+                else "policy.attention = exact or a higher precision"
+            )
             raise UserError(
                 f"step {step}: sampler and trainer differ by {gap:.2f} nats per token on average, expected at most "
-                f"{APPROX_GAP_LIMIT}; use policy.attention = exact or a higher precision"
+                f"{GAP_LIMIT}; use {remedy}"
+            )
+        first = self._probe.mean_gap
+        if (
+            is_fresh
+            and first is not None
+            and not self._probe.exact
+            and gap > max(STALE_GAP, STALE_FACTOR * first)
+        ):
+            raise UserError(
+                f"step {step}: sampler and trainer differ by {gap:.1e} nats per token on average, at the start by "
+                f"{first:.1e}: the sampler did not take all of the weights (a tied head, say, that it packs once); "
+                "let whet start it (sampler.kind = vllm), or update the server"
             )
         limit, kl = self._config.algo.kl_stop, values.get("rl/kl", 0.0)
         if limit is not None and kl > limit:

@@ -7,9 +7,12 @@ from typing import Literal
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig, check_combination
 from whet.config import align
+from whet.generate.backends.base import SamplerConfig
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
+from whet.ranks.fsdp import ParallelConfig
+from whet.ranks.ray import ClusterConfig
 from whet.rewards.base import JUDGE, MODEL, parse_own
 from whet.rewards.judge.judge import JudgeConfig
 from whet.tasks.base import TaskConfig
@@ -53,6 +56,8 @@ class RLConfig:
     """The objective."""
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     """What is done when the policy that sampled is not the one that is trained."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """Where completions come from: the policy's own engine, or a sampler with a copy of its weights."""
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     """What runs at the same time in a step."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -90,8 +95,12 @@ class RLConfig:
     """Steps between completions that are printed while it trains, one each; 0 for none."""
     safety: SafetyConfig = field(default_factory=SafetyConfig)
     """Resuming, saving and stopping."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How several ranks hold the model."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Experiment trackers that show the run besides its own files."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Processes that share the work, started by Ray."""
     seed: int = 0
     """Seed of data order and of every sample."""
 
@@ -135,6 +144,7 @@ class RLConfig:
             )
         self._check_judge()
         self._check_teacher()
+        self._check_sampler()
         check_combination(
             self.algo,
             self.off_policy,
@@ -146,6 +156,46 @@ class RLConfig:
             max_new_tokens=self.sampling.max_new_tokens,
         )
         check_overlap(self.overlap, self.algo, self.off_policy, self.optim)
+        if self.parallel.kind == "fsdp" and self.overlap.mode != "off":
+            raise ValueError(
+                f"overlap.mode = {self.overlap.mode} with parallel.kind = fsdp: the weights are gathered for one phase "
+                "at a time; leave one out"
+            )
+        self._check_cluster()
+
+    def _check_cluster(self) -> None:
+        """Refuse what processes that sample elsewhere cannot do."""
+        if not self.cluster.rollout_workers:
+            return
+        if self.sampler.kind != "engine":
+            raise ValueError(
+                f"cluster.rollout_workers with sampler.kind = {self.sampler.kind}: those workers are whet's engine; "
+                "leave one out"
+            )
+        if self.parallel.gather == "layer":
+            raise ValueError(
+                "cluster.rollout_workers with parallel.gather = layer: workers have whole weights; use whole"
+            )
+        if self.kept_gib != RLConfig.kept_gib:
+            raise UnreadError(
+                "kept_gib is not read with cluster.rollout_workers: what they compute stays with them; leave it out",
+                "kept_gib",
+            )
+        if self.optim.compile:
+            raise ValueError(
+                "cluster.rollout_workers with optim.compile: compiled layers cannot be sent to other processes; leave "
+                "one out"
+            )
+        if self.cluster.partial and self.overlap.mode != "async":
+            raise ValueError(
+                "cluster.partial = true: sequences meet new weights only where they are drawn during updates; set "
+                "overlap.mode = async and off_policy.staleness to 1 or more"
+            )
+        if self.cluster.partial and self.off_policy.router_replay:
+            raise ValueError(
+                "cluster.partial = true with off_policy.router_replay: the experts of a sequence come from one version "
+                "of the weights; leave one out"
+            )
 
     def _check_judge(self) -> None:
         """Refuse a judge that nobody asks, and one that nobody watches."""
@@ -180,6 +230,28 @@ class RLConfig:
                 "teacher.kind = sampled with algo.surrogate = geometric: it clips by the sign of one advantage per "
                 "completion, a teacher gives one per token; use clip"
             )
+
+    def _check_sampler(self) -> None:
+        """Refuse what only the policy's own engine gives, or computes."""
+        kind = self.sampler.kind
+        if kind == "engine":
+            return
+        if self.off_policy.router_replay:
+            raise ValueError(
+                f"off_policy.router_replay with sampler.kind = {kind}: only whet's own engine says which experts its "
+                "tokens went to; leave it out"
+            )
+        if self.lora.rank:
+            raise ValueError(
+                f"lora.rank = {self.lora.rank} with sampler.kind = {kind}: adapters that are trained are not handed "
+                "over to a sampler; use sampler.kind = engine"
+            )
+        if self.parallel.gather == "layer":
+            raise ValueError(
+                f"parallel.gather = layer with sampler.kind = {kind}: its copy is made of whole weights; use whole"
+            )
+        if self.kept_gib != type(self).__dataclass_fields__["kept_gib"].default:
+            raise UnreadError(f"kept_gib is not read with sampler.kind = {kind}; leave it out", "kept_gib")
 
     @property
     def rollout(self) -> RolloutParams:

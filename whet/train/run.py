@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from whet.generate.policy import Policy
-from whet.ranks.collectives import rank
+from whet.ranks.collectives import rank, world_size
 from whet.storage.checkpoint import Resume
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.hardware import HardwareMonitor
@@ -20,10 +21,10 @@ from whet.telemetry.health import HISTORY_ROWS, health_warnings, past_rows
 from whet.telemetry.log import RunLog
 from whet.telemetry.spans import span, spanned
 from whet.telemetry.trackers import Tracking
-from whet.train.optim.step import Optimizer, learning_rate
+from whet.train.optim.step import Optimizer, learning_rate, shard_layers
 from whet.train.record import Data, Kind, Recorder
 from whet.train.session import Interrupted, RunConfig, Session, Skipped, TrainStep, restore_model
-from whet.types import Group
+from whet.types import Group, UserError
 
 Held = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
 """What a program holds besides model and optimizer: tensors, and JSON values."""
@@ -82,6 +83,7 @@ class Run:
         self.step = 0
         self.last: dict[str, float] = {}
         self.best: float | None = None
+        shard_layers(policy.model, config.parallel)
         self.optimizer = Optimizer(policy.model, config.optim)
         self.stage: Kind = stage
         self.policy = policy
@@ -115,6 +117,7 @@ class Run:
         found = restore_model(self._config, self.policy, resume)
         if found is None:
             return None
+        self._check_layout(found.state)
         saved = found.read(self.optimizer.tensors() | dict(tensors or {}))
         self.optimizer.load_tensors(saved)
         state = found.state
@@ -124,6 +127,23 @@ class Run:
         self._skipped.count = int(state.get("skipped", 0))
         self._history = past_rows(self._folder, self.stage, self.step)[-HISTORY_ROWS:]
         return saved, state
+
+    def _check_layout(self, state: Mapping[str, Any]) -> None:
+        """Refuse, or warn of, a checkpoint of ranks that held the model in another way.
+
+        Raises:
+            UserError: If the run is to be bitwise the same.
+        """
+        saved, now = state.get("parallel"), asdict(self._config.parallel)
+        sameness = self._config.safety.sameness(self.policy.device)
+        if saved in (None, now) or world_size() == 1 or sameness == "off":
+            return
+        name = next(name for name, value in now.items() if saved.get(name) != value)
+        text = f"saved with parallel.{name} = {saved.get(name)}, resumed with {now[name]}: not bitwise the same run"
+        if sameness == "strict":
+            raise UserError(f"{self._folder}: {text}; continue anyway with --deterministic warn")
+        if rank() == 0:
+            print(f"whet: warning: {self._folder}: {text}", flush=True)
 
     @contextmanager
     def open(self, title: str, *, notes: Sequence[str] = (), warnings: Sequence[str] = ()) -> Iterator[None]:
@@ -292,6 +312,8 @@ class Run:
         """Return everything that training goes on from, besides the weights."""
         tensors, state = held()
         own = {"best": self.best, "last": self.last, "skipped": self._skipped.count}
+        if world_size() > 1:
+            own["parallel"] = asdict(self._config.parallel)
         return {**self.optimizer.tensors(), **tensors}, {**state, **own}
 
     def write_summary(self, extra: Mapping[str, float | str]) -> None:

@@ -30,6 +30,7 @@ from whet.model.lora.trained import Base, Trained
 from whet.model.quant import QUANTIZATION, packed_parts
 from whet.model.weights import check_weights, load_model, stored_shape
 from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
+from whet.ranks.fsdp import ParallelConfig, fill, sharding, whole_copies
 from whet.report.markdown import write_report
 from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
@@ -83,6 +84,11 @@ class RunConfig(Protocol):
     @property
     def save_every(self) -> int:
         """Steps between checkpoints."""
+        ...
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How several ranks hold the model."""
         ...
 
     @property
@@ -335,7 +341,11 @@ def restore_model(config: RunConfig, policy: Policy, resume: Resume) -> Loaded |
             return found
         dtype = parameter_dtype(config.optim.precision)
         model, _ = load_model(found.folder, dtype=dtype, is_reward=policy.model.config.is_reward)
-        policy.model.load_state_dict(model.state_dict())
+        if sharding(policy.model) is None:
+            policy.model.load_state_dict(model.state_dict())
+            return found
+        for name, parameter in policy.model.named_parameters():
+            fill(parameter, model.get_parameter(name))
     return found
 
 
@@ -505,15 +515,14 @@ class Session:
         if not (is_best or training):
             return
         self.beat("save", step)
-        trained = self._policy.trained
-        own = dict(self._policy.model.named_parameters() if trained is None else trained.named_parameters())
+        own = self._policy.own_weights()
         if name := not_finite(own):
             raise UserError(
                 f"step {step}: parameter {name} is not finite and was not saved; the checkpoint before it is whole: "
                 "start from that with a lower optim.lr"
             )
         tensors, state = training or ({}, {})
-        weights = self._copies(own)
+        weights = whole_copies(self._copies(own))
         tensors = self._copies(tensors)
         text = json.dumps(state)
         logs = self._logs.describe() if rank() == 0 else {}

@@ -16,6 +16,7 @@ from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import sequence_seed
 from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, shard, sum_gradients
+from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, load_task, told_of
 from whet.tasks.tools import environment_for
@@ -84,6 +85,8 @@ class SFTConfig:
     """Steps between validations (always one at the end); the best is kept as checkpoints/best."""
     save_every: int = 500
     """Steps between checkpoints (always one at the end)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How several ranks hold the model."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Experiment trackers, in addition to the run's own files."""
     safety: SafetyConfig = field(default_factory=SafetyConfig)
@@ -191,7 +194,8 @@ def train_step(
 
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
     coef = config.router_aux_loss_coef
-    balance = Balance.of(policy, coef, cut, budget, longest, attention=FIT_ATTENTION)
+    with gathered(policy.model if coef else None):
+        balance = Balance.of(policy, coef, cut, budget, longest, attention=FIT_ATTENTION)
     totals = budget.run(
         lambda tokens: forward_backward(cut(tokens), balance.added_to(score), policy.model), longest
     )

@@ -1,10 +1,12 @@
-"""`whet doctor`: times the kernels, attacks the sandbox, checks training for determinism, or examines a hanging run."""
+"""`whet doctor`: times the kernels, attacks the sandbox, checks training for determinism, examines a
+hanging run, or checks the machines of a job."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -17,11 +19,14 @@ from rich.text import Text
 from whet.cli import Program
 from whet.config import show
 from whet.generate.kernel_speed import measure, small
+from whet.inspect.doctor.cluster import check_cluster, refuse_ranks
 from whet.inspect.doctor.determinism import check_determinism
 from whet.inspect.doctor.hang import check_hang
 from whet.kernels import dispatch
 from whet.kernels.cpu import build
 from whet.model.config import ModelConfig
+from whet.ranks.collectives import world_size
+from whet.ranks.ray import ClusterConfig, run_group
 from whet.sandbox.attacks.attacks import all_attacks
 from whet.sandbox.attacks.battery import Finding, run_battery
 from whet.sandbox.programs import Sandbox
@@ -36,13 +41,15 @@ READ = {
     "sandbox": ("backend", "only", "num_workers"),
     "determinism": ("of",),
     "hang": (),
+    "cluster": ("folder", "ranks", "address"),
 }
 """The fields that each check reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Checks: 'kernels', 'sandbox' (attacks this machine's), 'determinism' (trains twice), 'hang RUN' (examines a run).
+    """Checks: 'kernels', 'sandbox' (attacks this machine's), 'determinism' (trains twice), 'hang RUN' (examines a run),
+    'cluster' (the machines of a job).
 
     Exit status 1 if the check found a problem, 2 if it could not run.
     """
@@ -51,7 +58,8 @@ class DoctorConfig:
     """kernels: the C++ kernels against PyTorch on this machine. sandbox: programs that try to escape, take too much, or
     cheat their tests. determinism [RECIPE]: three training steps of a recipe, or of a small form of the demo's, twice,
     compared bit by bit. hang RUN [RUN ...]: what the ranks
-    of a run are doing, and where a hung one stopped."""
+    of a run are doing, and where a hung one stopped. cluster: ranks, links, clocks, versions and a shared folder, under
+    torchrun or with --ranks."""
     backend: Literal["auto", "bwrap", "landlock"] = "auto"
     """sandbox: the backend to attack; auto for the one that training would use here."""
     only: str = ""
@@ -60,11 +68,19 @@ class DoctorConfig:
     """sandbox: concurrent attacks; 0 for one per core."""
     of: Literal["rl", "sft", "dpo"] = "rl"
     """determinism: the program of the recipe."""
+    folder: str = "runs"
+    """cluster: the folder that all ranks should see."""
+    ranks: int = 0
+    """cluster: ranks for Ray to start; 0 where torchrun has started them."""
+    address: str = ""
+    """cluster: Ray cluster to join, with ranks; empty for RAY_ADDRESS, or a local one."""
 
     def __post_init__(self) -> None:
         name = self.check[0] if self.check else ""
         if name not in READ:
-            raise ValueError(f"check = {show(name)}: expected kernels, sandbox, determinism, or hang RUN")
+            raise ValueError(
+                f"check = {show(name)}: expected kernels, sandbox, determinism, cluster, or hang RUN"
+            )
         if name == "hang" and len(self.check) == 1:
             raise ValueError(
                 "check = hang: expected the folder of a run, as in 'whet doctor hang runs/demo-rl'"
@@ -74,8 +90,11 @@ class DoctorConfig:
         for field in fields(self):
             if field.name not in ("check", *READ[name]) and getattr(self, field.name) != field.default:
                 raise ValueError(f"{field.name} is not read by the check {name}; leave it out")
-        if self.num_workers < 0:
-            raise ValueError(f"num_workers = {self.num_workers}: expected 0 or more")
+        for field in ("num_workers", "ranks"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} = {getattr(self, field)}: expected 0 or more")
+        if self.address and not self.ranks:
+            raise ValueError("address is read with ranks only; leave it out")
 
 
 def main(config: DoctorConfig) -> None:
@@ -86,6 +105,17 @@ def main(config: DoctorConfig) -> None:
         SystemExit: With status 1 if it found a problem.
     """
     name, *runs = config.check
+    if name == "cluster":
+        if config.ranks and world_size() == 1:
+            words = ["doctor", "cluster", "--folder", str(Path(config.folder).absolute())]
+            cluster = ClusterConfig(trainer_ranks=config.ranks, address=config.address)
+            if status := run_group(cluster, words, {}, resume=()):
+                raise SystemExit(status)
+            return
+        if not check_cluster(config.folder):
+            raise SystemExit(1)
+        return
+    refuse_ranks(name)
     if name == "kernels":
         is_well = check_kernels()
     elif name == "sandbox":
@@ -186,4 +216,4 @@ def _table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-PROGRAM = Program(config_class=DoctorConfig, main=main, positional="check")
+PROGRAM = Program(config_class=DoctorConfig, main=main, positional="check", shared=True)

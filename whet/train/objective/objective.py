@@ -32,9 +32,10 @@ from whet.generate.sampling import sequence_seed
 from whet.generate.scoring import hidden_rows, score_micro_batch
 from whet.model.transformer import LanguageModel
 from whet.ranks.collectives import all_gather_values, all_reduce_sum, sum_gradients
+from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.telemetry.spans import span, spanned
 from whet.train.objective.advantage import token_advantages, training_sequences
-from whet.train.objective.reference import Coefficients, Critic, Reference
+from whet.train.objective.reference import REPLICATE, Coefficients, Critic, Reference
 from whet.train.objective.tally import (
     Tally,
     add_up,
@@ -48,7 +49,7 @@ from whet.train.objective.tally import (
 from whet.train.objective.teacher import ServerTeacher, TeacherConfig, load_teacher
 from whet.train.optim.balance import Balance
 from whet.train.optim.safety import TokenBudget, rehearse
-from whet.train.optim.step import OptimConfig, Optimizer, forward_backward
+from whet.train.optim.step import OptimConfig, Optimizer, forward_backward, shard_layers
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.overlap import part_groups
 from whet.types import Group, MicroBatch
@@ -195,6 +196,7 @@ class Objective:
         seed: Seed of the order of minibatches.
         part_groups: Groups per part, see `Parts`; 0 to process all groups of a step together.
         teacher: The teacher that samples are pulled to.
+        parallel: How the ranks hold policy, reference and critic; a teacher is whole on each.
 
     Attributes:
         num_tokens_read: Tokens, including prompts, read by the last step's training passes, over all ranks.
@@ -213,6 +215,7 @@ class Objective:
         seed: int = 0,
         part_groups: int = 0,
         teacher: TeacherConfig | None = None,
+        parallel: ParallelConfig = REPLICATE,
     ) -> None:
         self._policy = policy
         self._algo = algo
@@ -223,8 +226,9 @@ class Objective:
         self._seed = seed
         self.num_tokens_read = 0.0
         self._coefficients = Coefficients(algo)
-        self._reference = Reference(policy.model, algo) if algo.kl != "none" else None
-        self._critic = Critic(policy, self._value, optim) if algo.baseline == "value" else None
+        self._reference = Reference(policy.model, algo, parallel) if algo.kl != "none" else None
+        self._critic = Critic(policy, self._value, optim, parallel) if algo.baseline == "value" else None
+        shard_layers(policy.model, parallel)  # after its copies
         self._teaches = teacher or TeacherConfig()
         self._teacher = load_teacher(self._teaches, policy)
         self._balance_coef = optim.router_aux_loss_coef
@@ -264,6 +268,7 @@ class Objective:
             seed=config.seed,
             part_groups=part_groups(config.overlap, config.num_prompts),
             teacher=config.teacher,
+            parallel=config.parallel,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -376,9 +381,15 @@ class Objective:
         needs_policy = self._is_recomputed or algo.entropy_top_share < 1
         frozen = self._reference, self._critic, None if self._divergence_in_loss else self._local_teacher
         if needs_policy or any(part is not None for part in frozen):
-            measured, tally = self._budget.run(
-                lambda tokens: self._measure_all(sequences, needs_policy, tokens), longest(sequences)
-            )
+            models = [
+                self._policy.model if needs_policy else None,
+                None if self._reference is None else self._reference.model,
+                None if self._critic is None else self._critic.trunk,
+            ]
+            with gathered(*models):
+                measured, tally = self._budget.run(
+                    lambda tokens: self._measure_all(sequences, needs_policy, tokens), longest(sequences)
+                )
             entropies = {index: parts.pop("entropy") for index, parts in measured.items()}
             for index, parts in measured.items():
                 sequences[index] = replace(sequences[index], **parts)
@@ -515,13 +526,14 @@ class Objective:
             max_length=self._max_length,
         )
 
-        balance = Balance.of(
-            self._policy,
-            self._balance_coef,
-            lambda tokens: self._pack(trained, tokens),
-            self._budget,
-            longest(trained),
-        )
+        with gathered(self._policy.model if self._balance_coef else None):
+            balance = Balance.of(
+                self._policy,
+                self._balance_coef,
+                lambda tokens: self._pack(trained, tokens),
+                self._budget,
+                longest(trained),
+            )
         if self._parts is not None:  # streamed: the gradient is complete already, but for the denominator
             totals, sums = self._parts.divide(denominator, self._policy.model.parameters())
         else:

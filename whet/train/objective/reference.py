@@ -16,9 +16,11 @@ from whet.model.attention import AttentionKind
 from whet.model.lora.side import sides_of
 from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel
-from whet.train.optim.step import OptimConfig, Optimizer
+from whet.ranks.fsdp import ParallelConfig, fill, local
+from whet.train.optim.step import OptimConfig, Optimizer, shard_layers
 from whet.types import MicroBatch
 
+REPLICATE = ParallelConfig()
 KL_RAISE, KL_LOWER, KL_BAND = 1.5, 0.8, 1.5
 ENTROPY_STEP = 0.005
 LR_FACTOR = 5.0
@@ -34,9 +36,10 @@ class Reference:
     Args:
         model: The policy's model; the reference is a copy of its current state.
         algo: Decides whether and how the reference follows.
+        parallel: How the ranks hold it.
     """
 
-    def __init__(self, model: LanguageModel, algo: AlgoConfig) -> None:
+    def __init__(self, model: LanguageModel, algo: AlgoConfig, parallel: ParallelConfig = REPLICATE) -> None:
         self.model = shared_copy(model)
         self._refresh_every, self._ema = algo.ref_refresh_every, algo.ref_ema
         self._own = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -45,6 +48,9 @@ class Reference:
             for target, side in sides_of(self.model):
                 if side.magnitude is None and not side.lora_B.any():
                     target.set(None)
+        shard_layers(self.model, parallel)
+        if self.tensors():
+            self._own = [(name, self.model.get_parameter(name)) for name, _ in self._own]
 
     @torch.no_grad()
     def follow(self, model: LanguageModel, step: int) -> None:
@@ -56,10 +62,10 @@ class Reference:
         """
         if self._refresh_every and step % self._refresh_every == 0:
             for name, mine in self._own:
-                mine.copy_(model.get_parameter(name))
+                fill(mine, model.get_parameter(name))
         if self._ema is not None:
             for name, mine in self._own:
-                mine.lerp_(model.get_parameter(name), 1.0 - self._ema)
+                local(mine).lerp_(local(model.get_parameter(name)), 1.0 - self._ema)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the checkpoint tensors: none for a frozen reference, which a resumed run recreates."""
@@ -71,7 +77,7 @@ class Reference:
     def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore the result of `tensors`."""
         for name, tensor in self.tensors().items():
-            tensor.copy_(state[name])
+            fill(tensor, state[name])
 
 
 def shared_copy(model: LanguageModel) -> LanguageModel:
@@ -88,13 +94,19 @@ class Critic(torch.nn.Module):
         policy: The starting policy.
         value: Its arguments.
         optim: The policy's optimizer arguments; the learning rate is the critic's own.
+        parallel: How the ranks hold its trunk; every rank has the head.
     """
 
-    def __init__(self, policy: Policy, value: ValueConfig, optim: OptimConfig) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        value: ValueConfig,
+        optim: OptimConfig,
+        parallel: ParallelConfig = REPLICATE,
+    ) -> None:
         super().__init__()
         self._autocast = policy.autocast
         self._attention: AttentionKind = policy.attention
-        self._shared = {id(parameter) for parameter in policy.model.parameters()}
         self.trunk = shared_copy(policy.model)
         if not policy.model.config.tie_embeddings:
             self.trunk.head_weight.requires_grad_(False)
@@ -104,6 +116,9 @@ class Critic(torch.nn.Module):
         )
         lr = LR_FACTOR * optim.lr if value.lr is None else value.lr
         self.lr_ratio = lr / optim.lr
+        shared = {id(parameter) for parameter in policy.model.parameters()}
+        self._own_names = [name for name, p in self.named_parameters() if id(p) not in shared]
+        shard_layers(self.trunk, parallel)
         self.optimizer = Optimizer(self, replace(optim, lr=lr))
 
     def values(self, micro: MicroBatch) -> torch.Tensor:
@@ -114,7 +129,7 @@ class Critic(torch.nn.Module):
 
     def _own(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return what the critic does not share with the policy."""
-        return [(name, p) for name, p in self.named_parameters() if id(p) not in self._shared]
+        return [(name, self.get_parameter(name)) for name in self._own_names]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the checkpoint tensors: weights and optimizer state."""
@@ -125,7 +140,7 @@ class Critic(torch.nn.Module):
     def load_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore the result of `tensors`."""
         for name, parameter in self._own():
-            parameter.detach().copy_(state[f"critic/{name}"])
+            fill(parameter, state[f"critic/{name}"])
         prefix = "critic/optimizer/"
         own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
         self.optimizer.load_tensors(own)

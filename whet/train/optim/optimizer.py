@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -173,24 +174,28 @@ def muon(
     decay: float,
     momentum: float,
     scale: Literal["rms", "spectral"],
+    direction: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    shape: Sequence[int] = (),
 ) -> None:
     """Update a matrix in place by its orthogonalised Nesterov momentum.
 
     Args:
-        weights_AB: Weights [rows, columns].
+        weights_AB: Weights [rows, columns], or a rank's share of them.
         gradient_AB: Gradient in the dtype of the weights.
         momentum_AB: Running mean of the gradients.
         lr: Learning rate.
         decay: Decoupled weight decay.
         momentum: Decay of the running mean.
         scale: Size of the update, see `OptimConfig.muon_scale`.
+        direction: Orthogonalises the momentum; default: `orthogonalise`. Of a share it needs the whole.
+        shape: Rows and columns of the whole matrix; default: those of the weights.
 
     Source: kellerjordan.github.io/posts/muon (2024) for the iteration and 'spectral'; 2502.16982 section 2.2 for 'rms'
     and the weight decay. As `torch.optim.Muon`, but the iteration is in float32 on a CPU without bfloat16 products.
     """
-    rows, columns = weights_AB.shape
+    rows, columns = shape or weights_AB.shape
     momentum_AB.lerp_(gradient_AB, 1 - momentum)
-    update_AB = orthogonalise(gradient_AB.lerp(momentum_AB, momentum))
+    update_AB = (direction or orthogonalise)(gradient_AB.lerp(momentum_AB, momentum))
     size = 0.2 * math.sqrt(max(rows, columns)) if scale == "rms" else math.sqrt(max(1, rows / columns))
     weights_AB.mul_(1 - lr * decay)
     weights_AB.add_(update_AB, alpha=-lr * size)

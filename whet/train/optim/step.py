@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -17,16 +17,40 @@ import torch
 
 from whet.kernels.cpu import build
 from whet.kernels.cpu.ops import forget
+from whet.model.attention import Packed
 from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.gpt2 import Conv1D
-from whet.model.lora.side import Beside
+from whet.model.lora.side import Beside, sides_of
 from whet.model.transformer import LanguageModel
-from whet.ranks.collectives import world_size
+from whet.ranks.collectives import is_share, world_size
+from whet.ranks.fsdp import (
+    ParallelConfig,
+    begin_backward,
+    evened,
+    fill,
+    full,
+    like,
+    local,
+    outer_parameters,
+    rows_of,
+    shard_model,
+    share_of,
+    sum_over_shares,
+)
 from whet.telemetry.spans import span, spanned
 from whet.train.optim.adafactor import Factors
 from whet.train.optim.adam8bit import MIN_NUMBERS, Moments
 from whet.train.optim.galore import Projection
-from whet.train.optim.optimizer import CHUNK, LossScale, Master, adamw, muon, suits_kernel, sum_of_squares
+from whet.train.optim.optimizer import (
+    CHUNK,
+    LossScale,
+    Master,
+    adamw,
+    muon,
+    orthogonalise,
+    suits_kernel,
+    sum_of_squares,
+)
 from whet.types import MicroBatch, UnreadError, UserError
 
 M_MMAP_THRESHOLD = -3
@@ -329,7 +353,10 @@ class Optimizer:
         self._named = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
-        self._masters = [Master(parameter, is_offloaded=config.offload_state) for _, parameter in self._named]
+        self._refuse_shards()
+        self._masters = [
+            Master(local(parameter), is_offloaded=config.offload_state) for _, parameter in self._named
+        ]
         self._packed: dict[int, Moments] = {}
         self._first: list[torch.Tensor] = []
         self._second: list[torch.Tensor] = []
@@ -338,7 +365,7 @@ class Optimizer:
         rank = config.galore_rank
         self._turned = {index for index, (_, parameter) in enumerate(self._named) if id(parameter) in turned}
         for index, (master, (_, parameter)) in enumerate(zip(self._masters, self._named, strict=True)):
-            first = second = parameter.shape
+            first = second = local(parameter).shape
             if config.optimizer == "adafactor":
                 self._factors[index] = Factors(parameter, master)
                 first = second = (0,)
@@ -368,6 +395,26 @@ class Optimizer:
         arrive = WeakMethod(self._arrive)  # the model must not keep its optimizer alive
         for index, (_, parameter) in enumerate(self._named if config.update_in_backward else ()):
             parameter.register_post_accumulate_grad_hook(partial(_call, arrive, index))
+
+    def _refuse_shards(self) -> None:
+        """Refuse what needs whole matrices, where a rank has a share of them.
+
+        Raises:
+            UserError: With what to leave out.
+        """
+        config = self._config
+        if not any(is_share(parameter) for _, parameter in self._named):
+            return
+        if config.optimizer in ("galore", "adafactor"):
+            raise UserError(
+                f"optim.optimizer = {config.optimizer} with parallel.kind = fsdp: its statistics are of whole "
+                "matrices, a rank has some of their rows; use adamw or muon"
+            )
+        if config.adam_bits == 8:
+            raise UserError(
+                "optim.adam_bits = 8 with parallel.kind = fsdp: its blocks would depend on the number of ranks; "
+                "leave it out (shards divide the state by that number)"
+            )
 
     def begin(self, lr: float) -> None:
         """Announce that the next backward pass belongs to the next `step`: gradients may be applied as they arrive.
@@ -412,9 +459,10 @@ class Optimizer:
             assert lr == arrivals.lr
             return math.sqrt(arrivals.squares)
         used = [index for index, (_, parameter) in enumerate(self._named) if parameter.grad is not None]
-        gradients = [grad for index in used if (grad := self._named[index][1].grad) is not None]
+        gradients = [local(grad) for index in used if (grad := self._named[index][1].grad) is not None]
         scale = self.loss_scale or 1.0
-        norm = math.sqrt(sum(map(sum_of_squares, gradients))) / scale
+        squares = [sum_of_squares(gradient) for gradient in gradients]
+        norm = math.sqrt(sum_over_shares([self._named[index][1] for index in used], squares)) / scale
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         if self._scale is not None and math.isfinite(loss):
             # Below 1 nothing is left to scale back: such gradients are as infinite without a scale.
@@ -443,7 +491,7 @@ class Optimizer:
         config, parameter, master = self._config, self._named[index][1], self._masters[index]
         assert parameter.grad is not None
         lr *= self._ratios[index]
-        gradient = parameter.grad.to(master.device)
+        gradient = local(parameter.grad).to(master.device)
         parameter.grad = None
         self._steps[index] += 1
         decay = config.weight_decay if parameter.dim() >= 2 else 0.0
@@ -456,7 +504,9 @@ class Optimizer:
             self._projected_update(index, gradient, lr, factor)
         else:
             self._adamw(index, master, gradient, lr, factor, decay)
-        torch.autograd.graph.increment_version(parameter)  # the kernels write without PyTorch's knowledge
+        torch.autograd.graph.increment_version(
+            local(parameter)
+        )  # the kernels write without PyTorch's knowledge
 
     def _adamw(
         self, index: int, master: Master, gradient: torch.Tensor, lr: float, factor: float, decay: float
@@ -491,11 +541,20 @@ class Optimizer:
 
     def _orthogonal_update(self, index: int, gradient: torch.Tensor, lr: float, factor: float) -> None:
         """Update a matrix by Muon, as a whole: its update is no function of its parts."""
-        config, master, shape = self._config, self._masters[index], self._named[index][1].shape
-        whole = master.read()
-        weights, moved, momentum = whole.view(shape), gradient.to(whole.dtype) * factor, self._first[index]
-        if index in self._turned:  # stored [in, out]
-            weights, moved, momentum = weights.t(), moved.t(), momentum.t()
+        config, master, parameter = self._config, self._masters[index], self._named[index][1]
+        whole, shape = master.read(), tuple(parameter.shape)
+        weights, momentum = whole.view(self._first[index].shape), self._first[index]
+        moved, is_turned = gradient.to(whole.dtype) * factor, index in self._turned
+
+        def direction(share: torch.Tensor) -> torch.Tensor:
+            if not is_share(parameter):
+                return orthogonalise(share)
+            rows = share.t().contiguous() if is_turned else share
+            found = orthogonalise(full(like(rows, parameter)))[rows_of(parameter)]
+            return found.t() if is_turned else found
+
+        if is_turned:  # stored [in, out]
+            weights, moved, momentum, shape = weights.t(), moved.t(), momentum.t(), shape[::-1]
         muon(
             weights,
             moved,
@@ -504,6 +563,8 @@ class Optimizer:
             decay=config.weight_decay,
             momentum=config.muon_momentum,
             scale=config.muon_scale,
+            direction=direction,
+            shape=shape,
         )
         master.write(whole)
 
@@ -553,7 +614,7 @@ class Optimizer:
                 [self._steps[index] for index in indices], 1.0
             )
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-                [self._named[index][1].data for index in indices],
+                [local(self._named[index][1].data) for index in indices],
                 [gradients[place] for place in chosen],
                 [self._first[index] for index in indices],
                 [self._second[index] for index in indices],
@@ -568,7 +629,7 @@ class Optimizer:
                 maximize=False,
             )
         for index in used:
-            torch.autograd.graph.increment_version(self._named[index][1])
+            torch.autograd.graph.increment_version(local(self._named[index][1]))
 
     def held(self) -> list[torch.Tensor]:
         """Return the tensors that the optimizer holds besides the parameters, in their in-memory form."""
@@ -587,7 +648,7 @@ class Optimizer:
         state: dict[str, torch.Tensor] = {} if self._scale is None else self._scale.tensors()
         for index, (name, parameter) in enumerate(self._named):
             if parameter.dtype != self._masters[index].dtype:
-                state[f"{name}/master"] = self._masters[index].read().view(parameter.shape)
+                state[f"{name}/master"] = like(self._masters[index].read(), parameter)
             moments = {"exp_avg": self._first[index], "exp_avg_sq": self._second[index]}
             if index in self._by_muon:
                 moments = {"momentum": self._first[index]}
@@ -597,7 +658,7 @@ class Optimizer:
                 moments = self._packed[index].tensors()
             if index in self._low:
                 moments |= self._low[index].tensors()
-            state |= {f"{name}/{key}": tensor for key, tensor in moments.items()}
+            state |= {f"{name}/{key}": like(tensor, parameter) for key, tensor in moments.items()}
             state[f"{name}/step"] = self._steps[index]
         return state
 
@@ -607,10 +668,11 @@ class Optimizer:
         for (name, parameter), master in zip(self._named, self._masters, strict=True):
             stored = state[f"{name}/master"] if parameter.dtype != master.dtype else parameter
             if master.held():
-                master.write(stored.detach().to(master.device, master.dtype, copy=True).view(-1))
+                mine = share_of(stored, parameter)
+                master.write(mine.detach().to(master.device, master.dtype, copy=True).view(-1))
         for name, tensor in self.tensors().items():
             if not name.endswith("/master"):
-                tensor.copy_(state[name])
+                fill(tensor, state[name])
         self._share_scale()
 
 
@@ -679,6 +741,17 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
                     )
 
 
+def shard_layers(model: LanguageModel, config: ParallelConfig) -> None:
+    """Deal a model out over the ranks, layer by layer, where its run is to; every rank keeps all of the adapters.
+
+    Args:
+        model: The model; one that is sharded already is left alone.
+        config: How.
+    """
+    adapters = [parameter for _, side in sides_of(model) for parameter in side.parameters()]
+    shard_model(model, list(model.layers), config, replicated=adapters)
+
+
 def _check_compiler(config: OptimConfig, device: torch.device) -> None:
     """Refuse compilation where what it needs is missing, which PyTorch would say in the middle of the first step."""
     from torch._dynamo import list_backends  # 1.3 s
@@ -736,6 +809,16 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
     return PARAMETERS.get(precision, torch.float32)
 
 
+def _nothing(model: LanguageModel | None) -> torch.Tensor:
+    """Return a loss of 0 that every trained parameter has a part in: other ranks have a micro-batch more, and sharded
+    parameters are gathered, and their gradients dealt out, by all together."""
+    assert model is not None
+    device = model.head_weight.device
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    hidden = model(token, token, Packed([1], device))
+    return 0.0 * sum((p.sum() for p in outer_parameters(model)), hidden.sum())
+
+
 def forward_backward(
     micro_batches: Iterable[MicroBatch],
     score: Callable[[MicroBatch], tuple[torch.Tensor, dict[str, float]]],
@@ -754,10 +837,15 @@ def forward_backward(
     """
     totals: dict[str, float] = {"loss": 0.0}
     release = (lambda: None) if model is None else partial(give_back, model)
-    for micro in micro_batches:
+    cut: Sequence[MicroBatch | None] = list(micro_batches)
+    if model is not None:
+        cut = evened(cut, model)
+    for place, micro in enumerate(cut, start=1):
         release()
+        if model is not None:
+            begin_backward(model, is_last=place == len(cut))
         with span("forward"):
-            loss, metrics = score(micro)
+            loss, metrics = score(micro) if micro is not None else (_nothing(model), {})
         release()
         with span("backward"):
             (loss if model is None or model.loss_scale == 1.0 else loss * model.loss_scale).backward()

@@ -22,6 +22,7 @@ import torch
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig
 from whet.eval.grade import Grade
+from whet.generate.backends.base import CopySampler
 from whet.generate.engine import Completion, Request
 from whet.generate.episode import play
 from whet.generate.policy import Policy
@@ -116,19 +117,23 @@ class BackgroundSampler:
     Args:
         policy: The trained policy.
         shares_weights: Sample from the policy's own weights, or from a copy as of the last `refresh`.
+        sampler: What samples in place of an engine here, with a copy of its own.
 
     Attributes:
         policy: The sampling policy.
-        engine: Its engine.
+        engine: Its engine, or the sampler.
         overlap: Share of the last rollout's seconds that was hidden behind other work.
         train_seconds: Seconds of training during the last rollout (`stream`).
     """
 
-    def __init__(self, policy: Policy, *, shares_weights: bool) -> None:
-        self._trained, self._shares = policy.model, shares_weights
-        self.policy = copy.copy(policy)
-        self.policy.model = _twin(policy.model, shares_weights=shares_weights)
-        self.engine = self.policy.engine(trains=True)
+    def __init__(self, policy: Policy, *, shares_weights: bool, sampler: CopySampler | None = None) -> None:
+        self._trained, self._shares = policy.model, shares_weights or sampler is not None
+        self._is_own = sampler is None
+        self.policy = policy
+        if sampler is None:
+            self.policy = copy.copy(policy)
+            self.policy.model = _twin(policy.model, shares_weights=shares_weights)
+        self.engine = sampler or self.policy.engine(trains=True)
         self.overlap = self.train_seconds = 0.0
         self._pool = ThreadPoolExecutor(2, "whet-rollout")
         self._job: Future[tuple[Any, float]] | None = None
@@ -167,9 +172,9 @@ class BackgroundSampler:
 
     @contextmanager
     def sharing_threads(self) -> Iterator[None]:
-        """Compute with half of the CPU threads; the other half belongs to the background job."""
+        """Compute with half of the CPU threads; the other half belongs to the background job, if it computes here."""
         count = torch.get_num_threads()
-        if self._stream is None:
+        if self._stream is None and self._is_own:
             torch.set_num_threads(max(1, count // 2))
         try:
             yield

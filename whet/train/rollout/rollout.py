@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -73,6 +74,7 @@ def collect_groups(
     *,
     seeds: Sequence[tuple[int, ...]],
     params: RolloutParams,
+    scoring: AbstractContextManager[object] = nullcontext(),
 ) -> Rollout:
     """Sample and score a group of completions for each problem.
 
@@ -85,6 +87,7 @@ def collect_groups(
         seeds: Run seed, step and epoch of each problem: with its uid and the sample index they name a sequence's noise
             (the epoch, because a small data set may come round within one step).
         params: How groups are sampled and scored.
+        scoring: Held while they are scored: a lock, where several rollouts are collected at a time.
 
     Returns:
         Groups in the order of the problems.
@@ -94,7 +97,8 @@ def collect_groups(
     with span("rollout_generation"):
         drawn = play(policy, engine, problems, names, params.sampling, environment_for(policy.schema, task))
     generated = time.perf_counter()
-    groups, grades = score_groups(policy, task, rewards, problems, names, drawn, params)
+    with scoring:
+        groups, grades = score_groups(policy, task, rewards, problems, names, drawn, params)
     return Rollout(groups, grades, generated - began, time.perf_counter() - generated)
 
 
@@ -188,6 +192,7 @@ def _sample(
         experts=done.experts,
         turn_ends=done.turn_ends,
         turn_rewards=tuple(episode_weight * reward for reward in done.turn_rewards) if episode_weight else (),
+        versions=done.versions,
     )
 
 
@@ -269,6 +274,13 @@ def rollout_metrics(
         return metrics
     metrics["rl/zero_variance_groups"] = sums[11] / num_groups
     return metrics | _signal_metrics(rollout.groups, algo, weights)
+
+
+def age_metrics(rollout: Rollout, step: int) -> dict[str, float]:
+    """Return how many updates the weights of the tokens are behind, on average; empty where no token has a version."""
+    ages = [step - v for group in rollout.groups for s in group.samples for v in s.versions]
+    total, count = all_reduce_sum(sum(ages), len(ages))
+    return {"rl/token_age": total / count} if count else {}
 
 
 def _signal_metrics(

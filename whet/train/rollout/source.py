@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from threading import Lock
 from typing import Any, Literal
 
 from whet.algo.config import AlgoConfig
 from whet.eval.grade import Grade
 from whet.generate.activations import Activations
+from whet.generate.backends.base import CopySampler
+from whet.generate.backends.workers import Pinned, Workers
 from whet.generate.policy import Policy
+from whet.generate.probe import ProbeResult, probe_policy
 from whet.ranks.collectives import all_reduce_sum, gather_json, rank, redeal, shard, world_size
+from whet.ranks.fsdp import sharding
 from whet.rewards.base import WeightedReward
+from whet.tasks.tools import environment_for
 from whet.telemetry.spans import span, spanned
 from whet.train.objective.advantage import (
     counted_samples,
@@ -82,19 +90,20 @@ class PromptAccount:
         else:
             self.consumed += count
 
-    def audit(self, cursor: int, waiting: int) -> None:
+    def audit(self, cursor: int, waiting: int, flying: int = 0) -> None:
         """Check, between two steps, that no prompt is lost and none is counted twice.
 
         Args:
             cursor: Prompts that the data order has given out.
             waiting: Prompts in the samples that wait for their training.
+            flying: Prompts that are being sampled while steps go on.
 
         Raises:
             UserError: With the sums, where they differ.
         """
         total = self.pending + self.in_flight + self.consumed + sum(self.dropped.values())
         counts = (self.pending, self.in_flight, self.consumed, *self.dropped.values())
-        if total == cursor and self.in_flight == waiting and not self.pending and min(counts) >= 0:
+        if (total, self.in_flight, self.pending) == (cursor, waiting, flying) and min(counts) >= 0:
             return
         dropped = ", ".join(f"{number} {reason}" for reason, number in self.dropped.items() if number)
         raise UserError(
@@ -108,7 +117,7 @@ class PromptAccount:
         values = {
             "consumed": self.consumed,
             "dropped": sum(self.dropped.values()),
-            "in_flight": self.in_flight,
+            "in_flight": self.in_flight + self.pending,
         }
         values |= {f"dropped/{reason}": number for reason, number in self.dropped.items() if number}
         return {f"rl/prompts_{name}": float(value) for name, value in values.items()}
@@ -123,13 +132,16 @@ class PromptAccount:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any] | None, *, cursor: int, waiting: int) -> PromptAccount:
+    def from_state(
+        cls, state: Mapping[str, Any] | None, *, cursor: int, waiting: int, flying: int = 0
+    ) -> PromptAccount:
         """Put back what `state` returned, and audit it; None begins an account for a checkpoint that has none.
 
         Args:
             state: What the checkpoint holds.
             cursor: Prompts that the data order had given out.
             waiting: Prompts in the samples that waited for their training.
+            flying: Prompts of rollouts that were sampled while steps went on, and not sorted yet.
 
         Raises:
             UserError: If the sums differ.
@@ -141,7 +153,7 @@ class PromptAccount:
             account.pending, account.in_flight = int(state["pending"]), int(state["in_flight"])
             account.consumed = int(state["consumed"])
             account.dropped |= {reason: int(state["dropped"].get(reason, 0)) for reason in REASONS}
-        account.audit(cursor, waiting)
+        account.audit(cursor, waiting, flying)
         return account
 
 
@@ -191,6 +203,34 @@ class Collected:
         return cls(data["step"], Rollout(groups, grades, *seconds), used, data["num_refilled"], taught)
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A rollout that is sampled elsewhere while steps go on.
+
+    Attributes:
+        step: Steps that were done when it was begun.
+        rollout: What comes of it.
+    """
+
+    step: int
+    rollout: Future[Rollout]
+
+    def to_json(self) -> dict[str, Any]:
+        """Wait for it, and return it as JSON values, for a checkpoint."""
+        return Collected(self.step, self.rollout.result(), (), 0, 0).to_json()
+
+    @classmethod
+    def over(cls, collected: Collected) -> Flight:
+        """Return a flight that has ended, from what a checkpoint held."""
+        future: Future[Rollout] = Future()
+        future.set_result(collected.rollout)
+        return cls(collected.step, future)
+
+
+LOOK_S = 0.1
+"""Seconds between looks at signals while a flight is waited for."""
+
+
 class RolloutSource:
     """Samples the rollouts of a run, `staleness` steps ahead of their training.
 
@@ -208,6 +248,7 @@ class RolloutSource:
         seed: The run's seed.
         overlap: What is sampled beside the training.
         kept_gib: Memory for what the sampler computes of each token, for the update (`whet.generate.activations`).
+        sampler: What samples in place of the policy's own engine, with a copy of its weights; closed by `close`.
 
     Attributes:
         look: Called between the decoding steps of `next`; may raise to end it. What is drawn beside an update goes on
@@ -232,25 +273,38 @@ class RolloutSource:
         seed: int,
         overlap: OverlapConfig | None = None,
         kept_gib: float = 0.0,
+        sampler: CopySampler | None = None,
     ) -> None:
         self._mode = "off" if overlap is None else overlap.mode
         self._beside: BackgroundSampler | None = None
-        if self._mode != "off":
-            self._beside = BackgroundSampler(policy, shares_weights=self._mode == "stream")
+        # Workers with versions of the weights go on while steps do: a rollout ends when its own step needs it.
+        self._flights: deque[Flight] = deque()
+        self._workers, self._pool = sampler if isinstance(sampler, Workers) else None, None
+        if self._mode == "async" and self._workers is not None:
+            # An environment may not bear two rollouts at a time.
+            count = staleness + 1 if environment_for(policy.schema, task) is None else 1
+            self._pool = ThreadPoolExecutor(count, "whet-flight")
+        elif self._mode != "off":
+            self._beside = BackgroundSampler(policy, shares_weights=self._mode == "stream", sampler=sampler)
             policy = self._beside.policy
         self._policy, self._task, self._rewards, self._order = policy, task, rewards, order
         self._algo, self._weights = algo, weights
         self._num_prompts, self._params = num_prompts, params
         self._staleness, self._num_steps, self._seed = staleness, num_steps, seed
-        if self._beside is None and not staleness and kept_gib:
+        keeps = self._beside is None and sampler is None and not staleness
+        if keeps and kept_gib and sharding(policy.model) is None:
             policy.activations = Activations(int(kept_gib * 2**30))
-        self._engine = policy.engine(trains=True) if self._beside is None else self._beside.engine
+        self._sampler, self._version, self._sync_seconds = sampler, -1, 0.0
+        self._engine = sampler or (
+            policy.engine(trains=True) if self._beside is None else self._beside.engine
+        )
         self._pending: deque[Collected] = deque()
         self._num_collected = 0
         self._account = PromptAccount()
         self._training: Collected | None = None
         self._train: Callable[[Group], None] | None = None
         self._begun: int | None = None
+        self._scoring, self._hidden = Lock(), 0.0
 
     @classmethod
     def of(
@@ -260,8 +314,9 @@ class RolloutSource:
         task: Task,
         rewards: list[WeightedReward],
         order: DataOrder,
+        sampler: CopySampler | None = None,
     ) -> RolloutSource:
-        """Make that of a run from its config."""
+        """Make that of a run from its config, and what samples for it in other processes."""
         return cls(
             policy,
             task,
@@ -276,6 +331,7 @@ class RolloutSource:
             seed=config.seed,
             overlap=config.overlap,
             kept_gib=config.kept_gib,
+            sampler=sampler,
         )
 
     def how_far(self) -> str:
@@ -295,6 +351,10 @@ class RolloutSource:
         ahead = min(step + self._staleness, self._num_steps - 1)
         if self._beside is not None:
             self._beside.refresh()
+        self._push(step)
+        if self._pool is not None:
+            self._training = self._land(step, ahead)
+            return self._training
         now = max(step, ahead - 1) if self._mode == "async" else ahead
         unwatched, self._engine.look = self._engine.look, self.look
         try:
@@ -307,6 +367,30 @@ class RolloutSource:
             self._begun = step
             self._beside.start(spanned("async_next_rollout")(self._work(self._num_prompts)))
         return self._training
+
+    def _land(self, step: int, ahead: int) -> Collected:
+        """Begin the rollouts up to that of step `ahead`, and return that of `step`."""
+        assert self._pool is not None
+        assert self._workers is not None
+        while self._num_collected + len(self._flights) <= ahead:
+            number = self._num_collected + len(self._flights)
+            pinned = self._workers.pin()
+            work = self._work(self._num_prompts, number, pinned)
+            self._flights.append(Flight(step, self._pool.submit(_flown, pinned, work)))
+        if not self._pending:  # a checkpoint of a run without workers may have left some
+            flight, began = self._flights[0], time.perf_counter()
+            while not wait([flight.rollout], LOOK_S).done:
+                self.look()
+            rollout = flight.rollout.result()
+            waited = time.perf_counter() - began
+            self._hidden = max(0.0, 1.0 - waited / max(rollout.generate_seconds, 1e-9))
+            self._flights.popleft()
+            unwatched, self._engine.look = self._engine.look, self.look
+            try:
+                self._keep(flight.step, rollout)
+            finally:
+                self._engine.look = unwatched
+        return self._pending.popleft()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -324,7 +408,8 @@ class RolloutSource:
             Share of the last rollout's seconds that other work hid, and seconds of training beside the step's own.
         """
         if self._beside is None:
-            return 0.0, 0.0
+            hidden, self._hidden = self._hidden, 0.0
+            return hidden, 0.0
         if self._begun is not None:
             rollout, _ = self._beside.wait()
             step, self._begun = self._begun, None
@@ -335,6 +420,36 @@ class RolloutSource:
         """End what is drawn beside the update."""
         if self._beside is not None:
             self._beside.close()
+        if self._sampler is not None:
+            self._sampler.close()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def sync_metrics(self) -> dict[str, float]:
+        """Return what bringing the weights to the sampler took in the last step; empty for the policy's own engine."""
+        return {} if self._sampler is None else {"rl/sync_seconds": self._sync_seconds}
+
+    def probe(self, version: int) -> ProbeResult | None:
+        """Compare the log-probabilities of a sampler with a copy with the trainer's; None for the policy's own engine.
+
+        Args:
+            version: Number of updates that made the present weights.
+
+        Raises:
+            UserError: If they are not those of the same model.
+        """
+        if self._sampler is None:
+            return None
+        self._push(version)
+        return probe_policy(self._policy, self._params.sampling, self._sampler)
+
+    def _push(self, version: int) -> None:
+        """Bring the weights to a sampler with a copy, if it does not have those of this version."""
+        if self._sampler is None or version == self._version:
+            return
+        with span("weight_sync"):
+            self._sync_seconds = self._sampler.push(version, self._policy)
+        self._version = version
 
     def _keep(self, step: int, rollout: Rollout) -> None:
         self._pending.append(self._collect(step, rollout))
@@ -349,13 +464,14 @@ class RolloutSource:
         Raises:
             UserError: If a prompt is lost or counted twice.
         """
-        self.wait()
+        if self._pool is None:
+            self.wait()
         if self._policy.activations is not None:
             self._policy.activations.clear()
         if self._training is not None:
             self._account.train(self._training.num_taught, skipped=skipped)
             self._training = None
-        self._account.audit(self._order.cursor, self._num_waiting())
+        self._account.audit(self._order.cursor, self._num_waiting(), len(self._flights) * self._num_prompts)
         return self._account.metrics()
 
     def _num_waiting(self) -> int:
@@ -372,12 +488,18 @@ class RolloutSource:
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns the `state` as it is now, between two steps, also within the next one."""
         counts = {"cursor": self._order.cursor, "collected": self._num_collected}
-        pending, account = list(self._pending), self._account.state()
-        return lambda: {
-            **counts,
-            "pending": gather_json([collected.to_json() for collected in pending]),
-            "account": account,
-        }
+        pending, account, flights = list(self._pending), self._account.state(), list(self._flights)
+
+        def state() -> dict[str, Any]:
+            flying = {"flights": gather_json([flight.to_json() for flight in flights])} if flights else {}
+            return {
+                **counts,
+                "pending": gather_json([collected.to_json() for collected in pending]),
+                "account": account,
+                **flying,
+            }
+
+        return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Put back what `state` returned."""
@@ -387,9 +509,17 @@ class RolloutSource:
         if pending and isinstance(pending[0], dict):  # of one rank, in checkpoints of earlier versions
             pending = [pending]
         self._pending = deque(_dealt(pending))
+        self._flights = deque(map(Flight.over, _dealt(state["flights"]))) if "flights" in state else deque()
         self._account = PromptAccount.from_state(
-            state.get("account"), cursor=self._order.cursor, waiting=self._num_waiting()
+            state.get("account"),
+            cursor=self._order.cursor,
+            waiting=self._num_waiting(),
+            flying=len(self._flights) * self._num_prompts,
         )
+        if self._pool is None:  # the same rollouts, sorted at once: nothing else of them is left to sample
+            while self._flights:
+                flight = self._flights.popleft()
+                self._keep(flight.step, flight.rollout.result())
 
     def _collect(self, step: int, rollout: Rollout) -> Collected:
         """Refill uninformative groups where the recipe says so, and account for all."""
@@ -446,19 +576,38 @@ class RolloutSource:
         if self._train is not None and is_used:
             self._train(with_advantages([group], self._algo, self._weights)[0])
 
-    def _work(self, num_prompts: int) -> Callable[[], Rollout]:
-        """Draw problems; return what samples and scores their groups."""
+    def _work(
+        self, num_prompts: int, number: int | None = None, pinned: Pinned | None = None
+    ) -> Callable[[], Rollout]:
+        """Draw problems; return what samples and scores their groups.
+
+        Args:
+            num_prompts: Problems, over all ranks.
+            number: Number of the rollout, where others before it are not collected yet.
+            pinned: What samples them, where not the run's sampler does.
+        """
         drawn = self._order.next(num_prompts)
         self._account.draw(num_prompts)
         mine = [drawn[index] for index in shard(num_prompts)]
         problems = [problem for _, problem in mine]
-        seeds = [(self._seed, self._num_collected, epoch) for epoch, _ in mine]
+        number = self._num_collected if number is None else number
+        seeds = [(self._seed, number, epoch) for epoch, _ in mine]
         scored = self._task, self._rewards, problems
         if self._beside is not None and self._mode == "stream":
             return partial(
                 stream_groups, self._beside, self._offer, *scored, seeds=seeds, params=self._params
             )
-        return partial(collect_groups, self._policy, self._engine, *scored, seeds=seeds, params=self._params)
+        options: dict[str, Any] = {"seeds": seeds, "params": self._params}
+        if self._pool is not None:
+            options["scoring"] = self._scoring
+        return partial(collect_groups, self._policy, pinned or self._engine, *scored, **options)
+
+
+def _flown(pinned: Pinned, work: Callable[[], Rollout]) -> Rollout:
+    try:
+        return work()
+    finally:
+        pinned.close()
 
 
 def _dealt(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[Collected]:

@@ -1,0 +1,447 @@
+"""A server with OpenAI's completions as sampler: token ids in, token ids and their log-probabilities out.
+
+Two kinds of server give what is needed, and are asked in their own words: `whet serve`, whose completions equal those
+of the engine here bit by bit, and vLLM, whose differ by its kernels' rounding. Re-tokenised text is never trained on: a
+server that gives no ids is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from whet.generate.backends.base import SamplerConfig
+from whet.generate.engine import EngineStats
+from whet.generate.policy import Policy
+from whet.generate.rows import Completion, OnEnded, Request
+from whet.generate.sampling import SamplingParams
+from whet.install import install_command
+from whet.model.files import read_json
+from whet.model.quant import packed_parts
+from whet.model.weights import save_model
+from whet.ranks.collectives import all_reduce_sum, rank
+from whet.types import UserError
+
+if TYPE_CHECKING:
+    import httpx
+
+LOOK_S = 0.5
+"""Seconds between looks at whether the run shall stop, while nothing ends."""
+BACKOFF_S = 0.5
+"""Pause before the first repetition; it doubles each time, up to `LONGEST_S`."""
+LONGEST_S = 30.0
+PASSING = (408, 425, 429, 502, 503, 504)
+"""Statuses of errors that pass."""
+WHET_CHOICES = 64
+"""Samples of a prompt in one request to `whet serve`: they share its prefill."""
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MOST_BARRED = 4096
+"""Rows of the vocabulary without a token of the tokenizer that a request can exclude one by one."""
+
+Chunk = tuple[int, int, Request, tuple[int, ...]]
+"""Place of a request, first place among its samples, the request, and the seeds to draw."""
+
+
+class ServerSampler:
+    """Samples at a server; the weights are handed over as files in a folder that both see.
+
+    Args:
+        config: Address and limits.
+        policy: The policy, as it starts.
+        on_close: Called at the end, by whoever started the server.
+        unties: Whether the server was started with a head apart from the embeddings, see `write_weights`.
+
+    Attributes:
+        stats: Tokens drawn so far.
+        look: Called between answers; may raise to end a call.
+
+    Raises:
+        UserError: If the server cannot be reached, has no such model, or no way to take weights.
+    """
+
+    def __init__(
+        self,
+        config: SamplerConfig,
+        policy: Policy,
+        *,
+        on_close: Callable[[], None] | None = None,
+        unties: bool = False,
+    ) -> None:
+        try:
+            import httpx
+        except ImportError:
+            raise UserError(f"sampler.kind = openai needs httpx: {install_command('judge')}") from None
+        self._httpx, self._config, self._policy = httpx, config, policy
+        self._url = config.url.rstrip("/")
+        self._where = f"sampler.url {config.url}"
+        self._closed = threading.Event()
+        self._client = self._connect()
+        self._pool = ThreadPoolExecutor(config.concurrency, "whet-sampler")
+        self._folder: Path | None = None
+        self._on_close, self._unties = on_close, unties
+        self.stats = EngineStats()
+        self.look: Callable[[], None] = lambda: None
+        card = self._card()
+        self._model, self._is_whet = str(card["id"]), card.get("owned_by") == "whet"
+        self._owner = str(card.get("owned_by"))
+        context = card.get("max_model_len")
+        own = policy.model.config.max_positions
+        self._context = min(own, context) if isinstance(context, int) and context > 0 else own
+        self._barred = {} if self._is_whet else barred_ids(policy)
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context in tokens, prompt and completion together: the model's, or the server's if it is shorter."""
+        return self._context
+
+    def release(self, above: int = 0) -> None:
+        """Do nothing: the server keeps its own memory."""
+
+    def close(self) -> None:
+        """End the connections and remove the files of weights."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+    def push(self, version: int, policy: Policy) -> float:
+        """Write the weights to a folder and let the server read it; with several ranks the first one does.
+
+        Raises:
+            UserError: If the server does not take them, with what it says.
+        """
+        began = time.monotonic()
+        if rank() == 0:
+            folder = self._exchange() / f"version-{version}"
+            shutil.rmtree(folder, ignore_errors=True)
+            write_weights(policy, folder, unties=self._unties)
+            try:
+                self._update(str(folder))
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        all_reduce_sum(0.0)  # no rank samples before the server has them
+        return time.monotonic() - began
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        *,
+        on_ended: OnEnded | None = None,
+        is_streamed: bool = False,
+    ) -> list[list[Completion]]:
+        """Draw every sample of every request, see `CopySampler.generate`.
+
+        Raises:
+            UserError: If a prompt leaves no room, the server fails for good, or its answer lacks something.
+        """
+        if not self._is_whet and params.is_filtered:
+            raise UserError(
+                f"{self._where}: with sampling.top_k, top_p or min_p the trainer renormalises over what they left of "
+                "each token's distribution, and only whet serve says what that was; leave them out"
+            )
+        began = time.perf_counter()
+        rows: list[list[Completion | None]] = [[None] * len(request.seeds) for request in requests]
+        futures: dict[Future[list[Completion]], Chunk] = {}
+        try:
+            for chunk in self._chunks(requests):
+                futures[self._pool.submit(self._draw, chunk, params)] = chunk
+            handed, pending = 0, set(futures)
+            while handed < len(requests):
+                while handed < len(requests) and all(done is not None for done in rows[handed]):
+                    if on_ended is not None:
+                        on_ended(handed, cast(list[Completion], rows[handed]))
+                    handed += 1
+                self.look()
+                if not pending:
+                    continue
+                ended, pending = wait(pending, LOOK_S, FIRST_COMPLETED)
+                for future in ended:
+                    place, first, _, seeds = futures[future]
+                    rows[place][first : first + len(seeds)] = future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            if (
+                not self._closed.is_set()
+            ):  # what is under way is given up: the server sees that nobody listens
+                self._client.close()
+                self._client = self._connect()
+            raise
+        drawn = cast(list[list[Completion]], rows)
+        self.stats.new_tokens += sum(len(done.ids) for row in drawn for done in row)
+        self.stats.seconds += time.perf_counter() - began
+        return drawn
+
+    def _chunks(self, requests: Sequence[Request]) -> Iterator[Chunk]:
+        """Split what is asked for into requests to the server."""
+        size = WHET_CHOICES if self._is_whet else 1  # a seed of their own have only the choices of whet serve
+        for place, request in enumerate(requests):
+            if len(request.prompt_ids) >= self._context:
+                raise UserError(
+                    f"{self._where}: prompt {place} has {len(request.prompt_ids)} tokens, its context holds "
+                    f"{self._context}: start the server with a longer one"
+                )
+            for first in range(0, len(request.seeds), size):
+                yield place, first, request, request.seeds[first : first + size]
+
+    def _draw(self, chunk: Chunk, params: SamplingParams) -> list[Completion]:
+        """Draw some samples of a prompt."""
+        _, _, request, seeds = chunk
+        limit = min(params.max_new_tokens, request.max_new_tokens or params.max_new_tokens)
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": list(request.prompt_ids),
+            "n": len(seeds),
+            "max_tokens": min(limit, self._context - len(request.prompt_ids)),
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "stop": list(self._policy.stop_strings),
+            "stop_token_ids": list(self._policy.stop_ids),
+            "return_token_ids": True,
+        }
+        if self._is_whet:
+            body["seeds"] = list(seeds)
+        else:
+            # Its own ends, and its defaults for sampling, are those of the model's files: ours are the policy's.
+            body |= {"seed": seeds[0], "logprobs": 0, "ignore_eos": True, "repetition_penalty": 1.0}
+            body |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
+            body |= {"logit_bias": {str(n): bias for n, bias in self._barred.items()}} if self._barred else {}
+        answer = self._post(f"{self._url}/completions", body)
+        choices = answer.get("choices")
+        if not isinstance(choices, list) or len(choices) != len(seeds):
+            raise UserError(
+                f"{self._where}: expected {len(seeds)} choices in its answer, got {str(answer)[:200]!r}"
+            )
+        return [self._completion(choice, params) for choice in sorted(choices, key=lambda row: row["index"])]
+
+    def _completion(self, choice: Mapping[str, Any], params: SamplingParams) -> Completion:
+        """Read a choice, strictly: what is trained on has to be what was drawn."""
+        ids = choice.get("token_ids")
+        if not isinstance(ids, list):
+            raise UserError(
+                f"{self._where}: its answers hold no token ids (choices[].token_ids); whet serve and vLLM since 0.10.2 "
+                "give them; of other servers, such as llama.cpp's, only text can be had, which is not what was sampled"
+            )
+        logprobs = choice.get("sampled_logprobs")
+        if not self._is_whet:
+            logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+        kept, reason = tuple(choice.get("kept") or ()), choice.get("finish_reason")
+        if not isinstance(logprobs, list) or len(logprobs) != len(ids):
+            raise UserError(
+                f"{self._where}: expected a log-probability for each of {len(ids)} tokens in its answer"
+            )
+        rows = self._policy.tokenizer.vocab_size
+        if not ids or not all(isinstance(index, int) and 0 <= index < rows for index in ids):
+            raise UserError(
+                f"{self._where}: expected token ids below {rows}, got {str(ids)[:120]}: another tokenizer?"
+            )
+        if not all(
+            isinstance(value, float | int) and math.isfinite(value) and value <= 1e-3 for value in logprobs
+        ):
+            raise UserError(f"{self._where}: its log-probabilities are none: {str(logprobs)[:120]}")
+        if reason not in ("stop", "length"):
+            raise UserError(
+                f"{self._where}: a completion ended for the reason {reason!r}, expected stop or length"
+            )
+        if params.is_filtered and len(kept) != len(ids):
+            raise UserError(
+                f"{self._where}: an older whet serve: it does not say what filters left; update it"
+            )
+        return Completion(
+            ids=tuple(ids), logprobs=tuple(map(float, logprobs)), finish_reason=reason, kept=kept
+        )
+
+    def _card(self) -> dict[str, Any]:
+        """Return the server's card of the model."""
+        found = self._send("GET", f"{self._url}/models", None)
+        data = found.get("data")
+        cards = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
+        names = [str(card.get("id")) for card in cards]
+        if self._config.model:
+            cards = [card for card in cards if card.get("id") == self._config.model]
+        if len(cards) != 1:
+            raise UserError(
+                f"{self._where}: which of its models {names} is the policy? name it with sampler.model, which is "
+                f"{self._config.model!r}"
+            )
+        return cards[0]
+
+    def _update(self, folder: str) -> None:
+        """Let the server read weights from a folder."""
+        root = self._url.removesuffix("/v1")
+        try:
+            if self._owner == "vllm":
+                body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+                self._post(f"{root}/collective_rpc", body)
+                self._post(f"{root}/reset_prefix_cache", {})
+                return
+            self._post(f"{root}/update_weights_from_disk", {"model_path": folder})
+        except _StatusError as error:
+            if error.status not in (403, 404, 405):
+                raise
+            remedy = {
+                "vllm": "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment",
+                "whet": "start whet serve with --weight-updates",
+            }.get(self._owner, "use whet serve, vLLM or SGLang")
+            raise UserError(f"{self._where}: it takes no weights (status {error.status}): {remedy}") from None
+
+    def _exchange(self) -> Path:
+        """Return the folder in which weights are handed over."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="whet-weights-", dir=exchange_folder(self._config)))
+            self._folder.chmod(0o755)  # the server may be another user's
+        return self._folder
+
+    def _connect(self) -> httpx.Client:
+        """Make a client that keeps as many connections as requests are under way; no proxy, no redirect."""
+        key = os.environ.get(self._config.api_key_env, "")
+        limits = self._httpx.Limits(max_connections=self._config.concurrency, max_keepalive_connections=None)
+        return self._httpx.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=self._config.timeout_s,
+            limits=limits,
+            trust_env=False,
+        )
+
+    def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._send("POST", url, body)
+
+    def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Send a request, again where it fails for a passing reason, and return the answer's object.
+
+        Every request may be repeated: a completion is a function of its seed, weights of their file.
+        """
+        said = ""
+        for attempt in range(self._config.retries + 1):
+            try:
+                answer = self._client.request(method, url, json=body)
+            except self._httpx.TransportError as error:
+                said, asked_s = f"no answer ({str(error) or type(error).__name__})", 0.0
+            else:
+                if answer.status_code < 300:
+                    return _object(answer, self._where)
+                said = f"status {answer.status_code}: {answer.text[:200]!r}"
+                if answer.status_code not in PASSING:
+                    raise _StatusError(f"{self._where}: {said}", answer.status_code)
+                given = answer.headers.get("Retry-After", "")
+                asked_s = float(given) if given.isascii() and given.isdigit() else 0.0
+            pause_s = max(asked_s, BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5))
+            if attempt < self._config.retries and self._closed.wait(min(pause_s, LONGEST_S)):
+                break
+        raise UserError(
+            f"{self._where}: {said}, {self._config.retries + 1} times; start the server, fix the address, or raise "
+            "sampler.timeout_s"
+        )
+
+
+class _StatusError(UserError):
+    """A server's refusal, with its status."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def _object(answer: httpx.Response, where: str) -> dict[str, Any]:
+    """Return an answer's JSON object; {} where a server has nothing to say."""
+    if not answer.content:
+        return {}
+    try:
+        value = answer.json()
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected a JSON object, got {answer.text[:200]!r}")
+    return value
+
+
+def write_weights(policy: Policy, folder: Path, *, unties: bool = False) -> None:
+    """Write a policy's present weights as a Hugging Face folder, an adapter that stands beside them added to them.
+
+    Args:
+        policy: The policy.
+        folder: New folder.
+        unties: Write a head that is tied to the embeddings once more, as a matrix of its own. vLLM's CPU build packs a
+            tied head when it starts and never again (0.32: "ParallelLMHead: Failed to load weights"), so that the
+            sampler drifts away from the trainer step by step.
+
+    Raises:
+        UserError: If the policy trains adapters, or its matrices are rounded: their sum is another model.
+    """
+    check_copies(policy)
+    weights = named_weights(policy, unties=unties)
+    save_model(policy.model, folder, weights=weights, eos_ids=policy.stop_ids, bos_id=policy.tokenizer.bos_id)
+    if unties:
+        config = folder / "config.json"
+        config.write_text(json.dumps(read_json(config) | {"tie_word_embeddings": False}, indent=1) + "\n")
+
+
+def named_weights(policy: Policy, *, unties: bool = False) -> dict[str, torch.Tensor]:
+    """Return a policy's present weights by name, an adapter that stands beside them added to them."""
+    weights: dict[str, torch.Tensor] = dict(policy.model.named_parameters())
+    if policy.adapter is not None and policy.adapter.is_applied:
+        weights = dict(policy.adapter.merged(policy.model))
+    if unties and policy.model.config.tie_embeddings:
+        weights[HEAD] = weights[EMBEDDINGS].clone()
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def check_copies(policy: Policy) -> None:
+    """Refuse a policy of which no other sampler can have a copy by name.
+
+    Raises:
+        UserError: With what to use instead.
+    """
+    if policy.trained is not None:
+        raise UserError(
+            "sampler.kind with lora.rank: adapters that are trained are not handed over yet; use sampler.kind = engine"
+        )
+    if packed_parts(policy.model):
+        raise UserError(
+            "sampler.kind with a quantised policy: only whet's own engine computes it; use engine"
+        )
+
+
+def exchange_folder(config: SamplerConfig) -> Path | None:
+    """Return the folder below which weights are handed over: the user's, or shared memory; None for the default one."""
+    if config.folder:
+        folder = Path(config.folder).expanduser().resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else None
+
+
+def barred_ids(policy: Policy) -> dict[int, float]:
+    """Return a bias for each row of the vocabulary without a token, which the trainer leaves out of its distribution.
+
+    Raises:
+        UserError: If there are more than a request can hold.
+    """
+    vocabulary, rows = policy.tokenizer.vocab_size, policy.model.config.vocab_size
+    if rows - vocabulary > MOST_BARRED:
+        raise UserError(
+            f"sampler.kind: the model has {rows - vocabulary} rows without a token of its tokenizer, more than the "
+            f"{MOST_BARRED} that a request can exclude; use sampler.kind = engine"
+        )
+    return dict.fromkeys(range(vocabulary, rows), -100.0)
