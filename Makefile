@@ -6,8 +6,9 @@ VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?=
 PIP_ARGS ?=
-# Test processes; torch runs its own threads in each. 0 runs all in one process.
-JOBS ?= 2
+# Test processes, each with one thread: a sixth of their time is waiting, so three keep two cores busy. 0 runs all in
+# one process.
+JOBS ?= 3
 
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
@@ -26,7 +27,7 @@ demo: $(RUN_STAMP)
 # wrong stands at the end, and fails like a test.
 test: style
 	@types=$$(mktemp); nice -n 10 $(TYPES) >"$$types" 2>&1 & checker=$$!; \
-	trap 'kill $$checker 2>/dev/null; rm -f "$$types"' EXIT; status=0; \
+	trap 'kill $$checker 2>/dev/null; rm -f "$$types"' EXIT; trap 'exit 130' INT TERM; status=0; \
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS) || status=$$?; \
 	wait $$checker || { [ $$status != 0 ] || status=1; }; \
 	echo; echo "types:"; cat "$$types"; exit $$status

@@ -76,7 +76,8 @@ def either(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow or ci, too")
+    parser.addoption("--ci", action="store_true", help="run the tests marked ci, too, as .ci/run does")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,10 +88,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = pytest.mark.skip(reason="longer than a few seconds: run with --slow")
+    ci = pytest.mark.skip(reason="seconds for what rarely changes: .ci/run has it; run with --ci or --slow")
     gpu = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(slow)
+        if "ci" in item.keywords and not (config.getoption("--ci") or config.getoption("--slow")):
+            item.add_marker(ci)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(gpu)
 

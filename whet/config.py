@@ -304,15 +304,9 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+_FastDumper: Any = None
 if yaml.__with_libyaml__:
-
-    class _FastDumper(yaml.CSafeDumper):
-        """The same, by libyaml."""
-
-        ignore_aliases = _Dumper.ignore_aliases
-
-else:
-    _FastDumper = None
+    _FastDumper = type("_FastDumper", (yaml.CSafeDumper,), {"ignore_aliases": _Dumper.ignore_aliases})
 
 
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
