@@ -6,33 +6,43 @@ VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?=
 PIP_ARGS ?=
-# Test processes; torch runs its own threads in each. 0 runs all in one process.
-JOBS ?= 2
+# Test processes, each with one thread: a sixth of their time is waiting, so three keep two cores busy. 0 runs all in
+# one process.
+JOBS ?= 3
 
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 # Install whet with the given extra; `-e '.'` or `-e '.[dev]'`.
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e
+TYPES = $(BIN)/basedpyright --pythonpath $(BIN)/python
 
-.PHONY: demo test slow lint setup
+.PHONY: demo test slow lint style setup
 .DEFAULT_GOAL := demo
 
 demo: $(RUN_STAMP)
 	@$(BIN)/python -m whet demo $(ARGS)
 
-test: lint
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+# Types take a minute of one core, so they are checked beside the tests, mostly with what time those leave; what is
+# wrong stands at the end, and fails like a test.
+test: style
+	@types=$$(mktemp); nice -n 10 $(TYPES) >"$$types" 2>&1 & checker=$$!; \
+	trap 'kill $$checker 2>/dev/null; rm -f "$$types"' EXIT; trap 'exit 130' INT TERM; status=0; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS) || status=$$?; \
+	wait $$checker || { [ $$status != 0 ] || status=1; }; \
+	echo; echo "types:"; cat "$$types"; exit $$status
 
 # CI's slow job: all tests, and the speed beside the peers against what is committed (docs/results/bench.json).
 slow: lint
 	@$(BIN)/python -m pytest -n $(JOBS) --slow $(PYTEST_ARGS)
 	@$(BIN)/python bench/guard.py
 
-lint: $(DEV_STAMP)
+lint: style
+	@$(TYPES)
+
+style: $(DEV_STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 setup: $(DEV_STAMP)
 

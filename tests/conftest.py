@@ -21,6 +21,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import pytest
 import torch
 
+from whet.eval.audit import audit
+from whet.generate import probe
 from whet.generate.policy import PolicyConfig
 from whet.kernels import dispatch
 from whet.kernels.cpu.build import library, reason
@@ -42,9 +44,20 @@ TINY_SHAPE = ModelConfig(
     max_positions=64,
 )
 
+# What every run of RL does before its first step is half of a tiny run's time: less of it, except in its own tests.
+WHOLE_START = {(probe, "PROBE_TOKENS"): probe.PROBE_TOKENS, (audit, "NUM_PREFLIGHT"): audit.NUM_PREFLIGHT}
+probe.PROBE_TOKENS, audit.NUM_PREFLIGHT = 5, 1
+
 FEW = 200
 GOLDEN = Path(__file__).parent / "golden"
 """A few rows of public data; see its README."""
+
+
+@pytest.fixture
+def whole_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe and the audit before a run's first step as users have them."""
+    for (module, name), value in WHOLE_START.items():
+        monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture
@@ -63,7 +76,8 @@ def either(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow or ci, too")
+    parser.addoption("--ci", action="store_true", help="run the tests marked ci, too, as .ci/run does")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,10 +88,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = pytest.mark.skip(reason="longer than a few seconds: run with --slow")
+    ci = pytest.mark.skip(reason="seconds for what rarely changes: .ci/run has it; run with --ci or --slow")
     gpu = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(slow)
+        if "ci" in item.keywords and not (config.getoption("--ci") or config.getoption("--slow")):
+            item.add_marker(ci)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(gpu)
 

@@ -49,7 +49,7 @@ NEVER_SURVIVES = ("mask", "denominator", "sign")
 KINDS = (*NEVER_SURVIVES, "bound", "guard", "factor", "choice", "order")
 """mask: what counts; denominator: what is divided by; bound: limits and constants; guard: a case that is looked after;
 factor: what is multiplied or added; choice: which of several values; order: places and positions."""
-OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=line", "--timeout=0")
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=line", "--timeout=0", "--ci")
 # What is preloaded is not rewritten; of warnings that would fail a test anyway, this one is our own doing.
 OPTIONS += ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 

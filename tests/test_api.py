@@ -209,6 +209,7 @@ def test_sft_and_dpo(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_figures")
+@pytest.mark.ci
 def test_adapters_are_trained_merged_and_exported(folder: Path, tmp_path: Path) -> None:
     rows = [row | {"solution": row["question"] + row["answer"]} for row in ROWS]
     for place in range(2):

@@ -414,13 +414,22 @@ def test_dicts_and_yaml_round_trip(config: Toy, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize(
-    "text", ["no", "null", "1", "1e-4", "", " a ", "a\nb", "\x85", "\u2028", "\ufeff", "\x1b", "#", "é", "😀"]
+    "text",
+    ["no", "null", "1", "1e-4", "", " a ", "a\nb", "\n😀", "\x85", "\u2028", "\ufeff", "\x1b", "#", "é", "😀"]
+    + [*"'\"{%@`|>\\", ": ", "- a", "? ", "[a, b]", "&a", "*a", "!t", "a" * 200],
 )
 def test_text_that_yaml_finds_special_round_trips(text: str, tmp_path: Path) -> None:
     config = Toy(name=text, note=text, weights={text: 1.0})
     path = tmp_path / "config.yaml"
     path.write_text(cli.dump_yaml(config), encoding="utf-8", newline="")
     assert cli.load_yaml(path, Toy) == config
+    # A run resumes only with the very text that it was started with, wherever libyaml is missing.
+    for name in (text, f"one {text} two", f"{text}: {text}, {text}" * 20):
+        config = Toy(name=name, note=text, weights={name: 1.0, text: 2.0})
+        written = cli.dump_yaml(config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("whet.config._FastDumper", None)
+            assert cli.dump_yaml(config) == written
 
 
 def test_yaml_is_one_line_per_field() -> None:

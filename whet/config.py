@@ -92,7 +92,18 @@ def cache_folder() -> Path:
 
 def dump_yaml(config: DataclassInstance) -> str:
     """Write a config as YAML that `load_yaml` reads back to an equal config."""
-    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
+    data = to_dict(config)
+    dumper = _FastDumper if _FastDumper is not None and _is_plain(data) else _Dumper
+    return yaml.dump(data, Dumper=dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether libyaml, which takes a tenth of the time, writes plain data to the letter as PyYAML does."""
+    if isinstance(value, str):
+        return value.isascii() and value.isprintable()
+    if isinstance(value, Mapping):
+        return all(key and _is_plain(key) and _is_plain(item) for key, item in value.items())
+    return not isinstance(value, list) or all(map(_is_plain, value))
 
 
 def align(title: str, rows: Mapping[str, str | int]) -> str:
@@ -293,6 +304,11 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+_FastDumper: Any = None
+if yaml.__with_libyaml__:
+    _FastDumper = type("_FastDumper", (yaml.CSafeDumper,), {"ignore_aliases": _Dumper.ignore_aliases})
+
+
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     # PyYAML writes these line breaks bare in single quotes, and reads them back as a space.
     style = '"' if any(c in text for c in "\x85\u2028\u2029\ufeff") else None
@@ -303,8 +319,9 @@ def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
 
 
-_Dumper.add_representer(str, _represent_str)
-_Dumper.add_representer(list, _represent_list)
+for _class in filter(None, (_Dumper, _FastDumper)):
+    _class.add_representer(str, _represent_str)
+    _class.add_representer(list, _represent_list)
 
 
 class _Loader(yaml.SafeLoader):

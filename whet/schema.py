@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -334,6 +335,9 @@ class ResponseSchema:
         Returns:
             Thinking, answer and the format verdict.
         """
+        return _parsed(self, completion)
+
+    def _parse(self, completion: str) -> ParsedResponse:
         body = self.generation_prefix + completion
         thinking, after = None, body
         if self.think_open:
@@ -385,6 +389,12 @@ class ResponseSchema:
     def format_reward(self, completion: str) -> float:
         """Score the format alone: 1 for perfect, 0.5 for partial, 0 for none."""
         return {"perfect": 1.0, "partial": 0.5, "none": 0.0}[self.parse(completion).verdict]
+
+
+@lru_cache(maxsize=256)
+def _parsed(schema: ResponseSchema, completion: str) -> ParsedResponse:
+    """Parse once what the verdict, each reward and the record ask about, one after the other."""
+    return schema._parse(completion)
 
 
 def _last_block(text: str, opening: str, closing: str) -> str | None:

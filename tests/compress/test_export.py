@@ -112,6 +112,7 @@ def test_hf_answers_as_the_model_and_its_template_asks_as_whet_does(folder: Path
     assert first == second
 
 
+@pytest.mark.ci
 def test_what_answers_otherwise_fails_with_status_1(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,8 @@ from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
 
+pytestmark = pytest.mark.usefixtures("whole_start")
+
 SCHEMA = ResponseSchema()
 TASK = Arithmetic()
 PROBLEMS = TASK.problems("dev")[:4]

@@ -352,12 +352,14 @@ def test_the_engine_stops_at_the_closing_tag_of_bytes() -> None:
 
 
 @pytest.mark.parametrize("config", [BYTES, LETTERS], ids=["bytes", "characters"])
+@pytest.mark.usefixtures("whole_start")
 def test_the_probe_finds_float32_exact(config: PolicyConfig) -> None:
     result = probe_policy(load_policy(config, seed=0), SamplingParams(temperature=0.7))
     assert result == ProbeResult(exact=True, max_gap=0.0)
     assert str(result).startswith("exact: sampler and trainer log-probabilities are bitwise equal")
 
 
+@pytest.mark.usefixtures("whole_start")
 def test_the_probe_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a trainer that scores at another temperature than the sampler's is no match."""
     plain = Policy.score
@@ -372,6 +374,7 @@ def test_the_probe_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(ProbeResult(False, 0.00123)).startswith("approx: max |delta log-prob| 1.2e-03")
 
 
+@pytest.mark.usefixtures("whole_start")
 def test_the_probe_fits_a_short_context() -> None:
     policy = load_policy(replace(BYTES, model=replace(SHAPE, max_positions=12)), seed=0)
     assert probe_policy(policy).exact

@@ -238,6 +238,7 @@ def test_a_tokenizer_counts_tokens(task: TaskConfig, tmp_path: Path) -> None:
 
 
 @needs_data
+@pytest.mark.ci
 def test_real_data_take_seconds(tmp_path: Path) -> None:
     began = time.perf_counter()
     config = TaskConfig(name="math", path=str(DATA / "math"))

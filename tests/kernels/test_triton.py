@@ -55,6 +55,7 @@ def test_in_the_interpreter(chosen: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_kernels_compile_for_hopper(dtype: str, tmp_path: Path) -> None:
     printed = run(str(HERE / "compile_for_hopper.py"), dtype, TRITON_CACHE_DIR=str(tmp_path))
     assert {line.split()[0] for line in printed.splitlines()} == {

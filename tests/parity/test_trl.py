@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from late import Late
 
 from whet.algo.config import AlgoConfig
 from whet.generate.policy import Policy
@@ -24,7 +25,7 @@ from whet.train.objective.objective import Objective
 from whet.train.optim.step import OptimConfig, Optimizer
 from whet.types import Group, Problem, Sample
 
-peer: Any = pytest.importorskip("trl_peer", reason="TRL is not installed: pip install 'whet[peers]'")
+peer: Any = Late("trl_peer", reason="TRL is not installed: pip install 'whet[peers]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 MAX_LENGTH, GROUP_SIZE = 12, 4

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from late import Late
 
 from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.reward_model import RewardModel, conversation_ids
@@ -26,7 +27,7 @@ from whet.train.dpo import DPOConfig, train_step, with_reference
 from whet.train.optim.step import OptimConfig
 from whet.types import UserError
 
-peer: Any = pytest.importorskip("trl_peer", reason="TRL is not installed: pip install 'whet[peers]'")
+peer: Any = Late("trl_peer", reason="TRL is not installed: pip install 'whet[peers]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 OPTIM = OptimConfig(token_budget=40)

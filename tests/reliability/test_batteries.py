@@ -33,6 +33,7 @@ def test_killed_runs_end_bitwise_as_the_one_that_was_not(tmp_path: Path) -> None
     assert sum(trial["killed"] for trial in trials) >= 4, "most kills must find the run alive"
 
 
+@pytest.mark.ci
 def test_damage_is_found_or_harmless(tmp_path: Path) -> None:
     status, trials, output = run_battery("corrupt", "--trials", "4", "--only", "sft", tmp_path=tmp_path)
     assert status == 0, output

@@ -23,6 +23,7 @@ def fuzz(*words: str, out: Path) -> tuple[int, dict[str, Any]]:
 SLOW = ("chat template", "report of a run")  # 0.5 s and 2 s an input
 
 
+@pytest.mark.ci
 def test_hostile_input_of_every_cheap_surface(tmp_path: Path) -> None:
     words = [word for name in SLOW for word in ("--skip", name)]
     status, found = fuzz("--trials", "270", "--seed", "7", *words, out=tmp_path)

@@ -15,6 +15,7 @@ ATTACKS = list(all_attacks())
 
 
 @pytest.mark.parametrize("backend", ["landlock", "bwrap"])
+@pytest.mark.ci
 def test_attacks_are_contained(backend: str) -> None:
     try:
         sandbox = Sandbox(backend=backend)

@@ -425,6 +425,7 @@ def num_descriptors(pid: int | str) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+@pytest.mark.ci
 def test_a_thousand_kills_leave_nothing(pool: Callable[..., GraderPool]) -> None:
     graders, server = with_server(pool, "misbehave", num_workers=2)
     graders.map([("die",)] * 4 + [("fine",)] * 4)

@@ -348,6 +348,7 @@ def test_a_stop_string_is_cut_from_the_text(server: Running, twin: Policy) -> No
     assert whole.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.ci
 def test_sixty_four_streams_at_once(server: Running, twin: Policy) -> None:
     """Eight rows, 64 clients, four kinds of sampling: nothing mixed, and the server is alive afterwards."""
     kinds = [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 30}]

@@ -39,6 +39,7 @@ def test_names() -> None:
 
 
 @needs_gym
+@pytest.mark.ci
 def test_problems_do_not_depend_on_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for seed in "12":  # isomorphic_strings draws from a set, whose order depends on this
@@ -62,6 +63,7 @@ def test_splits_and_labels() -> None:
 
 
 @needs_gym
+@pytest.mark.ci
 def test_verdicts_and_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gym, "DEADLINE_S", 0.7)
     task = Gym("simple_integration,gcd,graph_color,puzzle24", num_problems=3)

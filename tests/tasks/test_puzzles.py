@@ -107,6 +107,7 @@ def test_countdown_is_solvable() -> None:
         assert 0 < int(problem.meta["target"]) <= 999
 
 
+@pytest.mark.ci
 def test_the_solver_finds_all_hands_of_the_game_of_24() -> None:
     hands = combinations_with_replacement(range(1, 14), 4)
     ways = [way for hand in hands if (way := solve(list(hand), 24)) is not None]

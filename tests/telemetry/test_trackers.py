@@ -356,6 +356,7 @@ def read_wandb(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.ci
 def test_wandb_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
     """A process, as wandb leaves a service and hooks behind."""
     pytest.importorskip("wandb")

@@ -510,6 +510,7 @@ def test_an_old_folder_is_never_written_to(tiny_policy: PolicyConfig, tmp_path: 
         train(replace(config, group_size=2), resume=True)
 
 
+@pytest.mark.usefixtures("whole_start")
 def test_main_writes_the_run_folder(
     tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
