@@ -166,7 +166,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["hang", str(tmp_path)], f"{tmp_path}: no heartbeats; expected the folder of a training run"),
         (["hang", str(tmp_path / "no")], "no such run or folder"),
         (["hang"], "check = hang: expected the folder of a run, as in 'whet doctor hang runs/demo-rl'"),
-        ([], "check = '': expected kernels, sandbox, determinism, or hang RUN"),
+        ([], "check = '': expected kernels, sandbox, determinism, cluster, or hang RUN"),
         (["sandbox", "x"], "check = 'sandbox x': expected nothing after sandbox"),
         (["hang", str(tmp_path), "--only", "x"], "only is not read by the check hang; leave it out"),
         (["sandbox", "--of", "sft"], "of is not read by the check sandbox; leave it out"),

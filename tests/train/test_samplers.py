@@ -503,7 +503,7 @@ def test_what_only_the_engine_gives(tiny_policy: PolicyConfig, tmp_path: Path) -
         sampler_for(SamplerConfig(kind="vllm", python="/no/python"), policy, tmp_path, ClusterConfig())
     broken = SamplerConfig(kind="vllm", python=sys.executable, folder=str(tmp_path / "handed"))
     with pytest.raises(UserError, match=r"vLLM ended with status 1: .*No module named 'vllm"):
-        sampler_for(broken, policy, tmp_path)
+        sampler_for(broken, policy, tmp_path, ClusterConfig())
     assert not list((tmp_path / "handed").iterdir())
 
 

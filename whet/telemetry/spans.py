@@ -41,6 +41,7 @@ NAMES: dict[str, str] = {
     "head": "logits, or log-probabilities, from hidden states",
     "backward": "gradients of a micro-batch",
     "optimizer_step": "gradients are clipped, weights updated",
+    "weight_sync": "the present weights go to a sampler with a copy of them",
     "async_next_rollout": "the next step's rollout, in parallel with the update",
     "policy_update": "the update, in parallel with the next rollout",
     "validate": "held-out problems are answered or scored",

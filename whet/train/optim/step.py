@@ -648,7 +648,9 @@ class Optimizer:
         state: dict[str, torch.Tensor] = {} if self._scale is None else self._scale.tensors()
         for index, (name, parameter) in enumerate(self._named):
             if parameter.dtype != self._masters[index].dtype:
-                state[f"{name}/master"] = like(self._masters[index].read(), parameter)
+                state[f"{name}/master"] = like(
+                    self._masters[index].read().view(local(parameter).shape), parameter
+                )
             moments = {"exp_avg": self._first[index], "exp_avg_sq": self._second[index]}
             if index in self._by_muon:
                 moments = {"momentum": self._first[index]}
