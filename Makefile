@@ -6,9 +6,8 @@ VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?=
 PIP_ARGS ?=
-# Test processes, each with one thread: a sixth of their time is waiting, so three keep two cores busy. 0 runs all in
-# one process.
-JOBS ?= 3
+# Test processes, each with one thread; 0 runs all in one process.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run

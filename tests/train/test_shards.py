@@ -41,6 +41,7 @@ SHAPE = ModelConfig(
     max_positions=64,
 )
 FSDP = ParallelConfig(kind="fsdp")
+pytestmark = pytest.mark.ci
 
 
 def bench() -> ModuleType:

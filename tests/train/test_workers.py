@@ -34,7 +34,7 @@ from whet.train.optim.step import OptimConfig
 from whet.train.rollout.overlap import OverlapConfig
 from whet.types import UserError
 
-pytestmark = pytest.mark.usefixtures("few_problems")
+pytestmark = [pytest.mark.usefixtures("few_problems"), pytest.mark.ci]
 THREE = ClusterConfig(rollout_workers=3)
 
 

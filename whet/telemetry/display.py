@@ -286,8 +286,14 @@ class PlainDisplay:
         self._print(f"warning: {text}" if warning else text)
 
     def close(self) -> None:
-        """Stop telling of phases; every line is already flushed."""
+        """Stop telling of phases; every line is already flushed.
+
+        The thread is waited for: one that frees the model's tensors while the interpreter ends would abort it.
+        """
         self._closed.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        self._phase = None
 
     def _watch(self) -> None:
         told, due = self._phase, PLAIN_SECONDS
