@@ -313,18 +313,25 @@ folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
 shape = ModelConfig(**json.loads(sys.argv[3]))
 with torch.device("meta"):
     model = build_model(shape)
-header, end = {}, 0
-for name, parameter in model.named_parameters():
-    size = 2 * parameter.numel()
-    header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [end, end + size]}
-    end += size
-text = json.dumps(header).encode()
-text += b" " * (-len(text) % 8)
 folder.mkdir(parents=True)
 (folder / "config.json").write_text(json.dumps(to_hf(shape, bos_id=None, eos_ids=(), dtype="bfloat16")))
-with (folder / "model.safetensors").open("wb") as file:  # all zeros, which take no disk
-    file.write(struct.pack("<Q", len(text)) + text)
-    file.truncate(8 + len(text) + end)
+files = {}  # one for each layer, and one for the rest
+for name, parameter in model.named_parameters():
+    file = "layer_" + name.split(".")[2] if ".layers." in name else "rest"
+    files.setdefault(file + ".safetensors", {})[name] = parameter
+for file, parameters in files.items():
+    header, end = {}, 0
+    for name, parameter in parameters.items():
+        size = 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / file).open("wb") as opened:  # all zeros, which take no disk
+        opened.write(struct.pack("<Q", len(text)) + text)
+        opened.truncate(8 + len(text) + end)
+index = {name: file for file, parameters in files.items() for name in parameters}
+(folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
 def status(key):
@@ -342,7 +349,7 @@ if ranks > 1:
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
 load_model(folder, shard=shard)
-print(json.dumps({"weights": 2 * end, "peak": status("VmHWM") - before}))
+print(json.dumps({"weights": 4 * sum(p.numel() for p in model.parameters()), "peak": status("VmHWM") - before}))
 """
 
 

@@ -406,6 +406,13 @@ class _Loaded:
                         self.take(stored, file, shard)
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{shard}: not a readable safetensors file ({str(error)[:300]})") from None
+            except RuntimeError as error:
+                if "unable to mmap" not in str(error):
+                    raise
+                text = (
+                    "too large for this machine's memory in one file; save the model in files of some GB each"
+                )
+                raise UserError(f"{shard}: {text} ({str(error)[:300]})") from None
         self.finish_packs(folder)
         if missing := self.missing():
             raise UserError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
