@@ -50,7 +50,12 @@ from whet.types import UserError
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+# The first case of a model type in `make test`; what the others differ in, .ci/run sees.
+FIRST = {case.model_type: name for name, case in reversed(cases.CASES.items())}.values()
+EVERY = [pytest.param(name, marks=() if name in FIRST else pytest.mark.ci) for name in cases.CASES]
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_a_family(name: str, tmp_path: Path) -> None:
     """Load, compare, generate, train, save: a family's line of docs/models.md is what comes out."""
     line = cases.measure(name, tmp_path)
@@ -83,7 +88,7 @@ def test_sizes_that_the_kernels_decline_have_a_ratio_of_1(
 
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt_oss"])
-@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("threads", [2, pytest.param(3, marks=pytest.mark.ci)])
 def test_any_number_of_threads_has_a_ratio_of_1(name: str, threads: int, tmp_path: Path) -> None:
     wide = {"intermediate_size": 544}  # so that element-wise operations take several threads
     cases.make(replace(cases.CASES[name], config=cases.CASES[name].config | wide), tmp_path)
@@ -93,11 +98,6 @@ def test_any_number_of_threads_has_a_ratio_of_1(name: str, threads: int, tmp_pat
         assert cases.train(load_model(tmp_path)[0], is_rl=True) == 0.0
     finally:
         torch.set_num_threads(before)
-
-
-# The first case of a model type in `make test`; the others differ in what the test above shows, too.
-FIRST = {case.model_type: name for name, case in reversed(cases.CASES.items())}.values()
-GRADIENTS = [pytest.param(name, marks=() if name in FIRST else pytest.mark.ci) for name in cases.CASES]
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def test_what_is_wrong_with_a_folder_is_told_to_one_of_several_ranks(tmp_path: P
         load_model(tmp_path, shard=SHARD)
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference = cases.make(cases.CASES[name], tmp_path)
     model, _ = load_model(tmp_path)

@@ -107,7 +107,6 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "checkpoints" / "step_00000004" / "model.safetensors")
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     """Bitwise with as many, up to rounding with others, from what one process and what several wrote."""
     run, kept = tmp_path / "run", tmp_path / "kept"
