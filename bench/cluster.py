@@ -90,11 +90,12 @@ def speed(steps: int, workers: int, init: str) -> dict[str, Any]:
 
 
 def samplers() -> list[psutil.Process]:
-    """The processes of rollout workers below this one."""
+    """The processes of rollout workers below this one that are ready; Ray's titles say what each is doing."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            if "RolloutWorker" in " ".join(process.cmdline()):
+            title = " ".join(process.cmdline())
+            if "RolloutWorker" in title and not title.rstrip().endswith(("__init__", "load")):
                 found.append(process)
     return found
 
@@ -126,7 +127,7 @@ def samples_of(folder: str) -> Counter[tuple[Any, ...]]:
 def battery(kills: int, workers: int, steps: int, init: str) -> dict[str, Any]:
     """Kill random workers of a run; compare its weights and samples with those of an undisturbed run in one process.
 
-    A kill waits until no more than one worker is missing, so that it hits work, and not the same start again.
+    Kills hit workers that are ready: three that die in a row before they are end a run, as they shall.
     """
     with tempfile.TemporaryDirectory() as folder:
         alone_config = make_config(Path(folder) / "alone", steps, 0, init)
@@ -135,8 +136,7 @@ def battery(kills: int, workers: int, steps: int, init: str) -> dict[str, Any]:
 
         def kill() -> None:
             while killed[0] < kills and not is_over.wait(draw.uniform(0.2, 3.0)):
-                found = samplers()
-                if len(found) >= workers - 1:
+                if found := samplers():
                     with suppress(ProcessLookupError):
                         os.kill(draw.choice(found).pid, signal.SIGKILL)
                         killed[0] += 1
