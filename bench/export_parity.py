@@ -179,6 +179,7 @@ def row(name: str, folder: Path, to: str, dtype: str, num_prompts: int, **more: 
     print(
         f"| {name} | {to} {dtype} | {found['bytes']:,} | {found['kl']:.1e} | {found['stored']['kl']:.1e} | "
         f"{found['top1_agreement']:.1%} | {runtime.get('num_greedy_equal', '-')}/{found['num_prompts']} | "
+        f"{runtime.get('greedy_equal_to_ties', 0):.0%} | "
         f"{runtime.get('prompts_equal', 0):.0%} | {runtime.get('stops_equal', 0):.0%} | {found['verdict']} |",
         flush=True,
     )
@@ -267,7 +268,8 @@ def why(dtype: str, num_prompts: int) -> None:
         "its weights as f32 in llama.cpp, beside our engine": exact["runtime"],
     }.items():
         count = f"{row['num_greedy_equal']}/{found['num_prompts']}"
-        print(f"| {dtype}: {name} | {row['kl']:.1e} | {count} |", flush=True)
+        ties = f"{row['greedy_equal_to_ties']:.0%}"
+        print(f"| {dtype}: {name} | {row['kl']:.1e} | {count} | {ties} |", flush=True)
 
 
 def main() -> None:
@@ -282,13 +284,13 @@ def main() -> None:
     torch.set_num_threads(1)
     program.PROMPTS = tuple(question for question, _ in texts(60))[: options.prompts]
     if options.why:
-        for dtype in ("q8_0", "bf16"):
+        for dtype in ("q8_0", "bf16", "f16"):
             why(dtype, options.prompts)
         return
     print(
-        "| model | export | bytes | KL | KL of rounding | top-1 | greedy equal | prompts | stops | verdict |"
+        "| model | export | bytes | KL | KL of rounding | top-1 | greedy equal | to near ties | prompts | stops | verdict |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     failed, is_wide = [], options.families is not None
     with tempfile.TemporaryDirectory() as scratch:
         folders = {} if is_wide else {"stories260k": STORIES}

@@ -335,6 +335,21 @@ def test_differences_of_distributions_are_the_formula_s() -> None:
     assert found["greedy_equal"] == 0
 
 
+def test_texts_that_part_at_a_near_tie_are_counted_apart() -> None:
+    likely = np.log(np.array([[0.4, 0.39, 0.21], [0.6, 0.3, 0.1]]))
+    said = [(0, 0), (0, 0), (0, 0), (0, 0)]
+    reference = parity.Reference([(1,)] * 4, [[]] * 4, said, [likely] * 4, 2)
+    theirs = [(0, 0), (1, 2), (0, 1), (0,)]  # equal; a near tie; none; only ends
+    found = parity.differences(reference, [likely] * 4, theirs, 3)
+    assert found["greedy_equal"] == 0.25
+    assert found["greedy_equal_to_ties"] == 0.5
+    assert found["first_gaps"] == [
+        pytest.approx(np.log(0.4 / 0.39), abs=1e-4),
+        pytest.approx(np.log(2), abs=1e-4),
+        None,
+    ]
+
+
 def test_failures_are_a_line_for_each_thing_that_is_not_the_same() -> None:
     limits = parity.Thresholds(kl=0.1, top1=0.9, greedy=0.5)
     good = {"kl": 0.1, "top1_agreement": 0.9, "greedy_equal": 0.5}

@@ -407,11 +407,15 @@ def _read_again(config: ExportConfig, policy: Policy, artefact: Path) -> Policy:
 def lines(report: Mapping[str, Any]) -> list[str]:
     """Return what is printed of a report."""
     asked = report["runtime"]
+    found = report["stored"] if "not_checked" in asked else asked
+    near = ""
+    if found["greedy_equal_to_ties"] > report["greedy_equal"]:
+        near = f" ({found['greedy_equal_to_ties']:.1%} up to near ties: tokens within {parity.NEAR_TIE} nats)"
     rows = [
         f"{report['to']} {report['dtype']}, {report['bytes']:,} bytes; {report['num_prompts']} prompts, checked by "
         f"{report['checked_by']}",
         f"  KL {report['kl']:.2e} nats a token, same top token {report['top1_agreement']:.1%}, equal greedy text "
-        f"{report['greedy_equal']:.1%}",
+        f"{report['greedy_equal']:.1%}" + near,
     ]
     if "not_checked" in asked:
         rows.append(f"  not checked in its own runtime: {asked['not_checked']}")
