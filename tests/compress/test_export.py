@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from whet.compress.export import export as program
-from whet.compress.export import gguf, parity, runtimes
+from whet.compress.export import gguf, importance, parity, runtimes
 from whet.compress.export.export import ExportConfig, export, main, next_steps
 from whet.compress.export.prompt import go_template, whole_template
 from whet.compress.export.vocabulary import CONTROL, express
@@ -279,8 +279,10 @@ def test_what_llama_cpp_has_not_is_refused() -> None:
         gguf.architecture(replace(SHAPE, is_reward=True))
     with pytest.raises(UserError, match="olmo2 model is not written here"):
         gguf.architecture(replace(SHAPE, source='{"model_type": "olmo2"}'))
-    with pytest.raises(ValueError, match="imatrix"):
-        config(STORIES, Path("out"), "gguf", imatrix="file.dat")
+    with pytest.raises(ValueError, match="no such file"):
+        config(STORIES, Path("out"), "gguf", dtype="q4_k_m", imatrix="file.dat")
+    with pytest.raises(ValueError, match="below 8 bits only"):
+        config(STORIES, Path("out"), "gguf", imatrix="auto")
 
 
 @needs_gguf
@@ -310,6 +312,70 @@ def test_llama_cpp_answers_as_stories260k(tmp_path: Path) -> None:
     assert report["kl"] < 1e-9
     assert report["greedy_equal"] == 1.0
     assert "PARAMETER stop" in (tmp_path / "out/Modelfile").read_text()
+
+
+@needs_gguf
+def test_importance_is_the_mean_square_of_a_matrix_s_inputs(tmp_path: Path) -> None:
+    policy = make(replace(SHAPE, num_layers=1, rope_scaling=None))
+    prompts = [(5, 6, 7), (9, 8)]
+    found = importance.measure(policy, prompts, 4)
+    tokens = [*prompts[0], *prompts[1]]
+    for ids, said in zip(prompts, parity.greedy(policy, prompts, 4), strict=True):
+        assert len(said) >= 1
+        tokens += said
+        del ids
+    parameters = {name: p.detach().double() for name, p in policy.model.named_parameters()}
+    x = parameters["model.embed_tokens.weight"][tokens]
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + SHAPE.norm_eps)
+    want = (x * parameters["model.layers.0.input_layernorm.weight"]).square().mean(0)
+    for part in "qkv":
+        np.testing.assert_allclose(found[f"blk.0.attn_{part}.weight"], want, rtol=1e-5)
+    assert found.keys() == {
+        *(f"blk.0.attn_{part}.weight" for part in ("q", "k", "v", "output")),
+        *(f"blk.0.ffn_{part}.weight" for part in ("gate", "up", "down")),
+        "token_embd.weight",  # the head, tied
+    }
+    importance.write(found, tmp_path / "imatrix.gguf")
+    again = importance.read(tmp_path / "imatrix.gguf")
+    assert all(np.array_equal(again[name], values) for name, values in found.items())
+    shapes = {label: tensor.shape for label, tensor in gguf.tensors(policy.model)}
+    importance.check(found, shapes, "here")
+    for change, words in (
+        ({"blk.7.attn_q.weight": want.numpy()}, "no matrix of this model"),
+        ({"blk.0.attn_q.weight": want.numpy()[1:]}, "has 31 numbers, expected 32"),
+        ({"blk.0.attn_q.weight": want.numpy() * np.nan}, "not finite"),
+    ):
+        with pytest.raises(UserError, match=words):
+            importance.check(found | change, shapes, "here")
+    (tmp_path / "text").write_text("no GGUF")
+    with pytest.raises(UserError, match="not a readable GGUF file"):
+        importance.read(tmp_path / "text")
+
+
+@needs_llama
+def test_fewer_bits_by_llama_cpp_s_quantiser(tmp_path: Path) -> None:
+    shape = replace(SHAPE, hidden_size=256, intermediate_size=288, head_dim=64, num_layers=1)
+    make(shape).save(tmp_path / "wide")
+    errors = {}
+    for name in ("", "auto", "one"):
+        weights = tmp_path / "one.gguf"
+        if name == "one":  # of each row of q_proj the first 16 inputs alone matter
+            spiked = np.where(np.arange(256) < 16, 1.0, 1e-6).astype(np.float32)
+            importance.write({"blk.0.attn_q.weight": spiked}, weights)
+        given = str(weights) if name == "one" else name
+        settings = config(tmp_path / "wide", tmp_path / f"q4{name}", "gguf", dtype="q4_k_m", imatrix=given)
+        report = export(settings)
+        assert report["checked_by"].startswith("llama-cpp-python")
+        assert report["runtime"]["prompts_equal"] == 1.0
+        assert any("Q4_K" in note for note in report["notes"])
+        assert any("blocks of 256 do not fill" in note for note in report["notes"])  # 288 inputs of down_proj
+        # The runtime multiplies the weights that are stored, and rounds their inputs to 8 bits.
+        assert report["runtime"]["kl"] < 2 * report["stored"]["kl"] + 1e-3
+        model = load_policy(PolicyConfig(init=str(tmp_path / "wide"), device="cpu"), seed=0).model
+        label = "model.layers.0.self_attn.q_proj.weight"
+        stored = gguf.read_back(tmp_path / f"q4{name}/model.gguf", model)[label]
+        errors[name] = (stored - model.get_parameter(label)).detach()[:, :16].square().mean().item()
+    assert errors["one"] < 0.85 * errors[""]
 
 
 def test_what_rounding_alone_does_is_told_from_what_the_runtime_adds(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -95,6 +96,7 @@ TOP = {
     "transformer.ln_f.weight": "output_norm.weight",
     "transformer.ln_f.bias": "output_norm.bias",
 }
+EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 TABLES = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight")
 LAYER = {
     "self_attn.q_proj": "attn_q",
@@ -367,6 +369,28 @@ def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
             tensor = neighbours(tensor, config.head_dim)
         tensor = _scaled(part, tensor, config, arch)
         yield f"blk.{layer}.{names[part]}.{end}", tensor
+
+
+def labels(model: LanguageModel) -> dict[str, str]:
+    """Return GGUF's names of a model's matrices by whet's; experts' and what is joined to another one are left out."""
+    arch = architecture(model.config)
+    names = LAYER | (SANDWICHED if arch.has_sandwich else {})
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        if name in TOP:
+            found[name] = TOP[name]
+            continue
+        layer, part, end = _split(name)
+        is_joined = arch.name in FUSED and part == "mlp.gate_proj"
+        if parameter.dim() == 2 and part in names and not is_joined:
+            found[name] = f"blk.{layer}.{names[part]}.{end}"
+    return found
+
+
+def stored_types(path: Path) -> dict[str, int]:
+    """Count a file's matrices by their type."""
+    reader = import_gguf().GGUFReader(str(path))
+    return dict(Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1))
 
 
 def _split(name: str) -> tuple[int, str, str]:
