@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from whet.compress.export import export as program
 from whet.compress.export import gguf, importance, parity, runtimes
 from whet.compress.export.export import ExportConfig, export, main, next_steps
-from whet.compress.export.prompt import go_template, whole_template
+from whet.compress.export.prompt import go_template, modelfile, whole_template
 from whet.compress.export.vocabulary import CONTROL, express
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.config import ModelConfig, RopeScaling
@@ -192,6 +192,67 @@ def test_one_template_writes_the_whole_prompt(schema: str, place: str) -> None:
         prefix = policy.schema.generation_prefix
         assert '{{ if eq .Role "user" }}<user>{{ .Content }}\n{{ end }}' in go
         assert go.endswith(f"<assistant>{prefix}")
+
+
+def ollama_reads(text: str) -> list[tuple[str, str]]:
+    """Read a Modelfile as Ollama's parser/parser.go does: no escapes, and a value that begins with quotes ends at the
+    first blank after its closing ones."""
+
+    def unquoted(value: str) -> str | None:
+        for quotes in ('"""', '"'):
+            if value.startswith(quotes):
+                ends = value.endswith(quotes) and len(value) >= 2 * len(quotes)
+                return value[len(quotes) : -len(quotes)] if ends else None
+        return value
+
+    found: list[tuple[str, str]] = []
+    rest = text
+    while rest := rest.lstrip():
+        name, _, rest = rest.partition(" ")
+        if name == "PARAMETER":
+            name, _, rest = rest.partition(" ")
+        assert name in {
+            "FROM",
+            "TEMPLATE",
+            "SYSTEM",
+            "stop",
+            "num_ctx",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+        }
+        places = (
+            at for at, letter in enumerate(rest) if letter == "\n" and unquoted(rest[:at].strip()) is not None
+        )
+        end = next(places)
+        found.append((name, unquoted(rest[:end].strip()) or ""))
+        rest = rest[end:]
+    return found
+
+
+def test_ollama_reads_back_what_the_modelfile_holds() -> None:
+    policy = make()
+    policy.schema = replace(
+        policy.schema, instruction='Say "yes".\n\n{{ Think }} first.', instruction_in="system"
+    )
+    policy.stop_strings = ("\n\n", 'say "no"', "\\n", '"', 'three """ quotes')
+    policy.tokenizer = policy.tokenizer.with_template(
+        '{% for m in messages %}""" {{ m[\'role\'] }}: {{ m[\'content\'] }}{{ "{{" }}\n{% endfor %}'
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    text, notes = modelfile(policy, "model.gguf", 512, {"temperature": 0.7})
+    read = ollama_reads(text)
+    assert read[0] == ("FROM", "./model.gguf")
+    assert dict(read)["SYSTEM"] == policy.schema.system_prompt
+    assert [value for name, value in read if name == "stop"][:4] == ["\n\n", 'say "no"', "\\n", '"']
+    assert ("num_ctx", "512") in read
+    assert ("temperature", "0.7") in read
+    assert any("three quotes" in note for note in notes)
+    template = dict(read)["TEMPLATE"]
+    assert template == go_template(policy)[0]
+    written = template.replace('{{ "{{" }}', "{{").replace('{{ "\\"\\"\\"" }}', '"""')
+    assert '{{ if eq .Role "user" }}""" user: {{ .Content }}{{\n{{ end }}' in written
 
 
 def test_neighbouring_channels_turn_as_halves_did() -> None:
