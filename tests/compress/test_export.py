@@ -196,7 +196,7 @@ def test_one_template_writes_the_whole_prompt(schema: str, place: str) -> None:
 
 def ollama_reads(text: str) -> list[tuple[str, str]]:
     """Read a Modelfile as Ollama's parser/parser.go does: no escapes, and a value that begins with quotes ends at the
-    first blank after its closing ones."""
+    end of a line after its closing ones."""
 
     def unquoted(value: str) -> str | None:
         for quotes in ('"""', '"'):
@@ -238,7 +238,7 @@ def test_ollama_reads_back_what_the_modelfile_holds() -> None:
     )
     policy.stop_strings = ("\n\n", 'say "no"', "\\n", '"', 'three """ quotes')
     policy.tokenizer = policy.tokenizer.with_template(
-        '{% for m in messages %}""" {{ m[\'role\'] }}: {{ m[\'content\'] }}{{ "{{" }}\n{% endfor %}'
+        '{% for m in messages %}{{ m[\'role\'] }}: {{ m[\'content\'] }}{{ "{{" }}"""\n{% endfor %}'
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     text, notes = modelfile(policy, "model.gguf", 512, {"temperature": 0.7})
@@ -252,7 +252,7 @@ def test_ollama_reads_back_what_the_modelfile_holds() -> None:
     template = dict(read)["TEMPLATE"]
     assert template == go_template(policy)[0]
     written = template.replace('{{ "{{" }}', "{{").replace('{{ "\\"\\"\\"" }}', '"""')
-    assert '{{ if eq .Role "user" }}""" user: {{ .Content }}{{\n{{ end }}' in written
+    assert '{{ if eq .Role "user" }}user: {{ .Content }}{{"""\n{{ end }}' in written
 
 
 def test_neighbouring_channels_turn_as_halves_did() -> None:
