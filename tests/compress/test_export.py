@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from whet.compress.export import export as program
 from whet.compress.export import gguf, importance, parity, runtimes
+from whet.compress.export import vocabulary as vocabulary_module
 from whet.compress.export.export import ExportConfig, export, main, next_steps
 from whet.compress.export.prompt import go_template, modelfile, whole_template
-from whet.compress.export.vocabulary import CONTROL, express
+from whet.compress.export.vocabulary import CONTROL, Vocabulary, express
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.config import ModelConfig, RopeScaling
 from whet.model.families import from_hf
@@ -290,6 +291,104 @@ def test_divisors_are_those_of_the_reader() -> None:
     assert divisors is not None
     assert divisors[0] == 1
     assert divisors[-1] == pytest.approx(8)
+
+
+SMALL = {"vocab_size": 258, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 10000.0}
+SMALL |= {"max_position_embeddings": 256, "rms_norm_eps": 1e-5, "initializer_range": 0.2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {
+    "type": "longrope",
+    "short_factor": [1 + i / 9 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
+}
+PHI = {
+    "model_type": "phi3",
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": LONG,
+}
+
+
+def test_scaled_ropes_go_as_divisors_or_as_llama_cpp_s_own() -> None:
+    given = gguf.metadata(from_hf(SMALL | {"model_type": "qwen2", "rope_scaling": YARN}))
+    assert given["rope.scaling.type"] == "yarn"
+    assert given["rope.scaling.factor"] == 4.0
+    assert given["rope.scaling.original_context_length"] == 64
+    assert given["rope.scaling.attn_factor"] == pytest.approx(1.0)
+    sharp = gguf.metadata(
+        from_hf(SMALL | {"model_type": "qwen3", "rope_scaling": YARN | {"attention_factor": 1.5}})
+    )
+    assert sharp["rope.scaling.attn_factor"] == pytest.approx(1.5 / (0.1 * np.log(4) + 1))
+    llama = from_hf(SMALL | {"model_type": "llama", "rope_scaling": YARN})
+    assert "rope.scaling.type" not in gguf.metadata(llama)
+    assert gguf.metadata(llama)["rope.scaling.attn_factor"] == pytest.approx(0.1 * np.log(4) + 1)
+    found = dict(gguf.tensors(build(llama)))["rope_freqs.weight"]
+    assert found.tolist() == pytest.approx(llama.block.ropes[0].divisors)
+    long = YARN | {"original_max_position_embeddings": 2048}
+    gguf.metadata(from_hf(SMALL | {"model_type": "qwen2", "rope_scaling": long}))
+    for rope in (long | {"beta_fast": 8.0}, long | {"truncate": False}):
+        with pytest.raises(UserError, match="scaling of rotary positions of the kind yarn"):
+            gguf.metadata(from_hf(SMALL | {"model_type": "qwen2", "rope_scaling": rope}))
+
+
+def build(config: ModelConfig) -> Any:
+    model = build_model(config)
+    init_weights(model, 0)
+    return model
+
+
+@needs_gguf
+def test_phi_3_has_one_tensor_of_gate_and_up_and_two_of_factors(tmp_path: Path) -> None:
+    model = build(from_hf(SMALL | PHI))
+    found = dict(gguf.tensors(model))
+    mlp = model.get_submodule("model.layers.0.mlp")
+    assert found["blk.0.ffn_up.weight"].equal(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+    assert "blk.0.ffn_gate.weight" not in found
+    for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
+        assert found[name].tolist() == pytest.approx(LONG["short_factor"])
+    facts = gguf.metadata(model.config)
+    assert facts["rope.dimension_count"] == 12
+    assert facts["context_length"] == 64  # the short factors end there
+    vocabulary = express(Tokenizer.bytes(), model.num_valid_tokens, (), "T")
+    gguf.write_gguf(model, vocabulary, tmp_path / "m.gguf", "f32", name="my-Phi-3.5")
+    again = gguf.read_back(tmp_path / "m.gguf", model)
+    assert all(again[name].equal(parameter) for name, parameter in model.named_parameters())
+    import gguf as package
+
+    name = package.GGUFReader(str(tmp_path / "m.gguf")).get_field("general.name").contents()
+    assert name == "my-phi.5"  # llama.cpp would look for Phi-3's tokens
+
+
+def test_the_name_says_that_special_tokens_take_spaces() -> None:
+    def added(text: str, index: int, *, rstrip: bool) -> dict[str, Any]:
+        return {"id": index, "content": text, "special": True, "rstrip": rstrip, "lstrip": False}
+
+    tokens = [added(text, i, rstrip=False) for i, text in enumerate(("<unk>", "<s>", "<|endoftext|>"))]
+    tokens += [added("</s>", 3, rstrip=True), added("<|user|>", 4, rstrip=True)]
+    assert vocabulary_module._strips({"added_tokens": tokens})
+    assert not vocabulary_module._unstripped({"added_tokens": tokens}, True)
+    other = [*tokens[:4], added("<|user|>", 4, rstrip=False)]
+    assert not vocabulary_module._strips({"added_tokens": other})
+    assert "'</s>'" in vocabulary_module._unstripped({"added_tokens": other}, False)[0]
+    assert Vocabulary(facts={}, strips=True).model_name("mini") == "phi-3 mini"
+
+
+@needs_llama
+@pytest.mark.parametrize(
+    "shape",
+    [PHI, {"model_type": "qwen2", "rope_scaling": YARN}, {"model_type": "llama", "rope_scaling": YARN}],
+)
+def test_llama_cpp_turns_scaled_ropes_as_we_do(shape: dict[str, Any], tmp_path: Path) -> None:
+    model = build(from_hf(SMALL | shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    Policy(model.eval(), Tokenizer.bytes(), SCHEMAS["none"]).save(tmp_path / "phi3")
+    report = export(config(tmp_path / "phi3", tmp_path / "out", "gguf", dtype="f32"))
+    assert report["verdict"] == "passed"
+    assert report["kl"] < 1e-9
 
 
 def test_sentencepiece_scores_give_the_tokenizer_s_own_ids() -> None:
