@@ -136,6 +136,7 @@ def _dpo(base: Path, out: Path, layout: ParallelConfig, **changes: Any) -> None:
         for b in range(3, 6)
     ]
     if not pairs.exists():
+        pairs.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError), pairs.open("x") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     settings: dict[str, Any] = {

@@ -756,7 +756,13 @@ def write_files(folder: Path, problems: Any) -> None:
     save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("program", BASES)
+# Those of training take a tiny run for each of some 200 fields: over a minute.
+LONG = ("rl", "sft", "dpo")
+
+
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=[pytest.mark.ci] * (name in LONG)) for name in BASES]
+)
 def test_every_field_has_an_effect_or_is_refused(program: str, work: Path) -> None:
     bench = Bench(program, work)
     assert bench.base({}).differs(run(program, bench.config({}))) == []  # or every flip would have an effect

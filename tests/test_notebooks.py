@@ -77,7 +77,7 @@ def test_every_cell_of_the_python_notebook_runs(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "python_api" / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_both_notebooks_run_one_after_the_other(tmp_path: Path) -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -97,7 +97,7 @@ def test_both_notebooks_run_one_after_the_other(tmp_path: Path) -> None:
         assert f"level {level}: {value['mean']:.1%}" in second
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_python_notebook_teaches_a_model_and_measures_it(tmp_path: Path) -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -121,7 +121,7 @@ def test_the_python_notebook_teaches_a_model_and_measures_it(tmp_path: Path) -> 
     assert (folder / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_notebook_of_adapters_teaches_two_skills_and_exports_one(tmp_path: Path) -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -286,6 +286,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("few_problems")
+@pytest.mark.ci
 def test_selected_layers_beat_all_nf4_at_equal_bytes(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,7 +148,7 @@ MORE: dict[str, RLConfig | SFTConfig] = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, *MORE])
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.ci) for name in MORE)])
 def test_prediction_is_within_a_tenth_of_what_is_alive(name: str) -> None:
     check((CASES | MORE)[name])
 

@@ -42,8 +42,8 @@ def run(*command: str, **variables: str) -> str:
 @pytest.mark.parametrize(
     ("chosen", "count"),
     [
-        pytest.param("not models_head", 45, id="kernels"),
-        pytest.param("models_head", 1, id="model", marks=pytest.mark.slow),
+        pytest.param("not models_head", 45, id="kernels", marks=pytest.mark.ci),
+        pytest.param("models_head", 1, id="model", marks=pytest.mark.ci),
     ],
 )
 def test_in_the_interpreter(chosen: str, count: int) -> None:
@@ -54,7 +54,7 @@ def test_in_the_interpreter(chosen: str, count: int) -> None:
     assert int(summary.split()[0]) >= count
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.ci
 def test_kernels_compile_for_hopper(dtype: str, tmp_path: Path) -> None:
     printed = run(str(HERE / "compile_for_hopper.py"), dtype, TRITON_CACHE_DIR=str(tmp_path))

@@ -15,7 +15,7 @@ from whet.train.rl import train as train_rl
 from whet.train.sft import train as train_sft
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("tools", "low", "high"), [((), 0.9, 1.0), (("none",), 0.0, 0.3)])
 def test_with_and_without_the_calculator(

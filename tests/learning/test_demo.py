@@ -94,7 +94,7 @@ def check_qlora(start: Path, out: Path) -> None:
     assert result.metrics["pass@1"].mean >= 0.93  # 97.5 % of 512 x 16; this sample's standard error is 1 %
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(1200)
 def test_reinforcement_lifts_accuracy(tmp_path: Path) -> None:
     folder = tmp_path / "demo"

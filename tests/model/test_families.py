@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.cache import CacheSize, KVCache
@@ -31,12 +35,14 @@ from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.config import options
 from whet.model.families import FAMILIES, WRAPPERS, from_hf
 from whet.model.text.tokenizer import Tokenizer
-from whet.model.weights import as_reward_model, load_model, resize_vocabulary, save_model
+from whet.model.weights import as_reward_model, load_model, load_shares, resize_vocabulary, save_model
+from whet.ranks.collectives import is_share
+from whet.ranks.fsdp import ParallelConfig, local, rows_of
 from whet.schema import ResponseSchema
 from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import rl, sft
-from whet.train.optim.step import OptimConfig
+from whet.train.optim.step import OptimConfig, shard_layers
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
 from whet.types import UserError
@@ -44,7 +50,12 @@ from whet.types import UserError
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+# The first case of a model type in `make test`; what the others differ in, .ci/run sees.
+FIRST = {case.model_type: name for name, case in reversed(cases.CASES.items())}.values()
+EVERY = [pytest.param(name, marks=() if name in FIRST else pytest.mark.ci) for name in cases.CASES]
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_a_family(name: str, tmp_path: Path) -> None:
     """Load, compare, generate, train, save: a family's line of docs/models.md is what comes out."""
     line = cases.measure(name, tmp_path)
@@ -77,7 +88,7 @@ def test_sizes_that_the_kernels_decline_have_a_ratio_of_1(
 
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt_oss"])
-@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("threads", [2, pytest.param(3, marks=pytest.mark.ci)])
 def test_any_number_of_threads_has_a_ratio_of_1(name: str, threads: int, tmp_path: Path) -> None:
     wide = {"intermediate_size": 544}  # so that element-wise operations take several threads
     cases.make(replace(cases.CASES[name], config=cases.CASES[name].config | wide), tmp_path)
@@ -89,12 +100,68 @@ def test_any_number_of_threads_has_a_ratio_of_1(name: str, threads: int, tmp_pat
         torch.set_num_threads(before)
 
 
-# The first case of a model type in `make test`; the others differ in what the test above shows, too.
-FIRST = {case.model_type: name for name, case in reversed(cases.CASES.items())}.values()
-GRADIENTS = [pytest.param(name, marks=() if name in FIRST else pytest.mark.ci) for name in cases.CASES]
+@contextmanager
+def as_the_last_of_three() -> Iterator[None]:
+    """Be one of several ranks, of which the others are not there: nothing may be exchanged.
+
+    Always the same one: PyTorch keeps the first mesh of a shape, with this process's place in it.
+    """
+    torch.distributed.init_process_group("fake", rank=2, world_size=3, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+SHARD = partial(shard_layers, config=ParallelConfig(kind="fsdp"), device=torch.device("cpu"))
+
+
+def check_shares(folder: Path) -> None:
+    """Load a folder as one of several ranks does, and compare its rows with the whole model's."""
+    whole, _ = load_model(folder)
+    with as_the_last_of_three():
+        model, _ = load_model(folder, shard=SHARD)
+        found = {name: (parameter, local(parameter)) for name, parameter in model.named_parameters()}
+        for name, expected in whole.named_parameters():
+            parameter, share = found[name]
+            assert is_share(parameter)
+            assert parameter.requires_grad == expected.requires_grad
+            assert torch.equal(share, expected.detach()[rows_of(parameter)]), name
+            assert 3 * share.numel() <= expected.numel() or len(expected) < 3, name
+            share.zero_()
+        load_shares(model, folder)
+        for name, (parameter, share) in found.items():
+            assert torch.equal(share, whole.get_parameter(name).detach()[rows_of(parameter)]), name
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_rank_reads_its_own_rows(name: str, tmp_path: Path) -> None:
+    cases.make(cases.CASES[name], tmp_path)
+    check_shares(tmp_path)
+
+
+def test_what_is_wrong_with_a_folder_is_told_to_one_of_several_ranks(tmp_path: Path) -> None:
+    cases.make(cases.CASES["llama"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for change, text in (
+        ({name: tensors[name][:-1].clone()}, f"tensor '{name}' has shape"),
+        ({name: tensors[name].to(torch.int32)}, f"tensor '{name}' is torch.int32, expected floats"),
+        ({"model.more.weight": tensors[name].clone()}, "unexpected tensor 'model.more.weight'"),
+        ({name: None}, f"1 tensors are missing, the first is '{name}'"),
+    ):
+        changed = {key: tensor for key, tensor in (tensors | change).items() if tensor is not None}
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with as_the_last_of_three(), pytest.raises(UserError, match=re.escape(text)):
+            load_model(tmp_path, shard=SHARD)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tied = cases.stored_config(tmp_path) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(tied))
+    with as_the_last_of_three(), pytest.raises(UserError, match="ties the head to the embeddings"):
+        load_model(tmp_path, shard=SHARD)
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference = cases.make(cases.CASES[name], tmp_path)
     model, _ = load_model(tmp_path)
@@ -492,6 +559,7 @@ def test_experts_in_mxfp4_are_read_as_transformers_unpacks_them(tmp_path: Path) 
     for name, tensor in expected.items():
         assert torch.equal(model.get_parameter(name), tensor.float()), name
         reference.get_parameter(name).data.copy_(tensor.float())
+    check_shares(tmp_path)
     assert cases.check_load(reference, model) < cases.CLOSE
     assert cases.check_save(model, tmp_path / "ours") < cases.CLOSE
     assert "quantization_config" not in cases.stored_config(tmp_path / "ours")

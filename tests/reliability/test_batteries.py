@@ -25,7 +25,7 @@ def run_battery(name: str, *options: str, tmp_path: Path) -> tuple[int, list[dic
     return done.returncode, rows, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_killed_runs_end_bitwise_as_the_one_that_was_not(tmp_path: Path) -> None:
     status, trials, output = run_battery("kill", "--trials", "6", "--only", "sft,rl stale", tmp_path=tmp_path)
     assert status == 0, output

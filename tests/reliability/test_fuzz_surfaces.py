@@ -42,6 +42,7 @@ def test_hostile_input_of_the_slow_surfaces(tmp_path: Path) -> None:
         assert fuzz("--trials", "15", "--seed", "7", "--surface", name, out=tmp_path)[0] == 0
 
 
+@pytest.mark.ci
 def test_each_kind_of_harm_is_seen_and_kept(tmp_path: Path) -> None:
     status, found = fuzz("--surface", "self-test", "--trials", "6", out=tmp_path)
     assert status == 1

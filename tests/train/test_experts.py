@@ -130,7 +130,10 @@ def rows(folder: Path, stage: str = "rl") -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("contrary")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.ci] * (name not in ("async", "balanced"))) for name in SETTINGS],
+)
 def test_runs_take_the_samplers_experts_and_resume_exactly(
     name: str, mixture: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,13 @@ def test_the_ratio_is_exactly_one(
         assert 0 < row["rl/entropy"] < 3
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.ci] * (name not in ("async", "minibatches")))
+        for name in SETTINGS
+    ],
+)
 def test_runs_keep_their_sets_and_resume_exactly(
     name: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,16 +24,25 @@ from whet.train.optim.step import OptimConfig
 from whet.train.sft import train_step
 
 DOUBLE, WIDE = torch.float64, 10**6
+RARE = [
+    name for name in scene.CASES if name not in matrix.SINGLE and name not in ("reinforce", "2 x 2 updates")
+]
+"""Variants of which .ci/run has the cells."""
 CELLS = [
-    *(pytest.param(name, DOUBLE, id=f"{name}-float64") for name in scene.CASES),
+    *(
+        pytest.param(name, DOUBLE, id=f"{name}-float64", marks=[pytest.mark.ci] * (name in RARE))
+        for name in scene.CASES
+    ),
     *(pytest.param(name, torch.float32, id=f"{name}-float32") for name in matrix.SINGLE),
 ]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[matrix.Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[matrix.Ranks]:
     """Two processes that start with the first test; whoever asks for their outcomes waits for their end."""
-    both = matrix.Ranks(tmp_path_factory.mktemp("ranks"), list(scene.CASES), matrix.SINGLE)
+    has_rare = request.config.getoption("--ci") or request.config.getoption("--slow")
+    names = [name for name in scene.CASES if has_rare or name not in RARE]
+    both = matrix.Ranks(tmp_path_factory.mktemp("ranks"), names, matrix.SINGLE)
     yield both
     both.stop()
 

@@ -286,6 +286,7 @@ def test_parts_cover_a_tensor_that_is_no_multiple_of_anything(monkeypatch: pytes
         torch.testing.assert_close(second.sqrt(), x[part], rtol=0, atol=0.01)
 
 
+@pytest.mark.ci
 def test_eight_bits_learn_as_float32_does() -> None:
     config = replace(FREE, beta2=0.999, lr=1e-3, max_grad_norm=1.0, weight_decay=0.0)
     curves = []

@@ -204,7 +204,12 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+OFTEN = ("critic", "staleness", "refill_kl")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name not in OFTEN)) for name in RESUMED]
+)
 def test_resume_is_exact(
     name: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +107,6 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "checkpoints" / "step_00000004" / "model.safetensors")
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     """Bitwise with as many, up to rounding with others, from what one process and what several wrote."""
     run, kept = tmp_path / "run", tmp_path / "kept"
@@ -293,3 +294,83 @@ def test_the_ratio_is_exactly_one_however_weights_are_gathered(tmp_path: Path) -
     assert whole == run_ranks(2, sampled, str(tmp_path / "layer"), "layer")
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [row["rl/ratio_drift"] for row in rows if "rl/loss" in row] == [0.0, 0.0]
+
+
+LOAD = """
+import json, struct, sys
+from functools import partial
+from pathlib import Path
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from whet.model.config import ModelConfig
+from whet.model.families import to_hf
+from whet.model.weights import build_model, load_model
+from whet.ranks.fsdp import ParallelConfig
+from whet.train.optim.step import shard_layers
+
+folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+shape = ModelConfig(**json.loads(sys.argv[3]))
+with torch.device("meta"):
+    model = build_model(shape)
+folder.mkdir(parents=True)
+(folder / "config.json").write_text(json.dumps(to_hf(shape, bos_id=None, eos_ids=(), dtype="bfloat16")))
+files = {}  # one for each layer, and one for the rest
+for name, parameter in model.named_parameters():
+    file = "layer_" + name.split(".")[2] if ".layers." in name else "rest"
+    files.setdefault(file + ".safetensors", {})[name] = parameter
+for file, parameters in files.items():
+    header, end = {}, 0
+    for name, parameter in parameters.items():
+        size = 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / file).open("wb") as opened:  # all zeros, which take no disk
+        opened.write(struct.pack("<Q", len(text)) + text)
+        opened.truncate(8 + len(text) + end)
+index = {name: file for file, parameters in files.items() for name in parameters}
+(folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+
+
+shard = None
+if ranks > 1:
+    torch.distributed.init_process_group("fake", rank=ranks // 2, world_size=ranks, store=FakeStore())
+    config = ParallelConfig(kind="fsdp")
+    with torch.device("meta"):  # what PyTorch imports for it is not counted
+        shard_layers(build_model(ModelConfig(num_layers=1)), config, torch.device("cpu"))
+    shard = partial(shard_layers, config=config, device=torch.device("cpu"))
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+load_model(folder, shard=shard)
+print(json.dumps({"weights": 4 * sum(p.numel() for p in model.parameters()), "peak": status("VmHWM") - before}))
+"""
+
+
+def peak_of_loading(folder: Path, ranks: int, shape: dict[str, int]) -> tuple[int, int]:
+    """Return the bytes of a model in float32 and the most that one of some ranks holds while it loads it."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(folder), str(ranks), json.dumps(shape)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return found["weights"], found["peak"]
+
+
+def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
+    """Its rows in float32, what it reads of the file, and little more; the whole takes one process all of it."""
+    shape = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 4096, "num_layers": 6}
+    shape |= {"num_heads": 16, "num_kv_heads": 8, "head_dim": 64}
+    weights, peak = peak_of_loading(tmp_path / "one", 1, shape)
+    assert weights > 400e6
+    assert peak > weights
+    weights, peak = peak_of_loading(tmp_path / "eighth", 8, shape)
+    assert weights / 8 < peak < 1.5 * weights / 8 + 32e6

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -580,6 +580,7 @@ def load_policy(
     is_reward: bool = False,
     weights: bool = True,
     several: bool = False,
+    shard: Callable[..., None] | None = None,
 ) -> Policy:
     """Load or create model, tokenizer and protocol. An adapter's tokenizer and protocol take precedence over its
     base's.
@@ -598,6 +599,9 @@ def load_policy(
         weights: False for the prompts alone: the model has its shape and no memory.
         several: Take adapters by name (`Policy.named`), where the config names them: the caller chooses one for each
             request.
+        shard: Deals a model without memory out over the ranks (called with the model, and `device`); each rank then
+            reads its own rows. Not used, and the model is returned whole, where it is not what a folder has: adapters
+            that stand beside it already, added vocabulary, a new head, matrices in few bits.
 
     Returns:
         The policy, on its device.
@@ -644,6 +648,8 @@ def load_policy(
                 f"policy.quantize = {config.quantize}: the adapter was trained beside {rounded} matrices; leave it out"
             )
         kind = None if rounded == "none" else rounded
+        if shard is not None and adapter is None and not config.tags_as_tokens and not is_reward:
+            kinds["shard"] = partial(shard, device=device)
         model, _ = load_model(folder, is_reward=None if is_reward else False, quantize=kind, **kinds)
         if adapter is not None:
             if merge:

@@ -22,6 +22,7 @@ from whet.model.config import ModelConfig
 from whet.model.families import RopeFactors, from_hf, is_packed, quant_method, to_hf
 from whet.model.files import CONVERTED, check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
+from whet.model.lora.side import sides_of
 from whet.model.quant import (
     FULL,
     QUANTIZATION,
@@ -43,6 +44,8 @@ from whet.model.quant import (
     quantize as quantize_matrices,
 )
 from whet.model.transformer import LanguageModel, LlamaLike
+from whet.ranks.collectives import is_share
+from whet.ranks.fsdp import local, rows_of
 from whet.storage.commit import MANIFEST
 from whet.telemetry.provenance import no_run
 from whet.types import UserError
@@ -262,6 +265,7 @@ def load_model(
     is_reward: bool | None = False,
     rope_factors: RopeFactors = "auto",
     quantize: Kind | None = None,
+    shard: Callable[[LanguageModel], None] | None = None,
 ) -> tuple[LanguageModel, ModelConfig]:
     """Load a model folder, strictly: every parameter once, every shape as configured.
 
@@ -272,6 +276,8 @@ def load_model(
         is_reward: Whether a reward model is expected, or a language model; None for either.
         rope_factors: Of ropes that change with the length of sequences; auto takes those of the folder, else short.
         quantize: Round the layers' matrices to 4 or 8 bits, each as soon as it is read; None leaves them.
+        shard: Deals the model out over the ranks while it has no memory yet; this rank then reads its rows alone.
+            Matrices in few bits are read whole, and the model is returned as it is.
 
     Returns:
         The model in evaluation mode and its configuration.
@@ -294,31 +300,23 @@ def load_model(
         raise UserError(f"{folder / 'config.json'}: {what}, as a table with a row for each is made; lower it")
     with torch.device("meta"):
         model = build_model(config)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    loaded = _Loaded(shapes, config, dtype, torch.device(device), places(model), quantize)
+    _open_to_training(model)
+    loaded = _Loaded(model, dtype, torch.device(device), quantize)
     loaded.is_own = (folder / QUANTIZATION).is_file()
     outer = read_json(folder / "config.json")
-    is_torchao = quant_method(outer) == "torchao"
-    loaded.is_packed = loaded.is_own or (is_packed(outer) and not is_torchao)
-    for shard in _shards(folder):
-        try:
-            with safe_open(str(shard), framework="pt", device="cpu") as file:
-                if is_torchao:
-                    loaded.expect(read_torchao_metadata(file.metadata() or {}, str(shard)))
-                for stored in file.keys():  # noqa: SIM118 (safe_open has no iterator)
-                    loaded.take(stored, file, shard)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{shard}: not a readable safetensors file ({str(error)[:300]})") from None
-    loaded.finish_packs(folder)
-    missing = loaded.missing()
-    if missing:
-        raise UserError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+    loaded.is_torchao = quant_method(outer) == "torchao"
+    loaded.is_packed = loaded.is_own or (is_packed(outer) and not loaded.is_torchao)
+    if shard is not None and quantize is None and not (loaded.is_packed or loaded.is_torchao):
+        shard(model.to(dtype))
+        loaded.take_shares(model)
+    loaded.read(folder)
     if quantize is not None and loaded.is_quantized:
         raise UserError(f"{folder}: its weights are quantised already; leave policy.quantize out")
-    model.load_state_dict(loaded.tensors | dict(packed_tensors(model)), strict=True, assign=True)
-    if quantize is not None:
-        quantize_matrices(model, quantize)  # what was read in pieces
-    if loaded.head is not None and not torch.equal(loaded.head, model.head_weight):
+    if not loaded.has_shares:
+        model.load_state_dict(loaded.tensors | dict(packed_tensors(model)), strict=True, assign=True)
+        if quantize is not None:
+            quantize_matrices(model, quantize)  # what was read in pieces
+    if loaded.head is not None and not torch.equal(loaded.head, local(model.head_weight)):
         raise UserError(
             f"{folder}: config.json ties the head to the embeddings (tie_word_embeddings), but {HEAD!r} is stored with "
             "other numbers; set tie_word_embeddings to false to use it, or delete the tensor"
@@ -326,6 +324,22 @@ def load_model(
     _open_to_training(model)
     model.sampling_defaults = _sampling_defaults(folder)
     return model.eval(), config
+
+
+def load_shares(model: LanguageModel, folder: Path) -> None:
+    """Overwrite a sharded model's weights with those of a folder; each rank reads its own rows.
+
+    Args:
+        model: The model; adapters beside it are left alone.
+        folder: Of the same shape.
+
+    Raises:
+        UserError: As `load_model`.
+    """
+    check_manifest(folder)
+    loaded = _Loaded(model, model.head_weight.dtype, local(model.head_weight).device, None)
+    loaded.take_shares(model)
+    loaded.read(folder)
 
 
 def _open_to_training(model: LanguageModel) -> None:
@@ -344,39 +358,34 @@ class _Loaded:
     """Parameters as they are read.
 
     Args:
-        shapes: Of all parameters of the module.
-        config: Shape of the model.
+        model: The module that they are read for; it changes where its matrices are packed, or it is sharded.
         dtype: Their dtype.
         device: Their device.
-        homes: The matrices that can be quantised, in the module that they are loaded into.
-        quantize: Kind that those are rounded to as they are read; None for none.
+        quantize: Kind that matrices are rounded to as they are read; None for none.
 
     Attributes:
         is_own: Whether the folder is a quantised one of whet's, with its parameters' own names.
         is_packed: Whether it has quantised tensors.
+        is_torchao: Whether its files say which of their tensors are parts of torchao's.
         is_quantized: Whether packed matrices were read.
         tensors: By name; those of several stored tensors are complete when `missing` does not name them.
         head: A tied model's stored head.
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, torch.Size],
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        homes: Mapping[str, Place],
-        quantize: Kind | None,
+        self, model: LanguageModel, dtype: torch.dtype, device: torch.device, quantize: Kind | None
     ) -> None:
-        self.is_own = self.is_packed = self.is_quantized = False
-        self._homes = homes
+        self.is_own = self.is_packed = self.is_torchao = self.is_quantized = False
+        self._homes: Mapping[str, Place] = places(model)
+        self._shares: dict[str, tuple[slice, torch.Tensor]] = {}
         self._quantize: Kind | None = quantize
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self._scaled: dict[str, BlockScaled] = {}
         self._scaled_parts: dict[str, tuple[str, str]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.head: torch.Tensor | None = None
-        self._shapes, self._config, self._kind = shapes, config, {"device": device, "dtype": dtype}
+        self._shapes = {name: parameter.shape for name, parameter in _own_parameters(model)}
+        self._config, self._kind = model.config, {"device": device, "dtype": dtype}
         self._seen: set[str] = set()
         self._packed: dict[str, dict[str, torch.Tensor]] = {}
         self._counts: dict[str, int] = {}
@@ -386,6 +395,43 @@ class _Loaded:
         self._scaled |= described
         for name, kind in described.items():
             self._scaled_parts |= {kind.part_name(name, leaf): (name, leaf) for leaf in kind.leaves}
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether rows are read straight into the shares of a model."""
+        return bool(self._shares)
+
+    def take_shares(self, model: LanguageModel) -> None:
+        """Read this rank's rows alone, into its shares of a model's parameters."""
+        for name, parameter in _own_parameters(model):
+            if is_share(parameter):
+                self._shares[name] = rows_of(parameter), local(parameter)
+
+    def read(self, folder: Path) -> None:
+        """Read all files of a folder.
+
+        Raises:
+            UserError: As `load_model`.
+        """
+        for shard in _shards(folder):
+            try:
+                with safe_open(str(shard), framework="pt", device="cpu") as file:
+                    if self.is_torchao:
+                        self.expect(read_torchao_metadata(file.metadata() or {}, str(shard)))
+                    for stored in file.keys():  # noqa: SIM118 (safe_open has no iterator)
+                        self.take(stored, file, shard)
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{shard}: not a readable safetensors file ({str(error)[:300]})") from None
+            except RuntimeError as error:
+                if "unable to mmap" not in str(error):
+                    raise
+                text = (
+                    "too large for this machine's memory in one file; save the model in files of some GB each"
+                )
+                raise UserError(f"{shard}: {text} ({str(error)[:300]})") from None
+        self.finish_packs(folder)
+        if missing := self.missing():
+            raise UserError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
 
     def take(self, stored: str, file: Any, shard: Path) -> None:
         """Read one stored tensor; UserError names the shard."""
@@ -403,7 +449,8 @@ class _Loaded:
             if part[0] in self._scaled and len(held) == len(self._scaled[part[0]].leaves):
                 self._place_scaled(part[0], self._parts.pop(part[0]), shard)
             return
-        self._place(stored, file.get_slice(stored).get_shape(), lambda: file.get_tensor(stored), shard)
+        pieces = file.get_slice(stored)
+        self._place(stored, pieces.get_shape(), lambda: file.get_tensor(stored), shard, pieces)
 
     def _place_scaled(self, stored: str, parts: Mapping[str, torch.Tensor], source: Path) -> None:
         """Put a matrix of torchao's where it belongs: in 8 bits if it is of a kind of ours, else dense."""
@@ -422,7 +469,12 @@ class _Loaded:
         self._place(stored, found.shape, lambda: found, source)
 
     def _place(
-        self, stored: str, shape: Sequence[int], read: Callable[[], torch.Tensor], source: Path
+        self,
+        stored: str,
+        shape: Sequence[int],
+        read: Callable[[], torch.Tensor],
+        source: Path,
+        pieces: Any = None,
     ) -> None:
         """Put a dense tensor where it belongs; it is read only if it does.
 
@@ -431,6 +483,7 @@ class _Loaded:
             shape: Its shape.
             read: Returns it.
             source: File, for errors.
+            pieces: The same in the file, of which rows can be read; None for a tensor that is in no file.
         """
         places = (_Place(stored),) if self.is_own else _places(stored, self._config)
         what = f"{source}: tensor {stored[:80]!r}"
@@ -451,10 +504,11 @@ class _Loaded:
         got = list(shape)
         if want != got:
             raise UserError(f"{what} has shape {got}, config.json says {want}")
-        tensor = read()
-        if not tensor.is_floating_point():
-            raise UserError(f"{what} is {tensor.dtype}, expected floats")
-        tensor = tensor.to(**self._kind)
+        if self._shares:
+            assert pieces is not None, "shares are not read from quantised folders"
+            self._take_rows(places, [part[0] for part in parts], pieces, what, is_tied_head)
+            return
+        tensor = _floats(read(), what).to(**self._kind)
         if is_tied_head:
             self.head = tensor
             return
@@ -474,11 +528,43 @@ class _Loaded:
                 self.tensors[place.name] = torch.empty(self._shapes[place.name], **self._kind)
             self.tensors[place.name][place.part] = part
 
+    def _take_rows(
+        self, places: Sequence[_Place], counts: Sequence[int], source: Any, what: str, is_tied_head: bool
+    ) -> None:
+        """Copy this rank's rows of one stored tensor into its shares.
+
+        Args:
+            places: Where its rows go, one place after the other.
+            counts: Rows of each.
+            source: The tensor in its file.
+            what: The tensor, for errors.
+            is_tied_head: Whether it is what the embeddings must be equal to.
+        """
+        begin = 0
+        for place, count in zip(places, counts, strict=True):
+            own, share = self._shares[place.name]
+            if place.part:  # one expert, all of which is one row
+                number, *rest = place.part
+                assert isinstance(number, int)
+                wanted = slice(begin, begin + count if own.start <= number < own.stop else begin)
+                target = share[number - own.start, *rest] if wanted.stop > begin else share[:0]
+            else:
+                wanted, target = slice(begin + own.start, begin + own.stop), share
+            begin += count
+            rows = _floats(source[wanted], what).to(**self._kind) if wanted.stop > wanted.start else target
+            if is_tied_head:
+                self.head = rows
+                continue
+            target.copy_(rows)
+            self._seen.add(repr(place))
+            size = torch.empty(self._shapes[place.name], device="meta")[place.part].numel()
+            self._counts[place.name] = self._counts.get(place.name, 0) + size
+
     def _unpack(self, stored: str, file: Any, shard: Path) -> None:
         """Read one half of a tensor in MXFP4, and the whole when both are there."""
         name, kind = stored.rpartition("_")[::2]
         halves = self._packed.setdefault(name, {})
-        if kind in halves or name not in self._shapes or name in self.tensors:
+        if kind in halves or name not in self._shapes or name in self._counts:
             raise UserError(f"{shard}: tensor {stored[:80]!r} is unexpected, or occurs twice")
         halves[kind] = file.get_tensor(stored)
         if len(halves) < len(PACKED):
@@ -492,7 +578,12 @@ class _Loaded:
             raise UserError(
                 f"{shard}: {name[:80]!r} in MXFP4 has shape {list(blocks.shape)}, which gives no {want}"
             )
-        self.tensors[name], self._counts[name] = tensor.to(**self._kind), tensor.numel()
+        self._counts[name] = tensor.numel()
+        if self._shares:
+            own, share = self._shares[name]
+            share.copy_(tensor[own])
+        else:
+            self.tensors[name] = tensor.to(**self._kind)
 
     def finish_packs(self, folder: Path) -> None:
         """Put the packed matrices that were read in their places; UserError says what is wrong with one."""
@@ -533,6 +624,19 @@ class _Loaded:
         """Return the names of parameters that are not there, or not whole."""
         sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         return sorted(name for name, size in sizes.items() if self._counts.get(name) != size)
+
+
+def _own_parameters(model: LanguageModel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters that a model's files have, by name: all but those of adapters."""
+    beside = {id(parameter) for _, side in sides_of(model) for parameter in side.parameters()}
+    return [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in beside]
+
+
+def _floats(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Return a tensor, or refuse one that holds no floating-point numbers."""
+    if not tensor.is_floating_point():
+        raise UserError(f"{what} is {tensor.dtype}, expected floats")
+    return tensor
 
 
 PACKED = ("_blocks", "_scales")

@@ -101,6 +101,7 @@ def shard_model(
     config: ParallelConfig,
     *,
     replicated: Sequence[nn.Parameter] = (),
+    device: torch.device | None = None,
 ) -> None:
     """Shard a model's parameters over the ranks, layer by layer; all ranks hold the same weights before.
 
@@ -109,6 +110,7 @@ def shard_model(
         layers: Its layers, each of which is gathered by itself.
         config: How. Does nothing where it asks for replicas, or there is one process.
         replicated: Parameters that every rank keeps whole, such as adapters.
+        device: Where the shares of a model on the meta device are made, uninitialised; default: where the model is.
 
     Raises:
         UserError: If the ranks cannot be divided into that many groups, or there is no GPU to spare the memory of.
@@ -119,7 +121,8 @@ def shard_model(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    device = next(model.parameters()).device
+    is_empty = next(model.parameters()).device.type == "meta"
+    device = device or next(model.parameters()).device
     if world_size() % config.replicas:
         raise UserError(
             f"parallel.replicas = {config.replicas}: expected a divisor of the {world_size()} ranks"
@@ -155,6 +158,8 @@ def shard_model(
             ahead, behind = found.parts[place + 1 :], found.parts[1:place][::-1]
             part.set_modules_to_forward_prefetch(ahead[: config.prefetch])
             part.set_modules_to_backward_prefetch(behind[: config.prefetch])
+    if is_empty:
+        model.to_empty(device="cpu" if config.offload else device)
     setattr(model, SHARDING, found)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 

@@ -665,7 +665,8 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
     config = resolve_precision(config)
     policy = load_start(config)
     folder = open_folder(config, resume=resume)
-    pairs = prepare_pairs(config, policy, folder)
+    with gathered(policy.model):
+        pairs = prepare_pairs(config, policy, folder)
     held_out = [pair for pair in pairs if is_held_out(pair.uid, config.seed, config.validation_share)]
     kept = [pair for pair in pairs if not is_held_out(pair.uid, config.seed, config.validation_share)]
     if not kept:

@@ -114,17 +114,18 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
     warnings = [*audit_parts(setup), *heat_warnings(config.sampling.temperature)]
     folder = open_folder(config, resume=resume)
     write_origin(config, setup.problems, task)
-    probe = probe_policy(policy, config.sampling)
     held_out = _held_out(config, policy, task)
-    kept, notes = select_problems(
-        policy,
-        task,
-        setup.problems,
-        config.curriculum,
-        folder,
-        sampling=config.sampling,
-        seed=config.seed,
-    )
+    with gathered(policy.model):
+        probe = probe_policy(policy, config.sampling)
+        kept, notes = select_problems(
+            policy,
+            task,
+            setup.problems,
+            config.curriculum,
+            folder,
+            sampling=config.sampling,
+            seed=config.seed,
+        )
     if setup.num_left_out:
         count = len(setup.problems) + setup.num_left_out
         notes.insert(0, f"{setup.num_left_out} of {count} prompts do not fit the context; left out")

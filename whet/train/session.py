@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Protocol
@@ -28,9 +29,9 @@ from whet.model.lora.files import find_model
 from whet.model.lora.side import LoRAConfig, choose
 from whet.model.lora.trained import Base, Trained
 from whet.model.quant import QUANTIZATION, packed_parts
-from whet.model.weights import check_weights, load_model, stored_shape
+from whet.model.weights import check_weights, load_model, load_shares, stored_shape
 from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
-from whet.ranks.fsdp import ParallelConfig, fill, sharding, whole_copies
+from whet.ranks.fsdp import ParallelConfig, sharding, whole_copies
 from whet.report.markdown import write_report
 from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
@@ -42,7 +43,7 @@ from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
 from whet.telemetry.provenance import write_environment, write_provenance
 from whet.telemetry.trackers import TrackConfig, Tracking
 from whet.train.optim.safety import SafetyConfig, set_deterministic
-from whet.train.optim.step import OptimConfig, dtypes, parameter_dtype, prepare_model
+from whet.train.optim.step import OptimConfig, dtypes, parameter_dtype, prepare_model, shard_layers
 from whet.types import Group, Problem, Task, UserError
 
 
@@ -162,6 +163,8 @@ def load_trained(
         UserError: If something is missing, malformed or does not fit together.
     """
     kinds, date = dtypes(config.optim.precision), written_date(Path(config.out))
+    # What adapters of these kinds start from are whole matrices.
+    from_shares = config.parallel.kind == "fsdp" and not config.lora.dora and config.lora.init == "default"
     policy = load_policy(
         config.policy,
         seed=config.seed,
@@ -170,6 +173,7 @@ def load_trained(
         is_reward=is_reward,
         weights=weights,
         merge=not config.lora.rank,
+        shard=partial(shard_layers, config=config.parallel) if from_shares else None,
         **kinds,
     )
     if config.optim.router_aux_loss_coef and not has_experts(policy.model.config):
@@ -339,13 +343,12 @@ def restore_model(config: RunConfig, policy: Policy, resume: Resume) -> Loaded |
         if policy.trained is not None:
             policy.trained.restore(found.folder)
             return found
+        if sharding(policy.model) is not None:
+            load_shares(policy.model, found.folder)
+            return found
         dtype = parameter_dtype(config.optim.precision)
         model, _ = load_model(found.folder, dtype=dtype, is_reward=policy.model.config.is_reward)
-        if sharding(policy.model) is None:
-            policy.model.load_state_dict(model.state_dict())
-            return found
-        for name, parameter in policy.model.named_parameters():
-            fill(parameter, model.get_parameter(name))
+        policy.model.load_state_dict(model.state_dict())
     return found
 
 

@@ -13,10 +13,11 @@ from whet.algo.config import KL_COEF_RANGE, AlgoConfig, ValueConfig
 from whet.generate.policy import Policy
 from whet.generate.scoring import hidden_rows
 from whet.model.attention import AttentionKind
-from whet.model.lora.side import sides_of
+from whet.model.lora.side import sides_of, targets_of
 from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel
-from whet.ranks.fsdp import ParallelConfig, fill, local
+from whet.model.weights import build_model
+from whet.ranks.fsdp import ParallelConfig, Sharding, fill, local, sharding
 from whet.train.optim.step import OptimConfig, Optimizer, shard_layers
 from whet.types import MicroBatch
 
@@ -81,10 +82,34 @@ class Reference:
 
 
 def shared_copy(model: LanguageModel) -> LanguageModel:
-    """Copy a model with all that is trained; frozen weights are shared, those in few bits too."""
+    """Copy a model with all that is trained; frozen weights are shared, those in few bits too.
+
+    The copy of a sharded model is sharded as that is, with frozen weights of its own.
+    """
+    if (own := sharding(model)) is not None:
+        return _copy_of_shares(model, own)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     frozen += [tensor for part in packed_parts(model) for tensor in part.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in frozen})
+
+
+@torch.no_grad()
+def _copy_of_shares(model: LanguageModel, own: Sharding) -> LanguageModel:
+    """Copy a sharded model share by share: no rank ever holds the whole."""
+    with torch.device("meta"):
+        twin = build_model(model.config).to(model.head_weight.dtype)
+    for name, parameter in twin.named_parameters():
+        parameter.requires_grad_(model.get_parameter(name).requires_grad)
+    shard_layers(twin, own.config, own.device)
+    for name, parameter in twin.named_parameters():
+        fill(parameter, model.get_parameter(name))
+    places = {(place.name, place.attribute): place for place in targets_of(twin)}
+    for place, side in sides_of(model):
+        places[place.name, place.attribute].set(copy.deepcopy(side))
+    twin.num_valid_tokens, twin.sampling_defaults = model.num_valid_tokens, model.sampling_defaults
+    twin.checkpoint_layers, twin.recompute = model.checkpoint_layers, model.recompute
+    twin.loss_scale, twin.merged_adapters = model.loss_scale, model.merged_adapters
+    return twin.train(model.training)
 
 
 class Critic(torch.nn.Module):
@@ -116,8 +141,8 @@ class Critic(torch.nn.Module):
         )
         lr = LR_FACTOR * optim.lr if value.lr is None else value.lr
         self.lr_ratio = lr / optim.lr
-        shared = {id(parameter) for parameter in policy.model.parameters()}
-        self._own_names = [name for name, p in self.named_parameters() if id(p) not in shared]
+        frozen = {f"trunk.{name}" for name, p in policy.model.named_parameters() if not p.requires_grad}
+        self._own_names = [name for name, _ in self.named_parameters() if name not in frozen]
         shard_layers(self.trunk, parallel)
         self.optimizer = Optimizer(self, replace(optim, lr=lr))
 

@@ -743,15 +743,16 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
                     )
 
 
-def shard_layers(model: LanguageModel, config: ParallelConfig) -> None:
+def shard_layers(model: LanguageModel, config: ParallelConfig, device: torch.device | None = None) -> None:
     """Deal a model out over the ranks, layer by layer, where its run is to; every rank keeps all of the adapters.
 
     Args:
         model: The model; one that is sharded already is left alone.
         config: How.
+        device: Where the shares of a model without memory are made.
     """
     adapters = [parameter for _, side in sides_of(model) for parameter in side.parameters()]
-    shard_model(model, list(model.layers), config, replicated=adapters)
+    shard_model(model, list(model.layers), config, replicated=adapters, device=device)
 
 
 def _check_compiler(config: OptimConfig, device: torch.device) -> None:
