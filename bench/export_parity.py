@@ -288,7 +288,8 @@ def main() -> None:
             why(dtype, options.prompts)
         return
     print(
-        "| model | export | bytes | KL | KL of rounding | top-1 | greedy equal | to near ties | prompts | stops | verdict |"
+        "| model | export | bytes | KL | KL of rounding | top-1 | greedy equal | to near ties | prompts | stops "
+        "| verdict |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     failed, is_wide = [], options.families is not None
