@@ -1,8 +1,8 @@
 """Stand-ins for `nsys` and `ncu`: they refuse what the real ones refuse, and run the program that they are given.
 
-From the documented command lines of Nsight Systems (User Guide, "Command Line Options" and "CLI Profile Command Switch
-Options": a long option's value follows an equal sign, a short one's a space) and of Nsight Compute (CLI manual, "Command
-Line Options" and "NVTX Filtering"). Only options that a profile may use are known; any other is an error.
+From the documented command lines of Nsight Systems (User Guide: a long option has its value after an equal sign, a
+short one after a space) and of Nsight Compute (CLI manual). Only options that a profile may use are known; any other is
+an error.
 """
 
 from __future__ import annotations
