@@ -36,6 +36,7 @@ from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import rl, sft
 from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
+from whet.train.session import Stopped
 from whet.train.sft import SFTConfig
 
 PROGRAMS = {"sft": sft, "rl": rl, "eval": evaluate, "probe": probe}
@@ -379,6 +380,17 @@ def test_bad_input_is_one_line_and_makes_nothing(
     assert error.count("\n") == 1
     assert message in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_signal_ends_the_validation(
+    config: ValidateConfig, stubs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM ends a training run with its exit status once it is saved: that is no failed stage, and no next one."""
+    breaking(monkeypatch, "rl", Stopped(143))
+    status, content, _ = run(config)
+    assert status == 143
+    reasons = {item["stage"]: item["reason"] for item in content["items"] if item["reason"]}
+    assert reasons == dict.fromkeys(list(STAGES)[1:], "interrupted")
 
 
 def test_a_sources_numbers_stand_beside_ours(

@@ -33,6 +33,7 @@ from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import write_environment
 from whet.train import rl, sft
 from whet.train.rl_config import RLConfig
+from whet.train.session import Stopped
 from whet.train.sft import SFTConfig
 from whet.types import Problem, Task, UserError
 
@@ -219,6 +220,8 @@ def _run_stage(
         run()
         seconds = time.perf_counter() - began
         checks = judge_stage(stage, folder, thresholds)
+    except Stopped:  # a signal: the user's wish, and no finding; the stages after it must not start
+        raise
     except (Exception, SystemExit) as error:  # any failure of a program is a finding
         (folder / f"{stage}.error.txt").write_text(
             traceback.format_exc(), encoding="utf-8", errors="backslashreplace"
