@@ -1341,8 +1341,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ),
         (
             "mask",
-            "Packed(micro.segments, device, attention, routing)",
-            "Packed(micro.segments[:1], device, attention, routing)",
+            "Packed(micro.segments, device, attention, routing, split)",
+            "Packed(micro.segments[:1], device, attention, routing, split)",
         ),
     ],
     ("tasks/read.py", ("tests/tasks/test_read.py", "tests/tasks/test_jsonl.py")): [

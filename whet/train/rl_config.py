@@ -161,6 +161,11 @@ class RLConfig:
                 f"overlap.mode = {self.overlap.mode} with parallel.kind = fsdp: the weights are gathered for one phase "
                 "at a time; leave one out"
             )
+        if self.parallel.is_balanced and self.overlap.mode == "stream":
+            raise ValueError(
+                "overlap.mode = stream with parallel.context above 1 or parallel.balance = on: ranks deal out whole "
+                "steps, not parts; leave one out"
+            )
         self._check_cluster()
 
     def _check_cluster(self) -> None:
