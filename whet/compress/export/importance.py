@@ -43,16 +43,22 @@ def measure(policy: Policy, prompts: Sequence[tuple[int, ...]], max_new_tokens: 
         squares = x.reshape(-1, x.shape[-1])[:rows].float().square().sum(0).cpu()
         sums[label] = squares if label not in sums else sums[label] + squares
 
+    def before(label: str, _: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        add(label, given[0])
+
+    def behind(label: str, _: torch.nn.Module, __: object, out: torch.Tensor) -> None:
+        add(label, out)
+
     labels = gguf.labels(model)
     hooks = [
-        module.register_forward_pre_hook(lambda _, given, label=label: add(label, given[0]))
+        module.register_forward_pre_hook(partial(before, label))
         for name, module in model.named_modules()
         if isinstance(module, Linear | Conv1D)
         and (label := labels.get(f"{name}.weight")) not in (None, gguf.HEAD)
     ]
     last = model.get_submodule("transformer.ln_f" if model.config.family == "gpt2" else "model.norm")
     head = gguf.HEAD if gguf.HEAD in labels.values() else gguf.EMBEDDINGS
-    hooks.append(last.register_forward_hook(lambda _, __, out: add(head, out)))
+    hooks.append(last.register_forward_hook(partial(behind, head)))
     total = 0
     try:
         for ids, said in zip(prompts, greedy(policy, prompts, max_new_tokens), strict=True):
