@@ -1320,8 +1320,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ("generate/scoring.py", cases("grpo")): [
         (
             "order",
-            "hidden_ND.index_select(0, micro.source_M)",
-            "hidden_ND.index_select(0, micro.source_M + 1)",
+            "hidden_ND.index_select(0, source_M)",
+            "hidden_ND.index_select(0, source_M + 1)",
         ),
         ("factor", "            temperature=temperature,", ""),
         (

@@ -202,12 +202,12 @@ class Piece(NamedTuple):
     Attributes:
         segment: Index of the segment.
         first: First of its rows.
-        count: Rows.
+        length: Rows.
     """
 
     segment: int
     first: int
-    count: int
+    length: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

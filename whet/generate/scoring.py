@@ -69,7 +69,8 @@ def of_all_ranks(values_MX: torch.Tensor, micro: MicroBatch, *whole: torch.Tenso
     if micro.split is None:
         return values_MX
     if not len(values_MX):
-        values_MX = values_MX + 0.0 * sum(parameter.sum() for parameter in whole).to(values_MX.dtype)
+        for parameter in whole:
+            values_MX = values_MX + 0.0 * parameter.sum().to(values_MX.dtype)
     return all_tokens(values_MX, micro.source_M, micro.split)
 
 

@@ -205,7 +205,7 @@ def split(micro: MicroBatch, own: Sharing) -> MicroBatch:
 
 
 def _rows(segment: Segment, piece: Piece) -> tuple[int, int]:
-    return segment.start + piece.first, segment.start + piece.first + piece.count
+    return segment.start + piece.first, segment.start + piece.first + piece.length
 
 
 def cut(segments: Sequence[Segment], count: int, costs: Costs) -> list[list[Piece]]:
@@ -234,7 +234,7 @@ def cut(segments: Sequence[Segment], count: int, costs: Costs) -> list[list[Piec
             for chunk in (place, 2 * count - 1 - place):
                 piece = Piece(index, ends[chunk], ends[chunk + 1] - ends[chunk])
                 parts[place].append(piece)
-                work[place] += costs.of(segment.shared + piece.first, piece.count)
+                work[place] += costs.of(segment.shared + piece.first, piece.length)
     for cost, index in sorted(short, key=lambda item: (-item[0], item[1])):
         place = min(range(count), key=lambda n: (work[n], n))
         parts[place].append(Piece(index, 0, segments[index].length))
@@ -348,6 +348,6 @@ def pieces_of(
     if pieces is None:
         yield from ((segment, 0, segment.start) for segment in segments)
         return
-    for piece, end in zip(pieces, accumulate(piece.count for piece in pieces), strict=True):
+    for piece, end in zip(pieces, accumulate(piece.length for piece in pieces), strict=True):
         whole = segments[piece.segment]
-        yield whole._replace(length=piece.first + piece.count), piece.first, end - piece.count
+        yield whole._replace(length=piece.first + piece.length), piece.first, end - piece.length

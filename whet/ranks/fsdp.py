@@ -82,10 +82,11 @@ class ParallelConfig:
                 "them out together; leave it out"
             )
 
-    @property
-    def is_balanced(self) -> bool:
-        """Whether the ranks deal a step's sequences out together."""
-        return self.balance == "on" or (self.balance == "auto" and (self.kind == "fsdp" or self.context > 1))
+
+def is_balanced(config: ParallelConfig) -> bool:
+    """Say whether the ranks deal a step's sequences out together."""
+    waits = config.kind == "fsdp" or config.context > 1
+    return config.balance == "on" or (config.balance == "auto" and waits)
 
 
 @dataclass(slots=True)

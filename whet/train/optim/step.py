@@ -31,6 +31,7 @@ from whet.ranks.fsdp import (
     evened,
     fill,
     full,
+    is_balanced,
     like,
     local,
     outer_parameters,
@@ -758,7 +759,7 @@ def shard_layers(model: LanguageModel, config: ParallelConfig, device: torch.dev
     Raises:
         UserError: If the model or the number of ranks rules it out.
     """
-    if config.is_balanced and world_size() > 1:
+    if is_balanced(config) and world_size() > 1:
         if config.context > 1 and any(spec.mixer != "attention" for spec in model.config.layers):
             raise UserError(
                 f"parallel.context = {config.context}: layers of this model go from token to token (a recurrence or a "

@@ -98,13 +98,13 @@ def test_ranks_of_a_group_have_all_rows_once_and_as_much_work() -> None:
             SEGMENTS[p.segment].start + row
             for part in parts
             for p in part
-            for row in range(p.first, p.first + p.count)
+            for row in range(p.first, p.first + p.length)
         ]
         assert sorted(rows) == list(range(ROWS))
     long = [Segment(0, 4096, 0, 0)]
-    work = [sum(COSTS.of(piece.first, piece.count) for piece in part) for part in cut(long, 4, COSTS)]
+    work = [sum(COSTS.of(piece.first, piece.length) for piece in part) for part in cut(long, 4, COSTS)]
     assert max(work) == pytest.approx(min(work), rel=1e-3)  # the halves alone would differ threefold
-    assert max(sum(p.count for p in part) for part in cut(long, 4, COSTS)) == 1024
+    assert max(sum(p.length for p in part) for part in cut(long, 4, COSTS)) == 1024
 
 
 def test_sequences_come_back_from_other_ranks_bitwise() -> None:
@@ -319,16 +319,23 @@ def train(out: str, resume: int = 0, **layout: Any) -> None:
 def test_a_run_of_shared_batches_goes_on_in_another_layout(tmp_path: Path) -> None:
     run, kept = tmp_path / "run", tmp_path / "kept"
     assert run_ranks(2, train_shared, str(run)) == [None, None]
-    expected = weights(run)
+    expected, told = weights(run), losses(run)
     shutil.rmtree(run / "checkpoints" / "step_00000004")
     shutil.copytree(run, kept)
     assert run_ranks(1, train, str(run), 2) == [None]  # one process
     assert_equal(weights(run), expected, exactly=False)
+    assert losses(run) == pytest.approx(told, rel=1e-5)  # counted once, though two ranks compute them
     for resume, exactly in ((train_shared, True), (train_in_shards, False)):
         shutil.rmtree(run)
         shutil.copytree(kept, run)
         assert run_ranks(2, resume, str(run), 2) == [None, None]
         assert_equal(weights(run), expected, exactly=exactly)
+
+
+def losses(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = {row["step"]: row["sft/loss"] for row in rows if "sft/loss" in row}
+    return [found[step] for step in (3, 4)]
 
 
 def train_shared(out: str, resume: int = 0) -> None:
