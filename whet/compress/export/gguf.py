@@ -32,7 +32,7 @@ FILE_TYPES |= {"q8_0": (7, "Q8_0")}
 Q8_BLOCK = 32
 PERMUTED = ("llama", "granite", "smollm3")
 """Architectures that turn channels 2 i and 2 i + 1 together: rows of q and k are sorted for it."""
-FACTORS = {"llama": ("rope_freqs",), "granite": ("rope_freqs",)}
+FACTORS: dict[str, tuple[str, ...]] = {"llama": ("rope_freqs",), "granite": ("rope_freqs",)}
 FACTORS["phi3"] = ("rope_factors_long", "rope_factors_short")
 """Tensors in which an architecture reads a divisor of each rotary frequency. Phi-3 has them for contexts longer and
 shorter than the original; whet has one of the two for all, and writes it as both."""
@@ -338,8 +338,9 @@ def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
     names = LAYER | (SANDWICHED if arch.has_sandwich else {})
     parameters = dict(model.named_parameters())
     divisors = rope_divisors(config)
-    for label in FACTORS.get(arch.name, ()) if divisors is not None else ():
-        yield f"{label}.weight", divisors
+    if divisors is not None:
+        for label in FACTORS.get(arch.name, ()):
+            yield f"{label}.weight", divisors
     for name, parameter in parameters.items():
         tensor = parameter.detach().float().cpu()
         if config.block.norm_offset and name.endswith("norm.weight"):
