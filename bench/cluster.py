@@ -1,6 +1,6 @@
 """Rollout workers on this machine: what a step gains, whether kills change a run, and whether it learns.
 
-python bench/cluster.py [--steps 20] [--workers 2] [--init FOLDER]      steps of the demo's RL beside one process
+python bench/cluster.py --workers 1 2 4 8 --steps 20 --init FOLDER      steps of the demo's RL beside one process
 python bench/cluster.py --kills 50 --workers 3 --steps 150 --init ...   kill -9 of random workers; weights, samples
 python bench/cluster.py --learn --workers 3 --init runs/demo-sft        the demo's target, with samples 2 steps old
 
@@ -29,13 +29,16 @@ from typing import Any
 
 import psutil
 import torch
+from sides import paired
 
 from whet.algo.config import OffPolicyConfig
 from whet.eval.measure import evaluate
 from whet.generate.backends import crew
 from whet.generate.backends.workers import Workers
 from whet.generate.policy import Policy
-from whet.ranks.ray import ClusterConfig
+from whet.inspect.cluster.cluster import row_of
+from whet.inspect.cluster.costs import measured_costs
+from whet.ranks.ray import ClusterConfig, open_ray
 from whet.recipes.models import demo_policy
 from whet.recipes.rl import RECIPES
 from whet.tasks.made.arithmetic import Arithmetic
@@ -43,6 +46,8 @@ from whet.telemetry.log import read_metrics
 from whet.train import rl
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.overlap import OverlapConfig
+
+SKIPPED = 3
 
 
 def make_config(folder: Path, num_steps: int, workers: int, init: str) -> RLConfig:
@@ -60,33 +65,59 @@ def make_config(folder: Path, num_steps: int, workers: int, init: str) -> RLConf
     )
 
 
-def speed(steps: int, workers: int, init: str) -> dict[str, Any]:
-    """Time steps with and without workers, alternating."""
-    with tempfile.TemporaryDirectory() as folder:
+def speed(steps: int, workers: list[int], init: str) -> dict[str, Any]:
+    """Time steps with and without workers, alternating, beside what `whet plan --cluster --measure` predicts."""
+    counts = [0, *workers]
+    with tempfile.TemporaryDirectory() as folder, open_ray("", cpus=sum(counts)):
+        found = measured_costs(make_config(Path(folder) / "none", steps, 0, init))
+        config = make_config(Path(folder) / "none", steps, 0, init)
+        load = replace(found.load(config), save_every=0)
+        predicted = {
+            count: row_of(found, load, 1, count, steps=10).result.seconds_per_step for count in counts
+        }
         sides = {
-            count: rl.steps(make_config(Path(folder) / f"w{count}", steps, count, init))
-            for count in (0, workers)
+            count: rl.steps(make_config(Path(folder) / f"w{count}", steps, count, init)) for count in counts
         }
         seconds: dict[int, list[float]] = {count: [] for count in sides}
-        tokens: dict[int, list[float]] = {count: [] for count in sides}
+        drawn: dict[int, list[float]] = {count: [] for count in sides}
+        synced: dict[int, list[float]] = {count: [] for count in sides}
         for _ in range(steps):
             for count, side in sides.items():
                 began = time.perf_counter()
                 done = next(side)
                 seconds[count].append(time.perf_counter() - began)
-                tokens[count].append(done.metrics["rl/generate_seconds"])
+                drawn[count].append(done.metrics["rl/generate_seconds"])
+                synced[count].append(done.metrics.get("rl/sync_seconds", 0.0))
         for side in sides.values():
             side.close()
-    # The first steps start processes and measure kernels.
-    step = {count: statistics.median(values[3:]) for count, values in seconds.items()}
-    drawn = {count: statistics.median(values[3:]) for count, values in tokens.items()}
-    for count in sides:
-        name = f"{count} workers" if count else "one process"
-        print(f"{name:12} {step[count]:.3f} s a step, {drawn[count]:.3f} s of it sampling")
-    ratio = step[0] / step[workers]
-    gain = drawn[0] / drawn[workers]
-    print(f"{workers} workers against one process: {ratio:.2f}x as fast a step, {gain:.2f}x the sampling")
-    return {"steps": steps, "workers": workers, "step_s": step, "sampling_s": drawn, "ratio": ratio}
+    rows = []
+    print(found.source)
+    print(
+        f"{'':13}{'s/step':>8}{'sampling':>10}{'sync':>8}{'x one process':>22}{'predicted':>11}{'x':>7}{'error':>8}"
+    )
+    for count in counts:
+        # The first steps start processes and measure kernels.
+        ours, alone = seconds[count][SKIPPED:-1], seconds[0][SKIPPED:-1]  # the last one saves
+        ratio = paired(alone, ours)
+        guess = predicted[0] / predicted[count]
+        row = {
+            "workers": count,
+            "step_s": statistics.median(ours),
+            "sampling_s": statistics.median(drawn[count][SKIPPED:-1]),
+            "sync_s": statistics.median(synced[count][SKIPPED:-1]),
+            **ratio,
+            "predicted_s": predicted[count],
+            "predicted_ratio": guess,
+            "error": guess / ratio["ratio"] - 1,
+        }
+        rows.append(row)
+        name, times = f"{count} workers" if count else "one process", f"{row['ratio']:.2f} {row['range']}"
+        print(
+            f"{name:13}{row['step_s']:>8.2f}{row['sampling_s']:>10.2f}"
+            f"{row['sync_s']:>8.3f}{times:>22}"
+            f"{row['predicted_s']:>11.2f}{guess:>7.2f}{row['error']:>8.0%}"
+        )
+    return {"steps": steps, "rows": rows, "source": found.source}
 
 
 def samplers() -> list[psutil.Process]:
@@ -127,7 +158,8 @@ def samples_of(folder: str) -> Counter[tuple[Any, ...]]:
 def battery(kills: int, workers: int, steps: int, init: str) -> dict[str, Any]:
     """Kill random workers of a run; compare its weights and samples with those of an undisturbed run in one process.
 
-    Kills hit workers that are ready: three that die in a row before they are end a run, as they shall.
+    Kills hit workers that are ready, and leave time for work: three that die in a row before they are ready end a run,
+    as do four that die with the same work.
     """
     with tempfile.TemporaryDirectory() as folder:
         alone_config = make_config(Path(folder) / "alone", steps, 0, init)
@@ -135,7 +167,7 @@ def battery(kills: int, workers: int, steps: int, init: str) -> dict[str, Any]:
         is_over, killed, draw = threading.Event(), [0], random.Random(0)
 
         def kill() -> None:
-            while killed[0] < kills and not is_over.wait(draw.uniform(0.2, 3.0)):
+            while killed[0] < kills and not is_over.wait(draw.uniform(2.0, 7.0)):
                 if found := samplers():
                     with suppress(ProcessLookupError):
                         os.kill(draw.choice(found).pid, signal.SIGKILL)
@@ -216,7 +248,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2])
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument(
         "--init", default="", help="the demo's fine-tuned model; random weights teach nothing"
@@ -227,9 +259,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.learn:
         with tempfile.TemporaryDirectory() as folder:
-            found = learn(given.init, given.workers, given.staleness, f"{folder}/rl")
+            found = learn(given.init, given.workers[0], given.staleness, f"{folder}/rl")
     elif given.kills:
-        found = battery(given.kills, given.workers, given.steps, given.init)
+        found = battery(given.kills, given.workers[0], given.steps, given.init)
     else:
         found = speed(given.steps, given.workers, given.init)
     if given.json:
