@@ -169,6 +169,14 @@ def test_unfinished_sequences_go_on_with_new_weights() -> None:
     assert mean["p"] < mean["w"] - 0.5
 
 
+def test_new_weights_divide_a_sequence_where_they_meet_it() -> None:
+    """Drawing takes 1 s, training 0.4: each sequence begins as training does, and has the old weights for 0.4 of it."""
+    load = Load(groups=((100,),), num_prompts=1, staleness=1, partial=True)
+    result = run(Costs(decode_s=0.01, update_s=0.4), load, Machines(workers=1), steps=5)
+    assert result.seconds == pytest.approx(5 + 0.4)
+    assert result.ages == {0: 100 + 4 * 60, 1: 4 * 40}
+
+
 def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
     load = Load(groups=((10, 200), (50, 60)), num_prompts=8, staleness=1)
     machines = Machines(workers=4, mtbf_s=300.0, straggler_share=0.1)

@@ -13,6 +13,7 @@ import pytest
 from crew import ThreadCrew
 from test_samplers import make_config, run, untimed
 
+from whet.generate.backends.workers import LostError
 from whet.generate.policy import PolicyConfig
 from whet.ranks.ray import ClusterConfig
 from whet.rewards.base import build_rewards, score_completions
@@ -162,3 +163,15 @@ def test_what_a_grader_raises_is_told_here_and_workers_that_never_start_end_the_
         made.map("judge", [(None, "1")])
     made.close()
     assert crew.is_closed
+
+
+def test_workers_that_die_at_their_start_end_the_run() -> None:
+    class Short(GradingWorker):
+        def load(self, *arguments: Any) -> int:
+            raise LostError("out of memory")
+
+    crew = ThreadCrew(actor=Short)
+    made = Graders(crew, count=1, arguments=())
+    with pytest.raises(UserError, match="3 in a row were lost before they were ready .out of memory"):
+        made.map("judge", [(None, "1")])
+    made.close()
