@@ -65,6 +65,9 @@ LAYOUTS: dict[str, ParallelConfig] = {
     "fsdp, kept between passes": ParallelConfig(kind="fsdp", reshard=False),
     "fsdp, layer by layer": ParallelConfig(kind="fsdp", gather="layer", prefetch=1),
     "hsdp": ParallelConfig(kind="fsdp", replicas=2),
+    "balanced": ParallelConfig(balance="on"),
+    "context": ParallelConfig(context=2),
+    "fsdp, context": ParallelConfig(kind="fsdp", context=2),
 }
 
 
@@ -284,7 +287,7 @@ def main() -> int:
             jobs = [
                 (program, layout, str(folder / f"{world} {layout}" / program))
                 for layout in options.layouts
-                if world % LAYOUTS[layout].replicas == 0
+                if world % (LAYOUTS[layout].replicas * LAYOUTS[layout].context) == 0
                 for program in options.programs
             ]
             start(world, folder, jobs)

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from whet.algo.kept import kept_of
 from whet.algo.logprobs import token_logprobs
 from whet.generate.activations import Activations
 from whet.kernels.cpu.ops import replaying
 from whet.model.attention import AttentionKind, Packed, positions_of
 from whet.model.routing import Routing
 from whet.model.transformer import LanguageModel
+from whet.ranks.context import all_tokens, own_tokens
 from whet.telemetry.spans import span
 from whet.types import MicroBatch
 
@@ -28,6 +30,8 @@ def hidden_rows(
 ) -> torch.Tensor:
     """Return the hidden states [M, D] that score a micro-batch's trained tokens.
 
+    Where ranks share the micro-batch, those of this rank's tokens (`own_tokens`).
+
     Args:
         model: The model.
         micro: Packed sequences.
@@ -36,12 +40,38 @@ def hidden_rows(
         activations: The sampler's activations of these tokens, if kept.
         routing: What routers of experts are told, and what they note; None leaves them alone.
     """
-    tape = None if activations is None or autocast is not None else activations.tape(model, micro)
+    split = micro.split
+    is_read = activations is not None and autocast is None and split is None
+    tape = activations.tape(model, micro) if is_read and activations is not None else None
     device = micro.tokens_N.device
     positions_N = positions_of(micro.segments, device)
+    tokens_N, source_M = micro.tokens_N, micro.source_M
+    if split is not None:
+        # A rank without rows reads one that nobody attends to: all take part in every layer's exchange.
+        rows_N = split.rows_N if len(split.rows_N) else torch.zeros_like(tokens_N[:1])
+        tokens_N, positions_N = tokens_N[rows_N], positions_N[rows_N]
+        source_M = own_tokens(source_M, split)[1]
+    context = Packed(micro.segments, device, attention, routing, split)
     with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast), replaying(tape):
-        hidden_ND = model(micro.tokens_N, positions_N, Packed(micro.segments, device, attention, routing))
-    return hidden_ND.index_select(0, micro.source_M)
+        hidden_ND = model(tokens_N, positions_N, context)
+    return hidden_ND.index_select(0, source_M)
+
+
+def of_all_ranks(values_MX: torch.Tensor, micro: MicroBatch, *whole: torch.Tensor) -> torch.Tensor:
+    """Return what was computed of `hidden_rows` for all trained tokens, of this rank's where several share them.
+
+    Args:
+        values_MX: One row of numbers for each of this rank's tokens, differentiable.
+        micro: The micro-batch.
+        whole: Parameters that it was computed with. A rank without tokens backpropagates zeros to them, as where they
+            are in shards all ranks must.
+    """
+    if micro.split is None:
+        return values_MX
+    if not len(values_MX):
+        for parameter in whole:
+            values_MX = values_MX + 0.0 * parameter.sum().to(values_MX.dtype)
+    return all_tokens(values_MX, micro.source_M, micro.split)
 
 
 def score_texts(
@@ -72,7 +102,7 @@ def score_texts(
     hidden_BD = hidden_rows(model, rows, autocast=autocast, attention=attention, routing=routing)
     weight_1D = model.get_parameter("score.weight")
     wide = torch.float64 if weight_1D.dtype == torch.float64 else torch.float32
-    return hidden_BD.to(wide) @ weight_1D.to(wide)[0]
+    return of_all_ranks(hidden_BD.to(wide) @ weight_1D.to(wide)[0], rows, weight_1D)
 
 
 def score_micro_batch(
@@ -103,13 +133,23 @@ def score_micro_batch(
     if hidden_MD is None:
         options = {"autocast": autocast, "attention": attention}
         hidden_MD = hidden_rows(model, micro, activations=activations, **options)
+    targets_M, kept = micro.targets_M, micro.kept
+    if micro.split is not None:
+        mine, _ = own_tokens(micro.source_M, micro.split)
+        targets_M, kept = targets_M[mine], None if kept is None else kept_of(kept, mine)
     with span("head"):
-        return token_logprobs(
+        logprobs_M, entropies_M = token_logprobs(
             hidden_MD,
             model.head_weight,
-            micro.targets_M,
+            targets_M,
             temperature=temperature,
             num_valid=model.num_valid_tokens,
             cap=model.config.block.logit_cap,
-            kept=micro.kept,
+            kept=kept,
         )
+    if micro.split is None:
+        return logprobs_M, entropies_M
+    wide = torch.promote_types(model.head_weight.dtype, torch.float32)
+    both_M2 = torch.stack((logprobs_M, entropies_M), 1).to(wide)
+    logprobs_M, entropies_M = of_all_ranks(both_M2, micro, model.head_weight).unbind(1)
+    return logprobs_M, entropies_M

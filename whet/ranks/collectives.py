@@ -75,7 +75,7 @@ def together(what: str, number: int = 0) -> Iterator[list[int]]:
     work = f"{what} in {_caller()}"
     if _first is not None:
         _first()
-    with _named(work):
+    with named(work):
         text = work.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES)
         mine = torch.frombuffer(bytearray(text + number.to_bytes(8, "little")), dtype=torch.uint8)
         parts = [torch.zeros_like(mine) for _ in range(world_size())]
@@ -233,9 +233,18 @@ def redeal(parts: Sequence[Sequence[T]]) -> list[T]:
     """
     if len(parts) == world_size():
         return list(parts[rank()])
-    longest = max(map(len, parts), default=0)
-    items = [part[place] for place in range(longest) for part in parts if place < len(part)]
+    items = joined(parts)
     return [items[index] for index in shard(len(items))]
+
+
+def joined(parts: Sequence[Sequence[T]]) -> list[T]:
+    """Return the items that `shard` had split, in their order.
+
+    Args:
+        parts: The items of each rank.
+    """
+    longest = max(map(len, parts), default=0)
+    return [part[place] for place in range(longest) for part in parts if place < len(part)]
 
 
 def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -253,8 +262,8 @@ def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def _named(work: str) -> Iterator[None]:
-    """Make `current_collective` return this; turn what gloo and nccl raise into one line."""
+def named(work: str) -> Iterator[None]:
+    """Make `current_collective` return this meanwhile; turn what gloo and nccl raise into one line."""
     global _current
     before, _current = _current, work
     try:

@@ -58,17 +58,35 @@ class ParallelConfig:
     """With kind = fsdp: layers that are gathered ahead of the one that computes; 0 leaves it to PyTorch."""
     offload: bool = False
     """With kind = fsdp: keep shards, gradients and optimizer state in host memory, on GPUs."""
+    context: int = 1
+    """Ranks that compute each micro-batch together, each some positions of every sequence, for sequences whose training
+    one rank has no memory for; ranks of a group follow each other."""
+    balance: Literal["auto", "on", "off"] = "auto"
+    """Deal a step's sequences out to the ranks by estimated work, in as many micro-batches each; auto: where ranks wait
+    for each other in every layer (kind = fsdp or context above 1), else each rank trains on what it drew."""
 
     def __post_init__(self) -> None:
-        for name, least in (("replicas", 1), ("prefetch", 0)):
+        for name, least in (("replicas", 1), ("prefetch", 0), ("context", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"parallel.{name} = {getattr(self, name)}: expected {least} or more")
-        default = {name: item.default for name, item in self.__dataclass_fields__.items()}
+        own = {"context", "balance"}
+        default = {name: item.default for name, item in self.__dataclass_fields__.items() if name not in own}
         changed = [name for name, value in default.items() if getattr(self, name) != value]
         if self.kind == "replicate" and changed:
             raise ValueError(
                 f"parallel.{changed[0]} is read with parallel.kind = fsdp only; leave it out, or set the kind"
             )
+        if self.context > 1 and self.balance == "off":
+            raise ValueError(
+                f"parallel.balance = off with parallel.context = {self.context}: ranks that share micro-batches deal "
+                "them out together; leave it out"
+            )
+
+
+def is_balanced(config: ParallelConfig) -> bool:
+    """Say whether the ranks deal a step's sequences out together."""
+    waits = config.kind == "fsdp" or config.context > 1
+    return config.balance == "on" or (config.balance == "auto" and waits)
 
 
 @dataclass(slots=True)

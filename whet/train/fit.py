@@ -13,6 +13,7 @@ from whet.algo.packing import TrainingSequence
 from whet.generate.policy import Policy
 from whet.model.attention import AttentionKind
 from whet.ranks.collectives import shard
+from whet.ranks.context import sharing
 from whet.ranks.fsdp import gathered
 from whet.storage.checkpoint import Resume
 from whet.telemetry.hardware import step_metrics
@@ -92,7 +93,11 @@ class Fit(Generic[Item]):
         self._run, self._config, self._policy = run, config, policy
         self._train_batch, self._validate = train_batch, validate
         self._longest, self._on_step = longest, on_step
-        self._budget = TokenBudget(config.optim.token_budget, policy.model.parameters())
+        self._budget = TokenBudget(
+            config.optim.token_budget,
+            policy.model.parameters(),
+            is_shared=sharing(policy.model) is not None,
+        )
         self._tokens = 0
 
     def restore(self, resume: Resume) -> None:

@@ -11,7 +11,7 @@ from whet.generate.backends.base import SamplerConfig
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
-from whet.ranks.fsdp import ParallelConfig
+from whet.ranks.fsdp import ParallelConfig, is_balanced
 from whet.ranks.ray import ClusterConfig
 from whet.rewards.base import JUDGE, MODEL, parse_own
 from whet.rewards.judge.judge import JudgeConfig
@@ -160,6 +160,11 @@ class RLConfig:
             raise ValueError(
                 f"overlap.mode = {self.overlap.mode} with parallel.kind = fsdp: the weights are gathered for one phase "
                 "at a time; leave one out"
+            )
+        if is_balanced(self.parallel) and self.overlap.mode == "stream":
+            raise ValueError(
+                "overlap.mode = stream with parallel.context above 1 or parallel.balance = on: ranks deal out whole "
+                "steps, not parts; leave one out"
             )
         self._check_cluster()
 

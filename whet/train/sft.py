@@ -16,6 +16,7 @@ from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import sequence_seed
 from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, shard, sum_gradients
+from whet.ranks.context import Sharing, sharing
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, load_task, told_of
@@ -188,16 +189,19 @@ def train_step(
 
     budget = budget or TokenBudget(config.token_budget, policy.model.parameters())
 
-    def cut(tokens: int) -> tuple[MicroBatch, ...]:
+    def cut(tokens: int, own: Sharing | None = None) -> tuple[MicroBatch, ...]:
         with span("pack"):
-            return pack(sequences, token_budget=tokens, device=policy.device).micro_batches
+            return pack(sequences, token_budget=tokens, device=policy.device, sharing=own).micro_batches
 
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
     coef = config.router_aux_loss_coef
     with gathered(policy.model if coef else None):
         balance = Balance.of(policy, coef, cut, budget, longest, attention=FIT_ATTENTION)
     totals = budget.run(
-        lambda tokens: forward_backward(cut(tokens), balance.added_to(score), policy.model), longest
+        lambda tokens: forward_backward(
+            cut(tokens, sharing(policy.model)), balance.added_to(score), policy.model
+        ),
+        longest,
     )
     sum_gradients(policy.model.parameters())
     (loss,) = all_reduce_sum(totals["loss"])

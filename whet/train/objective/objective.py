@@ -29,9 +29,10 @@ from whet.algo.losses import (
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy
 from whet.generate.sampling import sequence_seed
-from whet.generate.scoring import hidden_rows, score_micro_batch
+from whet.generate.scoring import hidden_rows, of_all_ranks, score_micro_batch
 from whet.model.transformer import LanguageModel
 from whet.ranks.collectives import all_gather_values, all_reduce_sum, sum_gradients
+from whet.ranks.context import sharing
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.telemetry.spans import span, spanned
 from whet.train.objective.advantage import token_advantages, training_sequences
@@ -234,7 +235,11 @@ class Objective:
         self._balance_coef = optim.router_aux_loss_coef
         # Their gradients are dropped when a pass runs out of memory and starts over with smaller micro-batches.
         trained = [policy.model, *([self._critic] if self._critic is not None else [])]
-        self._budget = TokenBudget(optim.token_budget, [p for part in trained for p in part.parameters()])
+        self._budget = TokenBudget(
+            optim.token_budget,
+            [p for part in trained for p in part.parameters()],
+            is_shared=sharing(policy.model) is not None,
+        )
         kept = self._prepare_groups, self._backpropagate, self._budget
         self._parts = Parts(part_groups, *kept) if part_groups else None
         wide = policy.model.head_weight.dtype == torch.float64
@@ -573,9 +578,10 @@ class Objective:
     ) -> tuple[dict[str, float], Tally]:
         """Accumulate the gradient of sequences, in micro-batches of `tokens` tokens; return sums for the metrics."""
         sums = Tally()
-        micro_batches = self._pack(self._teaching(counted), tokens, aggregation=self._algo.aggregation)
-        own = sums if measures else None
         model = self._policy.model
+        options: dict[str, Any] = {"aggregation": self._algo.aggregation, "sharing": sharing(model)}
+        micro_batches = self._pack(self._teaching(counted), tokens, **options)
+        own = sums if measures else None
         score = partial(self._micro_loss, denominator=denominator, tally=own)
         score = score if balance is None else balance.added_to(score)
         return forward_backward(micro_batches, score, model), sums
@@ -618,7 +624,7 @@ class Objective:
         if self._coefficients.entropy:
             loss_M = loss_M - self._coefficients.entropy * entropy_M
         with torch.no_grad():
-            if tally is not None:
+            if tally is not None and micro.is_counted:
                 tally.add(gap_sums(logprobs_M, micro.sampler_logprobs_M))
             sums = {
                 "entropy": entropy_M,
@@ -641,7 +647,7 @@ class Objective:
         assert teacher is not None
         with torch.no_grad():
             teacher_MD = hidden_rows(teacher, micro, autocast=policy.autocast, attention=policy.attention)
-        return reverse_kl(
+        divergence_M = reverse_kl(
             hidden_MD,
             policy.model.head_weight,
             teacher_MD,
@@ -651,6 +657,7 @@ class Objective:
             cap=policy.model.config.block.logit_cap,
             teacher_cap=teacher.config.block.logit_cap,
         )
+        return of_all_ranks(divergence_M, micro, policy.model.head_weight)
 
     def _update_critic(self, counted: Sequence[TrainingSequence], lr: float, tally: Tally) -> None:
         """Run one update of the critic on all tokens of a minibatch, with half the mean squared error."""
@@ -664,13 +671,15 @@ class Objective:
             loss_M, clipped_M = value_loss(
                 values_M, micro.start_values_M, micro.returns_M, clip=self._value.clip
             )
-            sums.add(value_sums(values_M, micro.start_values_M, micro.returns_M, clipped_M))
+            if micro.is_counted:
+                sums.add(value_sums(values_M, micro.start_values_M, micro.returns_M, clipped_M))
             # Without a token on any rank the loss is 0, not nan.
             return weighted_sum(loss_M, torch.ones_like(loss_M), max(num_tokens, 1.0)), {}
 
         def backpropagate(tokens: int) -> None:
             sums.clear()  # of an attempt that ran out of memory
-            forward_backward(self._pack(counted, tokens), score, critic.trunk)
+            micro_batches = self._pack(counted, tokens, sharing=sharing(critic.trunk))
+            forward_backward(micro_batches, score, critic.trunk)
 
         with span("value_loss_backward"):
             self._budget.run(backpropagate, longest(counted))

@@ -19,16 +19,19 @@ from whet.kernels.cpu import build
 from whet.kernels.cpu.ops import forget
 from whet.model.attention import Packed
 from whet.model.checkpointing import CheckpointKind, Recompute
+from whet.model.config import ModelConfig, kv_shape
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.side import Beside, sides_of
 from whet.model.transformer import LanguageModel
 from whet.ranks.collectives import is_share, world_size
+from whet.ranks.context import Costs, share_micro_batches
 from whet.ranks.fsdp import (
     ParallelConfig,
     begin_backward,
     evened,
     fill,
     full,
+    is_balanced,
     like,
     local,
     outer_parameters,
@@ -746,13 +749,43 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
 def shard_layers(model: LanguageModel, config: ParallelConfig, device: torch.device | None = None) -> None:
     """Deal a model out over the ranks, layer by layer, where its run is to; every rank keeps all of the adapters.
 
+    Its micro-batches are dealt out, too, and shared by ranks, where that is asked for.
+
     Args:
         model: The model; one that is sharded already is left alone.
         config: How.
         device: Where the shares of a model without memory are made.
+
+    Raises:
+        UserError: If the model or the number of ranks rules it out.
     """
+    if is_balanced(config) and world_size() > 1:
+        if config.context > 1 and any(spec.mixer != "attention" for spec in model.config.layers):
+            raise UserError(
+                f"parallel.context = {config.context}: layers of this model go from token to token (a recurrence or a "
+                "convolution), which ranks that share a sequence cannot; leave it out"
+            )
+        share_micro_batches(model, config.context, costs_of(model.config))
     adapters = [parameter for _, side in sides_of(model) for parameter in side.parameters()]
     shard_model(model, list(model.layers), config, replicated=adapters, device=device)
+
+
+def costs_of(config: ModelConfig) -> Costs:
+    """Estimate the work of sequences from a model's shape.
+
+    Products take 2 FLOPs per weight and token (of experts, those that are active), attention 4 per channel and pair of
+    a query and a key that it sees.
+    """
+    width, experts = config.hidden_size, config.block.experts
+    weights, pairs = config.vocab_size * width, dict[int, float]()
+    for spec in config.layers:
+        kv_heads, channels = kv_shape(spec, config)
+        own = spec.intermediate_size or config.intermediate_size
+        if spec.has_experts and experts is not None:
+            own = experts.top_k * experts.width
+        weights += width * (2 * (config.num_heads + kv_heads) * channels + 3 * own)
+        pairs[spec.window] = pairs.get(spec.window, 0.0) + 2.0 * config.num_heads * channels
+    return Costs(tuple((window, total / weights) for window, total in sorted(pairs.items())))
 
 
 def _check_compiler(config: OptimConfig, device: torch.device) -> None:
@@ -852,6 +885,8 @@ def forward_backward(
         release()
         with span("backward"):
             (loss if model is None or model.loss_scale == 1.0 else loss * model.loss_scale).backward()
+        if micro is not None and not micro.is_counted:
+            continue
         totals["loss"] += float(loss.detach())
         for name, value in metrics.items():
             totals[name] = (
