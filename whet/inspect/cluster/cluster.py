@@ -205,23 +205,27 @@ def as_text(plan: Plan) -> str:
     """Write the answer, the table, and what was simulated."""
     lines = [headline(plan), f"costs: {plan.found.source}", ""]
     lines.append(
-        f"{'':<28}{'s/step':>9}{'steps/h':>9}{'training':>10}{'waiting':>9}{'sync':>7}{'samplers':>10}"
+        f"{'':<28}{'s/step':>10}{'steps/h':>12}{'training':>10}{'waiting':>9}{'sync':>7}{'samplers':>10}"
     )
     for row in sorted(plan.rows, key=lambda row: -row.steps_per_hour):
         shares = row.shares
         busy = f"{row.busy:>9.0%}" if row.workers else f"{'':>9}"
         lines.append(
-            f"{row.says():<28}{row.result.seconds_per_step:>9.3g}{row.steps_per_hour:>9.4g}"
+            f"{row.says():<28}{row.result.seconds_per_step:>10.3g}{_rate(row.steps_per_hour):>12}"
             f"{shares['training']:>10.0%}{shares['sampling']:>9.0%}{shares['weight sync']:>7.0%} {busy}"
         )
     lines.append("(shares of the trainers' time; samplers: share of theirs in which they draw)")
     best = {k: max(rows, key=lambda row: row.steps_per_hour) for k, rows in plan.ahead.items() if rows}
     if best:
-        told = "; ".join(f"{k}: {row.steps_per_hour:.4g} ({row.says()})" for k, row in best.items())
+        told = "; ".join(f"{k}: {_rate(row.steps_per_hour)} ({row.says()})" for k, row in best.items())
         lines.append(f"steps/h by bound of staleness (overlap.mode async, off_policy.staleness): {told}")
     if plan.sim is not None:
         lines += ["", _sim_text(*plan.sim)]
     return "\n".join(lines)
+
+
+def _rate(steps_per_hour: float) -> str:
+    return f"{steps_per_hour:,.0f}" if steps_per_hour >= 100 else f"{steps_per_hour:.3g}"
 
 
 def headline(plan: Plan) -> str:
@@ -231,8 +235,8 @@ def headline(plan: Plan) -> str:
     why = f"trainers train {shares['training']:.0%} of the time and wait {shares['sampling']:.0%}"
     if best.workers:
         why += f", samplers draw {best.busy:.0%}"
-    told = f"best split of {plan.devices}: {best.says()}: {best.steps_per_hour:.4g} steps/h; {best.bottleneck} is the "
-    told += f"bottleneck ({why})"
+    told = f"best split of {plan.devices}: {best.says()}: {_rate(best.steps_per_hour)} steps/h; "
+    told += f"{best.bottleneck} is the bottleneck ({why})"
     others = [
         (row, k)
         for k, rows in plan.ahead.items()
@@ -241,7 +245,9 @@ def headline(plan: Plan) -> str:
     ]
     if others:
         row, staleness = max(others, key=lambda pair: pair[0].steps_per_hour)
-        told += f"; with samples up to {staleness} steps old {row.says()}: {row.steps_per_hour:.4g} steps/h"
+        told += (
+            f"; with samples up to {staleness} steps old {row.says()}: {_rate(row.steps_per_hour)} steps/h"
+        )
     return told
 
 
@@ -253,7 +259,7 @@ def _sim_text(sim: SimConfig, calm: Row, harsh: Row) -> str:
     undone = result.num_undone / (result.num_undone + result.steps)
     lines = [
         f"{sim.workers:,} samplers and {sim.trainers:,} trainers, {sim.steps} steps, seed {sim.seed}: "
-        f"{3600 * sim.steps / result.seconds:.4g} steps/h, goodput {goodput(calm, harsh):.1%} "
+        f"{_rate(3600 * sim.steps / result.seconds)} steps/h, goodput {goodput(calm, harsh):.1%} "
         "of the same run without faults",
         f"  {result.num_failed} processes failed: {result.num_lost} parts were drawn again, {result.num_repeated} late "
         f"ones repeated, {result.num_undone} steps undone ({undone:.1%})",
