@@ -64,17 +64,20 @@ def quick() -> ValidateConfig:
     )
 
 
+CARS = ProbeConfig(
+    transcript="If there are 3 cars in the parking lot and 2 more cars arrive, how many cars are in the parking lot?",
+    system_prompt=False,
+)
+"""A question of GSM8K's kind, for models that were not trained to follow a system prompt."""
+
+
 def stories260k_gsm8k() -> ValidateConfig:
     """A real pretrained model on GSM8K: the format must be learned; maths is not expected, and prose degrades."""
     return _validate(
         "stories260k-gsm8k",
         "stories260k-gsm8k",
         replace(evaluations.gsm8k(), num_samples=8),
-        ProbeConfig(
-            transcript="If there are 3 cars in the parking lot and 2 more cars arrive, how many cars are in the "
-            "parking lot?",
-            system_prompt=False,
-        ),
+        CARS,
         ThresholdConfig(format=0.95, ratio_drift=1e-3, seconds={"sft": 7200, "rl": 3600}),
     )
 
@@ -85,11 +88,7 @@ def gpt2_gsm8k() -> ValidateConfig:
         "gpt2-gsm8k",
         "gpt2-gsm8k",
         replace(evaluations.gsm8k(), num_samples=16),
-        ProbeConfig(
-            transcript="If there are 3 cars in the parking lot and 2 more cars arrive, how many cars are in the "
-            "parking lot?",
-            system_prompt=False,
-        ),
+        CARS,
         ThresholdConfig(validation_loss=1.4, format=0.95, ratio_drift=1e-3),
     )
     rewards = {"correct": 1.0, "format": 0.5, "length_band": 0.1}
