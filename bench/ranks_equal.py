@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -65,6 +66,9 @@ LAYOUTS: dict[str, ParallelConfig] = {
     "fsdp, kept between passes": ParallelConfig(kind="fsdp", reshard=False),
     "fsdp, layer by layer": ParallelConfig(kind="fsdp", gather="layer", prefetch=1),
     "hsdp": ParallelConfig(kind="fsdp", replicas=2),
+    "context of 2": ParallelConfig(context=2),
+    "context of 4": ParallelConfig(context=4),
+    "fsdp, context of 2": ParallelConfig(kind="fsdp", context=2),
 }
 
 
@@ -284,7 +288,7 @@ def main() -> int:
             jobs = [
                 (program, layout, str(folder / f"{world} {layout}" / program))
                 for layout in options.layouts
-                if world % LAYOUTS[layout].replicas == 0
+                if world % math.lcm(*(getattr(LAYOUTS[layout], name) for name in ("replicas", "context"))) == 0
                 for program in options.programs
             ]
             start(world, folder, jobs)

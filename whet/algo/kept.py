@@ -62,6 +62,15 @@ def join_kept(rows: Sequence[str], device: torch.device) -> KeptSets:
     return KeptSets(words.to(device), tuple(starts))
 
 
+def take_kept(kept: KeptSets, rows: Sequence[int]) -> KeptSets:
+    """Return the sets of some trained tokens, in their order."""
+    parts = [kept.words_Z[kept.starts[row] : kept.starts[row + 1]] for row in rows]
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + len(part))
+    return KeptSets(torch.cat(parts), tuple(starts))
+
+
 def encode_experts(experts_NX: torch.Tensor) -> str:
     """Write the bytes of consecutive tokens' experts as text: base64.
 

@@ -487,7 +487,9 @@ class Policy:
             temperature=temperature,
             autocast=self.autocast,
             attention=attention or self.attention,
-            hidden_MD=self.hidden(micro, attention=attention) if hidden_MD is None else hidden_MD,
+            activations=self.activations if attention is None else None,
+            routing=self.routing(micro) if hidden_MD is None else None,
+            hidden_MD=hidden_MD,
         )
 
     def protocol(self) -> dict[str, object]:

@@ -75,7 +75,7 @@ def together(what: str, number: int = 0) -> Iterator[list[int]]:
     work = f"{what} in {_caller()}"
     if _first is not None:
         _first()
-    with _named(work):
+    with waiting(work):
         text = work.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES)
         mine = torch.frombuffer(bytearray(text + number.to_bytes(8, "little")), dtype=torch.uint8)
         parts = [torch.zeros_like(mine) for _ in range(world_size())]
@@ -253,8 +253,12 @@ def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def _named(work: str) -> Iterator[None]:
-    """Make `current_collective` return this; turn what gloo and nccl raise into one line."""
+def waiting(work: str) -> Iterator[None]:
+    """Make `current_collective` return this; turn what gloo and nccl raise into one line.
+
+    Args:
+        work: A collective, and where it is called.
+    """
     global _current
     before, _current = _current, work
     try:

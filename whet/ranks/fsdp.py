@@ -58,13 +58,24 @@ class ParallelConfig:
     """With kind = fsdp: layers that are gathered ahead of the one that computes; 0 leaves it to PyTorch."""
     offload: bool = False
     """With kind = fsdp: keep shards, gradients and optimizer state in host memory, on GPUs."""
+    context: int = 1
+    """Ranks that share each micro-batch in training, for long sequences: each computes its part of the positions."""
+    tensor: int = 1
+    """Ranks that share each layer's matrices in training (tensor parallelism), for wide models on one node."""
 
     def __post_init__(self) -> None:
-        for name, least in (("replicas", 1), ("prefetch", 0)):
+        for name, least in (("replicas", 1), ("prefetch", 0), ("context", 1), ("tensor", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"parallel.{name} = {getattr(self, name)}: expected {least} or more")
+        if self.tensor > 1 and (self.kind == "fsdp" or self.context > 1):
+            other = "kind = fsdp" if self.kind == "fsdp" else f"context = {self.context}"
+            raise ValueError(
+                f"parallel.tensor = {self.tensor} with parallel.{other}: each divides the same passes in its own way; "
+                "leave one out"
+            )
         default = {name: item.default for name, item in self.__dataclass_fields__.items()}
-        changed = [name for name, value in default.items() if getattr(self, name) != value]
+        of_shards = default.keys() - {"kind", "context", "tensor"}
+        changed = [name for name in default if name in of_shards and getattr(self, name) != default[name]]
         if self.kind == "replicate" and changed:
             raise ValueError(
                 f"parallel.{changed[0]} is read with parallel.kind = fsdp only; leave it out, or set the kind"

@@ -15,12 +15,14 @@ from weakref import WeakMethod
 
 import torch
 
+from whet.generate.scoring import follow
 from whet.kernels.cpu import build
 from whet.kernels.cpu.ops import forget
 from whet.model.attention import Packed
 from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.side import Beside, sides_of
+from whet.model.split import refuse_states
 from whet.model.transformer import LanguageModel
 from whet.ranks.collectives import is_share, world_size
 from whet.ranks.fsdp import (
@@ -37,6 +39,7 @@ from whet.ranks.fsdp import (
     share_of,
     sum_over_shares,
 )
+from whet.ranks.team import join_team, team_of
 from whet.telemetry.spans import span, spanned
 from whet.train.optim.adafactor import Factors
 from whet.train.optim.adam8bit import MIN_NUMBERS, Moments
@@ -753,6 +756,9 @@ def shard_layers(model: LanguageModel, config: ParallelConfig, device: torch.dev
     """
     adapters = [parameter for _, side in sides_of(model) for parameter in side.parameters()]
     shard_model(model, list(model.layers), config, replicated=adapters, device=device)
+    if config.context > 1:
+        refuse_states(model.config)
+        join_team(model, "context", config.context)
 
 
 def _check_compiler(config: OptimConfig, device: torch.device) -> None:
@@ -830,7 +836,7 @@ def forward_backward(
     """Run every micro-batch and add up gradients, losses and metrics, which `score` has already divided.
 
     Args:
-        micro_batches: The step's micro-batches.
+        micro_batches: The step's micro-batches; where ranks work in teams, theirs follow each other.
         score: Returns a micro-batch's share of the loss (differentiable) and of the metrics.
         model: The trained model: its loss scale multiplies the gradients; if its layers are recomputed, memory is
             freed around each pass.
@@ -840,19 +846,30 @@ def forward_backward(
     """
     totals: dict[str, float] = {"loss": 0.0}
     release = (lambda: None) if model is None else partial(give_back, model)
-    cut: Sequence[MicroBatch | None] = list(micro_batches)
-    if model is not None:
-        cut = evened(cut, model)
-    for place, micro in enumerate(cut, start=1):
+    team = None if model is None else team_of(model)
+    own = iter(micro_batches := list(micro_batches))
+    leaders = [0] * len(micro_batches) if team is None else team.schedule(len(micro_batches))
+    passes: Sequence[int | None] = leaders if model is None else evened(leaders, model)
+    for place, leader in enumerate(passes, start=1):
         release()
         if model is not None:
-            begin_backward(model, is_last=place == len(cut))
+            begin_backward(model, is_last=place == len(passes))
+        loss, metrics = None, {}
         with span("forward"):
-            loss, metrics = score(micro) if micro is not None else (_nothing(model), {})
+            if leader is None:
+                loss = _nothing(model)
+            elif team is None or model is None:
+                loss, metrics = score(next(own))
+            elif leader == team.place:
+                with team.leading():
+                    loss, metrics = score(next(own))
+            else:
+                loss = follow(team, model, leader)
         release()
         with span("backward"):
             (loss if model is None or model.loss_scale == 1.0 else loss * model.loss_scale).backward()
-        totals["loss"] += float(loss.detach())
+        if team is None or leader == team.place:  # others have the loss of theirs
+            totals["loss"] += float(loss.detach())
         for name, value in metrics.items():
             totals[name] = (
                 max(totals.get(name, value), value)
