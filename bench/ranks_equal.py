@@ -288,7 +288,8 @@ def main() -> int:
             jobs = [
                 (program, layout, str(folder / f"{world} {layout}" / program))
                 for layout in options.layouts
-                if world % math.lcm(*(getattr(LAYOUTS[layout], name) for name in ("replicas", "context"))) == 0
+                if world % math.lcm(*(getattr(LAYOUTS[layout], name) for name in ("replicas", "context")))
+                == 0
                 for program in options.programs
             ]
             start(world, folder, jobs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import compress
+from typing import Any
 
 import torch
 
@@ -66,6 +67,30 @@ class TrainingSequence:
     def num_trained(self) -> int:
         """Tokens that the loss counts."""
         return sum(self.trained) if self.trained else len(self.completion_ids)
+
+    def as_row(self) -> dict[str, Any]:
+        """Return it as JSON values, of which `from_row` makes the same numbers on another rank."""
+        row = {item.name: getattr(self, item.name) for item in fields(self)}
+        row = {name: value for name, value in row.items() if value is not None}
+        return {
+            name: [str(value.dtype).removeprefix("torch."), value.tolist()]
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in row.items()
+        }
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> TrainingSequence:
+        """Return what `as_row` was called on."""
+        found: dict[str, Any] = dict(row)
+        for name, value in row.items():
+            if name.endswith("_T"):
+                found[name] = torch.tensor(value[1], dtype=getattr(torch, value[0]))
+            elif name == "turn_rewards":
+                found[name] = tuple((place, reward) for place, reward in value)
+            elif isinstance(value, list):
+                found[name] = tuple(value)
+        return cls(**found)
 
 
 Family = list[tuple[int, TrainingSequence]]

@@ -370,7 +370,8 @@ def _tiled(
     q, k, v = _gather(plan, q_NHC, k_NKC, v_NKC)
     out = q.new_empty(q.shape[0] + 1, channels)
     out[-1] = 0.0
-    lse = None if rule.sinks_H is None else torch.zeros(q.shape[0] + 1, device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = None if rule.sinks_H is None else torch.zeros(q.shape[0] + 1, dtype=wide, device=q.device)
     for tile in plan.tiles:
         num_z, _, num_keys = tile.sizes
         keys, values = (x[tile.keys].view(num_z, num_keys, channels)[:, tile.seen] for x in (k, v))
@@ -558,7 +559,7 @@ class Packed:
 
 def with_sinks(out_NHC: torch.Tensor, lse_NH: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
     """Give each head's sink its share of the softmax: z / (z + exp(sink)) is left, a sigmoid of log z - sink."""
-    share_NH = eager.row_wise(torch.sigmoid, lse_NH - sinks_H.float())
+    share_NH = eager.row_wise(torch.sigmoid, lse_NH - eager.wide(sinks_H))
     return out_NHC * share_NH[..., None].to(out_NHC.dtype)
 
 

@@ -225,6 +225,45 @@ def shard(count: int) -> range:
     return range(rank(), count, world_size())
 
 
+def balanced(costs: Sequence[float], owners: Sequence[int], count: int) -> list[int]:
+    """Deal items anew so that all ranks have about as much to do; as few as possible change hands.
+
+    The rank with most gives an item to the one with least, or swaps it for a smaller one, as long as that brings the
+    two closer.
+
+    Args:
+        costs: Cost of each item.
+        owners: Rank that has it now.
+        count: Ranks.
+
+    Returns:
+        Rank that gets each item; the same for the same arguments.
+    """
+    found, loads = list(owners), [0.0] * count
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    for _ in range(
+        4 * len(found)
+    ):  # each step brings two loads closer; more than a few per item gain nothing
+        high, low = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[high] - loads[low]
+        given = [(costs[item], item) for item, owner in enumerate(found) if owner == high]
+        taken = [(0.0, -1), *((costs[item], item) for item, owner in enumerate(found) if owner == low)]
+        pairs = [(abs(c - d - gap / 2), i, j) for c, i in given for d, j in taken if 0 < c - d < gap]
+        # Less than a hundredth of the load is not worth a transfer.
+        if not pairs or gap < 0.01 * loads[high]:
+            break
+        _, item, other = min(pairs)
+        found[item] = low
+        moved = costs[item]
+        if other >= 0:
+            found[other] = high
+            moved -= costs[other]
+        loads[high] -= moved
+        loads[low] += moved
+    return found
+
+
 def redeal(parts: Sequence[Sequence[T]]) -> list[T]:
     """Return this rank's share of items that `shard` had split, perhaps over another number of ranks.
 

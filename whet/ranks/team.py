@@ -214,9 +214,7 @@ def _all_rows(own_NX: torch.Tensor, team: Team, counts: Sequence[int]) -> torch.
     return everyone
 
 
-def all_rows(
-    own_NX: torch.Tensor, team: Team, counts: Sequence[int], order_N: torch.Tensor
-) -> torch.Tensor:
+def all_rows(own_NX: torch.Tensor, team: Team, counts: Sequence[int], order_N: torch.Tensor) -> torch.Tensor:
     """Return rows of all ranks of a team, differentiable; all of them call it.
 
     Args:

@@ -33,6 +33,7 @@ from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.reward_model import messages_of
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_texts
+from whet.model.config import sequence_flops
 from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard, sum_gradients
 from whet.ranks.fsdp import ParallelConfig, gathered
@@ -99,6 +100,14 @@ def pair_micro_batches(pairs: Sequence[Pair], token_budget: int, device: torch.d
         (micro,) = pack(sequences, token_budget=num_tokens, device=device).micro_batches
         micro_batches.append(replace(micro, indices_B=tuple(sides[index] for index in micro.indices_B)))
     return micro_batches
+
+
+def pair_flops(policy: Policy, pair: Pair) -> float:
+    """Estimate what both completions of a pair take to compute."""
+    config, prompt = policy.model.config, len(pair.prompt_ids)
+    return sum(
+        sequence_flops(config, prompt + len(ids)) for ids in (pair.chosen_ids, pair.rejected_ids) if ids
+    )
 
 
 def side_values(policy: Policy, micro: MicroBatch) -> dict[int, torch.Tensor]:
@@ -693,6 +702,7 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
         train_batch,
         (lambda: validate(policy, held_out, config)) if held_out else None,
         longest=lambda: max(pair.num_tokens for pair in kept),
+        cost=lambda item: pair_flops(policy, item[1]),
         on_step=on_step,
     )
     if resume:

@@ -161,6 +161,18 @@ class RLConfig:
                 f"overlap.mode = {self.overlap.mode} with parallel.kind = fsdp: the weights are gathered for one phase "
                 "at a time; leave one out"
             )
+        if max(self.parallel.context, self.parallel.tensor) > 1:
+            name = "context" if self.parallel.context > 1 else "tensor"
+            if self.overlap.mode != "off":
+                raise ValueError(
+                    f"overlap.mode = {self.overlap.mode} with parallel.{name}: ranks that share their passes cannot "
+                    "begin one each when a group is ready; leave one out"
+                )
+            if self.off_policy.router_replay:
+                raise ValueError(
+                    f"off_policy.router_replay with parallel.{name}: routers are not told of what other ranks "
+                    "sampled; leave one out"
+                )
         self._check_cluster()
 
     def _check_cluster(self) -> None:

@@ -178,6 +178,11 @@ def load_trained(
     )
     if config.optim.router_aux_loss_coef and not has_experts(policy.model.config):
         raise UserError("optim.router_aux_loss_coef: this model has no experts to balance; leave it out")
+    if config.optim.router_aux_loss_coef and max(config.parallel.context, config.parallel.tensor) > 1:
+        raise UserError(
+            "optim.router_aux_loss_coef with parallel.context or parallel.tensor: loads of experts are counted where "
+            "each rank runs its own passes; leave one out"
+        )
     _refuse_whole(config, policy)
     if not weights:
         if config.policy.init and Path(config.policy.init).expanduser().exists():

@@ -14,6 +14,7 @@ from whet.config import align
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import sequence_seed
+from whet.model.config import sequence_flops
 from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, shard, sum_gradients
 from whet.ranks.fsdp import ParallelConfig, gathered
@@ -314,6 +315,7 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
         train_batch,
         validate if held_out else None,
         longest=lambda: learnt.longest,
+        cost=lambda item: sequence_flops(policy.model.config, encode(*item).num_tokens),
         on_step=on_step,
     )
     if resume:

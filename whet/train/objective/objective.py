@@ -30,8 +30,17 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy
 from whet.generate.sampling import sequence_seed
 from whet.generate.scoring import hidden_rows, score_micro_batch
+from whet.model.config import sequence_flops
 from whet.model.transformer import LanguageModel
-from whet.ranks.collectives import all_gather_values, all_reduce_sum, sum_gradients
+from whet.ranks.collectives import (
+    all_gather_values,
+    all_reduce_sum,
+    balanced,
+    gather_json,
+    rank,
+    sum_gradients,
+    world_size,
+)
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.telemetry.spans import span, spanned
 from whet.train.objective.advantage import token_advantages, training_sequences
@@ -333,7 +342,7 @@ class Objective:
         is_warmup = self._critic is not None and step < self._value.warmup_steps
         results: list[dict[str, float]] = []
         for epoch in range(algo.num_epochs):
-            for part in self._minibatches(sequences, step, epoch):
+            for part in map(self._dealt, self._minibatches(sequences, step, epoch)):
                 if not is_warmup:
                     # Sampler and trainer are compared at the first update only: later ones have moved the policy.
                     gap = tally if not results and not self._is_recomputed else None
@@ -480,6 +489,46 @@ class Objective:
     ) -> tuple[MicroBatch, ...]:
         place: dict[str, Any] = {"device": self._policy.device, "dtype": self._dtype}
         return pack(sequences, token_budget=tokens, **place, **options).micro_batches
+
+    def _dealt(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+        """Return this rank's sequences of an update; whole groups change hands so that all have as much to compute.
+
+        Not where the sampler's activations spare their forward pass, nor where parts of the step are done already.
+        """
+        if world_size() == 1 or self._parts is not None or self._policy.activations is not None:
+            return sequences
+        groups: dict[str, list[TrainingSequence]] = {}
+        for sequence in sequences:
+            groups.setdefault(sequence.group, []).append(sequence)
+        config = self._policy.model.config
+        own = [
+            sum(sequence_flops(config, s.num_tokens) for s in self._teaching(members))
+            for members in groups.values()
+        ]
+        everywhere = gather_json(own)
+        before = [place for place, costs in enumerate(everywhere) for _ in costs]
+        after = balanced([cost for costs in everywhere for cost in costs], before, world_size())
+        start = before.index(rank()) if own else 0
+        targets = after[start : start + len(own)]
+        given = [
+            [target, s.as_row()]
+            for target, members in zip(targets, groups.values(), strict=True)
+            for s in members
+            if target != rank()
+        ]
+        kept = [
+            s
+            for target, members in zip(targets, groups.values(), strict=True)
+            for s in members
+            if target == rank()
+        ]
+        taken = [
+            TrainingSequence.from_row(row)
+            for rows in gather_json(given)
+            for target, row in rows
+            if target == rank()
+        ]
+        return kept + taken
 
     def _minibatches(
         self, sequences: Sequence[TrainingSequence], step: int, epoch: int

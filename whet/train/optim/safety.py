@@ -13,6 +13,7 @@ import torch
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy
 from whet.ranks.collectives import is_share
+from whet.ranks.team import has_teams
 from whet.storage.checkpoint import Sameness
 from whet.train.optim.step import forward_backward
 from whet.types import MicroBatch, UserError
@@ -115,10 +116,10 @@ class TokenBudget:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-            if any(map(is_share, self._parameters)):
+            if has_teams() or any(map(is_share, self._parameters)):
                 raise UserError(
                     f"out of memory with {self.tokens} tokens in a micro-batch, which ranks that share a model "
-                    "cannot halve each for itself: lower optim.token_budget, then --resume"
+                    "or its passes cannot halve each for itself: lower optim.token_budget, then --resume"
                 )
             for parameter in self._parameters:
                 parameter.grad = None
