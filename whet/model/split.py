@@ -1,9 +1,10 @@
-"""Attention over packed sequences whose positions are divided among the ranks of a team (context parallelism).
+"""How a model's passes are divided among the ranks of a team: attention over a part of the positions of packed
+sequences (context parallelism), and which matrices may be divided (tensor parallelism).
 
-Everything else in a decoder is per token, so that a rank that has a part of the tokens needs the others' keys and values
-alone: they are gathered in each layer, and their gradients are added and dealt out again. Each sequence is cut into
-2 N pieces, of which rank r computes the r-th and the r-th from the end: a later piece sees more keys, and so all ranks
-have as much to do.
+Everything else in a decoder is per token, so a rank that has a part of the tokens needs nothing of the others but their
+keys and values: these are gathered in each layer, and their gradients are added and dealt out again. Each sequence is
+cut into 2 N pieces, of which rank r computes the r-th and the r-th from the end: a later piece sees more keys, and so
+all ranks have as much to do.
 
 Source: Llama 3 2407.21783 section 3.3.2 (keys and values gathered; 2 N pieces).
 """
@@ -11,18 +12,23 @@ Source: Llama 3 2407.21783 section 3.3.2 (keys and values gathered; 2 N pieces).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 
 from whet.kernels import eager
 from whet.model.attention import PLAIN, Rule, outside, with_sinks
-from whet.model.config import ModelConfig
+from whet.model.config import ModelConfig, kv_shape
+from whet.model.parts import Linear
 from whet.model.recurrence import Recurrence
 from whet.model.routing import Routing
+from whet.model.transformer import LanguageModel
 from whet.ranks.team import Team, all_rows
+from whet.ranks.tensor import Side
 from whet.types import Segment, UserError
+
+ATTENTION = ".self_attn"
 
 
 class Piece(NamedTuple):
@@ -232,3 +238,54 @@ def refuse_states(config: ModelConfig) -> None:
             f"parallel.context: this model has layers of kind {mixer}, whose state goes from token to token; expected "
             "attention in all layers: leave it out, or use parallel.kind = fsdp"
         )
+
+
+def matrix_plan(model: LanguageModel, size: int) -> dict[str, Side]:
+    """Return by which side each matrix of the layers is divided among a team: heads and channels are not cut.
+
+    Args:
+        model: The model, as it is trained.
+        size: Ranks in the team.
+
+    Raises:
+        UserError: If its layers are of another kind, or do not divide evenly.
+    """
+    plan: dict[str, Side] = {}
+    for name, _ in model.named_modules():
+        if name.endswith(ATTENTION):
+            plan |= {f"{name}.{part}": "rows" for part in ("q_proj", "k_proj", "v_proj")}
+            plan[f"{name}.o_proj"] = "columns"
+        elif name.endswith(".mlp"):
+            plan |= {f"{name}.{part}": "rows" for part in ("gate_proj", "up_proj")}
+            plan[f"{name}.down_proj"] = "columns"
+    config = model.config
+    block, found = config.block, dict(model.named_modules())
+    is_known = plan and all(type(found.get(name)) is Linear for name in plan)
+    if not is_known or block.whole_qk_norm or block.has_sinks or block.latent is not None:
+        raise UserError(
+            f"parallel.tensor = {size}: expected a decoder of grouped-query attention and gated feed-forward parts "
+            "without experts, sinks or norms over all heads; leave it out, or use parallel.kind = fsdp"
+        )
+    linears = {name: cast(Linear, found[name]) for name in plan}
+    if any(layer.side is not None or layer.packed is not None for layer in linears.values()):
+        raise UserError(
+            f"parallel.tensor = {size} with adapters or matrices in few bits: expected whole weights that are trained; "
+            "leave it out"
+        )
+    if any(linears[name].bias is not None for name, side in plan.items() if side == "columns"):
+        raise UserError(
+            f"parallel.tensor = {size}: this model adds biases to sums over heads or channels, which each rank would "
+            "add; leave it out, or use parallel.kind = fsdp"
+        )
+    for spec in config.layers:
+        counts = {
+            "query heads": config.num_heads,
+            "key/value heads": kv_shape(spec, config)[0],
+            "feed-forward channels": spec.intermediate_size or config.intermediate_size,
+        }
+        for what, count in counts.items():
+            if count % size:
+                raise UserError(
+                    f"parallel.tensor = {size}: the model has {count} {what}, expected a multiple of {size}"
+                )
+    return plan

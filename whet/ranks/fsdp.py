@@ -31,6 +31,7 @@ from whet.ranks.collectives import (
     together,
     world_size,
 )
+from whet.ranks.tensor import whole_matrices
 from whet.types import UserError
 
 Item = TypeVar("Item")
@@ -193,6 +194,8 @@ def gathered(*models: nn.Module | None) -> Iterator[None]:
         (m, own) for m in models if m is not None and (own := sharding(m)) is not None and not own.is_open
     ]
     with ExitStack() as stack:
+        for model in filter(None, models):
+            stack.enter_context(whole_matrices(model))
         for _, own in found:
             own.is_open = True
             stack.callback(setattr, own, "is_open", False)
@@ -332,10 +335,10 @@ def like(share: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def share_of(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return of a tensor, sharded or whole, this rank's rows, as of another one."""
+    """Return of a tensor, sharded or whole, this rank's part, as of another one."""
     if not is_share(like):
         return source
-    return local(source) if is_share(source) else source.detach()[rows_of(like)]
+    return local(source) if is_share(source) else source.detach()[part_of(like)]
 
 
 @torch.no_grad()
@@ -349,13 +352,18 @@ def fill(target: torch.Tensor, source: torch.Tensor) -> None:
     local(target).detach().copy_(share_of(source, target))
 
 
-def rows_of(tensor: torch.Tensor) -> slice:
-    """Return the rows of a sharded tensor that this rank holds."""
+def part_of(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Return the part of a sharded tensor that this rank holds, by axis."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     whole = cast(Any, tensor)
-    size, start = compute_local_shape_and_global_offset(tensor.shape, whole.device_mesh, whole.placements)
-    return slice(start[0], start[0] + size[0])
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, whole.device_mesh, whole.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def rows_of(tensor: torch.Tensor) -> slice:
+    """Return the rows of a tensor, sharded by rows, that this rank holds."""
+    return part_of(tensor)[0]
 
 
 def sum_over_shares(parameters: Sequence[torch.Tensor], values: Sequence[float]) -> float:
@@ -371,7 +379,8 @@ def sum_over_shares(parameters: Sequence[torch.Tensor], values: Sequence[float])
     if world_size() == 1 or not any(map(is_share, parameters)):
         return rest
     mesh = cast(Any, next(filter(is_share, parameters))).device_mesh
-    replicas = mesh.size(0) if mesh.ndim > 1 else 1
+    # Those of one mesh (HSDP), or teams that divide matrices.
+    replicas = mesh.size(0) if mesh.ndim > 1 else world_size() // mesh.size()
     return rest + all_reduce_sum(sum(mine))[0] / replicas
 
 

@@ -1,7 +1,7 @@
 """Ranks that run each training pass together: a share of the positions each, or of the weights' rows and columns.
 
-A team is `size` ranks that follow each other. The rank that a micro-batch belongs to leads its pass: it tells the others
-what to run, gets the numbers of all trained tokens, computes the loss as it would alone, and hands each rank the
+A team is `size` ranks that follow each other. The rank that a micro-batch belongs to leads its pass: it tells the
+others what to run, gets the numbers of all trained tokens, computes the loss as it would alone, and hands each rank the
 gradient of what that computed. So losses, metrics and data know nothing of teams. Every rank's graph is the exact
 derivative of its part, so that gradients are summed over ranks as ever.
 """

@@ -22,8 +22,9 @@ from whet.model.attention import Packed
 from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.side import Beside, sides_of
-from whet.model.split import refuse_states
+from whet.model.split import matrix_plan, refuse_states
 from whet.model.transformer import LanguageModel
+from whet.ranks import collectives
 from whet.ranks.collectives import is_share, world_size
 from whet.ranks.fsdp import (
     ParallelConfig,
@@ -34,12 +35,13 @@ from whet.ranks.fsdp import (
     like,
     local,
     outer_parameters,
-    rows_of,
+    part_of,
     shard_model,
     share_of,
     sum_over_shares,
 )
 from whet.ranks.team import join_team, team_of
+from whet.ranks.tensor import divide_layers
 from whet.telemetry.spans import span, spanned
 from whet.train.optim.adafactor import Factors
 from whet.train.optim.adam8bit import MIN_NUMBERS, Moments
@@ -408,14 +410,15 @@ class Optimizer:
         config = self._config
         if not any(is_share(parameter) for _, parameter in self._named):
             return
+        setting = "parallel.tensor" if collectives.across is not None else "parallel.kind = fsdp"
         if config.optimizer in ("galore", "adafactor"):
             raise UserError(
-                f"optim.optimizer = {config.optimizer} with parallel.kind = fsdp: its statistics are of whole "
-                "matrices, a rank has some of their rows; use adamw or muon"
+                f"optim.optimizer = {config.optimizer} with {setting}: its statistics are of whole "
+                "matrices, a rank has a part of them; use adamw or muon"
             )
         if config.adam_bits == 8:
             raise UserError(
-                "optim.adam_bits = 8 with parallel.kind = fsdp: its blocks would depend on the number of ranks; "
+                f"optim.adam_bits = 8 with {setting}: its blocks would depend on the number of ranks; "
                 "leave it out (shards divide the state by that number)"
             )
 
@@ -553,7 +556,7 @@ class Optimizer:
             if not is_share(parameter):
                 return orthogonalise(share)
             rows = share.t().contiguous() if is_turned else share
-            found = orthogonalise(full(like(rows, parameter)))[rows_of(parameter)]
+            found = orthogonalise(full(like(rows, parameter)))[part_of(parameter)]
             return found.t() if is_turned else found
 
         if is_turned:  # stored [in, out]
@@ -759,6 +762,10 @@ def shard_layers(model: LanguageModel, config: ParallelConfig, device: torch.dev
     if config.context > 1:
         refuse_states(model.config)
         join_team(model, "context", config.context)
+    if config.tensor > 1:
+        plan = matrix_plan(model, config.tensor)
+        if (team := join_team(model, "tensor", config.tensor)) is not None:
+            divide_layers(model, plan, team)
 
 
 def _check_compiler(config: OptimConfig, device: torch.device) -> None:
