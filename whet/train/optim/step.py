@@ -37,6 +37,7 @@ from whet.ranks.fsdp import (
     outer_parameters,
     part_of,
     shard_model,
+    sharding,
     share_of,
     sum_over_shares,
 )
@@ -832,7 +833,13 @@ def _nothing(model: LanguageModel | None) -> torch.Tensor:
     device = model.head_weight.device
     token = torch.zeros(1, dtype=torch.int64, device=device)
     hidden = model(token, token, Packed([1], device))
-    return 0.0 * sum((p.sum() for p in outer_parameters(model)), hidden.sum())
+    return _unread(model) + 0.0 * hidden.sum()
+
+
+def _unread(model: LanguageModel) -> torch.Tensor:
+    """Return a 0 that all trained parameters have a part in that are in no layer: one that a loss elsewhere reads, such
+    as the head, has a gradient on all ranks then, as dealing them out needs."""
+    return 0.0 * sum((p.sum() for p in outer_parameters(model)), model.head_weight.new_zeros(()))
 
 
 def forward_backward(
@@ -872,6 +879,7 @@ def forward_backward(
                     loss, metrics = score(next(own))
             else:
                 loss = follow(team, model, leader)
+                loss = loss if sharding(model) is None else loss + _unread(model)
         release()
         with span("backward"):
             (loss if model is None or model.loss_scale == 1.0 else loss * model.loss_scale).backward()
