@@ -222,8 +222,12 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
             dist.all_reduce(flat)
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
-    if across is not None:
-        _sum_shares([p for p in everything if is_share(p)])
+    if divided := [p for p in everything if is_share(p) and _mesh_size(p) < world_size()]:
+        _sum_shares(divided)
+
+
+def _mesh_size(share: Any) -> int:
+    return share.device_mesh.size()
 
 
 def _sum_shares(parameters: Sequence[torch.nn.Parameter]) -> None:
