@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import compress
 from typing import Any
@@ -97,6 +97,55 @@ Family = list[tuple[int, TrainingSequence]]
 """Sequences of one prompt, each with its index in the packed list."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """How ranks that wait for each other after every micro-batch pack theirs: equal numbers of them, alike in cost.
+
+    Attributes:
+        cost: What a sequence of so many tokens takes to compute.
+        agree: Returns, of the costs of all ranks' bins from the dearest on, the largest at each place; all call it.
+    """
+
+    cost: Callable[[int], float]
+    agree: Callable[[list[float]], list[float]]
+
+
+def split_evenly(
+    lengths: Sequence[int], costs: Sequence[float], token_budget: int, spread: Spread
+) -> list[list[int]]:
+    """Group sequences into as many bins as the rank with most needs, the dearest first, each as dear as the others'.
+
+    Even bins would be slower: a sequence that alone is dearer than they are makes all wait at its place.
+
+    Args:
+        lengths: Tokens of each sequence.
+        costs: What each takes to compute.
+        token_budget: Largest sum of a bin.
+        spread: How ranks agree.
+
+    Returns:
+        Indices of each bin; fewer bins where there are fewer sequences, and those of `split_by_budget` where even ones
+        would not hold all.
+    """
+
+    def dearest(bins: list[list[int]]) -> list[list[int]]:
+        return sorted(bins, key=lambda members: -sum(costs[index] for index in members))
+
+    tight = dearest(split_by_budget(lengths, token_budget))
+    left = spread.agree([sum(costs[index] for index in members) for members in tight])[: len(lengths)]
+    bins: list[list[int]] = [[] for _ in left]
+    tokens = [0] * len(left)
+    for index in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
+        room = [n for n in range(len(left)) if not tokens[n] or tokens[n] + lengths[index] <= token_budget]
+        if not room:
+            return tight
+        place = max(room, key=lambda n: (left[n], -n))
+        bins[place].append(index)
+        left[place] -= costs[index]
+        tokens[place] += lengths[index]
+    return dearest([members for members in bins if members])
+
+
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     """Group sequences into bins of at most `token_budget` tokens: best fit decreasing.
 
@@ -131,6 +180,7 @@ def pack(
     aggregation: Aggregation = "token_mean",
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    spread: Spread | None = None,
 ) -> Batch:
     """Pack a step's sequences into micro-batches; token weights do not depend on the split.
 
@@ -143,6 +193,7 @@ def pack(
         aggregation: Decides the tokens' weights.
         device: Where the tensors go.
         dtype: Dtype of weights, advantages and log-probabilities.
+        spread: How ranks that wait for each other pack as many micro-batches; None: as few as possible.
 
     Returns:
         The batch, with the counts for the denominators.
@@ -158,7 +209,12 @@ def pack(
         )
     # Families, not sequences, are packed: those of one prompt share its rows only within a micro-batch.
     families = _families([(index, sequences[index]) for index in trained], token_budget)
-    bins = split_by_budget([_num_rows(family) for family in families], token_budget)
+    rows = [_num_rows(family) for family in families]
+    if spread is None:
+        bins = split_by_budget(rows, token_budget)
+    else:
+        costs = [sum(spread.cost(sequence.num_tokens) for _, sequence in family) for family in families]
+        bins = split_evenly(rows, costs, token_budget, spread)
     micro_batches = tuple(
         _micro_batch([families[place] for place in members], aggregation, torch.device(device), dtype)
         for members in bins

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from whet.algo.packing import TrainingSequence, pack, split_by_budget
+from whet.algo.packing import Spread, TrainingSequence, pack, split_by_budget, split_evenly
 from whet.algo.preference import (
     OPTIONS_READ,
     PreferenceLoss,
@@ -58,7 +58,7 @@ from whet.train.fit import FIT_ATTENTION, Fit, StepResult
 from whet.train.optim.balance import Balance
 from whet.train.optim.precision import resolve_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
-from whet.train.optim.step import OptimConfig, forward_backward
+from whet.train.optim.step import OptimConfig, forward_backward, spread_of
 from whet.train.rollout.order import EpochOrder
 from whet.train.run import Run
 from whet.train.session import OnStep, begin, end_check, finish, load_trained, open_folder, write_origin
@@ -67,20 +67,30 @@ from whet.types import MicroBatch, Problem, Task, UnreadError, UserError
 # Pairs as micro-batches, and the log-probabilities of their completions.
 
 
-def pair_micro_batches(pairs: Sequence[Pair], token_budget: int, device: torch.device) -> list[MicroBatch]:
+def pair_micro_batches(
+    pairs: Sequence[Pair], token_budget: int, device: torch.device, spread: Spread | None = None
+) -> list[MicroBatch]:
     """Pack pairs; both completions of a pair are in the same micro-batch.
 
     Args:
         pairs: This rank's pairs.
         token_budget: Tokens per micro-batch; a longer pair gets its own.
         device: Device of the tensors.
+        spread: How ranks that wait for each other pack as many micro-batches; None: as few as possible.
 
     Returns:
         Micro-batches in which `indices_B` is 2 i for the chosen and 2 i + 1 for the rejected completion of pair i; one
         that is not there is left out.
     """
     micro_batches = []
-    for members in split_by_budget([pair.num_tokens for pair in pairs], token_budget):
+    lengths = [pair.num_tokens for pair in pairs]
+    if spread is None:
+        bins = split_by_budget(lengths, token_budget)
+    else:
+        bins = split_evenly(
+            lengths, [2 * spread.cost(length // 2) for length in lengths], token_budget, spread
+        )
+    for members in bins:
         sides = [2 * member + side for member in members for side in (0, 1)]
         sides = [
             side
@@ -459,7 +469,7 @@ def train_step(
     kl = max(mismatch / max(num_pairs, 1.0), 0.0)
 
     def cut(tokens: int) -> list[MicroBatch]:
-        return pair_micro_batches(pairs, tokens, policy.device)
+        return pair_micro_batches(pairs, tokens, policy.device, spread_of(policy.model))
 
     coef = config.optim.router_aux_loss_coef
     with gathered(policy.model if coef else None):

@@ -36,7 +36,7 @@ from whet.train.fit import FIT_ATTENTION, Fit, StepResult
 from whet.train.optim.balance import Balance
 from whet.train.optim.precision import resolve_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
-from whet.train.optim.step import OptimConfig, forward_backward
+from whet.train.optim.step import OptimConfig, forward_backward, spread_of
 from whet.train.rollout.order import data_order
 from whet.train.run import Run
 from whet.train.session import (
@@ -191,7 +191,8 @@ def train_step(
 
     def cut(tokens: int) -> tuple[MicroBatch, ...]:
         with span("pack"):
-            return pack(sequences, token_budget=tokens, device=policy.device).micro_batches
+            spread = spread_of(policy.model)
+            return pack(sequences, token_budget=tokens, device=policy.device, spread=spread).micro_batches
 
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
     coef = config.router_aux_loss_coef

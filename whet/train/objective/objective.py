@@ -58,7 +58,7 @@ from whet.train.objective.tally import (
 from whet.train.objective.teacher import ServerTeacher, TeacherConfig, load_teacher
 from whet.train.optim.balance import Balance
 from whet.train.optim.safety import TokenBudget, rehearse
-from whet.train.optim.step import OptimConfig, Optimizer, forward_backward, shard_layers
+from whet.train.optim.step import OptimConfig, Optimizer, forward_backward, shard_layers, spread_of
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.overlap import part_groups
 from whet.types import Group, MicroBatch
@@ -622,9 +622,10 @@ class Objective:
     ) -> tuple[dict[str, float], Tally]:
         """Accumulate the gradient of sequences, in micro-batches of `tokens` tokens; return sums for the metrics."""
         sums = Tally()
-        micro_batches = self._pack(self._teaching(counted), tokens, aggregation=self._algo.aggregation)
         own = sums if measures else None
         model = self._policy.model
+        options: dict[str, Any] = {"aggregation": self._algo.aggregation, "spread": spread_of(model)}
+        micro_batches = self._pack(self._teaching(counted), tokens, **options)
         score = partial(self._micro_loss, denominator=denominator, tally=own)
         score = score if balance is None else balance.added_to(score)
         return forward_backward(micro_batches, score, model), sums
@@ -719,7 +720,8 @@ class Objective:
 
         def backpropagate(tokens: int) -> None:
             sums.clear()  # of an attempt that ran out of memory
-            forward_backward(self._pack(counted, tokens), score, critic.trunk)
+            micro_batches = self._pack(counted, tokens, spread=spread_of(critic.trunk))
+            forward_backward(micro_batches, score, critic.trunk)
 
         with span("value_loss_backward"):
             self._budget.run(backpropagate, longest(counted))

@@ -10,22 +10,25 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal
 from weakref import WeakMethod
 
 import torch
 
+from whet.algo.packing import Spread
 from whet.generate.scoring import follow
 from whet.kernels.cpu import build
 from whet.kernels.cpu.ops import forget
 from whet.model.attention import Packed
 from whet.model.checkpointing import CheckpointKind, Recompute
+from whet.model.config import sequence_flops
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.side import Beside, sides_of
 from whet.model.split import matrix_plan, refuse_states
 from whet.model.transformer import LanguageModel
 from whet.ranks import collectives
-from whet.ranks.collectives import is_share, world_size
+from whet.ranks.collectives import gather_json, is_share, world_size
 from whet.ranks.fsdp import (
     ParallelConfig,
     begin_backward,
@@ -824,6 +827,18 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
     """Return the dtype of the model's parameters."""
     assert precision != "auto", "resolve_precision comes first"
     return PARAMETERS.get(precision, torch.float32)
+
+
+def spread_of(model: LanguageModel) -> Spread | None:
+    """Return how ranks pack a step's micro-batches, where they wait for each other after each; None where not."""
+    if sharding(model) is None:
+        return None
+    return Spread(cost=partial(sequence_flops, model.config), agree=_largest)
+
+
+def _largest(values: list[float]) -> list[float]:
+    """Return the largest of all ranks' values at each place; the others' lists may be longer."""
+    return [max(column) for column in zip_longest(*gather_json(values), fillvalue=0.0)]
 
 
 def _nothing(model: LanguageModel | None) -> torch.Tensor:
