@@ -1,10 +1,12 @@
-"""Rollout workers on this machine: what a step gains, and whether kills change a run.
+"""Rollout workers on this machine: what a step gains, whether kills change a run, and whether it learns.
 
-python bench/cluster.py [--steps 20] [--workers 2] [--json FILE]     the demo's RL steps, alternating with one process
-python bench/cluster.py --kills 50                                   kill -9 of random workers; weights, prompts
+python bench/cluster.py --workers 1 2 4 8 --steps 20 --init FOLDER      steps of the demo's RL beside one process
+python bench/cluster.py --kills 50 --workers 3 --steps 150 --init ...   kill -9 of random workers; weights, samples
+python bench/cluster.py --learn --workers 3 --init runs/demo-sft        the demo's target, with samples 2 steps old
 
-Needs Ray (extra `ray`). The model has the demo's shape and random weights, so its completions are as long as they get.
-Both sides take the same steps on the same samples; the update runs in the driver, on as many threads as in one process.
+Needs Ray (extra `ray`). Without --init the model has the demo's shape and random weights: its completions are as long
+as they get, and most groups teach nothing. Both sides take the same steps on the same samples; the update runs in the
+driver, on as many threads as in one process.
 """
 
 from __future__ import annotations
@@ -18,27 +20,42 @@ import statistics
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from sides import paired
 
-from whet.ranks.ray import ClusterConfig
+from whet.algo.config import OffPolicyConfig
+from whet.eval.measure import evaluate
+from whet.generate.backends import crew
+from whet.generate.backends.workers import Workers
+from whet.generate.policy import Policy
+from whet.inspect.cluster.cluster import row_of
+from whet.inspect.cluster.costs import measured_costs
+from whet.ranks.ray import ClusterConfig, open_ray
 from whet.recipes.models import demo_policy
 from whet.recipes.rl import RECIPES
+from whet.tasks.made.arithmetic import Arithmetic
+from whet.telemetry.log import read_metrics
 from whet.train import rl
 from whet.train.rl_config import RLConfig
+from whet.train.rollout.overlap import OverlapConfig
+
+SKIPPED = 3
 
 
-def make_config(folder: Path, num_steps: int, workers: int) -> RLConfig:
-    """The demo's RL from random weights."""
+def make_config(folder: Path, num_steps: int, workers: int, init: str) -> RLConfig:
+    """The demo's RL, from its fine-tuned model or from random weights."""
     return replace(
         RECIPES["demo"](),
         out=str(folder),
-        policy=demo_policy(),
+        policy=demo_policy(init),
         num_steps=num_steps,
         save_every=num_steps,
         validation_problems=0,
@@ -48,49 +65,110 @@ def make_config(folder: Path, num_steps: int, workers: int) -> RLConfig:
     )
 
 
-def speed(steps: int, workers: int) -> dict[str, Any]:
-    """Time steps with and without workers, alternating."""
-    with tempfile.TemporaryDirectory() as folder:
+def speed(steps: int, workers: list[int], init: str) -> dict[str, Any]:
+    """Time steps with and without workers, alternating, beside what `whet plan --cluster --measure` predicts."""
+    counts = [0, *workers]
+    with tempfile.TemporaryDirectory() as folder, open_ray("", cpus=sum(counts)):
+        found = measured_costs(make_config(Path(folder) / "none", steps, 0, init))
+        config = make_config(Path(folder) / "none", steps, 0, init)
+        load = replace(found.load(config), save_every=0)
+        predicted = {
+            count: row_of(found, load, 1, count, steps=10).result.seconds_per_step for count in counts
+        }
         sides = {
-            count: rl.steps(make_config(Path(folder) / f"w{count}", steps, count)) for count in (0, workers)
+            count: rl.steps(make_config(Path(folder) / f"w{count}", steps, count, init)) for count in counts
         }
         seconds: dict[int, list[float]] = {count: [] for count in sides}
-        tokens: dict[int, list[float]] = {count: [] for count in sides}
+        drawn: dict[int, list[float]] = {count: [] for count in sides}
+        synced: dict[int, list[float]] = {count: [] for count in sides}
         for _ in range(steps):
             for count, side in sides.items():
                 began = time.perf_counter()
                 done = next(side)
                 seconds[count].append(time.perf_counter() - began)
-                tokens[count].append(done.metrics["rl/generate_seconds"])
+                drawn[count].append(done.metrics["rl/generate_seconds"])
+                synced[count].append(done.metrics.get("rl/sync_seconds", 0.0))
         for side in sides.values():
             side.close()
-    # The first steps start processes and measure kernels.
-    step = {count: statistics.median(values[3:]) for count, values in seconds.items()}
-    drawn = {count: statistics.median(values[3:]) for count, values in tokens.items()}
-    for count in sides:
-        name = f"{count} workers" if count else "one process"
-        print(f"{name:12} {step[count]:.3f} s a step, {drawn[count]:.3f} s of it sampling")
-    ratio = step[0] / step[workers]
-    gain = drawn[0] / drawn[workers]
-    print(f"{workers} workers against one process: {ratio:.2f}x as fast a step, {gain:.2f}x the sampling")
-    return {"steps": steps, "workers": workers, "step_s": step, "sampling_s": drawn, "ratio": ratio}
+    rows = []
+    print(found.source)
+    print(
+        f"{'':13}{'s/step':>8}{'sampling':>10}{'sync':>8}{'x one process':>22}{'predicted':>11}{'x':>7}{'error':>8}"
+    )
+    for count in counts:
+        # The first steps start processes and measure kernels.
+        ours, alone = seconds[count][SKIPPED:-1], seconds[0][SKIPPED:-1]  # the last one saves
+        ratio = paired(alone, ours)
+        guess = predicted[0] / predicted[count]
+        row = {
+            "workers": count,
+            "step_s": statistics.median(ours),
+            "sampling_s": statistics.median(drawn[count][SKIPPED:-1]),
+            "sync_s": statistics.median(synced[count][SKIPPED:-1]),
+            **ratio,
+            "predicted_s": predicted[count],
+            "predicted_ratio": guess,
+            "error": guess / ratio["ratio"] - 1,
+        }
+        rows.append(row)
+        name, times = f"{count} workers" if count else "one process", f"{row['ratio']:.2f} {row['range']}"
+        print(
+            f"{name:13}{row['step_s']:>8.2f}{row['sampling_s']:>10.2f}"
+            f"{row['sync_s']:>8.3f}{times:>22}"
+            f"{row['predicted_s']:>11.2f}{guess:>7.2f}{row['error']:>8.0%}"
+        )
+    return {"steps": steps, "rows": rows, "source": found.source}
 
 
-def battery(kills: int, workers: int) -> dict[str, Any]:
-    """Kill random workers of a run, and compare its weights with those of an undisturbed run in one process."""
+def samplers() -> list[psutil.Process]:
+    """The processes of rollout workers below this one that are ready; Ray's titles say what each is doing."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            if "RolloutWorker" in title and not title.rstrip().endswith(("__init__", "load")):
+                found.append(process)
+    return found
+
+
+@contextmanager
+def watched() -> Iterator[list[Workers]]:
+    """Keep the samplers of the runs that begin meanwhile, to read their counts."""
+    made: list[Workers] = []
+    opened = crew.open_workers
+
+    def open_workers(config: ClusterConfig, policy: Policy) -> Workers:
+        made.append(opened(config, policy))
+        return made[-1]
+
+    crew.open_workers = open_workers
+    try:
+        yield made
+    finally:
+        crew.open_workers = opened
+
+
+def samples_of(folder: str) -> Counter[tuple[Any, ...]]:
+    """Every sample of a run: step, prompt, number and text."""
+    lines = (Path(folder) / "samples.jsonl").read_text().splitlines()
+    rows = map(json.loads, lines)
+    return Counter((row["step"], row["uid"], row["index"], row["completion"]) for row in rows)
+
+
+def battery(kills: int, workers: int, steps: int, init: str) -> dict[str, Any]:
+    """Kill random workers of a run; compare its weights and samples with those of an undisturbed run in one process.
+
+    Kills hit workers that are ready, and leave time for work: three that die in a row before they are ready end a run,
+    as do four that die with the same work.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        steps = max(8, 2 * kills)
-        alone = rl.train(make_config(Path(folder) / "alone", steps, 0))
+        alone_config = make_config(Path(folder) / "alone", steps, 0, init)
+        alone = rl.train(alone_config)
         is_over, killed, draw = threading.Event(), [0], random.Random(0)
 
         def kill() -> None:
-            while killed[0] < kills and not is_over.wait(draw.uniform(0.5, 3.0)):
-                found = [
-                    process
-                    for process in psutil.Process().children(recursive=True)
-                    if "RolloutWorker" in " ".join(process.cmdline())
-                ]
-                if found:
+            while killed[0] < kills and not is_over.wait(draw.uniform(2.0, 7.0)):
+                if found := samplers():
                     with suppress(ProcessLookupError):
                         os.kill(draw.choice(found).pid, signal.SIGKILL)
                         killed[0] += 1
@@ -98,20 +176,71 @@ def battery(kills: int, workers: int) -> dict[str, Any]:
         thread = threading.Thread(target=kill, daemon=True)
         thread.start()
         began = time.perf_counter()
-        config = make_config(Path(folder) / "killed", steps, workers)
-        policy = rl.train(config)
+        config = make_config(Path(folder) / "killed", steps, workers, init)
+        with watched() as made:
+            policy = rl.train(config)
         is_over.set()
         thread.join()
-        rows = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+        seconds = time.perf_counter() - began
+        rows = read_metrics(Path(config.out))
+        one, other = samples_of(alone_config.out), samples_of(config.out)
     pairs = zip(alone.model.parameters(), policy.model.parameters(), strict=True)
     is_same = all(torch.equal(one, other) for one, other in pairs)
     counted = rows[-1]["rl/prompts_consumed"] + rows[-1]["rl/prompts_dropped"]
     lost = steps * config.num_prompts - counted
+    missing, extra = (one - other).total(), (other - one).total()
     print(
-        f"{killed[0]} kills in {steps} steps ({time.perf_counter() - began:.0f} s): weights "
-        f"{'equal bit by bit' if is_same else 'DIFFER'}, {lost:+.0f} prompts lost or doubled"
+        f"{killed[0]} kills in {steps} steps ({seconds:.0f} s): weights "
+        f"{'equal bit by bit' if is_same else 'DIFFER'}, {lost:+.0f} prompts lost or doubled; of {one.total()} samples "
+        f"{missing} missing, {extra} doubled or different; {made[0].num_lost} parts drawn again, "
+        f"{made[0].num_started} workers started"
     )
-    return {"kills": killed[0], "steps": steps, "equal": is_same, "lost": lost}
+    return {
+        "kills": killed[0],
+        "steps": steps,
+        "equal": is_same,
+        "lost": lost,
+        "samples": one.total(),
+        "missing": missing,
+        "doubled": extra,
+        "parts_again": made[0].num_lost,
+        "started": made[0].num_started,
+        "seconds": seconds,
+        "wanted": kills,
+    }
+
+
+def learn(init: str, workers: int, staleness: int, out: str) -> dict[str, Any]:
+    """Run the demo's whole RL with samplers that run ahead, and measure it on its test split, as `whet demo` does."""
+    config = replace(
+        RECIPES["demo"](),
+        out=out,
+        policy=demo_policy(init),
+        off_policy=OffPolicyConfig(staleness=staleness),
+        overlap=OverlapConfig(mode="async" if staleness else "off"),
+        cluster=ClusterConfig(rollout_workers=workers),
+    )
+    began = time.perf_counter()
+    policy = rl.train(config)
+    seconds = time.perf_counter() - began
+    ages = [row["rl/staleness"] for row in read_metrics(Path(out)) if "rl/staleness" in row]
+    task = Arithmetic()
+    problems = task.problems("test")[:512]
+    score = evaluate(policy, task, problems, num_samples=16, sampling=config.sampling, seed=0).metrics[
+        "pass@1"
+    ]
+    print(
+        f"{workers} workers, staleness up to {max(ages):.0f} (median {statistics.median(ages):.0f}): pass@1 "
+        f"{score.mean:.3f} on 512 held-out problems x 16 after {len(ages)} steps, {seconds:.0f} s"
+    )
+    return {
+        "workers": workers,
+        "staleness": max(ages),
+        "steps": len(ages),
+        "pass@1": score.mean,
+        "seconds": seconds,
+        "equal": score.mean >= 0.9,
+    }
 
 
 def main() -> None:
@@ -119,14 +248,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2])
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument(
+        "--init", default="", help="the demo's fine-tuned model; random weights teach nothing"
+    )
+    parser.add_argument("--learn", action="store_true")
+    parser.add_argument("--staleness", type=int, default=2)
     parser.add_argument("--json", default="")
     given = parser.parse_args()
-    found = battery(given.kills, given.workers) if given.kills else speed(given.steps, given.workers)
+    if given.learn:
+        with tempfile.TemporaryDirectory() as folder:
+            found = learn(given.init, given.workers[0], given.staleness, f"{folder}/rl")
+    elif given.kills:
+        found = battery(given.kills, given.workers[0], given.steps, given.init)
+    else:
+        found = speed(given.steps, given.workers, given.init)
     if given.json:
         Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
-    if not found.get("equal", True) or found.get("lost", 0):
+    is_short = found.get("kills", 0) < found.get("wanted", 0)
+    if (
+        not found.get("equal", True)
+        or is_short
+        or any(found.get(n, 0) for n in ("lost", "missing", "doubled"))
+    ):
         raise SystemExit(1)
 
 

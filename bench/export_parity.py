@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from whet.compress.export import export as program
 from whet.compress.export import parity
 from whet.compress.export.export import ExportConfig, export
-from whet.compress.export.gguf import ARCHITECTURES, read_back
+from whet.compress.export.gguf import ARCHITECTURES, Q8_BLOCK, read_back, stored_type
 from whet.compress.export.vocabulary import PATTERNS
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.families import from_hf
+from whet.model.parts import Linear
 from whet.model.text.template import BASE_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
@@ -68,6 +71,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "norm_topk_prob": True,
     },
+    "phi3": {"original_max_position_embeddings": 64, "head_dim": 16, "partial_rotary_factor": 0.75}
+    | {
+        "rope_scaling": {"type": "longrope"}
+        | {"short_factor": [1 + i / 9 for i in range(6)], "long_factor": [2.0 + i for i in range(6)]}
+    },
     "smollm3": {"num_hidden_layers": 4, "tie_word_embeddings": True},
     "granite": {
         "attention_multiplier": 0.2,
@@ -81,6 +89,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {},
 }
 """What each family's config.json has beside `SIZES`."""
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SCALED: dict[str, dict[str, Any]] = {
+    "llama (yarn)": {"rope_scaling": YARN, "model_type": "llama"},
+    "qwen2 (yarn)": {"rope_scaling": YARN, "model_type": "qwen2", "head_dim": 16},
+    "qwen3 (yarn)": {"rope_scaling": YARN | {"attention_factor": 1.3}, "model_type": "qwen3"},
+    "phi3 (long factors)": SHAPES["phi3"] | {"rope_factors": "long", "model_type": "phi3"},
+}
+"""Further scalings of rotary positions."""
 
 
 def texts(count: int) -> list[tuple[str, str]]:
@@ -115,7 +131,9 @@ def byte_pairs(pre: str) -> Tokenizer:
 def make(kind: str, tokenizer: Tokenizer, *, steps: int = 0, std: float = 0.05) -> Policy:
     """Make a tiny model of a family, and train it on the sums."""
     data: dict[str, Any] = {"model_type": kind, "vocab_size": tokenizer.vocab_size + 3}
-    if kind == "gpt2":
+    if kind in SCALED:
+        data |= SIZES | SCALED[kind] | {"rms_norm_eps": 1e-5}
+    elif kind == "gpt2":
         data |= {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256}
     else:
         data |= SIZES | SHAPES[kind] | {"rms_norm_eps": 1e-5}
@@ -161,10 +179,63 @@ def row(name: str, folder: Path, to: str, dtype: str, num_prompts: int, **more: 
     print(
         f"| {name} | {to} {dtype} | {found['bytes']:,} | {found['kl']:.1e} | {found['stored']['kl']:.1e} | "
         f"{found['top1_agreement']:.1%} | {runtime.get('num_greedy_equal', '-')}/{found['num_prompts']} | "
+        f"{runtime.get('greedy_equal_to_ties', 0):.0%} | "
         f"{runtime.get('prompts_equal', 0):.0%} | {runtime.get('stops_equal', 0):.0%} | {found['verdict']} |",
         flush=True,
     )
     return found
+
+
+def rounded(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Round what a matrix is multiplied with as llama.cpp's CPU code does before a product with weights of a type.
+
+    Source: ggml-cpu's `vec_dot_type` and quantize_row_q8_0: blocks of 32, the scale in float16.
+    """
+    if kind == "Q8_0":
+        blocks = x.unflatten(-1, (-1, Q8_BLOCK))
+        most = blocks.abs().amax(-1, keepdim=True)
+        codes = torch.round(blocks * torch.where(most > 0, 127 / most, 0.0))
+        return (codes * (most / 127).half().float()).flatten(-2)
+    types = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return x.to(types[kind]).float()
+
+
+@contextmanager
+def inputs_rounded(policy: Policy, dtype: str) -> Iterator[None]:
+    """Let our engine round the inputs of each product as llama.cpp does for a file of a type."""
+    model = policy.model
+    kinds = {
+        name.removesuffix(".weight"): stored_type("", parameter.shape, dtype)
+        for name, parameter in model.named_parameters()
+    }
+    hooks = []
+    for name, module in model.named_modules():
+        kind = kinds.get(name, "")
+        if isinstance(module, Linear) and name != "lm_head":
+            hooks.append(
+                module.register_forward_pre_hook(lambda _, given, kind=kind: (rounded(given[0], kind),))
+            )
+    head = stored_type("", model.head_weight.shape, dtype)
+    norm = model.get_submodule("model.norm")
+    hooks.append(norm.register_forward_hook(lambda _, __, out: rounded(out, head)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def whole_greedy(policy: Policy, reference: parity.Reference) -> parity.Reference:
+    """Answer a reference's prompts by whole passes, which hooks see; its logits are those of our new answers."""
+    said, logits = [], []
+    for ids in reference.prompts:
+        found: list[int] = []
+        while len(found) < reference.max_new_tokens and (not found or found[-1] not in policy.stop_ids):
+            with torch.no_grad():
+                found.append(int(policy.model.logits(torch.tensor([[*ids, *found]]))[0, -1].argmax()))
+        said.append(tuple(found))
+        logits.append(parity.next_logits(policy, ids, found))
+    return replace(reference, said=said, logits=logits)
 
 
 def why(dtype: str, num_prompts: int) -> None:
@@ -184,16 +255,21 @@ def why(dtype: str, num_prompts: int) -> None:
         reference = parity.take(loaded, program.prompts(config, loaded), config.max_new_tokens)
         longest = max(map(len, reference.prompts)) + config.max_new_tokens
         beside = parity.ask(loaded, reference, "llama.cpp", file.resolve(), context=longest + 8)
+        with inputs_rounded(loaded, dtype):
+            alike = whole_greedy(loaded, reference)
+        computed = parity.ask(loaded, alike, "llama.cpp", file.resolve(), context=longest + 8)
         policy = PolicyConfig(init=str(home / "dequantised"), device="cpu")
         exact = export(replace(config, policy=policy, dtype="f32", out=str(home / "exact")))
     for name, row in {
         "in llama.cpp, beside the model": found["runtime"],
         "its weights in our engine, beside the model": found["stored"],
         "in llama.cpp, beside its weights in our engine": beside,
+        "in llama.cpp, beside its weights in our engine with inputs rounded as there": computed,
         "its weights as f32 in llama.cpp, beside our engine": exact["runtime"],
     }.items():
         count = f"{row['num_greedy_equal']}/{found['num_prompts']}"
-        print(f"| {dtype}: {name} | {row['kl']:.1e} | {count} |", flush=True)
+        ties = f"{row['greedy_equal_to_ties']:.0%}"
+        print(f"| {dtype}: {name} | {row['kl']:.1e} | {count} | {ties} |", flush=True)
 
 
 def main() -> None:
@@ -208,20 +284,23 @@ def main() -> None:
     torch.set_num_threads(1)
     program.PROMPTS = tuple(question for question, _ in texts(60))[: options.prompts]
     if options.why:
-        for dtype in ("q8_0", "bf16"):
+        for dtype in ("q8_0", "bf16", "f16"):
             why(dtype, options.prompts)
         return
     print(
-        "| model | export | bytes | KL | KL of rounding | top-1 | greedy equal | prompts | stops | verdict |"
+        "| model | export | bytes | KL | KL of rounding | top-1 | greedy equal | to near ties | prompts | stops "
+        "| verdict |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     failed, is_wide = [], options.families is not None
     with tempfile.TemporaryDirectory() as scratch:
         folders = {} if is_wide else {"stories260k": STORIES}
         named = dict(text.split("=", 1) for text in options.model)
         folders |= {name: Path(path) for name, path in named.items()}
         made = (
-            (options.families or list(ARCHITECTURES)) if is_wide else {"qwen3": "qwen2", "llama": "llama-bpe"}
+            (options.families or [*ARCHITECTURES, *SCALED])
+            if is_wide
+            else {"qwen3": "qwen2", "llama": "llama-bpe"}
         )
         for kind in made:
             pre = "llama-bpe" if kind == "llama" else "qwen2"

@@ -65,10 +65,9 @@ LAYOUTS: dict[str, ParallelConfig] = {
     "fsdp, kept between passes": ParallelConfig(kind="fsdp", reshard=False),
     "fsdp, layer by layer": ParallelConfig(kind="fsdp", gather="layer", prefetch=1),
     "hsdp": ParallelConfig(kind="fsdp", replicas=2),
-    "context of 2": ParallelConfig(context=2),
-    "context of 4": ParallelConfig(context=4),
-    "fsdp, context of 2": ParallelConfig(kind="fsdp", context=2),
-    "tensor of 2": ParallelConfig(tensor=2),
+    "balanced": ParallelConfig(balance="on"),
+    "context": ParallelConfig(context=2),
+    "fsdp, context": ParallelConfig(kind="fsdp", context=2),
 }
 
 
@@ -190,15 +189,6 @@ PROGRAMS: dict[str, Callable[[Path, Path, ParallelConfig], None]] = {
 }
 
 
-def fits(program: str, layout: ParallelConfig, world: int) -> bool:
-    """Say whether so many ranks can run a program in a layout; the rest is refused (docs/distributed.md)."""
-    if world % layout.replicas or world % layout.context or world % layout.tensor:
-        return False
-    if "lora" in program and layout.tensor > 1:
-        return False
-    return not ("experts" in program and max(layout.context, layout.tensor) > 1)  # they balance their loads
-
-
 def run(program: str, layout: str, base: Path, out: Path) -> None:
     """Run a program in this process, or as this rank of several, in float64."""
     wide = property(lambda target: {"device": "cpu", "dtype": torch.float64})  # beside 4 bits, too
@@ -297,8 +287,8 @@ def main() -> int:
             jobs = [
                 (program, layout, str(folder / f"{world} {layout}" / program))
                 for layout in options.layouts
+                if world % (LAYOUTS[layout].replicas * LAYOUTS[layout].context) == 0
                 for program in options.programs
-                if fits(program, LAYOUTS[layout], world)
             ]
             start(world, folder, jobs)
             for program, layout, out in jobs:

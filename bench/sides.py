@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ from whet.model.text.template import PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model, save_model
+from whet.ranks.fsdp import ParallelConfig
 from whet.schema import ResponseSchema
 from whet.train.optim.precision import ADVANTAGE, measure
-from whet.train.optim.step import Precision
+from whet.train.optim.step import Precision, shard_layers
 
 SHAPES = {
     "a": ModelConfig(
@@ -104,12 +106,23 @@ def save_shape(name: str, folder: Path, seed: int = 0) -> Path:
 
 
 def load_whet(
-    home: Path, *, dtype: torch.dtype, max_rows: int = 256, lora: LoRAConfig | None = None
+    home: Path,
+    *,
+    dtype: torch.dtype,
+    max_rows: int = 256,
+    lora: LoRAConfig | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> Policy:
-    """Load whet's side: a plain prompt, no stop string and no stop token; with `lora` it trains adapters."""
+    """Load whet's side: a plain prompt, no stop string and no stop token; with `lora` it trains adapters.
+
+    With `parallel`, each rank reads its share.
+    """
     from whet.model.weights import load_model
 
-    model, _ = load_model(home, dtype=dtype, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    is_sharded = parallel is not None and parallel.kind == "fsdp"
+    shard = partial(shard_layers, config=parallel, device=cpu) if is_sharded else None
+    model, _ = load_model(home, dtype=dtype, device=cpu, shard=shard)
     tokenizer = Tokenizer.load(str(home)).with_template(PLAIN_TEMPLATE)
     policy = Policy(model, tokenizer, ResponseSchema(), system_prompt=False, max_rows=max_rows)
     policy.stop_strings, policy.stop_ids = (), ()

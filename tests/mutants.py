@@ -1320,8 +1320,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ("generate/scoring.py", cases("grpo")): [
         (
             "order",
-            "hidden_ND.index_select(0, micro.source_M)",
-            "hidden_ND.index_select(0, micro.source_M + 1)",
+            "hidden_ND.index_select(0, source_M)",
+            "hidden_ND.index_select(0, source_M + 1)",
         ),
         ("factor", "            temperature=temperature,", ""),
         (
@@ -1341,8 +1341,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ),
         (
             "mask",
-            "Packed(micro.segments, device, attention, routing)",
-            "Packed(micro.segments[:1], device, attention, routing)",
+            "Packed(micro.segments, device, attention, routing, split)",
+            "Packed(micro.segments[:1], device, attention, routing, split)",
         ),
     ],
     ("tasks/read.py", ("tests/tasks/test_read.py", "tests/tasks/test_jsonl.py")): [

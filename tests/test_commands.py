@@ -6,10 +6,14 @@ commands (test_architecture.py).
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
+import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -24,7 +28,7 @@ import uvicorn
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
-from test_architecture import README, ROOT, readme_commands
+from test_architecture import README, ROOT, readme_blocks, readme_commands
 from test_bring_your_own import make_model
 
 from whet import __main__
@@ -73,6 +77,8 @@ SMALL = {
 }
 """Options that make a command small, where it does not give them itself."""
 
+HAS_RAY = importlib.util.find_spec("ray") is not None
+
 DRY = {
     "bench": "runs the peers for minutes",
     "explain": "draws its lessons for a minute: tests/inspect/test_explain.py",
@@ -89,7 +95,7 @@ DRY = {
 
 DRY_LINES = {
     "serve BASE --policy.adapter": "needs two adapters of one base: tests/generate/test_several.py",
-    "rl demo --cluster": "starts Ray: tests/ranks/test_ray.py",
+    **({} if HAS_RAY else {"rl demo --cluster": "needs Ray, with which .ci/run runs docs/cluster.md"}),
     "rl demo --rewards judge": "asks a judge's server",
     "rl demo-distill --teacher.init": "asks a teacher's server",
     "rl demo --track tensorboard wandb": "starts wandb's service",
@@ -351,11 +357,16 @@ def execute(words: list[str], capsys: pytest.CaptureFixture[str], *, in_order: b
         return
     if words[0] in ("serve", "watch"):
         words = [*words, "--port", "0"]
+    # Two of each kind of process show what more would.
+    words = [
+        "2" if word.isdigit() and before.startswith("--cluster.") else word
+        for before, word in zip(["", *words], words, strict=False)
+    ]
     if "--resume" in words and words[1].startswith("runs/"):  # the run's own sizes
         run([word if not word.isdigit() else "1" for word in words], capsys)
         return
     resumed, words = "--resume" in words, [*(word for word in words if word != "--resume"), *smaller(words)]
-    is_dry = words[0] in DRY or starts(words, DRY_LINES)
+    is_dry = (words[0] in DRY and words[:2] != ["doctor", "cluster"]) or starts(words, DRY_LINES)
     out = out_of(words, capsys)
     if out and not in_order:
         if str(out) == LEARNED:
@@ -413,3 +424,25 @@ def test_the_commands_of_a_page_run(
     for words in statements(page):
         monkeypatch.setattr(sys, "stdin", io.StringIO("47+85+39=\n"))
         execute(words, capsys, in_order=page == README)
+
+
+def test_the_ranks_of_the_cluster_page_start(template: Path, tmp_path: Path) -> None:
+    """Its lines for torchrun: programs of their own, which nothing here makes easier."""
+    home = tmp_path / "home"
+    shutil.copytree(template, home)
+    blocks = [block for language, block in readme_blocks(ROOT / "docs/cluster.md") if language == "sh"]
+    lines = [shlex.split(line)[1:] for block in blocks for line in block if line.startswith("torchrun ")]
+    assert len(lines) >= 2
+    for line in lines:
+        start = line.index("whet") + 1
+        words = [*line[:start], *line[start:], *smaller(line[start:])]
+        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        done = subprocess.run(
+            command,
+            cwd=home,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]

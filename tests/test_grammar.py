@@ -74,6 +74,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "bad.jsonl").write_text('{"question": "x"\n')
     (folder / "mine.py").write_text(TASK + REWARD)
     (folder / "broken.yaml").write_text("out: [\n")
+    (folder / "latin.csv").write_bytes("question,answer\ncafé,1\n".encode("latin-1"))
+    (folder / "binary.jsonl").write_bytes(bytes(range(256)) * 20)
+    (folder / "nan.jsonl").write_text('{"question": "a", "answer": NaN}\n' * 30)
     (folder / "empty").mkdir()
     before = Path.cwd()
     os.chdir(folder)
@@ -594,6 +597,13 @@ watch nowhere demo-rl | 'nowhere': no such run or folder
 track nowhere --to tensorboard | no such run or folder
 replay nowhere | no such run or folder
 runs nowhere | no such run or folder
+runs questions.csv | is a file, expected a run or a folder
+pull noslash | expected OWNER/NAME
+quantize my-model --bits 4 | '--bits' for 'whet quantize' (
+rl own --model my-model --data gone/rows.csv --dry-run | 'gone/rows.csv': no such file or folder
+rl own --model my-model --data latin.csv --dry-run | save the file as UTF-8
+rl own --model my-model --data binary.jsonl --dry-run | no row is good; check the file's format
+rl own --model my-model --data nan.jsonl --dry-run | 'answer' is not a finite number, expected text
 """
 
 

@@ -285,7 +285,10 @@ def closest(name: str, candidates: Sequence[str]) -> str | None:
     moved = [candidate for candidate in candidates if candidate.lstrip("-").rpartition(".")[2] == last]
     common = [one for one in moved if one.lstrip("-").rpartition(".")[0] in COMMON_GROUPS]
     moved = common if common and "." not in name else moved
-    matches = difflib.get_close_matches(name, moved or candidates, n=1, cutoff=0.0 if moved else 0.6)
+    # Dashes would count as letters in common: '--bits' is not '--task'.
+    bare = {candidate.lstrip("-"): candidate for candidate in reversed(moved or candidates)}
+    near = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.0 if moved else 0.6)
+    matches = [bare[match] for match in near]
     begun = [candidate for candidate in candidates if len(candidate) > 2 and name.startswith(candidate)]
     if begun and "." not in name:  # 'evaluate' means 'eval' more than 'validate'
         return max(begun, key=len)

@@ -196,6 +196,42 @@ class Segment(NamedTuple):
     shared: int
 
 
+class Piece(NamedTuple):
+    """Consecutive rows of a segment that one rank computes.
+
+    Attributes:
+        segment: Index of the segment.
+        first: First of its rows.
+        length: Rows.
+    """
+
+    segment: int
+    first: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How the ranks of a group share a micro-batch, of which each computes some rows.
+
+    Attributes:
+        place: This rank's place in the group.
+        num_ranks: Ranks of the group.
+        pieces: What this rank computes, in the order of its rows.
+        rows_N: int64 rows of the micro-batch that this rank computes.
+        most_rows: Rows of the rank that has most.
+        order_N: int64 place of each row of the micro-batch where the ranks' rows stand one after the other, each rank's
+            filled up to `most_rows`.
+    """
+
+    place: int
+    num_ranks: int
+    pieces: tuple[Piece, ...]
+    rows_N: torch.Tensor
+    most_rows: int
+    order_N: torch.Tensor
+
+
 class KeptSets(NamedTuple):
     """What filters left to draw from, for every trained token: its log-probability is renormalised over that set.
 
@@ -230,6 +266,7 @@ class MicroBatch:
         kept: What the sampler's filters left to draw from; None without filters.
         experts_NX: uint8 bytes of each token's experts in the sampler, all ones where they are unknown; None where
             nothing is recorded.
+        split: How ranks share it; None where this rank computes all of it.
     """
 
     tokens_N: torch.Tensor
@@ -248,6 +285,12 @@ class MicroBatch:
     returns_M: torch.Tensor
     kept: KeptSets | None = None
     experts_NX: torch.Tensor | None = None
+    split: Split | None = None
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank adds its loss and metrics to the step's: of the ranks that share it the first."""
+        return self.split is None or self.split.place == 0
 
     @property
     def lengths_B(self) -> tuple[int, ...]:

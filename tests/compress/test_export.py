@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from whet.compress.export import export as program
-from whet.compress.export import gguf, parity, runtimes
+from whet.compress.export import gguf, importance, parity, runtimes
+from whet.compress.export import vocabulary as vocabulary_module
 from whet.compress.export.export import ExportConfig, export, main, next_steps
-from whet.compress.export.prompt import go_template, whole_template
-from whet.compress.export.vocabulary import CONTROL, express
+from whet.compress.export.prompt import go_template, modelfile, whole_template
+from whet.compress.export.vocabulary import CONTROL, Vocabulary, express
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.config import ModelConfig, RopeScaling
 from whet.model.families import from_hf
@@ -194,6 +195,67 @@ def test_one_template_writes_the_whole_prompt(schema: str, place: str) -> None:
         assert go.endswith(f"<assistant>{prefix}")
 
 
+def ollama_reads(text: str) -> list[tuple[str, str]]:
+    """Read a Modelfile as Ollama's parser/parser.go does: no escapes, and a value that begins with quotes ends at the
+    end of a line after its closing ones."""
+
+    def unquoted(value: str) -> str | None:
+        for quotes in ('"""', '"'):
+            if value.startswith(quotes):
+                ends = value.endswith(quotes) and len(value) >= 2 * len(quotes)
+                return value[len(quotes) : -len(quotes)] if ends else None
+        return value
+
+    found: list[tuple[str, str]] = []
+    rest = text
+    while rest := rest.lstrip():
+        name, _, rest = rest.partition(" ")
+        if name == "PARAMETER":
+            name, _, rest = rest.partition(" ")
+        assert name in {
+            "FROM",
+            "TEMPLATE",
+            "SYSTEM",
+            "stop",
+            "num_ctx",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+        }
+        places = (
+            at for at, letter in enumerate(rest) if letter == "\n" and unquoted(rest[:at].strip()) is not None
+        )
+        end = next(places)
+        found.append((name, unquoted(rest[:end].strip()) or ""))
+        rest = rest[end:]
+    return found
+
+
+def test_ollama_reads_back_what_the_modelfile_holds() -> None:
+    policy = make()
+    policy.schema = replace(
+        policy.schema, instruction='Say "yes".\n\n{{ Think }} first.', instruction_in="system"
+    )
+    policy.stop_strings = ("\n\n", 'say "no"', "\\n", '"', 'three """ quotes')
+    policy.tokenizer = policy.tokenizer.with_template(
+        '{% for m in messages %}{{ m[\'role\'] }}: {{ m[\'content\'] }}{{ "{{" }}"""\n{% endfor %}'
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    text, notes = modelfile(policy, "model.gguf", 512, {"temperature": 0.7})
+    read = ollama_reads(text)
+    assert read[0] == ("FROM", "./model.gguf")
+    assert dict(read)["SYSTEM"] == policy.schema.system_prompt
+    assert [value for name, value in read if name == "stop"][:4] == ["\n\n", 'say "no"', "\\n", '"']
+    assert ("num_ctx", "512") in read
+    assert ("temperature", "0.7") in read
+    assert any("three quotes" in note for note in notes)
+    template = dict(read)["TEMPLATE"]
+    assert template == go_template(policy)[0]
+    written = template.replace('{{ "{{" }}', "{{").replace('{{ "\\"\\"\\"" }}', '"""')
+    assert '{{ if eq .Role "user" }}user: {{ .Content }}{{"""\n{{ end }}' in written
+
+
 def test_neighbouring_channels_turn_as_halves_did() -> None:
     q, angles = torch.randn(16, 5, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     k = torch.randn(16, 5, dtype=torch.float64)
@@ -229,6 +291,104 @@ def test_divisors_are_those_of_the_reader() -> None:
     assert divisors is not None
     assert divisors[0] == 1
     assert divisors[-1] == pytest.approx(8)
+
+
+SMALL = {"vocab_size": 258, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 10000.0}
+SMALL |= {"max_position_embeddings": 256, "rms_norm_eps": 1e-5, "initializer_range": 0.2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {
+    "type": "longrope",
+    "short_factor": [1 + i / 9 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
+}
+PHI = {
+    "model_type": "phi3",
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": LONG,
+}
+
+
+def test_scaled_ropes_go_as_divisors_or_as_llama_cpp_s_own() -> None:
+    given = gguf.metadata(from_hf(SMALL | {"model_type": "qwen2", "rope_scaling": YARN}))
+    assert given["rope.scaling.type"] == "yarn"
+    assert given["rope.scaling.factor"] == 4.0
+    assert given["rope.scaling.original_context_length"] == 64
+    assert given["rope.scaling.attn_factor"] == pytest.approx(1.0)
+    sharp = gguf.metadata(
+        from_hf(SMALL | {"model_type": "qwen3", "rope_scaling": YARN | {"attention_factor": 1.5}})
+    )
+    assert sharp["rope.scaling.attn_factor"] == pytest.approx(1.5 / (0.1 * np.log(4) + 1))
+    llama = from_hf(SMALL | {"model_type": "llama", "rope_scaling": YARN})
+    assert "rope.scaling.type" not in gguf.metadata(llama)
+    assert gguf.metadata(llama)["rope.scaling.attn_factor"] == pytest.approx(0.1 * np.log(4) + 1)
+    found = dict(gguf.tensors(build(llama)))["rope_freqs.weight"]
+    assert found.tolist() == pytest.approx(llama.block.ropes[0].divisors)
+    long = YARN | {"original_max_position_embeddings": 2048}
+    gguf.metadata(from_hf(SMALL | {"model_type": "qwen2", "rope_scaling": long}))
+    for rope in (long | {"beta_fast": 8.0}, long | {"truncate": False}):
+        with pytest.raises(UserError, match="scaling of rotary positions of the kind yarn"):
+            gguf.metadata(from_hf(SMALL | {"model_type": "qwen2", "rope_scaling": rope}))
+
+
+def build(config: ModelConfig) -> Any:
+    model = build_model(config)
+    init_weights(model, 0)
+    return model
+
+
+@needs_gguf
+def test_phi_3_has_one_tensor_of_gate_and_up_and_two_of_factors(tmp_path: Path) -> None:
+    model = build(from_hf(SMALL | PHI))
+    found = dict(gguf.tensors(model))
+    mlp = model.get_submodule("model.layers.0.mlp")
+    assert found["blk.0.ffn_up.weight"].equal(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+    assert "blk.0.ffn_gate.weight" not in found
+    for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
+        assert found[name].tolist() == pytest.approx(LONG["short_factor"])
+    facts = gguf.metadata(model.config)
+    assert facts["rope.dimension_count"] == 12
+    assert facts["context_length"] == 64  # the short factors end there
+    vocabulary = express(Tokenizer.bytes(), model.num_valid_tokens, (), "T")
+    gguf.write_gguf(model, vocabulary, tmp_path / "m.gguf", "f32", name="my-Phi-3.5")
+    again = gguf.read_back(tmp_path / "m.gguf", model)
+    assert all(again[name].equal(parameter) for name, parameter in model.named_parameters())
+    import gguf as package
+
+    name = package.GGUFReader(str(tmp_path / "m.gguf")).get_field("general.name").contents()
+    assert name == "my-phi.5"  # llama.cpp would look for Phi-3's tokens
+
+
+def test_the_name_says_that_special_tokens_take_spaces() -> None:
+    def added(text: str, index: int, *, rstrip: bool) -> dict[str, Any]:
+        return {"id": index, "content": text, "special": True, "rstrip": rstrip, "lstrip": False}
+
+    tokens = [added(text, i, rstrip=False) for i, text in enumerate(("<unk>", "<s>", "<|endoftext|>"))]
+    tokens += [added("</s>", 3, rstrip=True), added("<|user|>", 4, rstrip=True)]
+    assert vocabulary_module._strips({"added_tokens": tokens})
+    assert not vocabulary_module._unstripped({"added_tokens": tokens}, True)
+    other = [*tokens[:4], added("<|user|>", 4, rstrip=False)]
+    assert not vocabulary_module._strips({"added_tokens": other})
+    assert "'</s>'" in vocabulary_module._unstripped({"added_tokens": other}, False)[0]
+    assert Vocabulary(facts={}, strips=True).model_name("mini") == "phi-3 mini"
+
+
+@needs_llama
+@pytest.mark.parametrize(
+    "shape",
+    [PHI, {"model_type": "qwen2", "rope_scaling": YARN}, {"model_type": "llama", "rope_scaling": YARN}],
+)
+def test_llama_cpp_turns_scaled_ropes_as_we_do(shape: dict[str, Any], tmp_path: Path) -> None:
+    model = build(from_hf(SMALL | shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    Policy(model.eval(), Tokenizer.bytes(), SCHEMAS["none"]).save(tmp_path / "phi3")
+    report = export(config(tmp_path / "phi3", tmp_path / "out", "gguf", dtype="f32"))
+    assert report["verdict"] == "passed"
+    assert report["kl"] < 1e-9
 
 
 def test_sentencepiece_scores_give_the_tokenizer_s_own_ids() -> None:
@@ -279,8 +439,10 @@ def test_what_llama_cpp_has_not_is_refused() -> None:
         gguf.architecture(replace(SHAPE, is_reward=True))
     with pytest.raises(UserError, match="olmo2 model is not written here"):
         gguf.architecture(replace(SHAPE, source='{"model_type": "olmo2"}'))
-    with pytest.raises(ValueError, match="imatrix"):
-        config(STORIES, Path("out"), "gguf", imatrix="file.dat")
+    with pytest.raises(ValueError, match="no such file"):
+        config(STORIES, Path("out"), "gguf", dtype="q4_k_m", imatrix="file.dat")
+    with pytest.raises(ValueError, match="below 8 bits only"):
+        config(STORIES, Path("out"), "gguf", imatrix="auto")
 
 
 @needs_gguf
@@ -312,6 +474,70 @@ def test_llama_cpp_answers_as_stories260k(tmp_path: Path) -> None:
     assert "PARAMETER stop" in (tmp_path / "out/Modelfile").read_text()
 
 
+@needs_gguf
+def test_importance_is_the_mean_square_of_a_matrix_s_inputs(tmp_path: Path) -> None:
+    policy = make(replace(SHAPE, num_layers=1, rope_scaling=None))
+    prompts = [(5, 6, 7), (9, 8)]
+    found = importance.measure(policy, prompts, 4)
+    tokens = [*prompts[0], *prompts[1]]
+    for ids, said in zip(prompts, parity.greedy(policy, prompts, 4), strict=True):
+        assert len(said) >= 1
+        tokens += said
+        del ids
+    parameters = {name: p.detach().double() for name, p in policy.model.named_parameters()}
+    x = parameters["model.embed_tokens.weight"][tokens]
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + SHAPE.norm_eps)
+    want = (x * parameters["model.layers.0.input_layernorm.weight"]).square().mean(0)
+    for part in "qkv":
+        np.testing.assert_allclose(found[f"blk.0.attn_{part}.weight"], want, rtol=1e-5)
+    assert found.keys() == {
+        *(f"blk.0.attn_{part}.weight" for part in ("q", "k", "v", "output")),
+        *(f"blk.0.ffn_{part}.weight" for part in ("gate", "up", "down")),
+        "token_embd.weight",  # the head, tied
+    }
+    importance.write(found, tmp_path / "imatrix.gguf")
+    again = importance.read(tmp_path / "imatrix.gguf")
+    assert all(np.array_equal(again[name], values) for name, values in found.items())
+    shapes = {label: tensor.shape for label, tensor in gguf.tensors(policy.model)}
+    importance.check(found, shapes, "here")
+    for change, words in (
+        ({"blk.7.attn_q.weight": want.numpy()}, "no matrix of this model"),
+        ({"blk.0.attn_q.weight": want.numpy()[1:]}, "has 31 numbers, expected 32"),
+        ({"blk.0.attn_q.weight": want.numpy() * np.nan}, "not finite"),
+    ):
+        with pytest.raises(UserError, match=words):
+            importance.check(found | change, shapes, "here")
+    (tmp_path / "text").write_text("no GGUF")
+    with pytest.raises(UserError, match="not a readable GGUF file"):
+        importance.read(tmp_path / "text")
+
+
+@needs_llama
+def test_fewer_bits_by_llama_cpp_s_quantiser(tmp_path: Path) -> None:
+    shape = replace(SHAPE, hidden_size=256, intermediate_size=288, head_dim=64, num_layers=1)
+    make(shape).save(tmp_path / "wide")
+    errors = {}
+    for name in ("", "auto", "one"):
+        weights = tmp_path / "one.gguf"
+        if name == "one":  # of each row of q_proj the first 16 inputs alone matter
+            spiked = np.where(np.arange(256) < 16, 1.0, 1e-6).astype(np.float32)
+            importance.write({"blk.0.attn_q.weight": spiked}, weights)
+        given = str(weights) if name == "one" else name
+        settings = config(tmp_path / "wide", tmp_path / f"q4{name}", "gguf", dtype="q4_k_m", imatrix=given)
+        report = export(settings)
+        assert report["checked_by"].startswith("llama-cpp-python")
+        assert report["runtime"]["prompts_equal"] == 1.0
+        assert any("Q4_K" in note for note in report["notes"])
+        assert any("blocks of 256 do not fill" in note for note in report["notes"])  # 288 inputs of down_proj
+        # The runtime multiplies the weights that are stored, and rounds their inputs to 8 bits.
+        assert report["runtime"]["kl"] < 2 * report["stored"]["kl"] + 1e-3
+        model = load_policy(PolicyConfig(init=str(tmp_path / "wide"), device="cpu"), seed=0).model
+        label = "model.layers.0.self_attn.q_proj.weight"
+        stored = gguf.read_back(tmp_path / f"q4{name}/model.gguf", model)[label]
+        errors[name] = (stored - model.get_parameter(label)).detach()[:, :16].square().mean().item()
+    assert errors["one"] < 0.85 * errors[""]
+
+
 def test_what_rounding_alone_does_is_told_from_what_the_runtime_adds(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +559,21 @@ def test_differences_of_distributions_are_the_formula_s() -> None:
     assert found["kl"] == pytest.approx(0.25 * np.log(2))
     assert found["top1_agreement"] == 0
     assert found["greedy_equal"] == 0
+
+
+def test_texts_that_part_at_a_near_tie_are_counted_apart() -> None:
+    likely = np.log(np.array([[0.4, 0.39, 0.21], [0.6, 0.3, 0.1]]))
+    said = [(0, 0), (0, 0), (0, 0), (0, 0)]
+    reference = parity.Reference([(1,)] * 4, [[]] * 4, said, [likely] * 4, 2)
+    theirs = [(0, 0), (1, 2), (0, 1), (0,)]  # equal; a near tie; none; only ends
+    found = parity.differences(reference, [likely] * 4, theirs, 3)
+    assert found["greedy_equal"] == 0.25
+    assert found["greedy_equal_to_ties"] == 0.5
+    assert found["first_gaps"] == [
+        pytest.approx(np.log(0.4 / 0.39), abs=1e-4),
+        pytest.approx(np.log(2), abs=1e-4),
+        None,
+    ]
 
 
 def test_failures_are_a_line_for_each_thing_that_is_not_the_same() -> None:

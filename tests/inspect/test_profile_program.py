@@ -5,13 +5,13 @@ from __future__ import annotations
 import gzip
 import html
 import json
-import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import nsight
 import pytest
 import torch
 from recording import POLICY, rl_config
@@ -473,35 +473,80 @@ def test_the_commands_for_tools_are_understood(
     assert ncu[ncu.index("--clock-control") + 1] == "none"
 
 
+TINY_PROGRAM = """import os, sys
+print(os.environ["WHET_NVTX"], *sys.argv[1:], file=open(os.environ["TOLD"], "w"))
+sys.exit(int(os.environ["STATUS"]))
+"""
+
+
+@pytest.mark.parametrize(("tool", "name"), [("nsys", "Nsight Systems"), ("ncu", "Nsight Compute")])
 def test_a_tool_is_run_with_the_steps_in_its_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tool: Literal["nsys", "ncu"],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    config = ProfileConfig(recipe="demo", tool="nsys", warmup=2, steps=3)
-    commands = tool_commands(config, tmp_path, tracks=False)
+    config = ProfileConfig(recipe="demo", tool=tool, warmup=2, steps=3)
+    command = tool_commands(config, tmp_path, tracks=False)[tool]
     folder = tmp_path / "profiles"
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(UserError, match="--tool nsys: not found on PATH; install Nsight Systems"):
-        run_tool("nsys", commands["nsys"], config, folder)
-    program = tmp_path / "bin" / "nsys"
-    program.parent.mkdir()
-    program.write_text(
-        f'#!/bin/sh\necho "$WHET_NVTX $*" > {tmp_path}/told\necho x > {folder}/nsys.nsys-rep\nexit $STATUS\n'
-    )
-    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    with pytest.raises(UserError, match=f"--tool {tool}: not found on PATH; install {name}"):
+        run_tool(tool, command, config, folder)
+    nsight.install(tool, tmp_path / "bin")
+    (
+        tmp_path / "whet"
+    ).mkdir()  # in place of the package: what the tool starts is `python -m whet rl demo ...`
+    (tmp_path / "whet/__main__.py").write_text(TINY_PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="sees no NVIDIA GPU"):
-        run_tool("nsys", commands["nsys"], config, folder)
+        run_tool(tool, command, config, folder)
     assert not folder.exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("STATUS", "0")
-    run_tool("nsys", commands["nsys"], config, folder)
+    for _ in range(2):  # an earlier report is replaced
+        run_tool(tool, command, config, folder)
     told = (tmp_path / "told").read_text()
-    assert told.startswith("2:3 profile -t cuda,nvtx,osrt")
-    assert f"-m whet rl demo --out={tmp_path / 'nsys-run'} --num-steps=6" in told
-    assert str(folder / "nsys.nsys-rep") in capsys.readouterr().out
+    assert told.startswith(f"2:3 rl demo --out={tmp_path / f'{tool}-run'} --num-steps=6")
+    assert f"{name}: {folder / tool}.{tool}-rep\n" in capfd.readouterr().out
     monkeypatch.setenv("STATUS", "7")
     with pytest.raises(UserError, match="ended with status 7"):
-        run_tool("nsys", commands["nsys"], config, folder)
+        run_tool(tool, command, config, folder)
+
+
+@pytest.mark.parametrize("program", ["rl", "sft"])
+def test_nsight_takes_the_command_lines(program: Literal["rl", "sft"], tmp_path: Path) -> None:
+    found = tool_commands(ProfileConfig(recipe="demo", of=program), tmp_path, tracks=True)
+    for tool, words in found.items():
+        options, command = nsight.parse(tool, words[1:])
+        assert command[:3] == ["whet", program, "demo"], tool
+        assert options["output" if tool == "nsys" else "export"] == [str(tmp_path / "profiles" / tool)]
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "said"),
+    [
+        ("nsys", "-t cuda,nvtx app", "unknown command"),
+        ("nsys", "profile --sample none app", "argument for option '--sample' is missing"),
+        ("nsys", "profile --sample=maybe app", "illegal value 'maybe'"),
+        ("nsys", "profile -t cuda,nvtk app", "illegal value 'nvtk'"),
+        ("nsys", "profile --capture-range-end=stop app", "without --capture-range"),
+        ("nsys", "profile --launch-count=3 app", "unrecognised option"),
+        ("nsys", "profile --force-overwrite app", "is missing"),
+        ("nsys", "profile -t cuda", "no application"),
+        ("ncu", "--force-overwrite=true app", "does not take any arguments"),
+        ("ncu", "--nvtx-include forward/ app", "requires --nvtx"),
+        ("ncu", "--section Speed app", "illegal value 'Speed'"),
+        ("ncu", "--profile-from-start never app", "illegal value 'never'"),
+        ("ncu", "--launch-count 0 app", "illegal value '0'"),
+        ("ncu", "--capture-range=cudaProfilerApi app", "unrecognised option"),
+    ],
+)
+def test_the_stand_in_refuses_what_nsight_refuses(tool: str, words: str, said: str) -> None:
+    with pytest.raises(nsight.RefusedError, match=said):
+        nsight.parse(tool, words.split())
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,7 +319,7 @@ def test_the_best_is_found_and_can_be_pasted(
         names = [line["name"] for line in chart["lines"]]
         assert len(set(names)) == len(names), chart["title"]
     text = as_text(content)
-    assert "1,024 tokens, 64 rows, 1 thr., float32" in text
+    assert "1,024 tokens, 64 rows, 1 thread, float32" in text
     assert "oom: no" in text
     assert (
         "not chosen, because it changes the numbers: --optim.precision bfloat16_autocast: 2.00 times" in text
@@ -557,7 +557,7 @@ def test_the_program_writes_its_files(
     assert row["micro_batches"] > 1
     page = (tmp_path / "found" / "sweep.html").read_text()
     printed = capsys.readouterr().out
-    for text in (content["command"], "100 tokens, 1 thr., float32", f"{row['seconds']:.4f}"):
+    for text in (content["command"], "100 tokens, 1 thread, float32", f"{row['seconds']:.4f}"):
         assert text in page
         assert text in printed
     assert content["overrides"] == "--optim.token-budget 100"

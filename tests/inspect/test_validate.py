@@ -19,6 +19,7 @@ from whet.eval.probe import probe
 from whet.eval.probe.probe import ProbeConfig
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
+from whet.inspect.validate.reported import REPORTED
 from whet.inspect.validate.validate import BEFORE, ValidateConfig, main, plan, verdict
 from whet.inspect.validate.verdict import (
     CHECKS,
@@ -35,6 +36,7 @@ from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import rl, sft
 from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
+from whet.train.session import Stopped
 from whet.train.sft import SFTConfig
 
 PROGRAMS = {"sft": sft, "rl": rl, "eval": evaluate, "probe": probe}
@@ -378,6 +380,63 @@ def test_bad_input_is_one_line_and_makes_nothing(
     assert error.count("\n") == 1
     assert message in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_signal_ends_the_validation(
+    config: ValidateConfig, stubs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM ends a training run with its exit status once it is saved: that is no failed stage, and no next one."""
+    breaking(monkeypatch, "rl", Stopped(143))
+    status, content, _ = run(config)
+    assert status == 143
+    reasons = {item["stage"]: item["reason"] for item in content["items"] if item["reason"]}
+    assert reasons == dict.fromkeys(list(STAGES)[1:], "interrupted")
+
+
+def test_a_sources_numbers_stand_beside_ours(
+    config: ValidateConfig, stubs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: SFTConfig | RLConfig) -> None:
+        folder = Path(config.out)
+        folder.mkdir(parents=True)
+        rows: list[dict[str, Any]] = [
+            {"step": 200, "sft/loss": 2.5, "sft/validation_loss": 2.25},
+            {"step": 400, "sft/loss": 2.0, "sft/validation_loss": 1.5},
+            {"step": 600, "sft/loss": 1.9, "sft/validation_loss": 1.75},
+        ]
+        if folder.name == "rl":
+            rows = [{"step": 51, "rl/reward_mean": 0.625, "rl/ratio_drift": 0.0}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    for program in (sft, rl):
+        monkeypatch.setattr(program, "main", train)
+    limits = ThresholdConfig(validation_loss=1.4)
+    status, content, items = run(replace(config, thresholds=limits, reported="gpt2-gsm8k"))
+    assert status == 1
+    assert items["held-out loss at its best"]["measured"] == "1.5000 (step 400)"
+    found = {(row["title"], row["step"]): (row["said"], row["measured"]) for row in content["reported"]}
+    assert found["training loss", 200] == (2.1233, 2.5)
+    assert found["held-out loss", 400] == (1.6516, 1.5)
+    assert found["mean reward", 50] == (0.587, 0.625)  # the source counts its iterations from 0
+    assert found["held-out loss", 1600] == (1.2973, None)
+    folder = Path(config.out)
+    assert "| held-out loss | 400 | 1.6516 | 1.5000 |" in (folder / "validation.md").read_text()
+    assert "1.6516" in (folder / "validation.html").read_text()
+    assert "0.5870" in capsys.readouterr().out
+
+
+def test_the_sources_tables_agree_with_what_its_text_says() -> None:
+    """It says: the training loss drops by 68.1 %, the best held-out loss is 1.2973 at iteration 1600."""
+    train, held_out, rewards = (series.values for series in REPORTED["gpt2-gsm8k"])
+    assert round(1 - train[2000] / train[0], 3) == 0.681
+    assert min(held_out, key=held_out.__getitem__) == 1600
+    assert held_out[1600] == 1.2973
+    assert len(train) == len(held_out) == len(rewards) == 11
+    recipe = RECIPES["gpt2-gsm8k"]()
+    assert recipe.sft.num_steps == max(train)
+    assert recipe.rl.num_steps == max(rewards) + 1
+    assert (recipe.sft.batch_size, recipe.rl.num_prompts * recipe.rl.group_size) == (32, 32)
+    assert max(train) % recipe.sft.validate_every == 0
 
 
 def test_an_empty_split_is_found_before_anything_runs(

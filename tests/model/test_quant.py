@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from whet.algo.packing import TrainingSequence, pack
@@ -30,6 +31,7 @@ from whet.train.sft import SFTConfig
 from whet.types import UserError
 
 GOLDEN = Path(__file__).parents[1] / "golden/bitsandbytes.safetensors"
+TORCHAO = GOLDEN.with_name("torchao")
 SHAPE = ModelConfig(
     vocab_size=61,
     hidden_size=64,
@@ -345,6 +347,75 @@ def test_folders_as_transformers_saves_them(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="gptq.*bitsandbytes' NF4 and int8"):
         load_model(folder)
+
+
+@pytest.mark.parametrize(("kind", "num_packed"), [("int8", 7), ("int4", 0), ("float8", 0)])
+def test_folders_of_torchao_mean_the_same_numbers(kind: str, num_packed: int, tmp_path: Path) -> None:
+    want = load_file(TORCHAO / "logits.safetensors")
+    model, _ = load_model(TORCHAO / kind)
+    assert len(quant.packed_parts(model)) == num_packed  # int8 by rows stays in 8 bits
+    down = model.get_submodule("model.layers.0.mlp.down_proj").matrix()  # pyright: ignore[reportCallIssue]
+    # float32's last place: 127 scale / 127.
+    torch.testing.assert_close(down, want[f"{kind}.down_proj"], rtol=2e-7, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(torch.arange(24)[None]), want[kind], rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="quantised already"):
+        load_model(TORCHAO / kind, quantize="nf4")
+    save_model(model, tmp_path)  # a folder of whet's, or dense
+    again, _ = load_model(tmp_path)
+    assert again.get_submodule("model.layers.0.mlp.down_proj").matrix().equal(down)  # pyright: ignore
+
+
+def test_parts_of_torchao_may_lie_in_two_files(tmp_path: Path) -> None:
+    tensors = load_file(TORCHAO / "int4/model.safetensors")
+    with safe_open(TORCHAO / "int4/model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, own in halves.items():
+        save_file({name: tensors[name] for name in own}, tmp_path / shard, metadata=metadata)
+    index = {"weight_map": {name: shard for shard, own in halves.items() for name in own}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_bytes((TORCHAO / "int4/config.json").read_bytes())
+    want = load_file(TORCHAO / "logits.safetensors")["int4"]
+    with torch.no_grad():
+        found = load_model(tmp_path)[0].logits(torch.arange(24)[None])
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_wrong_with_a_folder_of_torchao_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="rounds or scales its inputs, too") as told:
+        load_model(TORCHAO / "dynamic")
+    assert "\n" not in str(told.value)
+    good = load_file(TORCHAO / "int4/model.safetensors")
+    with safe_open(TORCHAO / "int4/model.safetensors", "pt") as file:
+        facts = file.metadata()
+    (tmp_path / "config.json").write_bytes((TORCHAO / "int4/config.json").read_bytes())
+    name = "model.layers.0.mlp.down_proj.weight"
+    part = "model.layers.0.mlp.down_proj._weight_"
+
+    def refused(tensors: dict[str, torch.Tensor | None], change: dict[str, str | None], words: str) -> None:
+        stored = {key: value for key, value in (good | tensors).items() if value is not None}
+        metadata = {key: value for key, value in (facts | change).items() if value is not None}
+        save_file(stored, tmp_path / "model.safetensors", metadata=metadata)
+        with pytest.raises(UserError, match=words) as told:
+            load_model(tmp_path)
+        assert "\n" not in str(told.value)
+
+    refused({}, {"tensor_names": None}, "metadata is missing or malformed")
+    refused({}, {name: None}, "metadata is missing or malformed")
+    refused({}, {name: "[" * 9}, "metadata is missing or malformed")
+    refused({}, {name: facts[name].replace("IntxUnpackedToInt8Tensor", "Int4Tensor")}, "torchao's Int4Tensor")
+    refused({}, {name: facts[name].replace("[1, 16]", "[1, 7]")}, "blocks of")
+    refused({}, {name: facts[name].replace("[1, 16]", "[16]")}, "blocks of")
+    refused({}, {name: facts[name].replace("[1, 16]", "[0, 16]")}, "blocks of")
+    refused({f"{part}scale": None}, {}, "missing, the first is 'model.layers.0.mlp.down_proj.weight'")
+    refused({f"{part}scale": good[f"{part}scale"][:-1]}, {}, "scale or zero_point has not the shape")
+    refused({f"{part}qdata": good[f"{part}qdata"].float()}, {}, "is not torchao's")
+    refused(
+        {f"{part}qdata": good[f"{part}qdata"][:16], f"{part}scale": good[f"{part}scale"][:16]}, {}, "shape"
+    )
+    refused({name: torch.zeros(32, 48)}, {}, "occurs twice")
 
 
 def test_policy_option(tmp_path: Path, tiny_policy: PolicyConfig) -> None:

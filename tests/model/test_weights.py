@@ -288,8 +288,8 @@ def test_a_config_that_is_no_text_or_too_long(folder: Path, monkeypatch: pytest.
             "quantization_config (awq): the weights are quantised",
         ),
         (
-            {"quantization_config": {"quant_method": "torchao", "quant_type": {"default": {}}}},
-            "quantization_config (torchao): the weights are quantised in a form that is not supported",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantization_config (gptq): the weights are quantised in a form that is not supported",
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "field 'low_freq_factor' is missing"),
         ({"rope_scaling": [1]}, "rope_scaling: expected an object, got list"),

@@ -17,7 +17,11 @@ class Hand:
 
     def __init__(self, crew: ThreadCrew) -> None:
         self.pool = ThreadPoolExecutor(2)
-        self.worker = RolloutWorker(fetch=lambda refs: [pickle.loads(crew.store[ref]) for ref in refs])
+        self.worker: Any = (
+            RolloutWorker(fetch=lambda refs: [pickle.loads(crew.store[ref]) for ref in refs])
+            if crew.actor is None
+            else crew.actor()
+        )
         self.owed: set[Future[Any]] = set()
         self.is_dead = False
 
@@ -26,11 +30,15 @@ class ThreadCrew:
     """Threads in place of processes.
 
     Args:
-        before: Called in the worker before each `generate`, with the number of the call over all workers; what it
-            returns: None to go on, 'die' to be lost, 'late' to be lost after the answer was drawn.
+        before: Called in the worker before each call that works, with its number over all workers; what it returns:
+            None to go on, 'die' to be lost, 'late' to be lost after the answer was drawn.
+        actor: The workers' class; None for rollout workers.
     """
 
-    def __init__(self, before: Callable[[int], str | None] = lambda _: None) -> None:
+    def __init__(
+        self, before: Callable[[int], str | None] = lambda _: None, actor: Callable[[], Any] | None = None
+    ) -> None:
+        self.actor = actor
         self.store: dict[int, bytes] = {}
         self.hands: list[Hand] = []
         self.calls, self.fired, self.is_closed = 0, 0, False
@@ -50,7 +58,7 @@ class ThreadCrew:
             ref.set_exception(LostError("dead"))
             return ref
         hand.owed.add(ref)
-        if method == "load":
+        if method == "load" and self.actor is None:
             arguments = (pickle.loads(self.store[arguments[0]]),)
         hand.pool.submit(self._run, hand, ref, method, pickle.dumps(arguments))
         return ref
@@ -58,7 +66,7 @@ class ThreadCrew:
     def _run(self, hand: Hand, ref: Future[Any], method: str, sent: bytes) -> None:
         order = result = None
         try:
-            if method == "generate":
+            if method not in ("load", "cut"):
                 with self._lock:
                     self.calls += 1
                     number = self.calls

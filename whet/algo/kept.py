@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -62,13 +63,17 @@ def join_kept(rows: Sequence[str], device: torch.device) -> KeptSets:
     return KeptSets(words.to(device), tuple(starts))
 
 
-def take_kept(kept: KeptSets, rows: Sequence[int]) -> KeptSets:
-    """Return the sets of some trained tokens, in their order."""
-    parts = [kept.words_Z[kept.starts[row] : kept.starts[row + 1]] for row in rows]
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + len(part))
-    return KeptSets(torch.cat(parts), tuple(starts))
+def kept_of(kept: KeptSets, tokens_M: torch.Tensor) -> KeptSets:
+    """Return the sets of some tokens.
+
+    Args:
+        kept: Those of all trained tokens.
+        tokens_M: int64 indices of tokens, ascending.
+    """
+    ranges = [(kept.starts[index], kept.starts[index + 1]) for index in tokens_M.tolist()]
+    words = [kept.words_Z[first:last] for first, last in ranges]
+    starts = [0, *accumulate(last - first for first, last in ranges)]
+    return KeptSets(torch.cat([kept.words_Z[:0], *words]), tuple(starts))
 
 
 def encode_experts(experts_NX: torch.Tensor) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import compress
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 
 from whet.algo.kept import join_experts, join_kept
 from whet.algo.losses import Aggregation, aggregation_weight
+from whet.ranks.collectives import gather_json, joined
+from whet.ranks.context import Sharing, deal, split
 from whet.types import Batch, MicroBatch, Segment
 
 
@@ -68,82 +70,9 @@ class TrainingSequence:
         """Tokens that the loss counts."""
         return sum(self.trained) if self.trained else len(self.completion_ids)
 
-    def as_row(self) -> dict[str, Any]:
-        """Return it as JSON values, of which `from_row` makes the same numbers on another rank."""
-        row = {item.name: getattr(self, item.name) for item in fields(self)}
-        row = {name: value for name, value in row.items() if value is not None}
-        return {
-            name: [str(value.dtype).removeprefix("torch."), value.tolist()]
-            if isinstance(value, torch.Tensor)
-            else value
-            for name, value in row.items()
-        }
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> TrainingSequence:
-        """Return what `as_row` was called on."""
-        found: dict[str, Any] = dict(row)
-        for name, value in row.items():
-            if name.endswith("_T"):
-                found[name] = torch.tensor(value[1], dtype=getattr(torch, value[0]))
-            elif name == "turn_rewards":
-                found[name] = tuple((place, reward) for place, reward in value)
-            elif isinstance(value, list):
-                found[name] = tuple(value)
-        return cls(**found)
-
 
 Family = list[tuple[int, TrainingSequence]]
 """Sequences of one prompt, each with its index in the packed list."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """How ranks that wait for each other after every micro-batch pack theirs: equal numbers of them, alike in cost.
-
-    Attributes:
-        cost: What a sequence of so many tokens takes to compute.
-        agree: Returns, of the costs of all ranks' bins from the dearest on, the largest at each place; all call it.
-    """
-
-    cost: Callable[[int], float]
-    agree: Callable[[list[float]], list[float]]
-
-
-def split_evenly(
-    lengths: Sequence[int], costs: Sequence[float], token_budget: int, spread: Spread
-) -> list[list[int]]:
-    """Group sequences into as many bins as the rank with most needs, the dearest first, each as dear as the others'.
-
-    Even bins would be slower: a sequence that alone is dearer than they are makes all wait at its place.
-
-    Args:
-        lengths: Tokens of each sequence.
-        costs: What each takes to compute.
-        token_budget: Largest sum of a bin.
-        spread: How ranks agree.
-
-    Returns:
-        Indices of each bin; fewer bins where there are fewer sequences, and those of `split_by_budget` where even ones
-        would not hold all.
-    """
-
-    def dearest(bins: list[list[int]]) -> list[list[int]]:
-        return sorted(bins, key=lambda members: -sum(costs[index] for index in members))
-
-    tight = dearest(split_by_budget(lengths, token_budget))
-    left = spread.agree([sum(costs[index] for index in members) for members in tight])[: len(lengths)]
-    bins: list[list[int]] = [[] for _ in left]
-    tokens = [0] * len(left)
-    for index in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
-        room = [n for n in range(len(left)) if not tokens[n] or tokens[n] + lengths[index] <= token_budget]
-        if not room:
-            return tight
-        place = max(room, key=lambda n: (left[n], -n))
-        bins[place].append(index)
-        left[place] -= costs[index]
-        tokens[place] += lengths[index]
-    return dearest([members for members in bins if members])
 
 
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -180,7 +109,7 @@ def pack(
     aggregation: Aggregation = "token_mean",
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    spread: Spread | None = None,
+    sharing: Sharing | None = None,
 ) -> Batch:
     """Pack a step's sequences into micro-batches; token weights do not depend on the split.
 
@@ -193,37 +122,80 @@ def pack(
         aggregation: Decides the tokens' weights.
         device: Where the tensors go.
         dtype: Dtype of weights, advantages and log-probabilities.
-        spread: How ranks that wait for each other pack as many micro-batches; None: as few as possible.
+        sharing: How all ranks, which must all call then, deal out their sequences; None: each trains on its own.
 
     Returns:
-        The batch, with the counts for the denominators.
+        The batch, with the counts for the denominators (of all ranks' sequences, where they deal them out).
 
     Raises:
         ValueError: If a prompt is empty (its first completion token would have no predecessor).
     """
     # Sequences without a trained token have no loss: they are not run, and not counted.
+    if sharing is not None:
+        sequences = everyones(sequences)
     trained = [index for index, sequence in enumerate(sequences) if sequence.num_trained]
     if any(not sequences[index].prompt_ids for index in trained):
         raise ValueError(
             "a training sequence has an empty prompt: expected at least one token before the completion"
         )
     # Families, not sequences, are packed: those of one prompt share its rows only within a micro-batch.
-    families = _families([(index, sequences[index]) for index in trained], token_budget)
-    rows = [_num_rows(family) for family in families]
-    if spread is None:
-        bins = split_by_budget(rows, token_budget)
+    members = [(index, sequences[index]) for index in trained]
+    limit = token_budget
+    if sharing is not None:  # no prompt keeps one group busy while others have nothing
+        limit = min(limit, sum(sequence.num_tokens for _, sequence in members) // sharing.num_groups)
+    families = _families(members, limit)
+    num_rows = [_num_rows(family) for family in families]
+    if sharing is None:
+        bins = split_by_budget(num_rows, token_budget)
     else:
-        costs = [sum(spread.cost(sequence.num_tokens) for _, sequence in family) for family in families]
-        bins = split_evenly(rows, costs, token_budget, spread)
+        work = [_work(family, sharing) for family in families]
+        bins = deal(num_rows, work, token_budget, sharing.num_groups)[sharing.group]
     micro_batches = tuple(
         _micro_batch([families[place] for place in members], aggregation, torch.device(device), dtype)
         for members in bins
     )
+    if sharing is not None:
+        micro_batches = tuple(split(micro, sharing) for micro in micro_batches)
     return Batch(
         micro_batches=micro_batches,
         num_trained_tokens=sum(sequences[index].num_trained for index in trained),
         num_trained_sequences=len(trained),
     )
+
+
+def everyones(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+    """Return the sequences of all ranks, in the order in which they were dealt out to the ranks."""
+    parts = gather_json([_as_json(sequence) for sequence in sequences])
+    return [_of_json(row) for row in joined(parts)]
+
+
+def _as_json(sequence: TrainingSequence) -> dict[str, Any]:
+    """Return what is not a default; floats are written so that they are read back bitwise."""
+    values = ((item, getattr(sequence, item.name)) for item in fields(sequence))
+    return {
+        item.name: value.tolist() if isinstance(value, torch.Tensor) else value
+        for item, value in values
+        if value is not None and value != item.default
+    }
+
+
+def _of_json(row: dict[str, Any]) -> TrainingSequence:
+    values: dict[str, Any] = {}
+    for name, value in row.items():
+        if name.endswith("_T"):
+            values[name] = torch.tensor(value, dtype=torch.float64)
+        elif name == "turn_rewards":
+            values[name] = tuple(map(tuple, value))
+        else:
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return TrainingSequence(**values)
+
+
+def _work(family: Family, sharing: Sharing) -> float:
+    """Return the work of a family's sequences, whose prompt is computed once."""
+    length = len(family[0][1].prompt_ids)
+    own = sum(sharing.costs.of(length, len(sequence.completion_ids)) for _, sequence in family)
+    return sharing.costs.of(0, length) + own
 
 
 def _num_rows(family: Family) -> int:

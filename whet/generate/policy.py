@@ -441,7 +441,11 @@ class Policy:
             return None
         device = micro.tokens_N.device
         weights_N = None if self.routings is None else times_read(micro.segments, device)
-        routing = Routing(self.model.config, given_NX=micro.experts_NX, weights_N=weights_N)
+        given_NX = micro.experts_NX
+        if micro.split is not None:
+            rows_N = micro.split.rows_N
+            given_NX, weights_N = (None if x is None else x[rows_N] for x in (given_NX, weights_N))
+        routing = Routing(self.model.config, given_NX=given_NX, weights_N=weights_N)
         if self.routings is not None:
             self.routings.append(routing)
         return routing
@@ -487,9 +491,7 @@ class Policy:
             temperature=temperature,
             autocast=self.autocast,
             attention=attention or self.attention,
-            activations=self.activations if attention is None else None,
-            routing=self.routing(micro) if hidden_MD is None else None,
-            hidden_MD=hidden_MD,
+            hidden_MD=self.hidden(micro, attention=attention) if hidden_MD is None else hidden_MD,
         )
 
     def protocol(self) -> dict[str, object]:

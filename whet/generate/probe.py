@@ -11,10 +11,6 @@ from whet.generate.backends.base import CopySampler
 from whet.generate.engine import Request
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
-from whet.generate.scoring import follow
-from whet.ranks.collectives import all_reduce_max, rank
-from whet.ranks.fsdp import gathered
-from whet.ranks.team import team_of
 from whet.types import UserError
 
 PROBE_PROMPTS = 6
@@ -33,24 +29,17 @@ class ProbeResult:
         exact: Whether all log-probabilities were equal.
         max_gap: Largest difference in nats.
         mean_gap: Mean difference in nats, where the sampler has a copy of the weights; else None.
-        has_team: Whether ranks share the trainer's passes, which then are no sampler's to the last bit.
     """
 
     exact: bool
     max_gap: float
     mean_gap: float | None = None
-    has_team: bool = False
 
     def __str__(self) -> str:
         if self.exact and self.mean_gap is None:
             return "exact: sampler and trainer log-probabilities are bitwise equal on this machine"
         if self.exact:
             return "exact: the log-probabilities of the sampler's copy and of the trainer are bitwise equal"
-        if self.has_team:
-            return (
-                f"approx: max |delta log-prob| {self.max_gap:.1e}, because ranks that share the trainer's passes "
-                "(parallel.context, parallel.tensor) add in another order than the sampler"
-            )
         if self.mean_gap is not None:
             return (
                 f"approx: max |delta log-prob| {self.max_gap:.1e}, mean {self.mean_gap:.1e}, because the sampler's "
@@ -126,36 +115,3 @@ def probe_policy(
             "that is too low"
         )
     return ProbeResult(is_exact, gap, mean)
-
-
-def probe_team(policy: Policy, before: ProbeResult) -> ProbeResult:
-    """Compare the log-probabilities of a pass that ranks share with those of a pass of this rank's alone.
-
-    Args:
-        policy: The policy; all ranks of its team call.
-        before: How sampler and trainer agree where each rank runs its own passes.
-
-    Returns:
-        How they agree in training, never exactly; the argument where ranks share no passes.
-    """
-    team = team_of(policy.model)
-    if team is None:
-        return before
-    generator = torch.Generator().manual_seed(rank())
-    room, sequences = min(policy.model.config.max_positions, 8 * PROBE_TOKENS), []
-    for index in range(PROBE_PROMPTS):
-        count = max(2, room * (index + 1) // PROBE_PROMPTS)
-        ids = tuple(torch.randint(0, policy.model.num_valid_tokens, (count,), generator=generator).tolist())
-        sequences.append(TrainingSequence(prompt_ids=ids[:1], completion_ids=ids[1:]))
-    (micro,) = pack(sequences, token_budget=2**30, device=policy.device).micro_batches
-    with gathered(policy.model), torch.no_grad():
-        alone, _ = policy.score(micro)
-    gap = 0.0
-    for leader in range(team.size):
-        if leader == team.place:
-            with team.leading():
-                together, _ = policy.score(micro)
-            gap = float((together.detach() - alone).abs().max())
-        else:
-            follow(team, policy.model, leader)
-    return replace(before, exact=False, max_gap=max(before.max_gap, all_reduce_max(gap)), has_team=True)

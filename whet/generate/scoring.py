@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from whet.algo.kept import take_kept
+from whet.algo.kept import kept_of
 from whet.algo.logprobs import token_logprobs
 from whet.generate.activations import Activations
 from whet.kernels.cpu.ops import replaying
 from whet.model.attention import AttentionKind, Packed, positions_of
 from whet.model.routing import Routing
-from whet.model.split import Divided, Division
 from whet.model.transformer import LanguageModel
-from whet.ranks.team import Team, team_of, to_leader
+from whet.ranks.context import all_tokens, own_tokens
 from whet.telemetry.spans import span
-from whet.types import KeptSets, MicroBatch, Segment
+from whet.types import MicroBatch
 
 
 def hidden_rows(
@@ -32,6 +30,8 @@ def hidden_rows(
 ) -> torch.Tensor:
     """Return the hidden states [M, D] that score a micro-batch's trained tokens.
 
+    Where ranks share the micro-batch, those of this rank's tokens (`own_tokens`).
+
     Args:
         model: The model.
         micro: Packed sequences.
@@ -40,15 +40,38 @@ def hidden_rows(
         activations: The sampler's activations of these tokens, if kept.
         routing: What routers of experts are told, and what they note; None leaves them alone.
     """
-    if (team := team_of(model)) is not None and team.begins():
-        assert routing is None, "routers are not told of other ranks' tokens"
-        return _lead(team, model, micro, {"temperature": None, "autocast": _name(autocast)})
-    tape = None if activations is None or autocast is not None else activations.tape(model, micro)
+    split = micro.split
+    is_read = activations is not None and autocast is None and split is None
+    tape = activations.tape(model, micro) if is_read and activations is not None else None
     device = micro.tokens_N.device
     positions_N = positions_of(micro.segments, device)
+    tokens_N, source_M = micro.tokens_N, micro.source_M
+    if split is not None:
+        # A rank without rows reads one that nobody attends to: all take part in every layer's exchange.
+        rows_N = split.rows_N if len(split.rows_N) else torch.zeros_like(tokens_N[:1])
+        tokens_N, positions_N = tokens_N[rows_N], positions_N[rows_N]
+        source_M = own_tokens(source_M, split)[1]
+    context = Packed(micro.segments, device, attention, routing, split)
     with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast), replaying(tape):
-        hidden_ND = model(micro.tokens_N, positions_N, Packed(micro.segments, device, attention, routing))
-    return hidden_ND.index_select(0, micro.source_M)
+        hidden_ND = model(tokens_N, positions_N, context)
+    return hidden_ND.index_select(0, source_M)
+
+
+def of_all_ranks(values_MX: torch.Tensor, micro: MicroBatch, *whole: torch.Tensor) -> torch.Tensor:
+    """Return what was computed of `hidden_rows` for all trained tokens, of this rank's where several share them.
+
+    Args:
+        values_MX: One row of numbers for each of this rank's tokens, differentiable.
+        micro: The micro-batch.
+        whole: Parameters that it was computed with. A rank without tokens backpropagates zeros to them, as where they
+            are in shards all ranks must.
+    """
+    if micro.split is None:
+        return values_MX
+    if not len(values_MX):
+        for parameter in whole:
+            values_MX = values_MX + 0.0 * parameter.sum().to(values_MX.dtype)
+    return all_tokens(values_MX, micro.source_M, micro.split)
 
 
 def score_texts(
@@ -79,7 +102,7 @@ def score_texts(
     hidden_BD = hidden_rows(model, rows, autocast=autocast, attention=attention, routing=routing)
     weight_1D = model.get_parameter("score.weight")
     wide = torch.float64 if weight_1D.dtype == torch.float64 else torch.float32
-    return hidden_BD.to(wide) @ weight_1D.to(wide)[0]
+    return of_all_ranks(hidden_BD.to(wide) @ weight_1D.to(wide)[0], rows, weight_1D)
 
 
 def score_micro_batch(
@@ -90,7 +113,6 @@ def score_micro_batch(
     autocast: torch.dtype | None = None,
     attention: AttentionKind = "exact",
     activations: Activations | None = None,
-    routing: Routing | None = None,
     hidden_MD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score a micro-batch's trained tokens.
@@ -102,7 +124,6 @@ def score_micro_batch(
         autocast: Compute dtype if it is not the parameters' own.
         attention: Attention kernel; 'exact' equals the sampler's.
         activations: The sampler's activations of these tokens, if kept.
-        routing: What routers of experts are told, and what they note; None leaves them alone.
         hidden_MD: Result of `hidden_rows`, where it is there already.
 
     Returns:
@@ -110,109 +131,25 @@ def score_micro_batch(
         autograd is off.
     """
     if hidden_MD is None:
-        if (team := team_of(model)) is not None and team.begins():
-            assert routing is None, "routers are not told of other ranks' tokens"
-            asked = {"temperature": temperature, "autocast": _name(autocast)}
-            logprobs_M, entropy_M = _lead(team, model, micro, asked).unbind(1)
-            return logprobs_M, entropy_M
-        options: dict[str, Any] = {"autocast": autocast, "attention": attention, "routing": routing}
+        options = {"autocast": autocast, "attention": attention}
         hidden_MD = hidden_rows(model, micro, activations=activations, **options)
+    targets_M, kept = micro.targets_M, micro.kept
+    if micro.split is not None:
+        mine, _ = own_tokens(micro.source_M, micro.split)
+        targets_M, kept = targets_M[mine], None if kept is None else kept_of(kept, mine)
     with span("head"):
-        return token_logprobs(
+        logprobs_M, entropies_M = token_logprobs(
             hidden_MD,
             model.head_weight,
-            micro.targets_M,
+            targets_M,
             temperature=temperature,
             num_valid=model.num_valid_tokens,
             cap=model.config.block.logit_cap,
-            kept=micro.kept,
+            kept=kept,
         )
-
-
-def follow(team: Team, model: LanguageModel, leader: int) -> torch.Tensor:
-    """Take part in a differentiable pass of a team that another rank leads.
-
-    Args:
-        team: The team.
-        model: This rank's copy or share of the same model.
-        leader: The place of the rank that leads.
-
-    Returns:
-        A number to call `backward` on when that rank does; the gradients come from there, whatever it is.
-    """
-    asked, (tokens_N, segments, source_M, targets_M, words_Z, starts) = team.hear(leader)
-    device = model.head_weight.device
-    rows = [tensor.to(device) for tensor in (tokens_N, source_M, targets_M)]
-    sets = KeptSets(words_Z.int().to(device), tuple(starts.tolist())) if len(starts) else None
-    layout = tuple(Segment(*numbers) for numbers in segments.tolist())
-    return _pass(team, model, leader, asked, rows, layout, sets).sum()
-
-
-def _lead(team: Team, model: LanguageModel, micro: MicroBatch, asked: dict[str, Any]) -> torch.Tensor:
-    """Have a team run a micro-batch of this rank's: return hidden states [M, D], or numbers [M, 2] of the head."""
-    kept = micro.kept or KeptSets(torch.zeros(0), ())
-    segments = torch.tensor(micro.segments)
-    rows = [micro.tokens_N, micro.source_M, micro.targets_M]
-    team.tell(asked, [rows[0], segments, *rows[1:], kept.words_Z, torch.tensor(kept.starts)])
-    return _pass(team, model, team.place, asked, rows, micro.segments, micro.kept)
-
-
-def _pass(
-    team: Team,
-    model: LanguageModel,
-    leader: int,
-    asked: dict[str, Any],
-    rows: list[torch.Tensor],
-    segments: tuple[Segment, ...],
-    kept: KeptSets | None,
-) -> torch.Tensor:
-    """Run this rank's part of a pass, its part of the head included, and bring the parts together.
-
-    Args:
-        team: The team.
-        model: The model.
-        leader: The place of the rank whose micro-batch it is.
-        asked: Temperature, None for hidden states alone; name of the compute dtype.
-        rows: Tokens [N], scoring rows [M] and trained tokens [M].
-        segments: Where each sequence lies.
-        kept: What the sampler's filters left to draw from.
-    """
-    tokens_N, source_M, targets_M = rows
-    device = tokens_N.device
-    positions_N = positions_of(segments, device)
-    autocast = None if asked["autocast"] is None else getattr(torch, asked["autocast"])
-    with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast):
-        if team.kind == "context":
-            division = Division(segments, team, device)
-            mine, places, counts, order_M = division.of_rows(source_M)
-            own = tokens_N[division.rows_N], positions_N[division.rows_N]
-            hidden_MD = model(*own, Divided(division, device)).index_select(0, places)
-        else:
-            # Every rank has all hidden states, and takes an equal share of the head's work.
-            count = len(source_M)
-            ends = [count * place // team.size for place in range(team.size + 1)]
-            counts = [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
-            mine = torch.arange(ends[team.place], ends[team.place + 1], device=device)
-            order_M = torch.cat([p * max(counts) + torch.arange(n) for p, n in enumerate(counts)]).to(device)
-            hidden_ND = model(tokens_N, positions_N, Packed(segments, device))
-            hidden_MD = hidden_ND.index_select(0, source_M[mine])
-    if asked["temperature"] is None:
-        return to_leader(hidden_MD, team, leader, counts, order_M)
-    if not len(mine):  # the head does not take nothing; the others wait in the backward pass
-        wide = torch.float64 if hidden_MD.dtype == torch.float64 else torch.float32
-        return to_leader(hidden_MD[:, :2].to(wide), team, leader, counts, order_M)
-    with span("head"):
-        numbers = token_logprobs(
-            hidden_MD,
-            model.head_weight,
-            targets_M[mine],
-            temperature=asked["temperature"],
-            num_valid=model.num_valid_tokens,
-            cap=model.config.block.logit_cap,
-            kept=None if kept is None else take_kept(kept, mine.tolist()),
-        )
-    return to_leader(torch.stack(numbers, dim=1), team, leader, counts, order_M)
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    if micro.split is None:
+        return logprobs_M, entropies_M
+    wide = torch.promote_types(model.head_weight.dtype, torch.float32)
+    both_M2 = torch.stack((logprobs_M, entropies_M), 1).to(wide)
+    logprobs_M, entropies_M = of_all_ranks(both_M2, micro, model.head_weight).unbind(1)
+    return logprobs_M, entropies_M

@@ -16,7 +16,7 @@ them (256 in one product: up to half of the rows differ).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -28,7 +28,8 @@ from whet.kernels.cpu import attention as cpu_attention
 from whet.kernels.cpu.ops import CHANNELS
 from whet.model.recurrence import Recurrence, Scan
 from whet.model.routing import Routing
-from whet.types import Segment
+from whet.ranks.context import gather_keys, pieces_of
+from whet.types import Segment, Split, UserError
 
 AttentionKind = Literal["exact", "fast"]
 
@@ -240,24 +241,26 @@ class _Plan:
 
     Args:
         segments: Sequences.
-        num_rows: Rows of the flat batch, padding included.
+        num_rows: Rows of the queries and of the keys, padding included.
         heads: Query heads.
         kv_heads: Key/value heads.
         device: Where the index tensors live.
         whole: Queries are all of a sequence, its prefix included, and one tile ('fast').
         window: Positions that a query sees; 0 for all.
+        found: How ranks share the batch; None where all its queries are here.
     """
 
     def __init__(
         self,
         segments: Sequence[Segment],
-        num_rows: int,
+        num_rows: tuple[int, int],
         heads: int,
         kv_heads: int,
         device: torch.device,
         *,
         whole: bool,
         window: int = 0,
+        found: Split | None = None,
     ) -> None:
         self._heads, self._kv_heads, self._whole, self._window = heads, kv_heads, whole, window
         self._biases: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -268,9 +271,12 @@ class _Plan:
         self._key_parts: list[torch.Tensor] = []
         self._padded_parts: list[torch.Tensor] = []
         self._num_queries = self._num_keys = 0
-        query_place, key_place = (torch.full((num_rows, n), -1) for n in (heads, kv_heads))
-        for (prefix, shared, width), rows in sorted(self._buckets(segments).items()):
-            self._add(rows, prefix, shared, width, query_place, key_place)
+        sizes = zip(num_rows, (heads, kv_heads), strict=True)
+        query_place, key_place = (torch.full(size, -1) for size in sizes)
+        self.is_split = found is not None
+        queries = list(pieces_of(segments, None if found is None else found.pieces))
+        for (prefix, first, width), rows in sorted(self._buckets(queries).items()):
+            self._add(rows, prefix, first, width, query_place, key_place)
         # What no sequence has (row padding) reads the zeros behind the last row.
         query_place[query_place < 0] = self._num_queries
         key_place[key_place < 0] = self._num_keys
@@ -278,18 +284,21 @@ class _Plan:
         parts = self._query_parts, self._key_parts, self._padded_parts
         self.query_index, self.key_index, self.padded = (torch.cat(part).to(device) for part in parts)
 
-    def _buckets(self, segments: Sequence[Segment]) -> dict[tuple[int, int, int], list[Segment]]:
-        buckets: dict[tuple[int, int, int], list[Segment]] = {}
-        for segment in segments:
-            length = segment.length + (segment.shared if self._whole else 0)
+    def _buckets(
+        self, queries: Sequence[tuple[Segment, int, int]]
+    ) -> dict[tuple[int, int, int], list[tuple[int, ...]]]:
+        buckets: dict[tuple[int, int, int], list[tuple[int, ...]]] = {}
+        for segment, first, at in queries:
+            length = segment.length - first + (segment.shared if self._whole else 0)
             width = round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK // 2)
-            prefix, shared = (segment.prefix, segment.shared) if segment.shared else (0, 0)
-            buckets.setdefault((0, 0, width) if self._whole else (prefix, shared, width), []).append(segment)
+            prefix = segment.prefix if segment.shared else 0
+            key = (0, 0, width) if self._whole else (prefix, segment.shared + first, width)
+            buckets.setdefault(key, []).append((*segment, at - first))
         return buckets
 
     def _add(
         self,
-        rows: Sequence[Segment],
+        rows: Sequence[tuple[int, ...]],
         prefix: int,
         first: int,
         width: int,
@@ -298,7 +307,7 @@ class _Plan:
     ) -> None:
         """Add sequences whose first query is at the same position, and has so many queries with its padding."""
         num_keys, kv_heads = round_up(first + width, KEY_QUANTUM), self._kv_heads
-        start, count, own_prefix, shared = (column[:, None] for column in torch.tensor(rows).unbind(1))
+        start, count, own_prefix, shared, at = (column[:, None] for column in torch.tensor(rows).unbind(1))
         column = torch.arange(num_keys)[None, :]
         own = (column >= shared) & (column < shared + count)
         source = torch.where(
@@ -309,7 +318,11 @@ class _Plan:
         key_place[source[own]] = place[own]
         self._key_parts.append((source[:, None] * kv_heads + torch.arange(kv_heads)[:, None]).view(-1))
         self._num_keys = keys.stop
-        if first:
+        is_query, query = own, source
+        if self.is_split:  # the queries are those from `first` on, and stand elsewhere
+            is_query = own & (column >= first)
+            query = torch.where(is_query, at + column - shared, at + first - shared)
+        elif first:
             sizes = len(rows), kv_heads, num_keys
             self.shared.append(_SharedKeys(keys, sizes, slice(prefix, prefix + first)))
         block = width if self._whole else min(width, QUERY_BLOCK)
@@ -324,7 +337,7 @@ class _Plan:
             )
             for row in range(0, len(rows), step):
                 part = slice(row, row + step)
-                queries = self._add_queries(source[part, begin:end], own[part, begin:end], query_place)
+                queries = self._add_queries(query[part, begin:end], is_query[part, begin:end], query_place)
                 count_z = source[part].shape[0] * kv_heads
                 tile_keys = slice(
                     keys.start + row * kv_heads * num_keys, keys.start + (row * kv_heads + count_z) * num_keys
@@ -370,8 +383,7 @@ def _tiled(
     q, k, v = _gather(plan, q_NHC, k_NKC, v_NKC)
     out = q.new_empty(q.shape[0] + 1, channels)
     out[-1] = 0.0
-    wide = torch.promote_types(q.dtype, torch.float32)
-    lse = None if rule.sinks_H is None else torch.zeros(q.shape[0] + 1, dtype=wide, device=q.device)
+    lse = None if rule.sinks_H is None else torch.zeros(q.shape[0] + 1, device=q.device)
     for tile in plan.tiles:
         num_z, _, num_keys = tile.sizes
         keys, values = (x[tile.keys].view(num_z, num_keys, channels)[:, tile.seen] for x in (k, v))
@@ -449,7 +461,14 @@ class _TiledAttention(torch.autograd.Function):
                 dscores = dscores.mul_((1 - tanh.square_()).to(dscores.dtype))
             torch.bmm(dscores, keys, out=dqueries)
             dkeys += torch.bmm(dscores.transpose(1, 2), queries)
-        grads = [x.index_select(0, plan.key_place).view(k_NKC.shape) for x in (dk, dv)]
+        if plan.is_split:  # several pieces see the same keys
+            wide = [eager.wide(x[:-1]) for x in (dk, dv)]
+            grads = [
+                x.new_zeros(k_NKC.shape).view(-1, channels).index_add_(0, plan.key_index, x) for x in wide
+            ]
+            grads = [x.view(k_NKC.shape) for x in grads]
+        else:
+            grads = [x.index_select(0, plan.key_place).view(k_NKC.shape) for x in (dk, dv)]
         dq = dq.index_select(0, plan.query_place).view(q_NHC.shape).mul_(scale)
         for shared in plan.shared:
             for whole, rows in zip(grads, (dk, dv), strict=True):
@@ -469,6 +488,7 @@ class Packed:
         device: Where the index tensors live.
         kind: 'exact' (row-invariant) or 'fast' (fused kernel).
         routing: What routers of experts are told, and what they note; None for nothing.
+        split: How ranks share the batch, each with the queries, keys and values of its rows; None where one has all.
     """
 
     def __init__(
@@ -477,11 +497,13 @@ class Packed:
         device: torch.device,
         kind: AttentionKind = "exact",
         routing: Routing | None = None,
+        split: Split | None = None,
     ) -> None:
         self.routing = routing
         self.kind: AttentionKind = kind
         self._device = device
         self._segments = whole_sequences(segments_B)
+        self._split = split
         self.num_tokens = sum(segment.length for segment in self._segments)
         self._table: torch.Tensor | None = None
         self._scan: Scan | None = None
@@ -502,10 +524,16 @@ class Packed:
         if self._table is None:
             groups = {segment.start: segment.start for segment in self._segments if not segment.shared}
             rows = [
-                (*segment, groups.get(segment.prefix, segment.prefix) if segment.shared else segment.start)
-                for segment in self._segments
+                (
+                    *segment,
+                    groups.get(segment.prefix, segment.prefix) if segment.shared else segment.start,
+                    first,
+                    at,
+                )
+                for segment, first, at in pieces_of(self._segments, self._split and self._split.pieces)
             ]
-            self._table = torch.tensor(sorted(rows, key=lambda row: (row[4], row[0])), dtype=torch.int64)
+            rows.sort(key=lambda row: (row[4], row[0], row[5]))
+            self._table = torch.tensor(rows, dtype=torch.int64).view(-1, 7)
         return self._table
 
     def attend(
@@ -517,15 +545,23 @@ class Packed:
         rule: Rule | None = None,
     ) -> torch.Tensor:
         """Return causal attention outputs [N, H, C]; rows past the last sequence (row padding) are zero."""
+        if self._split is not None:
+            k_NKC, v_NKC = gather_keys(k_NKC, v_NKC, self._split)
+            if not self._split.pieces:  # this rank has no rows, but its part in the exchange of gradients
+                return 0.0 * (q_NHC + (k_NKC.sum() + v_NKC.sum()))
         has_channels = q_NHC.shape[2] in CHANNELS and q_NHC.dtype == k_NKC.dtype == v_NKC.dtype
         if rule is None and has_channels and dispatch.runs_cpp(q_NHC, operation="attention"):
             return cpu_attention.attend(q_NHC, k_NKC, v_NKC, self._kernel_table())
         rule = PLAIN if rule is None else rule
         is_whole = self.kind == "fast" and rule.is_plain
+        if is_whole and self._split is not None:
+            return _fused_pieces(q_NHC, k_NKC, v_NKC, pieces_of(self._segments, self._split.pieces))
         sizes = q_NHC.shape[0], q_NHC.shape[1], k_NKC.shape[1]
         key = *sizes, rule.window, is_whole
         if key not in self._plans:  # all layers of one rule have one
-            self._plans[key] = _Plan(self._segments, *sizes, self._device, whole=is_whole, window=rule.window)
+            options = {"whole": is_whole, "window": rule.window, "found": self._split}
+            num_rows = q_NHC.shape[0], k_NKC.shape[0]
+            self._plans[key] = _Plan(self._segments, num_rows, *sizes[1:], self._device, **options)
         plan = self._plans[key]
         if is_whole:
             return _fused(q_NHC, k_NKC, v_NKC, plan)
@@ -551,7 +587,16 @@ class Packed:
         return self.scan(mixed_NX.shape[0]).run(rule, mixed_NX, decay_NH, beta_NH)[0]
 
     def scan(self, num_rows: int) -> Scan:
-        """Return where the tokens stand, for recurrent layers; made once."""
+        """Return where the tokens stand, for recurrent layers; made once.
+
+        Raises:
+            UserError: If ranks share the batch.
+        """
+        if self._split is not None:
+            raise UserError(
+                "parallel.context: a layer of this model goes from token to token (a recurrence or a convolution), "
+                "which ranks that share a sequence cannot; leave it out"
+            )
         if self._scan is None:
             self._scan = Scan(self._segments, num_rows, self._device)
         return self._scan
@@ -559,7 +604,7 @@ class Packed:
 
 def with_sinks(out_NHC: torch.Tensor, lse_NH: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
     """Give each head's sink its share of the softmax: z / (z + exp(sink)) is left, a sigmoid of log z - sink."""
-    share_NH = eager.row_wise(torch.sigmoid, lse_NH - eager.wide(sinks_H))
+    share_NH = eager.row_wise(torch.sigmoid, lse_NH - sinks_H.float())
     return out_NHC * share_NH[..., None].to(out_NHC.dtype)
 
 
@@ -578,3 +623,27 @@ def _fused(q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, plan: 
         outputs.append(out.reshape(-1, channels))
     outputs.append(q.new_zeros(1, channels))
     return torch.cat(outputs).index_select(0, plan.query_place).view(q_NHC.shape).to(q_NHC.dtype)
+
+
+def _fused_pieces(
+    q_NHC: torch.Tensor,
+    k_NKC: torch.Tensor,
+    v_NKC: torch.Tensor,
+    queries: Iterable[tuple[Segment, int, int]],
+) -> torch.Tensor:
+    """Causal attention of some queries of each sequence by PyTorch's fused kernel, one call for each run of them."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    wide, outputs, end = eager.product_dtype(q_NHC), [], 0
+    for segment, first, at in queries:
+        end = at + segment.length - first
+        own = slice(segment.start, segment.start + segment.length)
+        prefix = slice(segment.prefix, segment.prefix + segment.shared)
+        keys, values = (torch.cat((x[prefix], x[own])).to(wide).transpose(0, 1)[None] for x in (k_NKC, v_NKC))
+        part = q_NHC[at:end].to(wide).transpose(0, 1)[None]
+        mask: Any = causal_lower_right(part.shape[2], keys.shape[2])
+        has_groups = part.shape[1] != keys.shape[1]
+        out = F.scaled_dot_product_attention(part, keys, values, attn_mask=mask, enable_gqa=has_groups)
+        outputs.append(out[0].transpose(0, 1))
+    outputs.append(q_NHC.new_zeros(q_NHC.shape[0] - end, *q_NHC.shape[1:]))
+    return torch.cat([x.to(q_NHC.dtype) for x in outputs])

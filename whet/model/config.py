@@ -412,32 +412,6 @@ def has_experts(config: ModelConfig) -> bool:
     return any(spec.has_experts for spec in config.layers)
 
 
-def sequence_flops(config: ModelConfig, length: int) -> float:
-    """Estimate the operations of one sequence's forward pass: by length, and by its square in attention.
-
-    For dealing sequences to ranks: what all have in common, such as the factor of the backward pass, is left out, and
-    layers without attention count as those with it.
-
-    Args:
-        config: Shape of the model.
-        length: Tokens.
-
-    Source: 2 per weight and token (2001.08361 section 2.1); attention is two products, so 4 per pair and channel.
-    """
-    total = 2.0 * config.vocab_size * config.hidden_size * length
-    for spec in config.layers:
-        kv_heads, channels = kv_shape(spec, config)
-        width = spec.intermediate_size or config.intermediate_size
-        if spec.has_experts and config.block.experts is not None:
-            width = config.block.experts.top_k * config.block.experts.width
-        weights = config.hidden_size * (2 * (config.num_heads + kv_heads) * channels + 3 * width)
-        # The first tokens see all before them, the others as many as the window has.
-        window = min(spec.window or length, length)
-        pairs = window * (window + 1) / 2 + (length - window) * window
-        total += 2.0 * weights * length + 4.0 * config.num_heads * channels * pairs
-    return total
-
-
 def kv_shape(spec: LayerSpec, config: ModelConfig) -> tuple[int, int]:
     """Return a layer's key/value heads, and the channels of each."""
     return spec.num_kv_heads or config.num_kv_heads, spec.head_dim or config.head_dim

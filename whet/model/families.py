@@ -1137,8 +1137,13 @@ def _is_reward(outer: Mapping[str, Any], c: Keys, classifier: str) -> bool:
 
 def is_packed(data: Mapping[str, Any]) -> bool:
     """Say whether the weights are stored in a quantised form that `whet.model.quant` reads."""
+    return quant_method(data) in ("bitsandbytes", "torchao", "whet")
+
+
+def quant_method(data: Mapping[str, Any]) -> str:
+    """Return which library quantised the weights beside a config.json; '' if none did."""
     quantised = data.get("quantization_config")
-    return isinstance(quantised, dict) and quantised.get("quant_method") in ("bitsandbytes", "whet")
+    return str(quantised.get("quant_method")) if isinstance(quantised, dict) else ""
 
 
 def _refuse_foreign(data: Mapping[str, Any], architecture: str, where: str) -> None:
@@ -1162,8 +1167,8 @@ def _refuse_foreign(data: Mapping[str, Any], architecture: str, where: str) -> N
             return
         raise UserError(
             f"{where}: quantization_config ({str(method or 'unnamed')[:40]}): the weights are quantised in a form that "
-            "is not supported (bitsandbytes' NF4 and int8, and whet's own, are); use the folder with bfloat16 or "
-            "float32 weights, which whet rounds itself (--policy.quantize nf4)"
+            "is not supported (bitsandbytes' NF4 and int8, torchao's plain ones, and whet's own are); use the folder "
+            "with bfloat16 or float32 weights, which whet rounds itself (--policy.quantize nf4)"
         )
 
 

@@ -527,3 +527,107 @@ def _read_spots(tensors: Mapping[str, torch.Tensor], shape: torch.Size, what: st
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < shape.numel():
         raise UserError(f"{what}: spots has places outside of {list(shape)}")
     return Spots(index, values.float())
+
+
+# torchao's tensors, as transformers stores them: parts by name, and what they are in the file's metadata.
+
+TORCHAO_TYPES = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
+"""Those with a plain layout: a code for each weight, and a scale (and zero) for each block of a row."""
+TORCHAO_CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class BlockScaled(NamedTuple):
+    """What a file's metadata says of one of torchao's tensors.
+
+    Attributes:
+        kind: Its class there; 'activations' for one that rounds its inputs, too.
+        leaves: Its parts.
+        block: Weights with one scale, along each axis.
+    """
+
+    kind: str
+    leaves: tuple[str, ...]
+    block: tuple[int, ...]
+
+    @staticmethod
+    def part_name(name: str, leaf: str) -> str:
+        """Return the stored name of a part."""
+        owner, _, own = name.rpartition(".")
+        return f"{owner}._{own}_{leaf}"
+
+
+def read_torchao_metadata(metadata: Mapping[str, str], where: str) -> dict[str, BlockScaled]:
+    """Read which tensors of a file are torchao's, by their parameters' names.
+
+    Raises:
+        UserError: If one is of a kind whose numbers whet does not read, or rounds activations, too.
+
+    Source: torchao 0.18, prototype/safetensors/safetensors_support.py.
+    """
+    found: dict[str, BlockScaled] = {}
+    try:
+        described = {str(name): json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
+        for name, facts in described.items():
+            if facts["_type"] in ("Tensor", "Parameter"):
+                continue
+            data, leaves = facts["_data"], tuple(map(str, facts["_tensor_data_names"]))
+            block = tuple(map(int, data["block_size"])) if facts["_type"] in TORCHAO_TYPES else ()
+            rounds = any(key.startswith("act") and data[key] is not None for key in data)
+            rounds |= any(leaf.startswith("act") for leaf in leaves)
+            found[name] = BlockScaled("activations" if rounds else str(facts["_type"]), leaves, block)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"{where}: torchao's metadata is missing or malformed; save the model again"
+        ) from None
+    for name, kind in found.items():
+        if kind.kind == "activations":
+            raise UserError(
+                f"{where}: {name[:80]!r} rounds or scales its inputs, too, which whet does not; quantise weights only "
+                "(torchao's Int8WeightOnlyConfig, IntxWeightOnlyConfig, Float8WeightOnlyConfig)"
+            )
+        if kind.kind not in TORCHAO_TYPES:
+            raise UserError(
+                f"{where}: {name[:80]!r} is torchao's {kind.kind[:40]}, which whet does not read (it reads "
+                f"{', '.join(TORCHAO_TYPES)}); use the folder with float weights"
+            )
+    return found
+
+
+def read_block_scaled(
+    name: str, kind: BlockScaled, tensors: Mapping[str, torch.Tensor], where: str
+) -> PackedMatrix | torch.Tensor:
+    """Return the matrix of torchao's parts: (code - zero) x scale; symmetric int8 by rows stays in 8 bits.
+
+    Args:
+        name: Its parameter's name.
+        kind: What the metadata says.
+        tensors: Its parts.
+        where: File, for errors.
+
+    Returns:
+        The packed matrix, or a float32 tensor.
+
+    Raises:
+        UserError: If parts are missing, or of another shape or dtype.
+    """
+    what = f"{where}: {name[:80]!r}"
+    missing = [leaf for leaf in ("qdata", "scale", *kind.leaves) if leaf not in tensors]
+    if missing:
+        raise UserError(f"{what}: {missing[0]} is missing")
+    codes, scale, zero = tensors["qdata"], tensors["scale"], tensors.get("zero_point")
+    is_right = codes.dtype in TORCHAO_CODES and scale.is_floating_point() and len(kind.block) == codes.dim()
+    if not is_right or any(b < 1 or n % b for n, b in zip(codes.shape, kind.block, strict=True)):
+        raise UserError(
+            f"{what}: {codes.dtype} {list(codes.shape)} in blocks of {list(kind.block)} is not torchao's"
+        )
+    blocks = [n // b for n, b in zip(codes.shape, kind.block, strict=True)]
+    if list(scale.shape) != blocks or (zero is not None and list(zero.shape) != blocks):
+        raise UserError(f"{what}: scale or zero_point has not the shape {blocks}")
+    is_by_rows = codes.dtype == torch.int8 and codes.dim() == 2 and blocks == [codes.shape[0], 1]
+    if is_by_rows and (zero is None or not zero.any()):
+        return PackedMatrix("int8", tuple(codes.shape), codes, scale[:, 0].float() * LEVELS)
+    values = codes.float()
+    for axis, size in enumerate(kind.block):
+        scale = scale.repeat_interleave(size, axis)
+        zero = None if zero is None else zero.repeat_interleave(size, axis)
+    return (values if zero is None else values - zero.float()) * scale.float()

@@ -19,13 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from whet.model.config import ModelConfig
-from whet.model.families import RopeFactors, from_hf, is_packed, to_hf
+from whet.model.families import RopeFactors, from_hf, is_packed, quant_method, to_hf
 from whet.model.files import CONVERTED, check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
 from whet.model.lora.side import sides_of
 from whet.model.quant import (
     FULL,
     QUANTIZATION,
+    BlockScaled,
     Kind,
     PackedMatrix,
     Place,
@@ -33,7 +34,9 @@ from whet.model.quant import (
     packed_tensors,
     part_of,
     places,
+    read_block_scaled,
     read_packed,
+    read_torchao_metadata,
     share_packed,
     stored_tensors,
 )
@@ -300,8 +303,10 @@ def load_model(
     _open_to_training(model)
     loaded = _Loaded(model, dtype, torch.device(device), quantize)
     loaded.is_own = (folder / QUANTIZATION).is_file()
-    loaded.is_packed = loaded.is_own or is_packed(read_json(folder / "config.json"))
-    if shard is not None and quantize is None and not loaded.is_packed:
+    outer = read_json(folder / "config.json")
+    loaded.is_torchao = quant_method(outer) == "torchao"
+    loaded.is_packed = loaded.is_own or (is_packed(outer) and not loaded.is_torchao)
+    if shard is not None and quantize is None and not (loaded.is_packed or loaded.is_torchao):
         shard(model.to(dtype))
         loaded.take_shares(model)
     loaded.read(folder)
@@ -361,6 +366,7 @@ class _Loaded:
     Attributes:
         is_own: Whether the folder is a quantised one of whet's, with its parameters' own names.
         is_packed: Whether it has quantised tensors.
+        is_torchao: Whether its files say which of their tensors are parts of torchao's.
         is_quantized: Whether packed matrices were read.
         tensors: By name; those of several stored tensors are complete when `missing` does not name them.
         head: A tied model's stored head.
@@ -369,11 +375,13 @@ class _Loaded:
     def __init__(
         self, model: LanguageModel, dtype: torch.dtype, device: torch.device, quantize: Kind | None
     ) -> None:
-        self.is_own = self.is_packed = self.is_quantized = False
+        self.is_own = self.is_packed = self.is_torchao = self.is_quantized = False
         self._homes: Mapping[str, Place] = places(model)
         self._shares: dict[str, tuple[slice, torch.Tensor]] = {}
         self._quantize: Kind | None = quantize
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
+        self._scaled: dict[str, BlockScaled] = {}
+        self._scaled_parts: dict[str, tuple[str, str]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.head: torch.Tensor | None = None
         self._shapes = {name: parameter.shape for name, parameter in _own_parameters(model)}
@@ -381,6 +389,12 @@ class _Loaded:
         self._seen: set[str] = set()
         self._packed: dict[str, dict[str, torch.Tensor]] = {}
         self._counts: dict[str, int] = {}
+
+    def expect(self, described: Mapping[str, BlockScaled]) -> None:
+        """Note which stored tensors are parts of torchao's."""
+        self._scaled |= described
+        for name, kind in described.items():
+            self._scaled_parts |= {kind.part_name(name, leaf): (name, leaf) for leaf in kind.leaves}
 
     @property
     def has_shares(self) -> bool:
@@ -402,6 +416,8 @@ class _Loaded:
         for shard in _shards(folder):
             try:
                 with safe_open(str(shard), framework="pt", device="cpu") as file:
+                    if self.is_torchao:
+                        self.expect(read_torchao_metadata(file.metadata() or {}, str(shard)))
                     for stored in file.keys():  # noqa: SIM118 (safe_open has no iterator)
                         self.take(stored, file, shard)
             except (SafetensorError, OSError) as error:
@@ -424,14 +440,53 @@ class _Loaded:
             self._unpack(stored, file, shard)
             return
         part = part_of(stored, file.get_slice(stored).get_dtype()) if self.is_packed else None
+        part = self._scaled_parts.get(stored, part)
         if part is not None:
             held = self._parts.setdefault(part[0], {})
             if part[1] in held:
                 raise UserError(f"{shard}: tensor {stored[:80]!r} occurs twice")
             held[part[1]] = file.get_tensor(stored)
+            if part[0] in self._scaled and len(held) == len(self._scaled[part[0]].leaves):
+                self._place_scaled(part[0], self._parts.pop(part[0]), shard)
             return
+        pieces = file.get_slice(stored)
+        self._place(stored, pieces.get_shape(), lambda: file.get_tensor(stored), shard, pieces)
+
+    def _place_scaled(self, stored: str, parts: Mapping[str, torch.Tensor], source: Path) -> None:
+        """Put a matrix of torchao's where it belongs: in 8 bits if it is of a kind of ours, else dense."""
+        found = read_block_scaled(stored, self._scaled[stored], parts, str(source))
+        self.is_quantized = True
+        if isinstance(found, PackedMatrix):
+            places = _places(stored, self._config)
+            name = places[0].name if len(places) == 1 and not places[0].part else ""
+            home = self._homes.get(name)
+            is_linear = home is not None and not (home.is_experts or home.transposed)
+            if home is not None and is_linear and found.shape == self._shapes[name]:
+                home.pack([found.to(self._kind["device"])])
+                self._counts[name] = found.shape.numel()
+                return
+            found = found.dense(torch.float32)
+        self._place(stored, found.shape, lambda: found, source)
+
+    def _place(
+        self,
+        stored: str,
+        shape: Sequence[int],
+        read: Callable[[], torch.Tensor],
+        source: Path,
+        pieces: Any = None,
+    ) -> None:
+        """Put a dense tensor where it belongs; it is read only if it does.
+
+        Args:
+            stored: Its stored name.
+            shape: Its shape.
+            read: Returns it.
+            source: File, for errors.
+            pieces: The same in the file, of which rows can be read; None for a tensor that is in no file.
+        """
         places = (_Place(stored),) if self.is_own else _places(stored, self._config)
-        what = f"{shard}: tensor {stored[:80]!r}"
+        what = f"{source}: tensor {stored[:80]!r}"
         is_tied_head = places == (_Place(HEAD),) and self._config.tie_embeddings
         if is_tied_head:
             table = "transformer.wte.weight" if self._config.family == "gpt2" else "model.embed_tokens.weight"
@@ -439,20 +494,21 @@ class _Loaded:
         for place in places:
             if place.name not in self._shapes:
                 kind = json.loads(self._config.source)["model_type"]
-                raise UserError(f"{shard}: unexpected tensor {stored[:80]!r} for a {kind} model")
+                raise UserError(f"{source}: unexpected tensor {stored[:80]!r} for a {kind} model")
             if not is_tied_head and repr(place) in self._seen:
                 raise UserError(f"{what} occurs twice")
         if not places:
             return
         parts = [torch.empty(self._shapes[p.name], device="meta")[p.part].shape for p in places]
         want = [sum(part[0] for part in parts), *parts[0][1:]]
-        got = list(file.get_slice(stored).get_shape())
+        got = list(shape)
         if want != got:
             raise UserError(f"{what} has shape {got}, config.json says {want}")
         if self._shares:
-            self._take_rows(places, [part[0] for part in parts], file.get_slice(stored), what, is_tied_head)
+            assert pieces is not None, "shares are not read from quantised folders"
+            self._take_rows(places, [part[0] for part in parts], pieces, what, is_tied_head)
             return
-        tensor = _floats(file.get_tensor(stored), what).to(**self._kind)
+        tensor = _floats(read(), what).to(**self._kind)
         if is_tied_head:
             self.head = tensor
             return
@@ -533,6 +589,8 @@ class _Loaded:
         """Put the packed matrices that were read in their places; UserError says what is wrong with one."""
         found: dict[str, dict[int, PackedMatrix]] = {}
         for stored, tensors in self._parts.items():
+            if stored in self._scaled:  # not whole: `missing` names it
+                continue
             name, _, number = stored.rpartition(".")
             if number.isdecimal() and name in self._homes:
                 index = int(number)

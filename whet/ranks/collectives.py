@@ -22,8 +22,6 @@ T = TypeVar("T")
 BUCKET_NUMBERS = 1 << 23
 """Gradients are added in buckets of at most this many numbers, or of one tensor."""
 _TEXT_BYTES = 184
-across: Any = None
-"""Process group of the ranks that have the same shares, where teams divide matrices among their ranks."""
 _current = ""
 _first: Callable[[], None] | None = None
 
@@ -77,7 +75,7 @@ def together(what: str, number: int = 0) -> Iterator[list[int]]:
     work = f"{what} in {_caller()}"
     if _first is not None:
         _first()
-    with waiting(work):
+    with named(work):
         text = work.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES)
         mine = torch.frombuffer(bytearray(text + number.to_bytes(8, "little")), dtype=torch.uint8)
         parts = [torch.zeros_like(mine) for _ in range(world_size())]
@@ -198,14 +196,12 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Add gradients over all ranks.
 
     Losses are divided by global counts, so the sum is the gradient of the whole batch. A parameter without a gradient
-    here but with one on other ranks counts as zero; one without a gradient on any rank stays without. Gradients of
-    parameters that are sharded over all ranks were added when they were dealt out; those of matrices that teams divide
-    are added over the ranks that have the same share.
+    here but with one on other ranks counts as zero; one without a gradient on any rank stays without. Shares of sharded
+    parameters are left alone: theirs were added when they were dealt out.
     """
     if not is_distributed():
         return
-    everything = [p for p in parameters if p.requires_grad]
-    trained = [p for p in everything if not is_share(p)]
+    trained = [p for p in parameters if p.requires_grad and not is_share(p)]
     layout = repr([(parameter.dtype, tuple(parameter.shape)) for parameter in trained])
     work = f"sum_gradients of {len(trained)} tensors ({zlib.crc32(layout.encode()):08x})"
     num_missing = sum(parameter.grad is None for parameter in trained)
@@ -222,68 +218,11 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
             dist.all_reduce(flat)
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
-    if divided := [p for p in everything if is_share(p) and _mesh_size(p) < world_size()]:
-        _sum_shares(divided)
-
-
-def _mesh_size(share: Any) -> int:
-    return share.device_mesh.size()
-
-
-def _sum_shares(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Add the gradients of shares over the ranks that have the same ones."""
-    if not all_reduce_max(float(any(parameter.grad is not None for parameter in parameters))):
-        return
-    with waiting(f"sum_gradients of {len(parameters)} shares"):
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            share: Any = parameter.grad
-            dist.all_reduce(share.to_local(), group=across)
 
 
 def shard(count: int) -> range:
     """Return this rank's share of `count` indices: every world_size-th, starting at its rank."""
     return range(rank(), count, world_size())
-
-
-def balanced(costs: Sequence[float], owners: Sequence[int], count: int) -> list[int]:
-    """Deal items anew so that all ranks have about as much to do; as few as possible change hands.
-
-    The rank with most gives an item to the one with least, or swaps it for a smaller one, as long as that brings the
-    two closer.
-
-    Args:
-        costs: Cost of each item.
-        owners: Rank that has it now.
-        count: Ranks.
-
-    Returns:
-        Rank that gets each item; the same for the same arguments.
-    """
-    found, loads = list(owners), [0.0] * count
-    for cost, owner in zip(costs, owners, strict=True):
-        loads[owner] += cost
-    for _ in range(
-        4 * len(found)
-    ):  # each step brings two loads closer; more than a few per item gain nothing
-        high, low = loads.index(max(loads)), loads.index(min(loads))
-        gap = loads[high] - loads[low]
-        given = [(costs[item], item) for item, owner in enumerate(found) if owner == high]
-        taken = [(0.0, -1), *((costs[item], item) for item, owner in enumerate(found) if owner == low)]
-        pairs = [(abs(c - d - gap / 2), i, j) for c, i in given for d, j in taken if 0 < c - d < gap]
-        # Less than a hundredth of the load is not worth a transfer.
-        if not pairs or gap < 0.01 * loads[high]:
-            break
-        _, item, other = min(pairs)
-        found[item] = low
-        moved = costs[item]
-        if other >= 0:
-            found[other] = high
-            moved -= costs[other]
-        loads[high] -= moved
-        loads[low] += moved
-    return found
 
 
 def redeal(parts: Sequence[Sequence[T]]) -> list[T]:
@@ -294,9 +233,18 @@ def redeal(parts: Sequence[Sequence[T]]) -> list[T]:
     """
     if len(parts) == world_size():
         return list(parts[rank()])
-    longest = max(map(len, parts), default=0)
-    items = [part[place] for place in range(longest) for part in parts if place < len(part)]
+    items = joined(parts)
     return [items[index] for index in shard(len(items))]
+
+
+def joined(parts: Sequence[Sequence[T]]) -> list[T]:
+    """Return the items that `shard` had split, in their order.
+
+    Args:
+        parts: The items of each rank.
+    """
+    longest = max(map(len, parts), default=0)
+    return [part[place] for place in range(longest) for part in parts if place < len(part)]
 
 
 def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -314,12 +262,8 @@ def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def waiting(work: str) -> Iterator[None]:
-    """Make `current_collective` return this; turn what gloo and nccl raise into one line.
-
-    Args:
-        work: A collective, and where it is called.
-    """
+def named(work: str) -> Iterator[None]:
+    """Make `current_collective` return this meanwhile; turn what gloo and nccl raise into one line."""
     global _current
     before, _current = _current, work
     try:

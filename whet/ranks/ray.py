@@ -69,6 +69,9 @@ class ClusterConfig:
     partial: bool = False
     """Continue the sequences that a weight update finds unfinished with the new weights, instead of finishing them with
     the old ones (with off_policy.staleness); each token keeps the log-probability that it was drawn with."""
+    reward_workers: int = 0
+    """Processes that judge answers and compute the run's own rewards (reward), over all ranks; 0 grades where the
+    trainer runs."""
     trainer_threads: int = 1
     """CPUs that each trainer rank asks Ray for."""
     trainer_gpus: float = 0.0
@@ -77,7 +80,14 @@ class ClusterConfig:
     """Times that a group of ranks is started again from its last checkpoint after one of them failed."""
 
     def __post_init__(self) -> None:
-        for name in ("rollout_workers", "trainer_ranks", "worker_gpus", "trainer_gpus", "max_restarts"):
+        for name in (
+            "rollout_workers",
+            "trainer_ranks",
+            "reward_workers",
+            "worker_gpus",
+            "trainer_gpus",
+            "max_restarts",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"cluster.{name} = {getattr(self, name)}: expected 0 or more")
         for name in ("min_workers", "worker_threads", "trainer_threads"):
@@ -100,16 +110,17 @@ class ClusterConfig:
                     raise UnreadError(
                         f"cluster.{name} is read with cluster.{reader} only; leave it out", name
                     )
-        if self.address and not (self.rollout_workers or self.trainer_ranks):
+        if self.address and not (self.rollout_workers or self.trainer_ranks or self.reward_workers):
             raise UnreadError(
-                "cluster.address is read with cluster.rollout_workers or trainer_ranks; leave it out",
+                "cluster.address is read with cluster.rollout_workers, trainer_ranks or reward_workers; leave it out",
                 "address",
             )
-        if self.trainer_ranks and 0 < self.rollout_workers < self.trainer_ranks:
-            raise ValueError(
-                f"cluster.rollout_workers = {self.rollout_workers} for {self.trainer_ranks} trainer ranks: each has "
-                "its own; expected as many or more, or 0"
-            )
+        for name in ("rollout_workers", "reward_workers"):
+            if self.trainer_ranks and 0 < (count := getattr(self, name)) < self.trainer_ranks:
+                raise ValueError(
+                    f"cluster.{name} = {count} for {self.trainer_ranks} trainer ranks: each has its own; expected as "
+                    "many or more, or 0"
+                )
         if self.rollout_workers and self.min_workers > self.rollout_workers:
             raise ValueError(
                 f"cluster.min_workers = {self.min_workers}: expected at most rollout_workers = {self.rollout_workers}"
@@ -337,6 +348,7 @@ def run_group(
     """
     count = config.trainer_ranks
     cpus = count * config.trainer_threads + config.rollout_workers * config.worker_threads
+    cpus += config.reward_workers
     gpus = count * config.trainer_gpus + config.rollout_workers * config.worker_gpus
     with open_ray(find_address(config), cpus=cpus, gpus=gpus) as ray:
         for attempt in range(config.max_restarts + 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from whet.algo.config import OffPolicyConfig
 from whet.cli import Program
 from whet.generate.policy import INHERIT, PolicyConfig
 from whet.generate.sampling import SamplingParams
@@ -16,6 +17,7 @@ from whet.train.objective.teacher import TeacherConfig
 from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.rl import check, main
 from whet.train.rl_config import RLConfig, plan
+from whet.train.rollout.overlap import OverlapConfig
 
 
 def reinforce() -> AlgoConfig:
@@ -288,6 +290,16 @@ def qwen25_3b_math_grpo() -> RLConfig:
     )
 
 
+def qwen25_3b_math_grpo_overlapped() -> RLConfig:
+    """The same, trained while the next step's completions are sampled: one step off-policy, as the ratio knows."""
+    return replace(
+        qwen25_3b_math_grpo(),
+        out="runs/qwen2.5-3b-math-grpo-overlapped",
+        overlap=OverlapConfig(mode="async"),
+        off_policy=OffPolicyConfig(staleness=1),
+    )
+
+
 def qwen25_3b_math_dr_grpo() -> RLConfig:
     """Dr. GRPO on MATH from the fine-tuned Qwen2.5-3B."""
     return replace(_hub("qwen2.5-3b", dr_grpo()), out="runs/qwen2.5-3b-math-dr-grpo")
@@ -345,6 +357,7 @@ RECIPES: dict[str, Callable[[], RLConfig]] = {
     "qwen2.5-0.5b-math": qwen25_05b_math,
     "qwen2.5-1.5b-math": qwen25_15b_math,
     "qwen2.5-3b-math-grpo": qwen25_3b_math_grpo,
+    "qwen2.5-3b-math-grpo-overlapped": qwen25_3b_math_grpo_overlapped,
     "qwen2.5-3b-math-dr-grpo": qwen25_3b_math_dr_grpo,
     "qwen2.5-3b-math-dapo": qwen25_3b_math_dapo,
     "qwen3-0.6b-math": qwen3_06b_math,

@@ -79,10 +79,28 @@ def stories260k_gsm8k() -> ValidateConfig:
     )
 
 
+def gpt2_gsm8k() -> ValidateConfig:
+    """GPT-2 124M on GSM8K with the rewards of a source, whose tables of losses and rewards are printed beside ours."""
+    config = _validate(
+        "gpt2-gsm8k",
+        "gpt2-gsm8k",
+        replace(evaluations.gsm8k(), num_samples=16),
+        ProbeConfig(
+            transcript="If there are 3 cars in the parking lot and 2 more cars arrive, how many cars are in the "
+            "parking lot?",
+            system_prompt=False,
+        ),
+        ThresholdConfig(validation_loss=1.4, format=0.95, ratio_drift=1e-3),
+    )
+    rewards = {"correct": 1.0, "format": 0.5, "length_band": 0.1}
+    return replace(config, rl=replace(config.rl, rewards=rewards, num_prompts=4), reported="gpt2-gsm8k")
+
+
 RECIPES: dict[str, Callable[[], ValidateConfig]] = {
     "demo": demo,
     "quick": quick,
     "stories260k-gsm8k": stories260k_gsm8k,
+    "gpt2-gsm8k": gpt2_gsm8k,
 }
 
 

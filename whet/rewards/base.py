@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from whet.rewards.presets import PRESETS, Preset, program_keywords, program_loads, program_tests
-from whet.sandbox.graders.graders import GraderPool
+from whet.sandbox.graders.graders import GraderPool, Outcome
 from whet.schema import ResponseSchema
 from whet.types import Problem, Reward, Task, UserError
 
@@ -132,28 +133,53 @@ def own_name(reward: OwnReward) -> str:
     return name
 
 
-def own_reward(reward: OwnReward) -> WeightedReward:
+class Pool(Protocol):
+    """Where a user's reward runs: here, or on other machines."""
+
+    def map(self, calls: Sequence[Item], /) -> list[Outcome]:
+        """Run it on every item; return the outcomes in their order."""
+        ...
+
+
+def own_pool(reward: OwnReward) -> GraderPool:
+    """Start the killable worker processes in which the user's function runs, with a deadline.
+
+    Raises:
+        UserError: If it is malformed, there is no such function, or it cannot be sent to a worker process.
+    """
+    function = reward
+    if isinstance(reward, str):
+        function, _, _ = parse_own(reward)
+        place = function.rpartition(":")[0]
+        if not Path(place).is_file():
+            raise UserError(f"reward {reward!r}: no file {place!r}; check --reward")
+    return GraderPool(function, deadline_s=DEADLINE_S, memory_mib=MEMORY_MIB)
+
+
+def own_reward(
+    reward: OwnReward, pool: Pool | None = None, failures: Failures | None = None
+) -> WeightedReward:
     """Make a reward from the user's function, which runs in killable worker processes with a deadline.
 
     A call that fails, hangs or does not return a number gives None: unscorable, and counted.
 
     Args:
         reward: The function (also one of the main script or of a notebook), or its 'path.py:function'.
+        pool: Where it runs; None starts `own_pool`.
+        failures: Where calls that gave no score are counted; None for a count of its own.
 
     Raises:
         UserError: If it is malformed, there is no such function, or it cannot be sent to a worker process.
     """
-    name, weight, function, place = own_name(reward), 1.0, reward, "the function"
+    name, weight, place = own_name(reward), 1.0, "the function"
     if isinstance(reward, str):
-        function, _, weight = parse_own(reward)
-        place = function.rpartition(":")[0]
-        if not Path(place).is_file():
-            raise UserError(f"reward {reward!r}: no file {place!r}; check --reward")
-    pool = GraderPool(function, deadline_s=DEADLINE_S, memory_mib=MEMORY_MIB)
-    failures = Failures()
+        spec, _, weight = parse_own(reward)
+        place = spec.rpartition(":")[0]
+    where = own_pool(reward) if pool is None else pool
+    failures = Failures() if failures is None else failures
 
     def score(items: Sequence[Item]) -> list[float | None]:
-        outcomes = pool.map(items)
+        outcomes = where.map(items)
         scores: list[float | None] = []
         for outcome in outcomes:
             value, message = outcome.value, outcome.message

@@ -122,7 +122,7 @@ def pull(config: PullConfig) -> None:
     Raises:
         UserError: If the hub does not know the model, it holds no safetensors, or a file differs from what was stated.
     """
-    if not config.name or not is_hub_name(config.name):
+    if "/" not in config.name or not is_hub_name(config.name):
         raise UserError(
             f"which model? got {config.name!r}, expected OWNER/NAME, as in: whet pull Qwen/Qwen3-0.6B"
         )

@@ -119,7 +119,7 @@ def read_csv(
                 fault = "not as many fields as columns"
                 yield f"{path.name} row {number}", number, row if whole else fault, row
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"{path.name}: not CSV in UTF-8 ({error})") from error
+            raise UserError(f"{path.name}: not CSV in UTF-8 ({error}); save the file as UTF-8") from error
 
     return sift(path.name, rows(), required, max_bad_rows, check, max_rows)
 
@@ -274,9 +274,14 @@ def check_split(split: str) -> None:
 
 
 def is_hub_name(path: str) -> bool:
-    """Say whether a path is, by its form, the name of a data set on the hub, and no file or folder."""
+    """Say whether a path is, by its form, the name of a data set on the hub, and no file or folder.
+
+    A name that ends as files of data do is a file that is not there.
+    """
     return (
-        not Path(path).exists() and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None
+        not Path(path).exists()
+        and not path.endswith(ENDINGS)
+        and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None
     )
 
 
@@ -321,6 +326,8 @@ def kind_of(value: Any) -> str:
     """Say in words what a JSON value is."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "not a finite number"
     names = {"str": "text", "int": "a number", "float": "a number", "list": "a list", "dict": "an object"}
     return names.get(type(value).__name__, type(value).__name__)
 
@@ -411,9 +418,10 @@ def sift(
     if len(bad) > max_bad_rows:
         more = f" (and {len(bad) - 1} more bad rows)" if len(bad) > 1 else ""
         remedy = "fix the rows or allow them" if more else "fix the row or allow it"
-        raise UserError(
-            f"{bad[0].where}: {bad[0].reason}{more}; {remedy} with --task.max-bad-rows {len(bad)}"
-        )
+        remedy += f" with --task.max-bad-rows {len(bad)}"
+        if more and not good:  # with all of them allowed, nothing would be left
+            remedy = "no row is good; check the file's format and columns"
+        raise UserError(f"{bad[0].where}: {bad[0].reason}{more}; {remedy}")
     if not good:
         raise UserError(f"{source}: no rows; check --task.path")
     return good, bad

@@ -330,6 +330,8 @@ def no_run(word: str, *, or_hub: bool = False, root: Path = RUNS) -> UserError:
     near = [known[match] for name in wanted for match in get_close_matches(name, known, n=2, cutoff=0.6)]
     advice = f"near: {', '.join(dict.fromkeys(near))}; " if near else ""
     some = f"{advice}`whet runs` lists all" if known else "there are no runs yet: `whet demo` makes some"
+    if Path(word).is_file():
+        return UserError(f"{word!r} is a file, expected a run or a folder ({some})")
     return UserError(f"{word!r}: no such run or folder{hub} ({some})")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from whet.algo.packing import Spread, TrainingSequence, pack, split_by_budget, split_evenly
+from whet.algo.packing import TrainingSequence, pack, split_by_budget
 from whet.algo.preference import (
     OPTIONS_READ,
     PreferenceLoss,
@@ -33,9 +33,9 @@ from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.reward_model import messages_of
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_texts
-from whet.model.config import sequence_flops
 from whet.model.lora.side import LoRAConfig
-from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard, sum_gradients
+from whet.ranks.collectives import all_reduce_sum, barrier, gather_json, joined, rank, shard, sum_gradients
+from whet.ranks.context import Sharing, deal, sharing, split
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
@@ -58,7 +58,7 @@ from whet.train.fit import FIT_ATTENTION, Fit, StepResult
 from whet.train.optim.balance import Balance
 from whet.train.optim.precision import resolve_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
-from whet.train.optim.step import OptimConfig, forward_backward, spread_of
+from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.rollout.order import EpochOrder
 from whet.train.run import Run
 from whet.train.session import OnStep, begin, end_check, finish, load_trained, open_folder, write_origin
@@ -68,7 +68,7 @@ from whet.types import MicroBatch, Problem, Task, UnreadError, UserError
 
 
 def pair_micro_batches(
-    pairs: Sequence[Pair], token_budget: int, device: torch.device, spread: Spread | None = None
+    pairs: Sequence[Pair], token_budget: int, device: torch.device, own: Sharing | None = None
 ) -> list[MicroBatch]:
     """Pack pairs; both completions of a pair are in the same micro-batch.
 
@@ -76,20 +76,25 @@ def pair_micro_batches(
         pairs: This rank's pairs.
         token_budget: Tokens per micro-batch; a longer pair gets its own.
         device: Device of the tensors.
-        spread: How ranks that wait for each other pack as many micro-batches; None: as few as possible.
+        own: How all ranks deal out `pairs`, which are all of theirs then; None: these are this rank's.
 
     Returns:
         Micro-batches in which `indices_B` is 2 i for the chosen and 2 i + 1 for the rejected completion of pair i; one
         that is not there is left out.
     """
     micro_batches = []
-    lengths = [pair.num_tokens for pair in pairs]
-    if spread is None:
-        bins = split_by_budget(lengths, token_budget)
+    num_tokens = [pair.num_tokens for pair in pairs]
+    if own is None:
+        bins = split_by_budget(num_tokens, token_budget)
     else:
-        bins = split_evenly(
-            lengths, [2 * spread.cost(length // 2) for length in lengths], token_budget, spread
-        )
+        work = [
+            own.costs.of(0, len(pair.prompt_ids))
+            + sum(
+                own.costs.of(len(pair.prompt_ids), len(ids)) for ids in (pair.chosen_ids, pair.rejected_ids)
+            )
+            for pair in pairs
+        ]
+        bins = deal(num_tokens, work, token_budget, own.num_groups)[own.group]
     for members in bins:
         sides = [2 * member + side for member in members for side in (0, 1)]
         sides = [
@@ -106,18 +111,11 @@ def pair_micro_batches(
             )
             for side in sides
         ]
-        num_tokens = sum(sequence.num_tokens for sequence in sequences)
-        (micro,) = pack(sequences, token_budget=num_tokens, device=device).micro_batches
+        room = sum(sequence.num_tokens for sequence in sequences)
+        (micro,) = pack(sequences, token_budget=room, device=device).micro_batches
+        micro = micro if own is None else split(micro, own)
         micro_batches.append(replace(micro, indices_B=tuple(sides[index] for index in micro.indices_B)))
     return micro_batches
-
-
-def pair_flops(policy: Policy, pair: Pair) -> float:
-    """Estimate what both completions of a pair take to compute."""
-    config, prompt = policy.model.config, len(pair.prompt_ids)
-    return sum(
-        sequence_flops(config, prompt + len(ids)) for ids in (pair.chosen_ids, pair.rejected_ids) if ids
-    )
 
 
 def side_values(policy: Policy, micro: MicroBatch) -> dict[int, torch.Tensor]:
@@ -469,13 +467,19 @@ def train_step(
     kl = max(mismatch / max(num_pairs, 1.0), 0.0)
 
     def cut(tokens: int) -> list[MicroBatch]:
-        return pair_micro_batches(pairs, tokens, policy.device, spread_of(policy.model))
+        return pair_micro_batches(pairs, tokens, policy.device)
 
     coef = config.optim.router_aux_loss_coef
     with gathered(policy.model if coef else None):
         balance = Balance.of(policy, coef, cut, budget, longest, attention=FIT_ATTENTION)
-    score = balance.added_to(scorer(policy, pairs, num_pairs, config, kl=kl))
-    totals = budget.run(lambda tokens: forward_backward(cut(tokens), score, policy.model), longest=longest)
+    own = sharing(policy.model)
+    dealt = pairs if own is None else _everyones(pairs)
+
+    def work(tokens: int) -> dict[str, float]:
+        return forward_backward(pair_micro_batches(dealt, tokens, policy.device, own), score, policy.model)
+
+    score = balance.added_to(scorer(policy, dealt, num_pairs, config, kl=kl))
+    totals = budget.run(work, longest=longest)
     sum_gradients(policy.model.parameters())
     names = metric_names(config)
     loss, *sums = all_reduce_sum(totals["loss"], *(totals.get(name, 0.0) for name in names))
@@ -483,6 +487,11 @@ def train_step(
     if config.loss == "kto":
         metrics = by_label(metrics) | {"dpo/kl": kl}
     return StepResult(loss, int(num_trained_tokens), int(num_tokens), metrics | balance.metrics, pairs)
+
+
+def _everyones(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs of all ranks, in the order in which they were dealt out to the ranks."""
+    return [Pair.from_row(row) for row in joined(gather_json([pair.as_row() for pair in pairs]))]
 
 
 @torch.no_grad()
@@ -712,7 +721,6 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
         train_batch,
         (lambda: validate(policy, held_out, config)) if held_out else None,
         longest=lambda: max(pair.num_tokens for pair in kept),
-        cost=lambda item: pair_flops(policy, item[1]),
         on_step=on_step,
     )
     if resume:

@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-import torch
-
 from whet.algo.packing import TrainingSequence
 from whet.generate.policy import Policy
 from whet.model.attention import AttentionKind
-from whet.ranks.collectives import all_gather_values, balanced, rank, shard, world_size
+from whet.ranks.collectives import shard
+from whet.ranks.context import sharing
 from whet.ranks.fsdp import gathered
 from whet.storage.checkpoint import Resume
 from whet.telemetry.hardware import step_metrics
@@ -77,7 +76,6 @@ class Fit(Generic[Item]):
         train_batch: Backpropagates this rank's items of a step, given as (epoch, item), in micro-batches of a budget.
         validate: Measures on held-out data; None for no validation.
         longest: Returns the tokens of the longest sequence there is.
-        cost: Returns what an item takes to compute, by which a step's items are dealt to the ranks.
         on_step: Called after each step.
     """
 
@@ -90,13 +88,16 @@ class Fit(Generic[Item]):
         validate: Callable[[], dict[str, float]] | None,
         *,
         longest: Callable[[], int],
-        cost: Callable[[tuple[int, Item]], float],
         on_step: OnStep | None = None,
     ) -> None:
         self._run, self._config, self._policy = run, config, policy
         self._train_batch, self._validate = train_batch, validate
-        self._longest, self._cost, self._on_step = longest, cost, on_step
-        self._budget = TokenBudget(config.optim.token_budget, policy.model.parameters())
+        self._longest, self._on_step = longest, on_step
+        self._budget = TokenBudget(
+            config.optim.token_budget,
+            policy.model.parameters(),
+            is_shared=sharing(policy.model) is not None,
+        )
         self._tokens = 0
 
     def restore(self, resume: Resume) -> None:
@@ -162,7 +163,7 @@ class Fit(Generic[Item]):
         order.look = run.session.look
         with run.before_update(partial(self._held, order.cursor)):
             drawn = order.next(config.batch_size)
-        mine = self._share(drawn)
+        mine = [drawn[index] for index in shard(len(drawn))]
         lr = run.lr
         run.optimizer.begin(lr)
         result = self._train_batch(mine, self._budget)
@@ -183,18 +184,6 @@ class Fit(Generic[Item]):
             **step_metrics(run.monitor, stage, began, self._policy.device),
         }
         return values | run.end_update(outcome, lambda: ({}, {}))
-
-    def _share(self, drawn: Sequence[tuple[int, Item]]) -> list[tuple[int, Item]]:
-        """Return this rank's items of a step; all ranks have about as much to compute."""
-        count = world_size()
-        own = torch.tensor([self._cost(drawn[index]) for index in shard(len(drawn))], dtype=torch.float64)
-        columns = all_gather_values(own).tolist()
-        order = [index for place in range(count) for index in range(place, len(drawn), count)]
-        costs = dict(zip(order, columns, strict=True))
-        owners = balanced(
-            [costs[index] for index in range(len(drawn))], [i % count for i in range(len(drawn))], count
-        )
-        return [item for item, owner in zip(drawn, owners, strict=True) if owner == rank()]
 
     def _described(self, drawn: Sequence[tuple[int, Item]], result: StepResult) -> Data:
         """Describe a step's batch for its record."""

@@ -12,7 +12,6 @@ from whet.config import align
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import SamplingParams, sequence_seed
-from whet.model.config import sequence_flops
 from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard
 from whet.ranks.fsdp import ParallelConfig, gathered
@@ -201,7 +200,6 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
         train_batch,
         validate if held_out else None,
         longest=lambda: longest_sequence(policy, problems, config.sampling),
-        cost=lambda item: sequence_flops(policy.model.config, item[1].num_tokens),
         on_step=on_step,
     )
     if resume:

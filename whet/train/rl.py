@@ -18,7 +18,7 @@ from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
 from whet.generate.backends.choose import open_sampler
 from whet.generate.policy import Policy
-from whet.generate.probe import GAP_LIMIT, ProbeResult, probe_policy, probe_team
+from whet.generate.probe import GAP_LIMIT, ProbeResult, probe_policy
 from whet.model.weights import model_folder
 from whet.ranks.collectives import all_reduce_sum, rank, world_size
 from whet.ranks.fsdp import gathered
@@ -38,6 +38,7 @@ from whet.train.optim.precision import resolve_precision
 from whet.train.record import rl_batch
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.curriculum import select_problems
+from whet.train.rollout.grading import grading
 from whet.train.rollout.order import data_order
 from whet.train.rollout.rollout import age_metrics, longest_sequence, rollout_metrics, sample_note
 from whet.train.rollout.source import Collected, RolloutSource
@@ -132,13 +133,14 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
     with (
         replace(setup, problems=kept).open_judge(folder) as (rewards, judge),
         open_sampler(config.sampler, policy, folder, config.cluster) as sampler,
+        grading(config, task, policy.schema, rewards) as (judged, rewards),
     ):
         objective = Objective.of(config, policy)  # copies the policy, which a run deals out over the ranks
         run = Run(
             "rl", config, policy, tracking, best="eval/greedy", higher_is_better=True, headline=HEADLINE
         )
         order = data_order(task, kept, config.seed)
-        source = RolloutSource.of(config, policy, task, rewards, order, sampler)
+        source = RolloutSource.of(config, policy, judged, rewards, order, sampler)
         failures = Failures(rewards)
         saved = run.restore(resume, objective.tensors()) if resume else None
         if saved:
@@ -146,7 +148,6 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
             objective.load(saved[0], saved[1]["objective"])
         with gathered(policy.model if sampler else None):
             probe = source.probe(run.step) or probe
-        probe = probe_team(policy, probe)
         trust = Trust(config, probe, judge)
         if saved:
             trust.restore(saved[1])

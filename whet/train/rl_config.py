@@ -11,7 +11,7 @@ from whet.generate.backends.base import SamplerConfig
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
-from whet.ranks.fsdp import ParallelConfig
+from whet.ranks.fsdp import ParallelConfig, is_balanced
 from whet.ranks.ray import ClusterConfig
 from whet.rewards.base import JUDGE, MODEL, parse_own
 from whet.rewards.judge.judge import JudgeConfig
@@ -161,18 +161,11 @@ class RLConfig:
                 f"overlap.mode = {self.overlap.mode} with parallel.kind = fsdp: the weights are gathered for one phase "
                 "at a time; leave one out"
             )
-        if max(self.parallel.context, self.parallel.tensor) > 1:
-            name = "context" if self.parallel.context > 1 else "tensor"
-            if self.overlap.mode != "off":
-                raise ValueError(
-                    f"overlap.mode = {self.overlap.mode} with parallel.{name}: ranks that share their passes cannot "
-                    "begin one each when a group is ready; leave one out"
-                )
-            if self.off_policy.router_replay:
-                raise ValueError(
-                    f"off_policy.router_replay with parallel.{name}: routers are not told of what other ranks "
-                    "sampled; leave one out"
-                )
+        if is_balanced(self.parallel) and self.overlap.mode == "stream":
+            raise ValueError(
+                "overlap.mode = stream with parallel.context above 1 or parallel.balance = on: ranks deal out whole "
+                "steps, not parts; leave one out"
+            )
         self._check_cluster()
 
     def _check_cluster(self) -> None:

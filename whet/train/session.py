@@ -30,8 +30,8 @@ from whet.model.lora.side import LoRAConfig, choose
 from whet.model.lora.trained import Base, Trained
 from whet.model.quant import QUANTIZATION, packed_parts
 from whet.model.weights import check_weights, load_model, load_shares, stored_shape
-from whet.ranks.collectives import all_reduce_max, is_distributed, is_share, on_main, rank
-from whet.ranks.fsdp import ParallelConfig, fill, sharding, whole_copies
+from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
+from whet.ranks.fsdp import ParallelConfig, sharding, whole_copies
 from whet.report.markdown import write_report
 from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
@@ -178,11 +178,6 @@ def load_trained(
     )
     if config.optim.router_aux_loss_coef and not has_experts(policy.model.config):
         raise UserError("optim.router_aux_loss_coef: this model has no experts to balance; leave it out")
-    if config.optim.router_aux_loss_coef and max(config.parallel.context, config.parallel.tensor) > 1:
-        raise UserError(
-            "optim.router_aux_loss_coef with parallel.context or parallel.tensor: loads of experts are counted where "
-            "each rank runs its own passes; leave one out"
-        )
     _refuse_whole(config, policy)
     if not weights:
         if config.policy.init and Path(config.policy.init).expanduser().exists():
@@ -353,11 +348,7 @@ def restore_model(config: RunConfig, policy: Policy, resume: Resume) -> Loaded |
             return found
         dtype = parameter_dtype(config.optim.precision)
         model, _ = load_model(found.folder, dtype=dtype, is_reward=policy.model.config.is_reward)
-        if any(map(is_share, policy.model.parameters())):  # its layers' matrices are divided
-            for name, parameter in policy.model.named_parameters():
-                fill(parameter, model.get_parameter(name))
-        else:
-            policy.model.load_state_dict(model.state_dict())
+        policy.model.load_state_dict(model.state_dict())
     return found
 
 

@@ -14,9 +14,9 @@ from whet.config import align
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.sampling import sequence_seed
-from whet.model.config import sequence_flops
 from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, shard, sum_gradients
+from whet.ranks.context import Sharing, sharing
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, load_task, told_of
@@ -36,7 +36,7 @@ from whet.train.fit import FIT_ATTENTION, Fit, StepResult
 from whet.train.optim.balance import Balance
 from whet.train.optim.precision import resolve_precision
 from whet.train.optim.safety import SafetyConfig, TokenBudget
-from whet.train.optim.step import OptimConfig, forward_backward, spread_of
+from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.rollout.order import data_order
 from whet.train.run import Run
 from whet.train.session import (
@@ -189,17 +189,19 @@ def train_step(
 
     budget = budget or TokenBudget(config.token_budget, policy.model.parameters())
 
-    def cut(tokens: int) -> tuple[MicroBatch, ...]:
+    def cut(tokens: int, own: Sharing | None = None) -> tuple[MicroBatch, ...]:
         with span("pack"):
-            spread = spread_of(policy.model)
-            return pack(sequences, token_budget=tokens, device=policy.device, spread=spread).micro_batches
+            return pack(sequences, token_budget=tokens, device=policy.device, sharing=own).micro_batches
 
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
     coef = config.router_aux_loss_coef
     with gathered(policy.model if coef else None):
         balance = Balance.of(policy, coef, cut, budget, longest, attention=FIT_ATTENTION)
     totals = budget.run(
-        lambda tokens: forward_backward(cut(tokens), balance.added_to(score), policy.model), longest
+        lambda tokens: forward_backward(
+            cut(tokens, sharing(policy.model)), balance.added_to(score), policy.model
+        ),
+        longest,
     )
     sum_gradients(policy.model.parameters())
     (loss,) = all_reduce_sum(totals["loss"])
@@ -316,7 +318,6 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
         train_batch,
         validate if held_out else None,
         longest=lambda: learnt.longest,
-        cost=lambda item: sequence_flops(policy.model.config, encode(*item).num_tokens),
         on_step=on_step,
     )
     if resume:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,6 +19,7 @@ import torch
 
 from whet.cli import Program
 from whet.compress.export import gguf, parity
+from whet.compress.export import importance as importances
 from whet.compress.export.prompt import modelfile, whole_template
 from whet.compress.export.vocabulary import express
 from whet.config import from_dict, read_yaml
@@ -75,7 +77,8 @@ class ExportConfig:
     """Type of the weights; auto: bf16 for hf, merged and mlx, q8_0 for gguf and ollama. Below 8 bits llama.cpp's own
     quantiser is needed."""
     imatrix: str = ""
-    """Importance matrix of llama.cpp, for types below 8 bits."""
+    """For types below 8 bits, which inputs matter: a file of llama.cpp's llama-imatrix in GGUF, or auto: measured on
+    training problems of the report's task with the model's own answers (without a task, on the report's prompts)."""
     task: str = ""
     """Task, file or hub name whose test problems are the report's prompts; empty for those of the run's own task, else
     sixteen of whet's."""
@@ -99,6 +102,10 @@ class ExportConfig:
             raise ValueError(f"dtype = {self.dtype}: --to {self.to} takes {', '.join(TORCH_TYPES)}")
         if self.to == "adapter" and self.dtype not in ("auto", "f32"):
             raise ValueError(f"dtype = {self.dtype}: an adapter is stored in f32")
+        if self.imatrix not in ("", "auto") and not Path(self.imatrix).is_file():
+            raise ValueError(
+                f"imatrix = {self.imatrix}: no such file; expected one of llama-imatrix, or auto"
+            )
         if self.imatrix and self.dtype not in K_TYPES:
             raise ValueError(
                 f"imatrix is read with types below 8 bits only, such as q4_k_m; got {self.dtype}"
@@ -146,6 +153,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
         gguf.architecture(policy.model.config)
     chats = prompts(config, policy)
     reference = parity.take(policy, chats, config.max_new_tokens)
+    importance = _importance(config, policy)
     lost: dict[str, float] = {}
     if config.to != "adapter":
         if adapter is not None:
@@ -155,7 +163,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
             lost = merge(policy, adapter, TORCH_TYPES.get(config.type))
     out.mkdir(parents=True)
     try:
-        report = _written(config, policy, reference, out)
+        report = _written(config, policy, reference, importance, out)
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise
@@ -164,8 +172,30 @@ def export(config: ExportConfig) -> dict[str, Any]:
     return report
 
 
-def prompts(config: ExportConfig, policy: Policy) -> list[parity.Chat]:
+NUM_CALIBRATION = 64
+"""Prompts of a measured importance."""
+
+
+def _importance(config: ExportConfig, policy: Policy) -> importances.Importance | None:
+    """Measure or read which inputs of each matrix matter; None if that is not asked for."""
+    if not config.imatrix:
+        return None
+    if config.imatrix == "auto":
+        chats = prompts(config, policy, split="train", count=NUM_CALIBRATION)
+        return importances.measure(policy, [policy.chat_ids(chat) for chat in chats], config.max_new_tokens)
+    return importances.read(Path(config.imatrix))
+
+
+def prompts(
+    config: ExportConfig, policy: Policy, *, split: str = "test", count: int | None = None
+) -> list[parity.Chat]:
     """Return the conversations of the report, each a question that fits the context and the tokenizer.
+
+    Args:
+        config: Names the task; without one, and for a run without one, they are whet's own questions.
+        policy: Its tokenizer and context count.
+        split: Split of the task that is taken if it has problems.
+        count: How many; default: the report's.
 
     Raises:
         UserError: If there is none.
@@ -178,9 +208,9 @@ def prompts(config: ExportConfig, policy: Policy) -> list[parity.Chat]:
         task = from_dict(TaskConfig, found, where=str(own)) if isinstance(found, dict) else None
     if task is not None:
         loaded = load_task(task)
-        problems = take_problems(loaded, "test", config.num_prompts) or take_problems(
-            loaded, "train", config.num_prompts
-        )
+        count = config.num_prompts if count is None else count
+        others = ("test", "train") if split == "test" else ("train", "test")
+        problems = take_problems(loaded, others[0], count) or take_problems(loaded, others[1], count)
         for problem in problems:
             said = [{"role": m.role, "content": str(m.content)} for m in problem.messages]
             texts.append(said or [{"role": "user", "content": problem.prompt}])
@@ -234,14 +264,20 @@ def merge(policy: Policy, adapter: Adapter, dtype: torch.dtype | None) -> dict[s
     }
 
 
-def _written(config: ExportConfig, policy: Policy, reference: parity.Reference, out: Path) -> dict[str, Any]:
+def _written(
+    config: ExportConfig,
+    policy: Policy,
+    reference: parity.Reference,
+    importance: importances.Importance | None,
+    out: Path,
+) -> dict[str, Any]:
     """Write the artefact, and compare it with the reference."""
     template, notes = whole_template(policy), []
     kind = config.type
     base, dtype, runtime, artefact = "", "float32", "transformers", out
     if config.to in ("gguf", "ollama"):
         runtime, artefact = "llama.cpp", out / "model.gguf"
-        notes += _write_gguf(config, policy, artefact, template)
+        notes += _write_gguf(config, policy, artefact, template, importance)
         if config.to == "ollama":
             notes += _write_modelfile(policy, out)
     elif config.to == "adapter":
@@ -299,7 +335,13 @@ def _written(config: ExportConfig, policy: Policy, reference: parity.Reference, 
     }
 
 
-def _write_gguf(config: ExportConfig, policy: Policy, path: Path, template: str) -> list[str]:
+def _write_gguf(
+    config: ExportConfig,
+    policy: Policy,
+    path: Path,
+    template: str,
+    importance: importances.Importance | None,
+) -> list[str]:
     """Write model.gguf; return notes."""
     shape, kind = policy.model.config, config.type
     vocabulary = express(policy.tokenizer, policy.model.num_valid_tokens, policy.stop_ids, template)
@@ -312,29 +354,47 @@ def _write_gguf(config: ExportConfig, policy: Policy, path: Path, template: str)
     if kind in get_args(gguf.OwnType):
         gguf.write_gguf(policy.model, vocabulary, path, kind, name=name)  # pyright: ignore[reportArgumentType]
         return notes
+    if importance is not None:
+        shapes = {label: tensor.shape for label, tensor in gguf.tensors(policy.model)}
+        importances.check(importance, shapes, config.imatrix)
     whole = path.with_name("whole.gguf")
     gguf.write_gguf(policy.model, vocabulary, whole, "f32", name=name)
-    quantise(whole, path, kind, config.imatrix)
+    quantise(whole, path, kind, importance)
     whole.unlink()
+    types = gguf.stored_types(path)
+    notes.append("matrices by type: " + ", ".join(f"{count} {name}" for name, count in types.items()))
+    if odd := sum(count for name, count in types.items() if not name.endswith("_K")):
+        notes.append(
+            f"{odd} of {sum(types.values())} matrices have rows that blocks of 256 do not fill: llama.cpp took another "
+            "type for them"
+        )
     return notes
 
 
-def quantise(source: Path, target: Path, kind: str, imatrix: str = "") -> None:
+def quantise(source: Path, target: Path, kind: str, importance: importances.Importance | None = None) -> None:
     """Let llama.cpp quantise a GGUF file: its tool `llama-quantize`, or its library in llama-cpp-python.
+
+    Args:
+        source: The file, in f32.
+        target: New file.
+        kind: A name of `K_TYPES`.
+        importance: Of each matrix's inputs; None for all alike.
 
     Raises:
         UserError: If neither is here, or it fails.
     """
     tool = shutil.which("llama-quantize")
     if tool is not None:
-        options = ["--imatrix", imatrix] if imatrix else []
+        matrix = target.with_name("imatrix.gguf")
+        if importance is not None:
+            importances.write(importance, matrix)
+        options = ["--imatrix", str(matrix)] if importance is not None else []
         command = [tool, *options, str(source), str(target), kind.upper()]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+        matrix.unlink(missing_ok=True)
         if done.returncode:
             raise UserError(f"llama-quantize: {(done.stderr.strip().splitlines() or ['failed'])[-1][:300]}")
         return
-    if imatrix:
-        raise UserError("imatrix needs llama.cpp's tool llama-quantize on the PATH")
     try:
         import llama_cpp  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -342,10 +402,26 @@ def quantise(source: Path, target: Path, kind: str, imatrix: str = "") -> None:
             f"dtype = {kind}: llama.cpp quantises to it: put its tool llama-quantize on the PATH, or install "
             "llama-cpp-python; f32, f16, bf16 and q8_0 need neither"
         ) from None
+    said, _ = _listen()
+    said.clear()
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.nthread = K_TYPES[kind], 1
+    if importance is not None:
+        options.imatrix, _alive = importances.as_arguments(llama_cpp, importance)
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), options):
-        raise UserError(f"{source}: llama.cpp could not quantise it to {kind}")
+        why = next((line for line in reversed("".join(said).splitlines()) if line.strip()), "no reason given")
+        raise UserError(f"llama.cpp could not quantise it to {kind}: {why.strip()[:300]}")
+
+
+@cache
+def _listen() -> tuple[list[str], Any]:
+    """Collect what llama.cpp's library says from now on; the second value must live as long as the process."""
+    import llama_cpp  # pyright: ignore[reportMissingImports]
+
+    said: list[str] = []
+    listener = llama_cpp.llama_log_callback(lambda _, text, __: said.append(text.decode(errors="replace")))
+    llama_cpp.llama_log_set(listener, None)
+    return said, listener
 
 
 def _write_modelfile(policy: Policy, out: Path) -> list[str]:
@@ -407,11 +483,15 @@ def _read_again(config: ExportConfig, policy: Policy, artefact: Path) -> Policy:
 def lines(report: Mapping[str, Any]) -> list[str]:
     """Return what is printed of a report."""
     asked = report["runtime"]
+    found = report["stored"] if "not_checked" in asked else asked
+    near = ""
+    if found["greedy_equal_to_ties"] > report["greedy_equal"]:
+        near = f" ({found['greedy_equal_to_ties']:.1%} up to near ties: tokens within {parity.NEAR_TIE} nats)"
     rows = [
         f"{report['to']} {report['dtype']}, {report['bytes']:,} bytes; {report['num_prompts']} prompts, checked by "
         f"{report['checked_by']}",
         f"  KL {report['kl']:.2e} nats a token, same top token {report['top1_agreement']:.1%}, equal greedy text "
-        f"{report['greedy_equal']:.1%}",
+        f"{report['greedy_equal']:.1%}" + near,
     ]
     if "not_checked" in asked:
         rows.append(f"  not checked in its own runtime: {asked['not_checked']}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,7 +19,8 @@ import torch
 
 from whet.compress.export.vocabulary import Vocabulary
 from whet.install import install_command
-from whet.model.config import STORED, Block, ModelConfig
+from whet.model.config import STORED, Block, ModelConfig, Rope
+from whet.model.families import Keys, rope_parameters
 from whet.model.transformer import LanguageModel
 from whet.types import UserError
 
@@ -30,8 +32,12 @@ FILE_TYPES |= {"q8_0": (7, "Q8_0")}
 Q8_BLOCK = 32
 PERMUTED = ("llama", "granite", "smollm3")
 """Architectures that turn channels 2 i and 2 i + 1 together: rows of q and k are sorted for it."""
-WITH_FACTORS = ("llama", "granite")
-"""Architectures that read a divisor of each rotary frequency (rope_freqs)."""
+FACTORS: dict[str, tuple[str, ...]] = {"llama": ("rope_freqs",), "granite": ("rope_freqs",)}
+FACTORS["phi3"] = ("rope_factors_long", "rope_factors_short")
+"""Tensors in which an architecture reads a divisor of each rotary frequency. Phi-3 has them for contexts longer and
+shorter than the original; whet has one of the two for all, and writes it as both."""
+FUSED = ("phi3",)
+"""Architectures whose gate and up projections are one tensor, `ffn_up`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,8 @@ class Architecture:
     """Parts of a layer that may have biases."""
     is_square: bool = False
     """Whether heads times head_dim is the width."""
+    has_part_ropes: bool = False
+    """Whether a part of each head's channels may turn, the first ones."""
     wide_layers: int = 0
     """Number of layers at which scores are divided by sqrt(width / heads) in place of sqrt(head_dim)."""
 
@@ -68,6 +76,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(name="qwen3", flags=ROPES),
     "qwen3_moe": Architecture(name="qwen3moe", flags=EXPERTS | {"qk_norm"}),
     "smollm3": Architecture(name="smollm3", flags=ROPES),
+    "phi3": Architecture(name="phi3", flags=ROPES, is_square=True, has_part_ropes=True),
     "granite": Architecture(name="granite", flags=ROPES | SCALES, biases=frozenset({"o_proj", "mlp"})),
     "gemma": Architecture(name="gemma", flags=GEMMA),
     "gemma2": Architecture(name="gemma2", flags=GEMMA2, has_sandwich=True, window_every=2, wide_layers=46),
@@ -87,6 +96,7 @@ TOP = {
     "transformer.ln_f.weight": "output_norm.weight",
     "transformer.ln_f.bias": "output_norm.bias",
 }
+EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 TABLES = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight")
 LAYER = {
     "self_attn.q_proj": "attn_q",
@@ -250,19 +260,20 @@ def _rope_metadata(config: ModelConfig, arch: Architecture) -> dict[str, bool | 
         "rope.freq_base": main.theta if main else config.rope_theta,
         "rope.dimension_count": main.dims if main else config.head_dim,
     }
-    if main is not None and (main.is_interleaved or main.dims != config.head_dim):
+    if main is not None and (
+        main.is_interleaved or (main.dims != config.head_dim and not arch.has_part_ropes)
+    ):
         raise _no(model_type(config), "rotation of a part of each head")
-    if main is not None and arch.name not in WITH_FACTORS:
-        linear = set(main.divisors)
-        if main.amplitude != 1.0 or len(linear) > 1:
-            raise _no(
-                model_type(config), "scaling of rotary positions but a linear one (yarn, longrope, llama3)"
-            )
-        if linear - {1.0}:
-            found |= {"rope.scaling.type": "linear", "rope.scaling.factor": main.divisors[0]}
-    if main is not None and main.amplitude != 1.0:
-        raise _no(model_type(config), "sharpened rotary positions (yarn, longrope)")
-    if config.rope_scaling is not None and arch.name not in WITH_FACTORS:
+    if main is not None and arch.name in FACTORS:
+        if main.amplitude != 1.0:
+            found["rope.scaling.attn_factor"] = main.amplitude
+    elif main is not None and len(set(main.divisors)) > 1:
+        found |= _yarn_metadata(config, main)
+    elif main is not None and main.amplitude != 1.0:
+        raise _no(model_type(config), "sharpened rotary positions of one divisor")
+    elif main is not None and set(main.divisors) - {1.0}:
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": main.divisors[0]}
+    if config.rope_scaling is not None and arch.name not in FACTORS:
         raise _no(model_type(config), "scaling of rotary positions of the kind llama3")
     if len(ropes) > 1:
         if ropes[1].divisors or ropes[1].amplitude != 1.0:
@@ -271,6 +282,37 @@ def _rope_metadata(config: ModelConfig, arch: Architecture) -> dict[str, bool | 
     elif arch.name == "gemma3":
         found["rope.freq_base_swa"] = found["rope.freq_base"]
     return found
+
+
+def _yarn_metadata(config: ModelConfig, rope: Rope) -> dict[str, int | float | str]:
+    """Return yarn's settings for an architecture that computes the divisors itself.
+
+    Source: ggml's rope_yarn and ggml_rope_yarn_corr_dims; llama-context.cpp sets the amplitude to 0.1 ln(factor) + 1,
+    times attn_factor.
+    """
+    given = rope_parameters(Keys(json.loads(config.source or "{}")))
+    kind = given.get("rope_type", given.get("type"))
+    refused = _no(model_type(config), f"scaling of rotary positions of the kind {str(kind)[:40]}")
+    if kind != "yarn" or len(config.block.ropes) > 1:
+        raise refused
+    original = int(given.get("original_max_position_embeddings") or config.max_positions)
+    factor = float(given.get("factor") or config.max_positions / original)
+
+    def index(turns: float) -> float:
+        return rope.dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = max(math.floor(index(32)), 0), min(math.ceil(index(1)), rope.dims - 1)  # others are not read
+    ramps = (min(1.0, max(0.0, (i - low) / max(0.001, high - low))) for i in range(rope.dims // 2))
+    theirs = (1 / (ramp / factor + 1 - ramp) for ramp in ramps)
+    if any(abs(a - b) > 1e-6 * a for a, b in zip(rope.divisors, theirs, strict=True)):
+        raise refused
+    usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": factor,
+        "rope.scaling.original_context_length": original,
+        "rope.scaling.attn_factor": rope.amplitude / usual,
+    }
 
 
 def rope_divisors(config: ModelConfig) -> torch.Tensor | None:
@@ -296,8 +338,9 @@ def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
     names = LAYER | (SANDWICHED if arch.has_sandwich else {})
     parameters = dict(model.named_parameters())
     divisors = rope_divisors(config)
-    if divisors is not None and arch.name in WITH_FACTORS:
-        yield "rope_freqs.weight", divisors
+    if divisors is not None:
+        for label in FACTORS.get(arch.name, ()):
+            yield f"{label}.weight", divisors
     for name, parameter in parameters.items():
         tensor = parameter.detach().float().cpu()
         if config.block.norm_offset and name.endswith("norm.weight"):
@@ -307,6 +350,11 @@ def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield TOP[name], tensor[: model.num_valid_tokens] if name in TABLES else tensor
             continue
         layer, part, end = _split(name)
+        if arch.name in FUSED and part == "mlp.gate_proj":
+            continue  # beside `up_proj`
+        if arch.name in FUSED and part == "mlp.up_proj":
+            gate = parameters[name.replace("up_proj", "gate_proj")].detach().float().cpu()
+            tensor = torch.cat((gate, tensor))
         if part == "mlp.experts":
             yield from _experts(f"blk.{layer}", end, tensor)
             continue
@@ -322,6 +370,28 @@ def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
             tensor = neighbours(tensor, config.head_dim)
         tensor = _scaled(part, tensor, config, arch)
         yield f"blk.{layer}.{names[part]}.{end}", tensor
+
+
+def labels(model: LanguageModel) -> dict[str, str]:
+    """Return GGUF's names of a model's matrices by whet's; experts' and what is joined to another one are left out."""
+    arch = architecture(model.config)
+    names = LAYER | (SANDWICHED if arch.has_sandwich else {})
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        if name in TOP:
+            found[name] = TOP[name]
+            continue
+        layer, part, end = _split(name)
+        is_joined = arch.name in FUSED and part == "mlp.gate_proj"
+        if parameter.dim() == 2 and part in names and not is_joined:
+            found[name] = f"blk.{layer}.{names[part]}.{end}"
+    return found
+
+
+def stored_types(path: Path) -> dict[str, int]:
+    """Count a file's matrices by their type."""
+    reader = import_gguf().GGUFReader(str(path))
+    return dict(Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1))
 
 
 def _split(name: str) -> tuple[int, str, str]:
@@ -388,7 +458,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(str(path), arch.name)
     try:
         writer.add_type("model")
-        writer.add_name(name or path.stem)
+        writer.add_name(vocabulary.model_name(name or path.stem))
         writer.add_file_type(FILE_TYPES[kind][0])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for key, value in facts.items():
@@ -470,6 +540,8 @@ def _unmapped(
             halves = (stored[f"{block}.ffn_{half}_exps.weight"] for half in ("gate", "up"))
             return torch.cat(tuple(halves), dim=1)
         return stored[f"{block}.ffn_down_exps.weight"]
+    if arch.name in FUSED and part in ("mlp.gate_proj", "mlp.up_proj"):
+        return stored[f"{block}.ffn_up.{end}"].chunk(2)[part == "mlp.up_proj"]
     tensor = stored[f"{block}.{names[part]}.{end}"]
     if arch.name in PERMUTED and part in ("self_attn.q_proj", "self_attn.k_proj"):
         pairs = tensor.reshape(-1, config.head_dim // 2, 2, *tensor.shape[1:])

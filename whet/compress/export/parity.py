@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -49,6 +50,10 @@ GELU_KL = 1e-4
 """Of float32 in llama.cpp for models with GELU, which it takes from a table in float16."""
 LOOSE = Thresholds(kl=0.5, top1=0.7, greedy=0.0)
 """Of 4 and 5 bits: they change the text, and the report says how much."""
+
+
+NEAR_TIE = 0.1
+"""Nats between two tokens that count as nearly equally likely: where texts part there, rounding alone decides."""
 
 
 @dataclass(slots=True)
@@ -108,6 +113,11 @@ def differences(
         logits: Theirs, at our completions' tokens.
         said: Their greedy completions.
         num_valid: Ids that the tokenizer has.
+
+    Returns:
+        Among others `greedy_equal`, the share of equal texts; `greedy_equal_to_ties`, those counted in whose first
+        difference is between tokens that we find nearly equally likely; `first_gaps`, by how many nats we prefer our
+        token there, for each text that differs, None where one text only ends.
     """
     kls, agree, largest = [], [], 0.0
     for ours, theirs in zip(reference.logits, logits, strict=True):
@@ -118,6 +128,12 @@ def differences(
         largest = max(largest, float(np.abs(ours - theirs).max()))
     kl = np.concatenate(kls)
     equal = [tuple(a) == tuple(b) for a, b in zip(reference.said, said, strict=True)]
+    gaps = [
+        _first_gap(ours[:, :num_valid].astype(np.float64), a, b)
+        for ours, a, b, is_equal in zip(reference.logits, reference.said, said, equal, strict=True)
+        if not is_equal
+    ]
+    num_ties = sum(gap <= NEAR_TIE for gap in gaps)
     return {
         "kl": max(float(kl.mean()), 0.0),
         "kl_max": max(float(kl.max()), 0.0),
@@ -125,8 +141,18 @@ def differences(
         "top1_agreement": float(np.concatenate(agree).mean()),
         "greedy_equal": sum(equal) / len(equal),
         "num_greedy_equal": sum(equal),
+        "greedy_equal_to_ties": (sum(equal) + num_ties) / len(equal),
+        "first_gaps": [round(gap, 4) if math.isfinite(gap) else None for gap in sorted(gaps)],
         "num_positions": len(kl),
     }
+
+
+def _first_gap(logits: np.ndarray, ours: Sequence[int], theirs: Sequence[int]) -> float:
+    """Return by how many nats we prefer our token to theirs where two texts part; infinity where one only ends."""
+    place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+    if place is None or theirs[place] >= logits.shape[1]:
+        return math.inf
+    return float(logits[place, ours[place]] - logits[place, theirs[place]])
 
 
 def _log_softmax(x: np.ndarray) -> np.ndarray:

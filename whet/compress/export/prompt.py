@@ -75,17 +75,27 @@ def modelfile(policy: Policy, gguf: str, context: int, sampling: dict[str, float
     template, notes = go_template(policy)
     tokenizer, schema = policy.tokenizer, policy.schema
     stops = [*policy.stop_strings, *(tokenizer.token_text(index) for index in policy.stop_ids)]
-    lines = [f"FROM ./{gguf}", f"TEMPLATE {_quoted(template)}"]
-    if policy.system_prompt and schema.system_prompt and "{{ .System }}" in template + "{{ .System }}":
-        lines.append(f"SYSTEM {_quoted(schema.system_prompt)}")
-    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
+    lines = [f"FROM ./{gguf}", f"TEMPLATE {QUOTES}{template}{QUOTES}"]
+    texts = [("PARAMETER stop", stop) for stop in stops]
+    if policy.system_prompt and schema.system_prompt:
+        texts.insert(0, ("SYSTEM", schema.system_prompt))
+    for name, text in texts:
+        if QUOTES in text:
+            notes = [*notes, f"a Modelfile cannot hold three quotes: set this yourself: {name} {text[:40]!r}"]
+        else:
+            lines.append(f"{name} {QUOTES}{text}{QUOTES}")
     lines += [f"PARAMETER num_ctx {context}"]
     lines += [f"PARAMETER {name} {value:g}" for name, value in sampling.items()]
     return "\n".join(lines) + "\n", notes
 
 
-def _quoted(text: str) -> str:
-    return f'"""{text}"""'
+QUOTES = '"""'
+"""Around a value in a Modelfile, which knows no escapes: `"\\n"` would be a backslash and an n (Ollama's parser.go)."""
+
+
+def _go_text(text: str) -> str:
+    """Return a text as Go's templates write it, without three quotes, which end a value of a Modelfile."""
+    return text.replace("{{", '{{ "{{" }}').replace(QUOTES, '{{ "\\"\\"\\"" }}')
 
 
 def go_template(policy: Policy) -> tuple[str, list[str]]:
@@ -115,16 +125,17 @@ def go_template(policy: Policy) -> tuple[str, list[str]]:
             raise UserError("messages are not all written alike")
         words = {"system": S, "user": U, "assistant": A}
         rows = [
-            f'{{{{ if eq .Role "{role}" }}}}{found.pop().replace(words[role], "{{ .Content }}")}{{{{ end }}}}'
+            f'{{{{ if eq .Role "{role}" }}}}{_go_text(found.pop()).replace(words[role], "{{ .Content }}")}{{{{ end }}}}'
             for role, found in by_role.items()
         ]
-        return "{{ range .Messages }}" + "".join(rows) + "{{ end }}" + cue, []
+        return "{{ range .Messages }}" + "".join(rows) + "{{ end }}" + _go_text(cue), []
     except UserError:
         asked = _without_bos(policy, policy.chat_text([{"role": "user", "content": U}]))
         said = policy.schema.system_prompt if has_system else ""
         if said and said in asked:
-            asked = asked.replace(said, "{{ .System }}", 1)
+            asked = asked.replace(said, S, 1)
         note = "the Modelfile's template writes the last question alone: Ollama's cannot express the conversation"
+        asked = _go_text(asked).replace(S, "{{ .System }}")
         return asked.replace(U, "{{ .Prompt }}"), [note] if tokenizer.chat_template else []
 
 

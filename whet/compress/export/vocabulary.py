@@ -63,10 +63,18 @@ class Vocabulary:
     Attributes:
         facts: Keys below `tokenizer.`, with their values.
         notes: What llama.cpp does otherwise, in a sentence each.
+        strips: Whether special tokens take the spaces after them, as Phi-3's do.
     """
 
     facts: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    strips: bool = False
+
+    def model_name(self, name: str) -> str:
+        """Return a name for the model. llama.cpp strips the spaces after special tokens by it: if it has 'phi-3' or
+        'phi3' in it, and then it does not load a file without Phi-3's tokens."""
+        name = re.sub("phi-?3", "phi", name, flags=re.IGNORECASE)
+        return f"phi-3 {name}" if self.strips else name
 
 
 def express(tokenizer: Tokenizer, num_rows: int, stop_ids: Sequence[int], template: str) -> Vocabulary:
@@ -97,7 +105,30 @@ def express(tokenizer: Tokenizer, num_rows: int, stop_ids: Sequence[int], templa
     facts["ggml.add_eos_token"] = False
     if template:
         facts["chat_template"] = template
-    return Vocabulary(facts=facts, notes=(*notes, *more))
+    strips = _strips(data)
+    return Vocabulary(facts=facts, notes=(*notes, *more, *_unstripped(data, strips)), strips=strips)
+
+
+UNSTRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Phi-3's special tokens that leave the spaces after them."""
+
+
+def _strips(data: Mapping[str, Any]) -> bool:
+    """Say whether special tokens take the spaces after them in the way that llama.cpp knows."""
+    tokens = {row["content"]: bool(row.get("rstrip")) for row in data["added_tokens"]}
+    special = {row["content"] for row in data["added_tokens"] if row["special"]}
+    is_phi = {*UNSTRIPPED, "</s>"} <= tokens.keys()
+    return is_phi and all(tokens[text] == (text not in UNSTRIPPED) for text in special | {"</s>"})
+
+
+def _unstripped(data: Mapping[str, Any], strips: bool) -> list[str]:
+    """Note special tokens that take spaces beside them in another way."""
+    wide = [
+        row["content"]
+        for row in data["added_tokens"]
+        if row.get("lstrip") or (row.get("rstrip") and not strips)
+    ]
+    return [f"llama.cpp keeps the spaces beside {wide[0]!r}, which the tokenizer takes away"] if wide else []
 
 
 def _no(what: str, why: str) -> UserError:

@@ -1,8 +1,8 @@
-"""Rollout workers as Ray actors."""
+"""Rollout workers, and others that are started, called and lost as they are, as Ray actors."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from whet.generate.backends.workers import Hand, LostError, Refs, RolloutWorker, Workers
@@ -14,27 +14,39 @@ FETCH_S = 600.0
 
 
 class RayCrew:
-    """Starts rollout workers as Ray actors; their calls and the weights go through its object store.
+    """Starts workers as Ray actors; their calls and the weights go through its object store.
 
     Args:
-        config: What each worker asks for.
+        config: The cluster, and what its other workers ask for.
+        actor: The worker's class.
+        arguments: What it is made from.
         count: Workers that there will be.
+        cpus: CPUs that each of them asks for.
+        gpus: GPUs that each of them asks for.
         nbytes: Bytes of the policy, of which the object store holds a few versions.
     """
 
-    def __init__(self, config: ClusterConfig, *, count: int, nbytes: int) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        actor: type[Any],
+        *arguments: Any,
+        count: int,
+        cpus: float,
+        gpus: float = 0.0,
+        nbytes: int = 0,
+    ) -> None:
         self._stack = ExitStack()
+        # Rollout workers and graders share a local cluster, whoever starts it.
         context = open_ray(
             find_address(config),
-            cpus=count * config.worker_threads,
-            gpus=count * config.worker_gpus,
+            cpus=config.rollout_workers * config.worker_threads + config.reward_workers,
+            gpus=count * gpus,
             store_bytes=6 * nbytes,
         )
         self._ray = self._stack.enter_context(context)
-        self._actor = self._ray.remote(RolloutWorker).options(
-            num_cpus=config.worker_threads, num_gpus=config.worker_gpus, max_concurrency=2
-        )
-        self._threads = config.worker_threads
+        self._actor = self._ray.remote(actor).options(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)
+        self._arguments, self._hands = arguments, list[Any]()
         self._errors = self._ray.exceptions
 
     def put(self, value: Any) -> Any:
@@ -43,7 +55,9 @@ class RayCrew:
 
     def hire(self) -> Hand:
         """Ask for an actor; it starts when the cluster has room."""
-        return self._actor.remote(self._threads)
+        hand = self._actor.remote(*self._arguments)
+        self._hands.append(hand)
+        return hand
 
     def call(self, hand: Any, method: str, *arguments: Any) -> Any:
         """Call a method of an actor."""
@@ -68,10 +82,14 @@ class RayCrew:
 
     def fire(self, hand: Any) -> None:
         """Kill an actor."""
+        self._hands.remove(hand)
         self._ray.kill(hand)
 
     def close(self) -> None:
-        """Leave the cluster, which ends this process's actors; a local one ends, too."""
+        """End the workers, and leave the cluster if this crew has joined it; a local one then ends, too."""
+        with suppress(self._errors.RayError):
+            while self._hands:
+                self._ray.kill(self._hands.pop())
         self._stack.close()
 
 
@@ -83,7 +101,15 @@ def open_workers(config: ClusterConfig, policy: Policy) -> Workers:
     """
     count = len(shard(config.rollout_workers))
     nbytes = sum(tensor.nbytes for tensor in policy.model.state_dict().values())
-    crew = RayCrew(config, count=count, nbytes=nbytes)
+    crew = RayCrew(
+        config,
+        RolloutWorker,
+        config.worker_threads,
+        count=count,
+        cpus=config.worker_threads,
+        gpus=config.worker_gpus,
+        nbytes=nbytes,
+    )
     try:
         return Workers(policy, config, crew, count=count)
     except BaseException:

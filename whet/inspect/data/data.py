@@ -149,7 +149,9 @@ def main(config: DataReportConfig) -> None:
     (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
     _draw_lengths({split: prompts for split, (prompts, _) in lengths.items()}, _unit(config), folder)
     sheets = list(_sheets(config, content))
-    _write_markdown(folder, config, sheets, content["rendered"])
+    answer = _answer(content)
+    _write_markdown(folder, config, answer, sheets, content["rendered"])
+    print(answer)
     _print(sheets)
     _print_rendered(content["rendered"])
     print(f"report: {folder / 'report.md'}")
@@ -274,6 +276,24 @@ def _content(
 
 def _percentiles(lengths: Sequence[int]) -> dict[str, int]:
     return {f"{percent}": percentile(lengths, percent) for percent in PERCENTS} if lengths else {}
+
+
+def _answer(content: Mapping[str, Any]) -> str:
+    """Say in a sentence how many problems there are, and what is wrong with them."""
+    splits, overlap = content["splits"], content["overlap"]
+    counts = ", ".join(f"{_number(splits[split]['problems'])} {split}" for split in SPLITS)
+    found = [
+        f"{overlap[split]['text']['overlapping']:,} of {splits[split]['problems']:,} {split} prompts overlap with train"
+        for split in HELD_OUT
+        if overlap[split]["text"]["overlapping"]
+    ]
+    for name, told in (
+        ("contradicting", "prompts have contradicting answers"),
+        ("extra_copies", "repeat another"),
+    ):
+        if total := sum(splits[split][name] or 0 for split in SPLITS):
+            found.append(f"{total:,} {told}")
+    return f"{counts} problems: {'; '.join(found) or 'no held-out prompt is in train, none is repeated'}."
 
 
 def _sheets(config: DataReportConfig, content: Mapping[str, Any]) -> Iterator[Sheet]:
@@ -423,12 +443,14 @@ def _rendered_markdown(rendered: Sequence[Sequence[Mapping[str, Any]]]) -> list[
 def _write_markdown(
     folder: Path,
     config: DataReportConfig,
+    answer: str,
     sheets: Sequence[Sheet],
     rendered: Sequence[Sequence[Mapping[str, Any]]],
 ) -> None:
     """Write report.md; data is escaped in its cells."""
     blocks = [
         f"# Data of {config.task.name}",
+        f"**{answer}**",
         f"![lengths of prompts in {_unit(config)}](prompt_lengths.png)",
     ]
     for sheet in sheets:

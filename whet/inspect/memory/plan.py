@@ -1,4 +1,5 @@
-"""`whet plan RECIPE`: predicts the memory of each phase of a run before it starts, and what fits."""
+"""`whet plan RECIPE`: predicts the memory of each phase of a run before it starts, and what fits; with --cluster the
+time of its steps on several devices."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from whet.cli import Program, passed_words
 from whet.config import load_yaml
 from whet.generate.kernel_speed import choose_kernels, expected_kernels
 from whet.generate.policy import INHERIT, PolicyConfig, load_policy, resolve_device
+from whet.inspect.cluster.cluster import SimConfig, as_json, as_text, draw_plan, make_plan
+from whet.inspect.cluster.costs import CardName, card_costs, measured_costs, recorded_costs
 from whet.inspect.memory.meter import compare, measure
 from whet.inspect.memory.phases import (
     GIB,
@@ -138,12 +141,31 @@ class PlanConfig:
     num_devices: int = 1
     """Devices over which the textbook budget is sharded (whet itself keeps a full copy on each)."""
     measure: bool = False
-    """Run one step of the longest sequences here and print predicted against measured memory."""
+    """Run one step of the longest sequences here and print predicted against measured memory; with cluster measure what
+    the parts of a step take here."""
+    cluster: bool = False
+    """Predict the time of a step on num_devices devices in place of its memory: how many shall train, how many sample,
+    and where the time goes. What things take comes from the run that `recipe` names, from measure, or from card."""
+    card: CardName = ""
+    """cluster: data sheet that the costs are computed from, of a GPU of that name."""
+    flops_share: float = 0.4
+    """card: share of its products that training reaches; an assumption."""
+    memory_share: float = 0.6
+    """card: share of its memory's speed that decoding reaches; an assumption."""
+    tokens: int = 0
+    """card: mean length of completions in tokens; 0 takes half of sampling.max_new_tokens."""
+    sim: SimConfig = field(default_factory=SimConfig)
+    """cluster: a large run with failures and stragglers."""
+    plot: str = ""
+    """cluster: file to draw the plan into, such as plan.png."""
+    json: bool = False
+    """cluster: print the plan as JSON."""
 
     def __post_init__(self) -> None:
-        for name, least in (("length", 0), ("memory_gib", 0), ("num_devices", 1)):
+        for name, least in (("length", 0), ("memory_gib", 0), ("num_devices", 1), ("tokens", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected {least} or more")
+        self._check_cluster()
         if self.of == "model" and (self.set or self.length or self.memory_gib or self.measure):
             raise ValueError(
                 "of = model reads num_devices only: leave out set, length, memory_gib and measure"
@@ -153,9 +175,38 @@ class PlanConfig:
                 "of = cards reads length only: leave out set, memory_gib, measure and num_devices"
             )
 
+    def _check_cluster(self) -> None:
+        """Refuse what a plan of times does not read, and a plan of memory of its options."""
+        for name in ("flops_share", "memory_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected a share above 0, up to 1")
+        defaults = {item.name: item.default for item in fields(self)}
+        if not self.cluster:
+            names = [name for name in ("card", "plot", "json") if getattr(self, name)]
+            names += ["sim"] if self.sim != SimConfig() else []
+            if names:
+                raise ValueError(f"{names[0]} is read with cluster only; add --cluster, or leave it out")
+        elif self.of != "rl":
+            raise ValueError(f"of = {self.of} with cluster: only whet rl has rollout workers; expected rl")
+        elif self.memory_gib or (self.length and not self.card) or self.device != "auto":
+            raise ValueError("cluster reads no memory_gib, device or length (but for card); leave it out")
+        elif self.num_devices < 2:
+            raise ValueError(f"num_devices = {self.num_devices} with cluster: expected 2 or more to divide")
+        elif self.card and self.measure:
+            raise ValueError(
+                f"card = {self.card} with measure: the costs come from one of them; leave one out"
+            )
+        if not self.card:
+            for name in ("flops_share", "memory_share", "tokens"):
+                if getattr(self, name) != defaults[name]:
+                    raise ValueError(f"{name} is read with card only; leave it out")
+
 
 def main(config: PlanConfig) -> None:
     """Print the plan."""
+    if config.cluster:
+        plan_cluster(config)
+        return
     if config.of == "model":
         print(_budget_text(find_shape(config.recipe), config.num_devices))
         return
@@ -189,6 +240,38 @@ def main(config: PlanConfig) -> None:
             measured = measure(run, policy, work)
             display.update(1, {})
         print(f"\n{compare(predicted, measured)}")
+
+
+def plan_cluster(config: PlanConfig) -> None:
+    """Print the plan of a recipe's time on several devices.
+
+    Raises:
+        UserError: If nothing says what its parts take.
+    """
+    run = read_recipe(config)
+    assert isinstance(run, RLConfig)
+    folder = Path(config.recipe).expanduser()
+    if config.card:
+        shape, new = policy_shape(run.policy), run.sampling.max_new_tokens
+        mean = float(config.tokens or new / 2)
+        if mean > new:
+            raise UserError(f"tokens = {config.tokens}: expected at most sampling.max_new_tokens = {new}")
+        prompt = float(max(1, config.length - new) if config.length else PROMPT_TOKENS)
+        shares = {"flops_share": config.flops_share, "memory_share": config.memory_share}
+        found = card_costs(config.card, shape, run, tokens=mean, prompt_tokens=prompt, **shares)
+    elif config.measure:
+        found = measured_costs(run)
+    elif (folder / "metrics.jsonl").is_file():
+        found = recorded_costs(folder, run)
+    else:
+        raise UserError(
+            f"{config.recipe}: nothing says what its steps take; give the folder of a run of it in place of the "
+            "recipe, or --measure, or --card NAME"
+        )
+    plan = make_plan(run, found, config.num_devices, config.sim)
+    if config.plot:
+        draw_plan(plan, Path(config.plot))
+    print(as_json(plan) if config.json else as_text(plan))
 
 
 def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig | SFTConfig:

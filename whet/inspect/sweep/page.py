@@ -41,7 +41,9 @@ def settings(point: Json, *, without: str = "") -> str:
         "token_budget": f"{point['token_budget']:,} tokens",
         "max_rows": f"{point['max_rows']} rows" if point["max_rows"] else "",
         "checkpoint_layers": "recomputed" if point["checkpoint_layers"] else "",
-        "num_threads": f"{point['num_threads']} thr." if point["num_threads"] else "",
+        "num_threads": f"{point['num_threads']} thread{'s' * (point['num_threads'] != 1)}"
+        if point["num_threads"]
+        else "",
         "compile": "compiled" if point["compile"] else "",
         "precision": point["precision"],
     }

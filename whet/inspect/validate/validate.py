@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -23,6 +23,7 @@ from whet.eval.probe import probe
 from whet.eval.probe.probe import ProbeConfig
 from whet.generate.policy import load_policy
 from whet.inspect.memory.room import check_room
+from whet.inspect.validate.reported import Row, beside
 from whet.inspect.validate.verdict import NEEDS, STAGES, Item, Status, ThresholdConfig, declared, judge_stage
 from whet.report.page import render
 from whet.rewards.base import build_rewards
@@ -32,6 +33,7 @@ from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import write_environment
 from whet.train import rl, sft
 from whet.train.rl_config import RLConfig
+from whet.train.session import Stopped
 from whet.train.sft import SFTConfig
 from whet.types import Problem, Task, UserError
 
@@ -64,6 +66,8 @@ class ValidateConfig:
     of the reinforced model; `probe.transcript` is the prompt of the token-level transcript."""
     thresholds: ThresholdConfig = field(default_factory=ThresholdConfig)
     """Thresholds."""
+    reported: Literal["", "gpt2-gsm8k"] = ""
+    """Table of a source whose numbers are printed beside those of this run."""
 
     def __post_init__(self) -> None:
         for name in ("sft", "rl", "eval", "probe"):
@@ -161,6 +165,7 @@ def main(config: ValidateConfig) -> None:
     finally:
         _write(folder, items, config)
         _print(console, f"validation: {verdict(items)}", items)
+        _print_reported(console, beside(config.reported, folder))
         console.print(Text(f"report: {folder / 'validation.html'}"))
     if verdict(items) != "passed":
         raise SystemExit(1)
@@ -215,6 +220,8 @@ def _run_stage(
         run()
         seconds = time.perf_counter() - began
         checks = judge_stage(stage, folder, thresholds)
+    except Stopped:  # a signal: the user's wish, and no finding; the stages after it must not start
+        raise
     except (Exception, SystemExit) as error:  # any failure of a program is a finding
         (folder / f"{stage}.error.txt").write_text(
             traceback.format_exc(), encoding="utf-8", errors="backslashreplace"
@@ -240,6 +247,23 @@ def _print(console: Console, title: str, items: Sequence[Item]) -> None:
     console.print(table)
 
 
+def _print_reported(console: Console, rows: Sequence[Row]) -> None:
+    """Print what a source reports beside what was measured; nothing without rows."""
+    if not rows:
+        return
+    table = Table(title="a source's numbers beside this run's", box=SIMPLE_HEAD, title_justify="left")
+    for name in ("", "step", "reported", "this run"):
+        table.add_column(name, justify="right" if name else "left")
+    for row in rows:
+        table.add_row(row.title, *_reported_cells(row))
+    console.print(table)
+
+
+def _reported_cells(row: Row) -> list[str]:
+    measured = "-" if row.measured is None else f"{row.measured:.4f}"
+    return [f"{row.step:,}", f"{row.said:.4f}", measured]
+
+
 def _is_stage(item: Item) -> bool:
     return item.name == STAGES[item.stage]
 
@@ -258,9 +282,11 @@ def _write(folder: Path, items: Sequence[Item], config: ValidateConfig) -> None:
     content: dict[str, Any] = {"verdict": verdict(items), "seconds": round(seconds, 1), "counts": counts}
     content["thresholds"] = [list(row) for row in declared(config.thresholds)]
     content["items"] = [asdict(item) for item in items]
+    reported = beside(config.reported, folder)
+    content["reported"] = [asdict(row) for row in reported]
     (folder / "validation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
     (folder / "validation.md").write_text(
-        _markdown(folder, items), encoding="utf-8", errors="backslashreplace"
+        _markdown(folder, items, reported), encoding="utf-8", errors="backslashreplace"
     )
     evals = {
         name: _read(folder / f"eval_{stage}/eval.json")
@@ -279,12 +305,16 @@ def _write(folder: Path, items: Sequence[Item], config: ValidateConfig) -> None:
     (folder / "validation.html").write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def _markdown(folder: Path, items: Sequence[Item]) -> str:
+def _markdown(folder: Path, items: Sequence[Item], reported: Sequence[Row]) -> str:
     lines = [f"# Validation of {folder.resolve().name}: {verdict(items)}", ""]
     lines += ["| item | status | duration | measured | threshold |", "|---|---|--:|---|---|"]
     for item in items:
         name, *cells = (cell.replace("|", "\\|") for cell in _cells(item))
         lines.append(f"| {f'**{name}**' if _is_stage(item) else name} | {' | '.join(cells)} |")
+    if reported:
+        lines += ["", "## A source's numbers beside this run's", ""]
+        lines += ["| | step | reported | this run |", "|---|--:|--:|--:|"]
+        lines += [f"| {row.title} | {' | '.join(_reported_cells(row))} |" for row in reported]
     return "\n".join([*lines, ""])
 
 

@@ -30,6 +30,8 @@ NEEDS = {"rl": "sft", "eval_sft": "sft", "eval_rl": "rl", "probe": "rl", "transc
 class ThresholdConfig:
     """Thresholds; None disables one. A threshold that cannot be measured counts as failed."""
 
+    validation_loss: float | None = None
+    """Largest loss of held-out solutions at fine-tuning's best step, in nats per token."""
     pass_at_1: float | None = None
     """Minimum pass@1 after reinforcement."""
     gain: float | None = None
@@ -57,7 +59,7 @@ class ThresholdConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"thresholds.{name} = {value}: expected 0 to 1 (a share, not percent)")
-        for name in ("gain", "ratio_drift", "kl", "perplexity_ratio", "off_domain_loss"):
+        for name in ("validation_loss", "gain", "ratio_drift", "kl", "perplexity_ratio", "off_domain_loss"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"thresholds.{name} = {value}: expected 0 or more")
@@ -100,6 +102,7 @@ class Check:
 
 
 CHECKS: dict[str, Check] = {
+    "validation_loss": Check("sft", "held-out loss at its best", "<=", ".4f", lambda t: t.validation_loss),
     "ratio_drift": Check("rl", "ratio drift", "<=", ".1e", lambda t: t.ratio_drift),
     "kl": Check("rl", "KL, nats per token", "<=", ".3f", lambda t: t.kl),
     "pass_at_1": Check("eval_rl", "pass@1", ">=", ".1%", lambda t: t.pass_at_1),
@@ -183,6 +186,18 @@ Measured = dict[str, tuple[float | None, str]]
 """Value and remark by name of the check; None with the reason if it could not be measured."""
 
 
+def _measure_sft(folder: Path) -> Measured:
+    found = [
+        (row["sft/validation_loss"], row["step"])
+        for row in read_metrics(folder / "sft")
+        if row.get("sft/validation_loss") is not None
+    ]
+    if not found:
+        return {"validation_loss": (None, "no step measured it; set sft.validation_problems")}
+    loss, step = min(found)
+    return {"validation_loss": (loss, f"step {step:,}")}
+
+
 def _measure_rl(folder: Path) -> Measured:
     rows = read_metrics(folder / "rl")
     found: Measured = {}
@@ -243,6 +258,7 @@ def _measure_probe(folder: Path) -> Measured:
 
 
 MEASURES: Mapping[str, Callable[[Path], Measured]] = {
+    "sft": _measure_sft,
     "rl": _measure_rl,
     "eval_rl": _measure_eval,
     "probe": _measure_probe,

@@ -105,16 +105,17 @@ static inline void weigh(float* s, long tiles, long limit, float* total, float* 
   *total = sum(all);
 }
 
-// A sequence in a flat batch: queries q_start .. q_start + q_count; its keys are `shared` rows from `prefix` on, then
-// its own rows. Segments of one group are adjacent, and only they share keys: the backward pass runs a group on one
-// thread, so that no two threads add to the same dk and dv.
-struct Segment { int64_t q_start, q_count, prefix, shared, group; };
+// A sequence in a flat batch: its keys are `shared` rows from `prefix` on, then `count` rows of its own from `start` on.
+// Its queries are those of its own rows from the `first` on, which stand from row `at` on: all of them, unless another
+// rank has the rest. Segments of one group are adjacent, and only they share keys: the backward pass runs a group on
+// one thread, so that no two threads add to the same dk and dv.
+struct Segment { int64_t start, count, prefix, shared, group, first, at; };
 
 template <int C, typename T>
 static void gather(const T* x, long heads, long head, const Segment& g, float* rows, float* tiles) {
-  long keys = g.shared + g.q_count, whole = tiles_of(keys) * TILE;
+  long keys = g.shared + g.count, whole = tiles_of(keys) * TILE;
   for (long j = 0; j < whole; ++j) {
-    const T* from = x + ((j < g.shared ? g.prefix + j : g.q_start + j - g.shared) * heads + head) * C;
+    const T* from = x + ((j < g.shared ? g.prefix + j : g.start + j - g.shared) * heads + head) * C;
     for (int c = 0; c < C; c += 16) {
       v16 y = j < keys ? load(from + c) : v16{};
       if (rows) store(rows + j * C + c, y);
@@ -129,25 +130,25 @@ static void gather(const T* x, long heads, long head, const Segment& g, float* r
 template <int C, typename T>
 static void attend_segment(const T* q, const T* k, const T* v, T* out, float* lse, long H, long K, long head, const Segment& g) {
   static thread_local Scratch memory;
-  long keys = g.shared + g.q_count, whole = tiles_of(keys) * TILE, rep = H / K;
+  long keys = g.shared + g.count, whole = tiles_of(keys) * TILE, rep = H / K, own = g.at - g.first;
   float* kt = memory.need(2 * whole * C + 4 * whole + 8 * C);
   float *vb = kt + whole * C, *s = vb + whole * C, *qb = s + 4 * whole, *ob = qb + 4 * C;
   gather<C>(k, K, head, g, (float*)nullptr, kt);
   gather<C>(v, K, head, g, vb, (float*)nullptr);
   float scale = 1.0f / std::sqrt((float)C);
   for (long h = head * rep; h < (head + 1) * rep; ++h)
-    for (long t = 0; t < g.q_count; t += 4) {
-      int R = (int)std::min(4L, g.q_count - t);
+    for (long t = g.first; t < g.count; t += 4) {
+      int R = (int)std::min(4L, g.count - t);
       long last = g.shared + t + R, tiles = tiles_of(last);
       for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; c += 16) store(qb + r * C + c, load(q + ((g.q_start + t + r) * H + h) * C + c) * scale);
+        for (int c = 0; c < C; c += 16) store(qb + r * C + c, load(q + ((own + t + r) * H + h) * C + c) * scale);
       scores<C>(R, qb, kt, tiles, s, whole);
       float total[4], top[4];
       for (int r = 0; r < R; ++r) weigh(s + r * whole, tiles, last - R + r + 1, total + r, top + r);
       memset(ob, 0, 4 * C * sizeof(float));
       add<C>(R, ob, s, whole, 1, vb, C, last);
       for (int r = 0; r < R; ++r) {
-        long row = g.q_start + t + r;
+        long row = own + t + r;
         if (lse) lse[row * H + h] = top[r] + std::log(total[r]);
         for (int c = 0; c < C; c += 16) store(out + (row * H + h) * C + c, load(ob + r * C + c) * (1.0f / total[r]));
       }
@@ -192,7 +193,7 @@ static void back_segment(const T* q, const T* k, const T* v, const T* out, const
                          float* dv, long H, long K, long head, const Segment& g) {
   enum { BLOCK_ROWS = 32 };
   static thread_local Scratch memory;
-  long keys = g.shared + g.q_count, whole = tiles_of(keys) * TILE, rep = H / K, B = BLOCK_ROWS;
+  long keys = g.shared + g.count, whole = tiles_of(keys) * TILE, rep = H / K, own = g.at - g.first, B = BLOCK_ROWS;
   float* kt = memory.need(5 * whole * C + 2 * B * whole + 3 * B * C);
   float *vt = kt + whole * C, *kb = vt + whole * C, *dkb = kb + whole * C, *dvb = dkb + whole * C;
   float *p = dvb + whole * C, *d = p + B * whole, *qb = d + B * whole, *gb = qb + B * C, *ob = gb + B * C;
@@ -201,11 +202,11 @@ static void back_segment(const T* q, const T* k, const T* v, const T* out, const
   memset(dkb, 0, 2 * whole * C * sizeof(float));
   float scale = 1.0f / std::sqrt((float)C);
   for (long h = head * rep; h < (head + 1) * rep; ++h)
-    for (long t = 0; t < g.q_count; t += B) {
-      long R = std::min(B, g.q_count - t), last = g.shared + t + R;
+    for (long t = g.first; t < g.count; t += B) {
+      long R = std::min(B, g.count - t), last = g.shared + t + R;
       float delta[BLOCK_ROWS];
       for (long r = 0; r < R; ++r) {
-        long at = ((g.q_start + t + r) * H + h) * C;
+        long at = ((own + t + r) * H + h) * C;
         v16 dot = {};
         for (int c = 0; c < C; c += 16) {
           v16 y = load(grad + at + c);
@@ -224,7 +225,7 @@ static void back_segment(const T* q, const T* k, const T* v, const T* out, const
         for (int i = 0; i < some; ++i) {
           float *pr = p + (r + i) * whole, *dr = d + (r + i) * whole;
           for (long j = limit - some + i + 1; j < tiles * TILE; ++j) pr[j] = -INFINITY;
-          float normaliser = lse[(g.q_start + t + r + i) * H + h];
+          float normaliser = lse[(own + t + r + i) * H + h];
           for (long j = 0; j < tiles; ++j) {
             v16 e = exponential(load(pr + j * TILE) - normaliser);
             store(pr + j * TILE, e);
@@ -234,7 +235,7 @@ static void back_segment(const T* q, const T* k, const T* v, const T* out, const
         add<C>(some, ob + r * C, d + r * whole, whole, 1, kb, C, limit);
       }
       for (long r = 0; r < R; ++r)
-        for (int c = 0; c < C; c += 16) store(dq + ((g.q_start + t + r) * H + h) * C + c, load(ob + r * C + c) * scale);
+        for (int c = 0; c < C; c += 16) store(dq + ((own + t + r) * H + h) * C + c, load(ob + r * C + c) * scale);
       for (long j = 0; j < last; j += 4) {
         int some = (int)std::min(4L, last - j);
         long r = std::max(0L, j - g.shared - t) / 4 * 4;  // earlier rows do not attend to these keys
@@ -243,7 +244,7 @@ static void back_segment(const T* q, const T* k, const T* v, const T* out, const
       }
     }
   for (long j = 0; j < keys; ++j) {
-    long row = ((j < g.shared ? g.prefix + j : g.q_start + j - g.shared) * K + head) * C;
+    long row = ((j < g.shared ? g.prefix + j : g.start + j - g.shared) * K + head) * C;
     for (int c = 0; c < C; c += 16) {
       store(dk + row + c, load(dk + row + c) + load(dkb + j * C + c));
       store(dv + row + c, load(dv + row + c) + load(dvb + j * C + c));

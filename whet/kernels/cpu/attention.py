@@ -53,11 +53,11 @@ def attend(
 
     Args:
         q_NHC: Queries; rows outside all segments give zeros.
-        k_NKC: Keys.
+        k_NKC: Keys; as many as queries, unless other ranks have the queries of some.
         v_NKC: Values.
-        segments: int64 [segments, 5]: first row, rows, first row of the prefix, its length, group. A row attends to the
-            prefix and to its own segment up to itself; segments that share a prefix are adjacent and have the same
-            group.
+        segments: int64 [segments, 7]: first row, rows, first row of the prefix, its length, group, first of these rows
+            that is a query here, row of this query. A row attends to the prefix and to its own segment up to itself;
+            segments that share keys are adjacent and have the same group.
 
     Returns:
         Outputs [N, H, C], differentiable.

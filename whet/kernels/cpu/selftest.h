@@ -58,17 +58,19 @@ template <int C> static double attention() {
   Noise noise;
   Error error;
   const long H = 4, K = 2, prompt = 21, own = 19, rows = prompt + 2 * own;
-  const Segment segments[] = {{0, prompt, 0, 0, 0}, {prompt, own, 0, prompt, 0}, {prompt + own, own, 0, prompt, 0}};
+  const Segment segments[] = {{0, prompt, 0, 0, 0, 0, 0},
+                              {prompt, own, 0, prompt, 0, 0, prompt},
+                              {prompt + own, own, 0, prompt, 0, 0, prompt + own}};
   std::vector<float> q = draw<float>(noise, rows * H * C), k = draw<float>(noise, rows * K * C), v = draw<float>(noise, rows * K * C);
   std::vector<float> out(rows * H * C), lse(rows * H);
   for (const Segment& g : segments)
     for (long head = 0; head < K; ++head)
       attend_segment<C>(q.data(), k.data(), v.data(), out.data(), lse.data(), H, K, head, g);
   for (const Segment& g : segments)
-    for (long t = 0; t < g.q_count; ++t)
+    for (long t = 0; t < g.count; ++t)
       for (long h = 0; h < H; ++h) {
-        const long seen = g.shared + t + 1, head = h / (H / K), row = g.q_start + t;
-        auto at = [&](long j) { return ((j < g.shared ? g.prefix + j : g.q_start + j - g.shared) * K + head) * C; };
+        const long seen = g.shared + t + 1, head = h / (H / K), row = g.start + t;
+        auto at = [&](long j) { return ((j < g.shared ? g.prefix + j : g.start + j - g.shared) * K + head) * C; };
         std::vector<double> weights(seen);
         double total = 0;
         for (long j = 0; j < seen; ++j) {
@@ -84,7 +86,7 @@ template <int C> static double attention() {
       }
   // The last row of the last segment from tiles, as a cache keeps them: the same bits.
   const Segment& g = segments[2];
-  const long keys = g.shared + g.q_count, whole = tiles_of(keys) * TILE, last = rows - 1;
+  const long keys = g.shared + g.count, whole = tiles_of(keys) * TILE, last = rows - 1;
   for (long head = 0; head < K; ++head) {
     std::vector<float> tiles(whole * C), values(whole * C), again(H / K * C);
     gather<C>(k.data(), K, head, g, (float*)nullptr, tiles.data());

@@ -29,18 +29,10 @@ from whet.algo.losses import (
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy
 from whet.generate.sampling import sequence_seed
-from whet.generate.scoring import hidden_rows, score_micro_batch
-from whet.model.config import sequence_flops
+from whet.generate.scoring import hidden_rows, of_all_ranks, score_micro_batch
 from whet.model.transformer import LanguageModel
-from whet.ranks.collectives import (
-    all_gather_values,
-    all_reduce_sum,
-    balanced,
-    gather_json,
-    rank,
-    sum_gradients,
-    world_size,
-)
+from whet.ranks.collectives import all_gather_values, all_reduce_sum, sum_gradients
+from whet.ranks.context import sharing
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.telemetry.spans import span, spanned
 from whet.train.objective.advantage import token_advantages, training_sequences
@@ -58,7 +50,7 @@ from whet.train.objective.tally import (
 from whet.train.objective.teacher import ServerTeacher, TeacherConfig, load_teacher
 from whet.train.optim.balance import Balance
 from whet.train.optim.safety import TokenBudget, rehearse
-from whet.train.optim.step import OptimConfig, Optimizer, forward_backward, shard_layers, spread_of
+from whet.train.optim.step import OptimConfig, Optimizer, forward_backward, shard_layers
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.overlap import part_groups
 from whet.types import Group, MicroBatch
@@ -243,7 +235,11 @@ class Objective:
         self._balance_coef = optim.router_aux_loss_coef
         # Their gradients are dropped when a pass runs out of memory and starts over with smaller micro-batches.
         trained = [policy.model, *([self._critic] if self._critic is not None else [])]
-        self._budget = TokenBudget(optim.token_budget, [p for part in trained for p in part.parameters()])
+        self._budget = TokenBudget(
+            optim.token_budget,
+            [p for part in trained for p in part.parameters()],
+            is_shared=sharing(policy.model) is not None,
+        )
         kept = self._prepare_groups, self._backpropagate, self._budget
         self._parts = Parts(part_groups, *kept) if part_groups else None
         wide = policy.model.head_weight.dtype == torch.float64
@@ -342,7 +338,7 @@ class Objective:
         is_warmup = self._critic is not None and step < self._value.warmup_steps
         results: list[dict[str, float]] = []
         for epoch in range(algo.num_epochs):
-            for part in map(self._dealt, self._minibatches(sequences, step, epoch)):
+            for part in self._minibatches(sequences, step, epoch):
                 if not is_warmup:
                     # Sampler and trainer are compared at the first update only: later ones have moved the policy.
                     gap = tally if not results and not self._is_recomputed else None
@@ -490,46 +486,6 @@ class Objective:
         place: dict[str, Any] = {"device": self._policy.device, "dtype": self._dtype}
         return pack(sequences, token_budget=tokens, **place, **options).micro_batches
 
-    def _dealt(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        """Return this rank's sequences of an update; whole groups change hands so that all have as much to compute.
-
-        Not where the sampler's activations spare their forward pass, nor where parts of the step are done already.
-        """
-        if world_size() == 1 or self._parts is not None or self._policy.activations is not None:
-            return sequences
-        groups: dict[str, list[TrainingSequence]] = {}
-        for sequence in sequences:
-            groups.setdefault(sequence.group, []).append(sequence)
-        config = self._policy.model.config
-        own = [
-            sum(sequence_flops(config, s.num_tokens) for s in self._teaching(members))
-            for members in groups.values()
-        ]
-        everywhere = gather_json(own)
-        before = [place for place, costs in enumerate(everywhere) for _ in costs]
-        after = balanced([cost for costs in everywhere for cost in costs], before, world_size())
-        start = before.index(rank()) if own else 0
-        targets = after[start : start + len(own)]
-        given = [
-            [target, s.as_row()]
-            for target, members in zip(targets, groups.values(), strict=True)
-            for s in members
-            if target != rank()
-        ]
-        kept = [
-            s
-            for target, members in zip(targets, groups.values(), strict=True)
-            for s in members
-            if target == rank()
-        ]
-        taken = [
-            TrainingSequence.from_row(row)
-            for rows in gather_json(given)
-            for target, row in rows
-            if target == rank()
-        ]
-        return kept + taken
-
     def _minibatches(
         self, sequences: Sequence[TrainingSequence], step: int, epoch: int
     ) -> list[list[TrainingSequence]]:
@@ -622,10 +578,10 @@ class Objective:
     ) -> tuple[dict[str, float], Tally]:
         """Accumulate the gradient of sequences, in micro-batches of `tokens` tokens; return sums for the metrics."""
         sums = Tally()
-        own = sums if measures else None
         model = self._policy.model
-        options: dict[str, Any] = {"aggregation": self._algo.aggregation, "spread": spread_of(model)}
+        options: dict[str, Any] = {"aggregation": self._algo.aggregation, "sharing": sharing(model)}
         micro_batches = self._pack(self._teaching(counted), tokens, **options)
+        own = sums if measures else None
         score = partial(self._micro_loss, denominator=denominator, tally=own)
         score = score if balance is None else balance.added_to(score)
         return forward_backward(micro_batches, score, model), sums
@@ -668,7 +624,7 @@ class Objective:
         if self._coefficients.entropy:
             loss_M = loss_M - self._coefficients.entropy * entropy_M
         with torch.no_grad():
-            if tally is not None:
+            if tally is not None and micro.is_counted:
                 tally.add(gap_sums(logprobs_M, micro.sampler_logprobs_M))
             sums = {
                 "entropy": entropy_M,
@@ -691,7 +647,7 @@ class Objective:
         assert teacher is not None
         with torch.no_grad():
             teacher_MD = hidden_rows(teacher, micro, autocast=policy.autocast, attention=policy.attention)
-        return reverse_kl(
+        divergence_M = reverse_kl(
             hidden_MD,
             policy.model.head_weight,
             teacher_MD,
@@ -701,6 +657,7 @@ class Objective:
             cap=policy.model.config.block.logit_cap,
             teacher_cap=teacher.config.block.logit_cap,
         )
+        return of_all_ranks(divergence_M, micro, policy.model.head_weight)
 
     def _update_critic(self, counted: Sequence[TrainingSequence], lr: float, tally: Tally) -> None:
         """Run one update of the critic on all tokens of a minibatch, with half the mean squared error."""
@@ -714,13 +671,14 @@ class Objective:
             loss_M, clipped_M = value_loss(
                 values_M, micro.start_values_M, micro.returns_M, clip=self._value.clip
             )
-            sums.add(value_sums(values_M, micro.start_values_M, micro.returns_M, clipped_M))
+            if micro.is_counted:
+                sums.add(value_sums(values_M, micro.start_values_M, micro.returns_M, clipped_M))
             # Without a token on any rank the loss is 0, not nan.
             return weighted_sum(loss_M, torch.ones_like(loss_M), max(num_tokens, 1.0)), {}
 
         def backpropagate(tokens: int) -> None:
             sums.clear()  # of an attempt that ran out of memory
-            micro_batches = self._pack(counted, tokens, spread=spread_of(critic.trunk))
+            micro_batches = self._pack(counted, tokens, sharing=sharing(critic.trunk))
             forward_backward(micro_batches, score, critic.trunk)
 
         with span("value_loss_backward"):

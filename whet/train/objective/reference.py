@@ -11,7 +11,7 @@ import torch
 
 from whet.algo.config import KL_COEF_RANGE, AlgoConfig, ValueConfig
 from whet.generate.policy import Policy
-from whet.generate.scoring import hidden_rows
+from whet.generate.scoring import hidden_rows, of_all_ranks
 from whet.model.attention import AttentionKind
 from whet.model.lora.side import sides_of, targets_of
 from whet.model.quant import packed_parts
@@ -150,7 +150,7 @@ class Critic(torch.nn.Module):
         """Estimate the return from before each trained token [M]; differentiable unless autograd is off."""
         hidden_MD = hidden_rows(self.trunk, micro, autocast=self._autocast, attention=self._attention)
         wide = torch.float64 if self.head.dtype == torch.float64 else torch.float32
-        return hidden_MD.to(wide) @ self.head.to(wide)
+        return of_all_ranks(hidden_MD.to(wide) @ self.head.to(wide), micro)
 
     def _own(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return what the critic does not share with the policy."""

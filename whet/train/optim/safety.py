@@ -12,8 +12,8 @@ import torch
 
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy
-from whet.ranks.collectives import is_share
-from whet.ranks.team import has_teams
+from whet.ranks.collectives import is_share, shard
+from whet.ranks.context import sharing
 from whet.storage.checkpoint import Sameness
 from whet.train.optim.step import forward_backward
 from whet.types import MicroBatch, UserError
@@ -91,13 +91,16 @@ class TokenBudget:
     Args:
         tokens: Initial tokens per micro-batch.
         parameters: Parameters whose gradients are dropped before a retry.
+        is_shared: Whether ranks deal micro-batches out together, so that none can change its own.
 
     Attributes:
         tokens: Current tokens per micro-batch.
     """
 
-    def __init__(self, tokens: int, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self.tokens = tokens
+    def __init__(
+        self, tokens: int, parameters: Iterable[torch.nn.Parameter], *, is_shared: bool = False
+    ) -> None:
+        self.tokens, self._is_shared = tokens, is_shared
         self._parameters = list(parameters)
 
     def run(self, work: Callable[[int], Result], longest: int) -> Result:
@@ -116,10 +119,10 @@ class TokenBudget:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-            if has_teams() or any(map(is_share, self._parameters)):
+            if self._is_shared or any(map(is_share, self._parameters)):
                 raise UserError(
                     f"out of memory with {self.tokens} tokens in a micro-batch, which ranks that share a model "
-                    "or its passes cannot halve each for itself: lower optim.token_budget, then --resume"
+                    "or micro-batches cannot halve each for itself: lower optim.token_budget, then --resume"
                 )
             for parameter in self._parameters:
                 parameter.grad = None
@@ -154,10 +157,13 @@ def rehearse(policy: Policy, budget: TokenBudget, length: int) -> None:
         return logprobs_M.sum(), {}
 
     def work(tokens: int) -> None:
-        count = max(1, tokens // length)
+        own = sharing(policy.model)
+        count = max(1, tokens // length) * (1 if own is None else own.num_groups)
         # Distinct prompts, as far as there are tokens: sequences of one prompt would take less memory.
         rows = [TrainingSequence(prompt_ids=(n % vocab,), completion_ids=rest) for n in range(count)]
-        batch = pack(rows, token_budget=count * length, device=policy.device)
+        if own is not None:
+            rows = [rows[index] for index in shard(count)]
+        batch = pack(rows, token_budget=max(tokens, length), device=policy.device, sharing=own)
         forward_backward(batch.micro_batches, score, policy.model)
 
     budget.run(work, length)

@@ -10,42 +10,36 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Literal
 from weakref import WeakMethod
 
 import torch
 
-from whet.algo.packing import Spread
-from whet.generate.scoring import follow
 from whet.kernels.cpu import build
 from whet.kernels.cpu.ops import forget
 from whet.model.attention import Packed
 from whet.model.checkpointing import CheckpointKind, Recompute
-from whet.model.config import sequence_flops
+from whet.model.config import ModelConfig, kv_shape
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.side import Beside, sides_of
-from whet.model.split import matrix_plan, refuse_states
 from whet.model.transformer import LanguageModel
-from whet.ranks import collectives
-from whet.ranks.collectives import gather_json, is_share, world_size
+from whet.ranks.collectives import is_share, world_size
+from whet.ranks.context import Costs, share_micro_batches
 from whet.ranks.fsdp import (
     ParallelConfig,
     begin_backward,
     evened,
     fill,
     full,
+    is_balanced,
     like,
     local,
     outer_parameters,
-    part_of,
+    rows_of,
     shard_model,
-    sharding,
     share_of,
     sum_over_shares,
 )
-from whet.ranks.team import join_team, team_of
-from whet.ranks.tensor import divide_layers
 from whet.telemetry.spans import span, spanned
 from whet.train.optim.adafactor import Factors
 from whet.train.optim.adam8bit import MIN_NUMBERS, Moments
@@ -414,15 +408,14 @@ class Optimizer:
         config = self._config
         if not any(is_share(parameter) for _, parameter in self._named):
             return
-        setting = "parallel.tensor" if collectives.across is not None else "parallel.kind = fsdp"
         if config.optimizer in ("galore", "adafactor"):
             raise UserError(
-                f"optim.optimizer = {config.optimizer} with {setting}: its statistics are of whole "
-                "matrices, a rank has a part of them; use adamw or muon"
+                f"optim.optimizer = {config.optimizer} with parallel.kind = fsdp: its statistics are of whole "
+                "matrices, a rank has some of their rows; use adamw or muon"
             )
         if config.adam_bits == 8:
             raise UserError(
-                f"optim.adam_bits = 8 with {setting}: its blocks would depend on the number of ranks; "
+                "optim.adam_bits = 8 with parallel.kind = fsdp: its blocks would depend on the number of ranks; "
                 "leave it out (shards divide the state by that number)"
             )
 
@@ -560,7 +553,7 @@ class Optimizer:
             if not is_share(parameter):
                 return orthogonalise(share)
             rows = share.t().contiguous() if is_turned else share
-            found = orthogonalise(full(like(rows, parameter)))[part_of(parameter)]
+            found = orthogonalise(full(like(rows, parameter)))[rows_of(parameter)]
             return found.t() if is_turned else found
 
         if is_turned:  # stored [in, out]
@@ -756,20 +749,43 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
 def shard_layers(model: LanguageModel, config: ParallelConfig, device: torch.device | None = None) -> None:
     """Deal a model out over the ranks, layer by layer, where its run is to; every rank keeps all of the adapters.
 
+    Its micro-batches are dealt out, too, and shared by ranks, where that is asked for.
+
     Args:
         model: The model; one that is sharded already is left alone.
         config: How.
         device: Where the shares of a model without memory are made.
+
+    Raises:
+        UserError: If the model or the number of ranks rules it out.
     """
+    if is_balanced(config) and world_size() > 1:
+        if config.context > 1 and any(spec.mixer != "attention" for spec in model.config.layers):
+            raise UserError(
+                f"parallel.context = {config.context}: layers of this model go from token to token (a recurrence or a "
+                "convolution), which ranks that share a sequence cannot; leave it out"
+            )
+        share_micro_batches(model, config.context, costs_of(model.config))
     adapters = [parameter for _, side in sides_of(model) for parameter in side.parameters()]
     shard_model(model, list(model.layers), config, replicated=adapters, device=device)
-    if config.context > 1:
-        refuse_states(model.config)
-        join_team(model, "context", config.context)
-    if config.tensor > 1:
-        plan = matrix_plan(model, config.tensor)
-        if (team := join_team(model, "tensor", config.tensor)) is not None:
-            divide_layers(model, plan, team)
+
+
+def costs_of(config: ModelConfig) -> Costs:
+    """Estimate the work of sequences from a model's shape.
+
+    Products take 2 FLOPs per weight and token (of experts, those that are active), attention 4 per channel and pair of
+    a query and a key that it sees.
+    """
+    width, experts = config.hidden_size, config.block.experts
+    weights, pairs = config.vocab_size * width, dict[int, float]()
+    for spec in config.layers:
+        kv_heads, channels = kv_shape(spec, config)
+        own = spec.intermediate_size or config.intermediate_size
+        if spec.has_experts and experts is not None:
+            own = experts.top_k * experts.width
+        weights += width * (2 * (config.num_heads + kv_heads) * channels + 3 * own)
+        pairs[spec.window] = pairs.get(spec.window, 0.0) + 2.0 * config.num_heads * channels
+    return Costs(tuple((window, total / weights) for window, total in sorted(pairs.items())))
 
 
 def _check_compiler(config: OptimConfig, device: torch.device) -> None:
@@ -829,18 +845,6 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
     return PARAMETERS.get(precision, torch.float32)
 
 
-def spread_of(model: LanguageModel) -> Spread | None:
-    """Return how ranks pack a step's micro-batches, where they wait for each other after each; None where not."""
-    if sharding(model) is None:
-        return None
-    return Spread(cost=partial(sequence_flops, model.config), agree=_largest)
-
-
-def _largest(values: list[float]) -> list[float]:
-    """Return the largest of all ranks' values at each place; the others' lists may be longer."""
-    return [max(column) for column in zip_longest(*gather_json(values), fillvalue=0.0)]
-
-
 def _nothing(model: LanguageModel | None) -> torch.Tensor:
     """Return a loss of 0 that every trained parameter has a part in: other ranks have a micro-batch more, and sharded
     parameters are gathered, and their gradients dealt out, by all together."""
@@ -848,13 +852,7 @@ def _nothing(model: LanguageModel | None) -> torch.Tensor:
     device = model.head_weight.device
     token = torch.zeros(1, dtype=torch.int64, device=device)
     hidden = model(token, token, Packed([1], device))
-    return _unread(model) + 0.0 * hidden.sum()
-
-
-def _unread(model: LanguageModel) -> torch.Tensor:
-    """Return a 0 that all trained parameters have a part in that are in no layer: one that a loss elsewhere reads, such
-    as the head, has a gradient on all ranks then, as dealing them out needs."""
-    return 0.0 * sum((p.sum() for p in outer_parameters(model)), model.head_weight.new_zeros(()))
+    return 0.0 * sum((p.sum() for p in outer_parameters(model)), hidden.sum())
 
 
 def forward_backward(
@@ -865,7 +863,7 @@ def forward_backward(
     """Run every micro-batch and add up gradients, losses and metrics, which `score` has already divided.
 
     Args:
-        micro_batches: The step's micro-batches; where ranks work in teams, theirs follow each other.
+        micro_batches: The step's micro-batches.
         score: Returns a micro-batch's share of the loss (differentiable) and of the metrics.
         model: The trained model: its loss scale multiplies the gradients; if its layers are recomputed, memory is
             freed around each pass.
@@ -875,31 +873,21 @@ def forward_backward(
     """
     totals: dict[str, float] = {"loss": 0.0}
     release = (lambda: None) if model is None else partial(give_back, model)
-    team = None if model is None else team_of(model)
-    own = iter(micro_batches := list(micro_batches))
-    leaders = [0] * len(micro_batches) if team is None else team.schedule(len(micro_batches))
-    passes: Sequence[int | None] = leaders if model is None else evened(leaders, model)
-    for place, leader in enumerate(passes, start=1):
+    cut: Sequence[MicroBatch | None] = list(micro_batches)
+    if model is not None:
+        cut = evened(cut, model)
+    for place, micro in enumerate(cut, start=1):
         release()
         if model is not None:
-            begin_backward(model, is_last=place == len(passes))
-        loss, metrics = None, {}
+            begin_backward(model, is_last=place == len(cut))
         with span("forward"):
-            if leader is None:
-                loss = _nothing(model)
-            elif team is None or model is None:
-                loss, metrics = score(next(own))
-            elif leader == team.place:
-                with team.leading():
-                    loss, metrics = score(next(own))
-            else:
-                loss = follow(team, model, leader)
-                loss = loss if sharding(model) is None else loss + _unread(model)
+            loss, metrics = score(micro) if micro is not None else (_nothing(model), {})
         release()
         with span("backward"):
             (loss if model is None or model.loss_scale == 1.0 else loss * model.loss_scale).backward()
-        if team is None or leader == team.place:  # others have the loss of theirs
-            totals["loss"] += float(loss.detach())
+        if micro is not None and not micro.is_counted:
+            continue
+        totals["loss"] += float(loss.detach())
         for name, value in metrics.items():
             totals[name] = (
                 max(totals.get(name, value), value)

@@ -20,8 +20,8 @@ from whet.generate.backends.workers import Pinned, Workers
 from whet.generate.policy import Policy
 from whet.generate.probe import ProbeResult, probe_policy
 from whet.ranks.collectives import all_reduce_sum, gather_json, rank, redeal, shard, world_size
+from whet.ranks.context import sharing
 from whet.ranks.fsdp import sharding
-from whet.ranks.team import team_of
 from whet.rewards.base import WeightedReward
 from whet.tasks.tools import environment_for
 from whet.telemetry.spans import span, spanned
@@ -293,7 +293,7 @@ class RolloutSource:
         self._num_prompts, self._params = num_prompts, params
         self._staleness, self._num_steps, self._seed = staleness, num_steps, seed
         keeps = self._beside is None and sampler is None and not staleness
-        if keeps and kept_gib and sharding(policy.model) is None and team_of(policy.model) is None:
+        if keeps and kept_gib and sharding(policy.model) is None and sharing(policy.model) is None:
             policy.activations = Activations(int(kept_gib * 2**30))
         self._sampler, self._version, self._sync_seconds = sampler, -1, 0.0
         self._engine = sampler or (

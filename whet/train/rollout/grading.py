@@ -1,0 +1,313 @@
+"""Grading in other processes: a run's answers are judged, and its own rewards computed, by workers that Ray starts.
+
+Where graders are slow (programs in a sandbox, a user's function), the trainer's host is not what a step waits for. Each
+worker has the run's task, with its sandbox, and the same grader pools as a run without them. What comes back are
+verdicts and outcomes; what follows from these is computed here, by the code of a run without workers. What a lost or
+late worker had is graded again by another one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from whet.eval.grade import judge_answers
+from whet.generate.backends.crew import RayCrew
+from whet.generate.backends.dealing import PORTIONS, Dealer, Part, portions
+from whet.generate.backends.workers import MAX_STARTS, POLL_S, Crew, LostError
+from whet.ranks.collectives import shard
+from whet.rewards.base import REWARDS, Item, WeightedReward, own_name, own_pool, own_reward
+from whet.rewards.presets import ProgramTask
+from whet.sandbox.graders.graders import GraderPool, Outcome
+from whet.schema import ResponseSchema
+from whet.tasks.base import TaskConfig, load_task
+from whet.train.rl_config import RLConfig
+from whet.types import Problem, Task, UserError
+
+KEPT = 1 << 16
+"""Verdicts that are remembered: the reward and the metrics ask for the same ones."""
+
+Answer = tuple[Problem, str | None]
+Verdict = tuple[bool | None, dict[str, float] | None]
+"""Whether an answer is right, and the scores of a program by name."""
+
+
+class GradingWorker:
+    """A task and the pools of a run's own rewards, in a process of their own."""
+
+    def __init__(self) -> None:
+        self._task: Task | None = None
+        self._pools: dict[str, GraderPool] = {}
+
+    def load(self, config: TaskConfig, own: Sequence[str], folder: str) -> int:
+        """Make the task and the pools; return the process id.
+
+        Args:
+            config: The run's task.
+            own: The run's own rewards, as `whet.rewards.base.own_pool` reads them.
+            folder: Where the run was started: paths are relative to it.
+        """
+        with suppress(OSError):  # another machine may not have it, nor need it
+            os.chdir(folder)
+        self._task = load_task(config)
+        self._task.problems("train")  # some tasks judge only what they have read
+        self._pools = {spec: own_pool(spec) for spec in own}
+        return os.getpid()
+
+    def judge(self, items: Sequence[Answer]) -> list[Verdict]:
+        """Judge answers by the task; with programs, also score their parts."""
+        assert self._task is not None
+        verdicts, task = judge_answers(self._task, items), self._task
+        scores = [task.code_scores(*item) if isinstance(task, ProgramTask) else None for item in items]
+        return list(zip(verdicts, scores, strict=True))
+
+    def own(self, spec: str, items: Sequence[Item]) -> list[Outcome]:
+        """Run one of the user's rewards."""
+        return self._pools[spec].map(items)
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One worker, as the driver sees it."""
+
+    hand: Any
+    ref: Any
+    is_ready: bool = False
+
+
+class Graders:
+    """Workers that grade; usable from several threads, one at a time.
+
+    Args:
+        crew: Starts them.
+        count: How many.
+        arguments: What each of them loads.
+        slow_factor: See `whet.ranks.ray.ClusterConfig`.
+
+    Attributes:
+        num_started: Workers that were started, also in place of lost ones.
+    """
+
+    def __init__(self, crew: Crew, *, count: int, arguments: Sequence[Any], slow_factor: float = 4.0) -> None:
+        self._crew, self._count, self._arguments = crew, count, tuple(arguments)
+        self._dealer: Dealer[_Slot, list[int]] = Dealer(slow_factor=slow_factor)
+        self._slots: list[_Slot] = []
+        self._lock = threading.Lock()
+        self.num_started = self._num_failed = 0
+        self._fill()
+
+    @property
+    def num_lost(self) -> int:
+        """Parts that were graded again since their worker was lost."""
+        return self._dealer.num_lost
+
+    def map(self, method: str, items: Sequence[Any], *first: Any) -> list[Any]:
+        """Grade items; return the results in their order.
+
+        Args:
+            method: A method of `GradingWorker` that takes a list of them.
+            items: What is graded.
+            first: What the method takes before them.
+
+        Raises:
+            UserError: If workers are lost again and again, or what a grader raised.
+        """
+        results: list[Any] = [None] * len(items)
+        with self._lock:
+            parts = [
+                Part(places, float(len(places)))
+                for places in portions([1.0] * len(items), self._count * PORTIONS)
+            ]
+            self._dealer.add(parts)
+            try:
+                while not all(part.is_over for part in parts):
+                    self._turn(method, items, first, results)
+            finally:
+                for part in parts:
+                    part.is_over = True
+        return results
+
+    def close(self) -> None:
+        """End all workers."""
+        with self._lock:
+            self._crew.close()
+
+    def _fill(self) -> None:
+        while len(self._slots) < self._count:
+            hand = self._crew.hire()
+            self._slots.append(_Slot(hand, self._crew.call(hand, "load", *self._arguments)))
+            self.num_started += 1
+
+    def _turn(self, method: str, items: Sequence[Any], first: Sequence[Any], results: list[Any]) -> None:
+        """Give work to idle workers, and take in what arrives within a moment."""
+        self._fill()
+        for slot in self._slots:
+            if not slot.is_ready or slot.ref is not None:
+                continue
+            if (part := self._dealer.deal(slot, time.monotonic())) is not None:
+                chosen = [items[place] for place in part.work]
+                slot.ref = self._crew.call(slot.hand, method, *first, chosen)
+        owed = [slot for slot in self._slots if slot.ref is not None]
+        done = self._crew.wait([slot.ref for slot in owed], POLL_S)
+        for slot in owed:
+            if slot.ref in done:
+                self._take(slot, results)
+        for slot in list(self._dealer.stuck(time.monotonic())):
+            self._drop(slot)
+
+    def _take(self, slot: _Slot, results: list[Any]) -> None:
+        """Take in what a worker answered: it is ready, it has graded, or it is lost."""
+        ref, slot.ref = slot.ref, None
+        try:
+            answer = self._crew.result(ref)
+        except LostError as error:
+            self._num_failed = 0 if slot.is_ready else self._num_failed + 1
+            if self._num_failed >= MAX_STARTS:
+                raise UserError(
+                    f"cluster.reward_workers: {self._num_failed} in a row were lost before they were ready ({error}); "
+                    "see their logs"
+                ) from None
+            self._drop(slot)
+            return
+        except Exception:
+            if slot.is_ready:
+                self._dealer.answer(slot, time.monotonic())
+            raise
+        if not slot.is_ready:
+            slot.is_ready, self._num_failed = True, 0
+        elif (part := self._dealer.answer(slot, time.monotonic())) is not None:
+            for place, value in zip(part.work, answer, strict=True):
+                results[place] = value
+
+    def _drop(self, slot: _Slot) -> None:
+        self._slots.remove(slot)
+        self._crew.fire(slot.hand)
+        self._dealer.lose(slot)
+
+
+class GradedTask:
+    """A task whose answers are judged elsewhere; all else is the task's own.
+
+    Args:
+        task: The task.
+        graders: Who judges.
+    """
+
+    def __init__(self, task: Task, graders: Graders) -> None:
+        self._inner, self._graders = task, graders
+        self.name = task.name
+        self._known: OrderedDict[tuple[str, str | None], Verdict] = OrderedDict()
+        self._guard = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def problems(self, split: str) -> list[Problem]:
+        """Return the task's problems of a split."""
+        return self._inner.problems(split)
+
+    def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
+        """Judge an answer; see `Task.is_correct`."""
+        return self.verdicts([(problem, answer)])[0][0]
+
+    def judge_many(self, items: Sequence[Answer]) -> list[bool | None]:
+        """Judge answers."""
+        return [is_right for is_right, _ in self.verdicts(items)]
+
+    def verdicts(self, items: Sequence[Answer]) -> list[Verdict]:
+        """Judge answers, equal ones to one problem once; those that were judged before are remembered."""
+        keys = [(problem.uid, answer) for problem, answer in items]
+        with self._guard:
+            found = {key: self._known[key] for key in keys if key in self._known}
+        missing = {key: item for key, item in zip(keys, items, strict=True) if key not in found}
+        if missing:
+            found |= dict(zip(missing, self._graders.map("judge", list(missing.values())), strict=True))
+        with self._guard:
+            # Where the sandbox failed, the next question is a new attempt, as it is without workers.
+            self._known |= {key: found[key] for key in missing if found[key][0] is not None}
+            while len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return [found[key] for key in keys]
+
+
+class GradedPrograms(GradedTask):
+    """A task of programs, judged elsewhere."""
+
+    def code_scores(self, problem: Problem, answer: str | None) -> dict[str, float] | None:
+        """Return a program's scores; see `whet.rewards.presets.ProgramTask`."""
+        return self.verdicts([(problem, answer)])[0][1]
+
+
+class GradedPool:
+    """One of the user's rewards, computed elsewhere.
+
+    Args:
+        spec: The reward.
+        graders: Who computes it.
+    """
+
+    def __init__(self, spec: str, graders: Graders) -> None:
+        self._spec, self._graders = spec, graders
+
+    def map(self, calls: Sequence[Item]) -> list[Outcome]:
+        """Run the reward on every item; see `GraderPool.map`."""
+        return self._graders.map("own", calls, self._spec)
+
+
+@contextmanager
+def grading(
+    config: RLConfig, task: Task, schema: ResponseSchema, rewards: Sequence[WeightedReward]
+) -> Iterator[tuple[Task, list[WeightedReward]]]:
+    """Have a run's answers graded by workers, if it has any.
+
+    Args:
+        config: The run's settings.
+        task: Its task.
+        schema: Its schema.
+        rewards: Its rewards.
+
+    Yields:
+        The task and the rewards, of which those that need the task or are the user's own are computed by the workers.
+
+    Raises:
+        UserError: If Ray is missing, or there is no such cluster.
+    """
+    if not config.cluster.reward_workers:
+        yield task, list(rewards)
+        return
+    count = len(shard(config.cluster.reward_workers))
+    crew = RayCrew(config.cluster, GradingWorker, count=count, cpus=1)
+    folder, slow_factor = str(Path.cwd()), config.cluster.slow_factor
+    graders = Graders(
+        crew, count=count, arguments=(config.task, config.reward, folder), slow_factor=slow_factor
+    )
+    try:
+        yield graded(config, task, schema, rewards, graders)
+    finally:
+        graders.close()
+
+
+def graded(
+    config: RLConfig, task: Task, schema: ResponseSchema, rewards: Sequence[WeightedReward], graders: Graders
+) -> tuple[Task, list[WeightedReward]]:
+    """Return a task and rewards that leave their work to graders."""
+    kind = GradedPrograms if isinstance(task, ProgramTask) else GradedTask
+    elsewhere = kind(task, graders)
+    own = {own_name(spec): spec for spec in config.reward}
+
+    def moved(reward: WeightedReward) -> WeightedReward:
+        if reward.name in own:
+            spec = own[reward.name]
+            return own_reward(spec, GradedPool(spec, graders), reward.failures)
+        if reward.many is None and reward.name in REWARDS:
+            return replace(reward, function=REWARDS[reward.name].make(schema, elsewhere))
+        return reward
+
+    return elsewhere, list(map(moved, rewards))
