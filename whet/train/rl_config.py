@@ -163,8 +163,8 @@ class RLConfig:
             )
         if is_balanced(self.parallel) and self.overlap.mode == "stream":
             raise ValueError(
-                "overlap.mode = stream with parallel.context above 1 or parallel.balance = on: ranks deal out whole "
-                "steps, not parts; leave one out"
+                "overlap.mode = stream with parallel.context or parallel.tensor above 1 or parallel.balance = on: "
+                "ranks deal out whole steps, not parts; leave one out"
             )
         self._check_cluster()
 
