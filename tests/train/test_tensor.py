@@ -18,7 +18,7 @@ from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.probe import ProbeResult, probe_divided
 from whet.generate.scoring import score_micro_batch, score_texts
 from whet.model.config import Block, LayerSpec, ModelConfig
-from whet.model.lora.side import LoRAConfig
+from whet.model.lora.side import LoRAConfig, attach, choose
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model
 from whet.ranks.collectives import is_share, rank, shard, sum_gradients, world_size
@@ -35,7 +35,7 @@ TENSOR = ParallelConfig(tensor=2)
 WORDS = replace(SHAPE, vocab_size=48)
 SHAPES = {
     "plain": WORDS,
-    "untied, head norms, biases": replace(WORDS, tie_embeddings=False, qk_norm=True, qkv_bias=True),
+    "untied, head norms, biases": replace(WORDS, tie_embeddings=False, family="qwen2", block=Block(qk_norm=True)),
     "windows": replace(WORDS, block=Block(layers=(LayerSpec(window=5), LayerSpec()), attention_cap=3.0)),
     "gate": replace(WORDS, block=Block(is_gated=True)),
     "reward": replace(WORDS, is_reward=True),
@@ -154,7 +154,10 @@ def test_a_rank_holds_its_share_and_trust_is_not_called_exact() -> None:
         assert "parallel.tensor" in told
         assert share == pytest.approx(0.5, abs=0.01)
         assert (same, alone, again) == (True, True, 14)
-        beginnings = ["optim.optimizer = galore with parallel.tensor", "optim.adam_bits = 8 with parallel.tensor"]
+        beginnings = [
+            "optim.optimizer = galore with parallel.tensor",
+            "optim.adam_bits = 8 with parallel.tensor",
+        ]
         assert [text[: len(start)] for text, start in zip(said, beginnings, strict=True)] == beginnings
 
 
@@ -171,7 +174,7 @@ def refused() -> list[str]:
     ]
     models = [(build_model(shape), layout) for shape, layout in shapes]
     adapted = build_model(SHAPE)
-    adapters(adapted)
+    attach(adapted, LoRAConfig(rank=2), choose(adapted, LoRAConfig(rank=2)), 0)
     models.append((adapted, TENSOR))
     said = []
     for model, layout in models:
