@@ -35,7 +35,9 @@ TENSOR = ParallelConfig(tensor=2)
 WORDS = replace(SHAPE, vocab_size=48)
 SHAPES = {
     "plain": WORDS,
-    "untied, head norms, biases": replace(WORDS, tie_embeddings=False, family="qwen2", block=Block(qk_norm=True)),
+    "untied, head norms, biases": replace(
+        WORDS, tie_embeddings=False, family="qwen2", block=Block(qk_norm=True)
+    ),
     "windows": replace(WORDS, block=Block(layers=(LayerSpec(window=5), LayerSpec()), attention_cap=3.0)),
     "gate": replace(WORDS, block=Block(is_gated=True)),
     "reward": replace(WORDS, is_reward=True),
