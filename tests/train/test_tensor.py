@@ -207,7 +207,7 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         ParallelConfig(context=2, tensor=2)
     with pytest.raises(ValueError, match="parallel.balance = off with parallel.tensor = 2"):
         ParallelConfig(tensor=2, balance="off")
-    with pytest.raises(ValueError, match="overlap.mode = stream with parallel.context or parallel.tensor"):
+    with pytest.raises(ValueError, match="overlap.mode = stream with parallel.tensor = 2"):
         RLConfig(
             out="", policy=PolicyConfig(init="base"), parallel=TENSOR, overlap=OverlapConfig(mode="stream")
         )

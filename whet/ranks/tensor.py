@@ -80,7 +80,7 @@ def divide_layers(model: nn.Module, plan: Mapping[str, Side], size: int) -> None
     mesh = DeviceMesh.from_group(group, parameter.device.type, mesh_dim_names=("tensor",))
     styles = {"rows": Rows(), "columns": Columns()}
     parallelize_module(model, mesh, {name: styles[side] for name, side in plan.items()}, src_data_rank=None)
-    modules = [(model.get_submodule(name), side) for name, side in plan.items()]
+    modules: list[tuple[nn.Module, Side]] = [(model.get_submodule(name), side) for name, side in plan.items()]
     for module, side in modules:
         _multiply_shares(module, group if side == "columns" else None)
     setattr(model, DIVIDED, _Divided(modules, group))
@@ -99,12 +99,10 @@ class _Divided:
 
 def _multiply_shares(module: nn.Module, group: Any) -> None:
     """Have a linear layer multiply by its share, and add over a group if there is one."""
-    module.__dict__["product"] = partial(_product, module, type(module).product, group)  # pyright: ignore[reportAttributeAccessIssue]
+    module.__dict__["product"] = partial(_product, module, type(module).product, group)
 
 
-def _product(
-    module: Any, product: Any, group: Any, x: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _product(module: Any, product: Any, group: Any, x: torch.Tensor, bias: Any) -> torch.Tensor:
     share = _Local(module.weight.to_local(), module.packed)
     y = product(share, x, None if bias is None else bias.to_local())
     return y if group is None else _Sum.apply(y, group)  # pyright: ignore[reportReturnType]
