@@ -97,7 +97,7 @@ class _Divided:
         self.modules, self.group, self.is_whole = modules, group, False
 
 
-def _multiply_shares(module: nn.Module, group: Any) -> None:
+def _multiply_shares(module: Any, group: Any) -> None:
     """Have a linear layer multiply by its share, and add over a group if there is one."""
     module.__dict__["product"] = partial(_product, module, type(module).product, group)
 
