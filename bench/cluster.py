@@ -158,8 +158,8 @@ def samples_of(folder: str) -> Counter[tuple[Any, ...]]:
 def battery(kills: int, workers: int, steps: int, init: str) -> dict[str, Any]:
     """Kill random workers of a run; compare its weights and samples with those of an undisturbed run in one process.
 
-    Kills hit workers that are ready, and leave time for work: three that die in a row before they are ready end a run,
-    as do four that die with the same work.
+    Each kill waits until no more than one worker is missing: a run ends, as it shall, when four die with the same work,
+    or three in a row before they are ready.
     """
     with tempfile.TemporaryDirectory() as folder:
         alone_config = make_config(Path(folder) / "alone", steps, 0, init)
@@ -167,8 +167,9 @@ def battery(kills: int, workers: int, steps: int, init: str) -> dict[str, Any]:
         is_over, killed, draw = threading.Event(), [0], random.Random(0)
 
         def kill() -> None:
-            while killed[0] < kills and not is_over.wait(draw.uniform(2.0, 7.0)):
-                if found := samplers():
+            while killed[0] < kills and not is_over.wait(draw.uniform(0.5, 3.0)):
+                found = samplers()
+                if len(found) >= workers - 1:
                     with suppress(ProcessLookupError):
                         os.kill(draw.choice(found).pid, signal.SIGKILL)
                         killed[0] += 1

@@ -211,7 +211,7 @@ def test_mistakes_get_one_line(runs: Path, tmp_path: Path) -> None:
         ({"folder": str(runs), "note": ("zzz", "x")}, "no run of that id"),
         ({"folder": str(runs), "note": ("runs-e", "x")}, "names 3 runs"),
         ({"folder": str(runs), "note": ("rl-one", " ")}, "the text is empty"),
-        ({"folder": str(runs / "e1" / "config.yaml")}, "no such run or folder"),
+        ({"folder": str(runs / "e1" / "config.yaml")}, "is a file, expected a run or a folder"),
     ]
     for fields, message in cases:
         with pytest.raises(UserError, match=message) as caught:

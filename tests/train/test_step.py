@@ -7,6 +7,7 @@ import math
 import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,7 +258,8 @@ def test_precisions() -> None:
 def test_forward_backward_adds_up() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
     shares = iter([(weight * 3, {"a": 1.0, "gap_max": -5.0}), (weight * 4, {"a": 2.5, "gap_max": -7.0})])
-    totals = forward_backward(["one", "two"], lambda micro: next(shares))  # type: ignore[list-item]
+    micros: Any = [SimpleNamespace(is_counted=True), SimpleNamespace(is_counted=True)]
+    totals = forward_backward(micros, lambda micro: next(shares))
     assert totals == {"loss": 14.0, "a": 3.5, "gap_max": -5.0}
     assert weight.grad == 7.0
     assert forward_backward([], lambda micro: next(shares)) == {"loss": 0.0}
