@@ -68,6 +68,7 @@ LAYOUTS: dict[str, ParallelConfig] = {
     "balanced": ParallelConfig(balance="on"),
     "context": ParallelConfig(context=2),
     "fsdp, context": ParallelConfig(kind="fsdp", context=2),
+    "tensor": ParallelConfig(tensor=2),
 }
 
 
@@ -189,6 +190,13 @@ PROGRAMS: dict[str, Callable[[Path, Path, ParallelConfig], None]] = {
 }
 
 
+def fits(program: str, layout: ParallelConfig, world: int) -> bool:
+    """Say whether so many ranks can run a program in a layout; tensor parallelism knows no adapters and no experts."""
+    if layout.tensor > 1 and ("lora" in program or "experts" in program):
+        return False
+    return world % (layout.replicas * layout.context * layout.tensor) == 0
+
+
 def run(program: str, layout: str, base: Path, out: Path) -> None:
     """Run a program in this process, or as this rank of several, in float64."""
     wide = property(lambda target: {"device": "cpu", "dtype": torch.float64})  # beside 4 bits, too
@@ -287,8 +295,8 @@ def main() -> int:
             jobs = [
                 (program, layout, str(folder / f"{world} {layout}" / program))
                 for layout in options.layouts
-                if world % (LAYOUTS[layout].replicas * LAYOUTS[layout].context) == 0
                 for program in options.programs
+                if fits(program, LAYOUTS[layout], world)
             ]
             start(world, folder, jobs)
             for program, layout, out in jobs:

@@ -1,6 +1,6 @@
 """Time and memory of a supervised step on ranks that hold the whole model, or shares of it in every layout.
 
-python bench/shards.py [--model b] [--ranks 2] [--repeats 7] [--compile] [--json FILE]
+python bench/shards.py [--model b] [--ranks 2] [--repeats 7] [--compile] [--layouts NAME ...] [--json FILE]
 
 32 sequences a step, 32 to 256 tokens long, in micro-batches of 1,024 tokens. All layouts alternate in the same
 processes (gloo, one thread a rank); times are relative to whole models. Memory is the peak of two steps of rank 0 above
@@ -48,6 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp, prefetch 1": {"kind": "fsdp", "prefetch": 1},
     "fsdp, prefetch 2": {"kind": "fsdp", "prefetch": 2},
     "fsdp, kept between passes": {"kind": "fsdp", "reshard": False},
+    "tensor": {"tensor": 2},
 }
 
 
@@ -72,7 +73,7 @@ class Side:
 def _import_all(layout: str) -> None:
     """Take a step of next to nothing, for which PyTorch imports all that it needs."""
     shape = ModelConfig(
-        hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16
+        hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16
     )
     model = build_model(shape)
     init_weights(model, 0)
@@ -160,16 +161,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--compile", action="store_true", help="compile the per-token parts of each layer")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), metavar="NAME")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    chosen = list(dict.fromkeys(["replicate", *options.layouts]))
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         home = sides.save_shape(options.model, folder)
         if home != folder / "model":
             home.rename(folder / "model")
-        times = {} if options.only == "memory" else start(options, list(LAYOUTS), folder, timed=True)
-        for layout in LAYOUTS:
+        times = {} if options.only == "memory" else start(options, chosen, folder, timed=True)
+        for layout in chosen:
             row: dict[str, Any] = {"layout": layout}
             words = []
             if times:

@@ -222,6 +222,8 @@ class Split:
         most_rows: Rows of the rank that has most.
         order_N: int64 place of each row of the micro-batch where the ranks' rows stand one after the other, each rank's
             filled up to `most_rows`.
+        has_all_rows: Whether each rank computes all rows, with its part of the layers' matrices: then these are the
+            rows whose tokens it scores.
     """
 
     place: int
@@ -230,6 +232,7 @@ class Split:
     rows_N: torch.Tensor
     most_rows: int
     order_N: torch.Tensor
+    has_all_rows: bool = False
 
 
 class KeptSets(NamedTuple):

@@ -11,6 +11,9 @@ from whet.generate.backends.base import CopySampler
 from whet.generate.engine import Request
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.ranks.collectives import all_reduce_max
+from whet.ranks.context import sharing, split
+from whet.ranks.fsdp import gathered
 from whet.types import UserError
 
 PROBE_PROMPTS = 6
@@ -29,17 +32,24 @@ class ProbeResult:
         exact: Whether all log-probabilities were equal.
         max_gap: Largest difference in nats.
         mean_gap: Mean difference in nats, where the sampler has a copy of the weights; else None.
+        is_divided: Whether ranks divide the trainer's matrices, whose products then are no sampler's to the last bit.
     """
 
     exact: bool
     max_gap: float
     mean_gap: float | None = None
+    is_divided: bool = False
 
     def __str__(self) -> str:
         if self.exact and self.mean_gap is None:
             return "exact: sampler and trainer log-probabilities are bitwise equal on this machine"
         if self.exact:
             return "exact: the log-probabilities of the sampler's copy and of the trainer are bitwise equal"
+        if self.is_divided:
+            return (
+                f"approx: max |delta log-prob| {self.max_gap:.1e}, because ranks that divide the trainer's matrices "
+                "(parallel.tensor) add their products in another order than the sampler"
+            )
         if self.mean_gap is not None:
             return (
                 f"approx: max |delta log-prob| {self.max_gap:.1e}, mean {self.mean_gap:.1e}, because the sampler's "
@@ -115,3 +125,31 @@ def probe_policy(
             "that is too low"
         )
     return ProbeResult(is_exact, gap, mean)
+
+
+def probe_divided(policy: Policy, before: ProbeResult) -> ProbeResult:
+    """Compare the log-probabilities of matrices that ranks divide with those of whole ones; all ranks call.
+
+    Args:
+        policy: The policy as it is trained.
+        before: How sampler and trainer agree where every rank has whole matrices.
+
+    Returns:
+        How they agree in training, never exactly; the argument where nothing is divided.
+    """
+    own = sharing(policy.model)
+    if own is None or not own.has_all_rows:
+        return before
+    generator = torch.Generator().manual_seed(0)
+    room, sequences = min(policy.model.config.max_positions, 8 * PROBE_TOKENS), []
+    for index in range(PROBE_PROMPTS):
+        count = max(2, room * (index + 1) // PROBE_PROMPTS)
+        ids = tuple(torch.randint(0, policy.model.num_valid_tokens, (count,), generator=generator).tolist())
+        sequences.append(TrainingSequence(prompt_ids=ids[:1], completion_ids=ids[1:]))
+    (micro,) = pack(sequences, token_budget=2**30, device=policy.device).micro_batches
+    with torch.no_grad():
+        divided, _ = policy.score(split(micro, own))
+        with gathered(policy.model):
+            whole, _ = policy.score(micro)
+    gap = all_reduce_max(float((divided - whole).abs().max()))
+    return replace(before, exact=False, max_gap=max(before.max_gap, gap), is_divided=True)

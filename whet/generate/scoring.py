@@ -46,7 +46,9 @@ def hidden_rows(
     device = micro.tokens_N.device
     positions_N = positions_of(micro.segments, device)
     tokens_N, source_M = micro.tokens_N, micro.source_M
-    if split is not None:
+    if split is not None and split.has_all_rows:
+        source_M, split = own_tokens(source_M, split)[1], None
+    elif split is not None:
         # A rank without rows reads one that nobody attends to: all take part in every layer's exchange.
         rows_N = split.rows_N if len(split.rows_N) else torch.zeros_like(tokens_N[:1])
         tokens_N, positions_N = tokens_N[rows_N], positions_N[rows_N]

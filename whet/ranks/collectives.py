@@ -22,6 +22,8 @@ T = TypeVar("T")
 BUCKET_NUMBERS = 1 << 23
 """Gradients are added in buckets of at most this many numbers, or of one tensor."""
 _TEXT_BYTES = 184
+across: Any = None
+"""Process group of the ranks that have the same shares, where groups of ranks divide matrices (`whet.ranks.tensor`)."""
 _current = ""
 _first: Callable[[], None] | None = None
 
@@ -196,12 +198,14 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Add gradients over all ranks.
 
     Losses are divided by global counts, so the sum is the gradient of the whole batch. A parameter without a gradient
-    here but with one on other ranks counts as zero; one without a gradient on any rank stays without. Shares of sharded
-    parameters are left alone: theirs were added when they were dealt out.
+    here but with one on other ranks counts as zero; one without a gradient on any rank stays without. Gradients of
+    parameters that are sharded over all ranks were added when they were dealt out; those of matrices that groups divide
+    are added over the ranks that have the same share.
     """
     if not is_distributed():
         return
-    trained = [p for p in parameters if p.requires_grad and not is_share(p)]
+    everything = [p for p in parameters if p.requires_grad]
+    trained = [p for p in everything if not is_share(p)]
     layout = repr([(parameter.dtype, tuple(parameter.shape)) for parameter in trained])
     work = f"sum_gradients of {len(trained)} tensors ({zlib.crc32(layout.encode()):08x})"
     num_missing = sum(parameter.grad is None for parameter in trained)
@@ -218,6 +222,24 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
             dist.all_reduce(flat)
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
+    if divided := [p for p in everything if is_share(p) and _mesh_size(p) < world_size()]:
+        _sum_shares(divided)
+
+
+def _mesh_size(share: Any) -> int:
+    return share.device_mesh.size()
+
+
+def _sum_shares(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Add the gradients of shares over the ranks that have the same ones."""
+    if not all_reduce_max(float(any(parameter.grad is not None for parameter in parameters))):
+        return
+    with named(f"sum_gradients of {len(parameters)} shares"):
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            share: Any = parameter.grad
+            dist.all_reduce(share.to_local(), group=across)
 
 
 def shard(count: int) -> range:

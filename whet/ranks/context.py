@@ -63,10 +63,12 @@ class Sharing:
     Attributes:
         context: Ranks that compute one together.
         costs: Work of a sequence.
+        has_all_rows: Whether each of them computes all rows, with its part of the layers' matrices.
     """
 
     context: int
     costs: Costs
+    has_all_rows: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -79,22 +81,24 @@ class Sharing:
         return rank() // self.context
 
 
-def share_micro_batches(model: nn.Module, context: int, costs: Costs) -> None:
+def share_micro_batches(model: nn.Module, context: int, costs: Costs, *, has_all_rows: bool = False) -> None:
     """Have the ranks deal out a model's micro-batches by their work, and share each.
 
     Args:
         model: The model, which only takes note of it.
         context: Ranks that compute a micro-batch together.
         costs: Work of a sequence.
+        has_all_rows: Whether each of them computes all rows, with its part of the layers' matrices.
 
     Raises:
         UserError: If the ranks cannot be divided into such groups.
     """
     if world_size() % context:
-        raise UserError(f"parallel.context = {context}: expected a divisor of the {world_size()} ranks")
-    setattr(model, SHARING, Sharing(context, costs))
+        name = "tensor" if has_all_rows else "context"
+        raise UserError(f"parallel.{name} = {context}: expected a divisor of the {world_size()} ranks")
+    setattr(model, SHARING, Sharing(context, costs, has_all_rows))
     if context > 1:
-        _group(context)
+        group_of(context)
 
 
 def sharing(model: nn.Module) -> Sharing | None:
@@ -103,8 +107,8 @@ def sharing(model: nn.Module) -> Sharing | None:
 
 
 @cache
-def _group(size: int) -> Any:
-    """Return this rank's group of so many ranks; all ranks must call."""
+def group_of(size: int) -> Any:
+    """Return this rank's group of so many ranks that follow each other; all ranks must call."""
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size(), size)]
     return groups[rank() // size]
 
@@ -200,6 +204,7 @@ def split(micro: MicroBatch, own: Sharing) -> MicroBatch:
         rows_N=torch.tensor(rows[place], dtype=torch.int64, device=device),
         most_rows=most,
         order_N=order.to(device),
+        has_all_rows=own.has_all_rows,
     )
     return replace(micro, split=found)
 
@@ -274,7 +279,7 @@ class _Keys(torch.autograd.Function):
         padded[found.order_N] = both
         mine = torch.empty_like(padded[: found.most_rows])
         with named("gradients of keys and values"):
-            dist.reduce_scatter(mine, list(padded.chunk(found.num_ranks)), group=_group(found.num_ranks))
+            dist.reduce_scatter(mine, list(padded.chunk(found.num_ranks)), group=group_of(found.num_ranks))
         count = found.rows_N.shape[0]
         grads = mine.new_zeros(ctx.rows, *mine.shape[1:])
         grads[:count] = mine[:count]
@@ -287,7 +292,7 @@ def _all_rows(x: torch.Tensor, most: int, num_ranks: int) -> torch.Tensor:
     padded[: x.shape[0]] = x
     parts = padded.new_empty(num_ranks * most, *x.shape[1:])
     with named("keys and values" if x.dim() > 2 else "log-probabilities"):
-        dist.all_gather(list(parts.chunk(num_ranks)), padded, group=_group(num_ranks))
+        dist.all_gather(list(parts.chunk(num_ranks)), padded, group=group_of(num_ranks))
     return parts
 
 
@@ -300,6 +305,8 @@ def own_tokens(source_M: torch.Tensor, found: Split) -> tuple[torch.Tensor, torc
     """
     places_M = found.order_N[source_M]
     mine = (places_M // found.most_rows == found.place).nonzero().squeeze(1)
+    if found.has_all_rows:
+        return mine, source_M[mine]
     return mine, places_M[mine] % found.most_rows
 
 

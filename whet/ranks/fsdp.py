@@ -31,6 +31,7 @@ from whet.ranks.collectives import (
     together,
     world_size,
 )
+from whet.ranks.tensor import whole_matrices
 from whet.types import UserError
 
 Item = TypeVar("Item")
@@ -61,20 +62,34 @@ class ParallelConfig:
     context: int = 1
     """Ranks that compute each micro-batch together, each some positions of every sequence, for sequences whose training
     one rank has no memory for; ranks of a group follow each other."""
+    tensor: int = 1
+    """Ranks that divide the layers' matrices in training (tensor parallelism), for wide models on one node; ranks of a
+    group follow each other."""
     balance: Literal["auto", "on", "off"] = "auto"
     """Deal a step's sequences out to the ranks by estimated work, in as many micro-batches each; auto: where ranks wait
-    for each other in every layer (kind = fsdp or context above 1), else each rank trains on what it drew."""
+    for each other in every layer (kind = fsdp, context or tensor above 1), else each rank trains on what it drew."""
 
     def __post_init__(self) -> None:
-        for name, least in (("replicas", 1), ("prefetch", 0), ("context", 1)):
+        for name, least in (("replicas", 1), ("prefetch", 0), ("context", 1), ("tensor", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"parallel.{name} = {getattr(self, name)}: expected {least} or more")
-        own = {"context", "balance"}
+        own = {"context", "tensor", "balance"}
         default = {name: item.default for name, item in self.__dataclass_fields__.items() if name not in own}
         changed = [name for name, value in default.items() if getattr(self, name) != value]
         if self.kind == "replicate" and changed:
             raise ValueError(
                 f"parallel.{changed[0]} is read with parallel.kind = fsdp only; leave it out, or set the kind"
+            )
+        if self.tensor > 1 and (self.kind == "fsdp" or self.context > 1):
+            other = "kind = fsdp" if self.kind == "fsdp" else f"context = {self.context}"
+            raise ValueError(
+                f"parallel.tensor = {self.tensor} with parallel.{other}: each divides the same passes in its own way; "
+                "leave one out"
+            )
+        if self.tensor > 1 and self.balance == "off":
+            raise ValueError(
+                f"parallel.balance = off with parallel.tensor = {self.tensor}: ranks that share micro-batches deal "
+                "them out together; leave it out"
             )
         if self.context > 1 and self.balance == "off":
             raise ValueError(
@@ -85,7 +100,7 @@ class ParallelConfig:
 
 def is_balanced(config: ParallelConfig) -> bool:
     """Say whether the ranks deal a step's sequences out together."""
-    waits = config.kind == "fsdp" or config.context > 1
+    waits = config.kind == "fsdp" or config.context > 1 or config.tensor > 1
     return config.balance == "on" or (config.balance == "auto" and waits)
 
 
@@ -200,6 +215,8 @@ def gathered(*models: nn.Module | None) -> Iterator[None]:
         (m, own) for m in models if m is not None and (own := sharding(m)) is not None and not own.is_open
     ]
     with ExitStack() as stack:
+        for model in filter(None, models):
+            stack.enter_context(whole_matrices(model))
         for _, own in found:
             own.is_open = True
             stack.callback(setattr, own, "is_open", False)
@@ -339,10 +356,10 @@ def like(share: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def share_of(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return of a tensor, sharded or whole, this rank's rows, as of another one."""
+    """Return of a tensor, sharded or whole, this rank's part, as of another one."""
     if not is_share(like):
         return source
-    return local(source) if is_share(source) else source.detach()[rows_of(like)]
+    return local(source) if is_share(source) else source.detach()[part_of(like)]
 
 
 @torch.no_grad()
@@ -356,13 +373,18 @@ def fill(target: torch.Tensor, source: torch.Tensor) -> None:
     local(target).detach().copy_(share_of(source, target))
 
 
-def rows_of(tensor: torch.Tensor) -> slice:
-    """Return the rows of a sharded tensor that this rank holds."""
+def part_of(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Return the part of a sharded tensor that this rank holds, by axis."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     whole = cast(Any, tensor)
-    size, start = compute_local_shape_and_global_offset(tensor.shape, whole.device_mesh, whole.placements)
-    return slice(start[0], start[0] + size[0])
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, whole.device_mesh, whole.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def rows_of(tensor: torch.Tensor) -> slice:
+    """Return the rows of a tensor, sharded by rows, that this rank holds."""
+    return part_of(tensor)[0]
 
 
 def sum_over_shares(parameters: Sequence[torch.Tensor], values: Sequence[float]) -> float:
@@ -378,7 +400,8 @@ def sum_over_shares(parameters: Sequence[torch.Tensor], values: Sequence[float])
     if world_size() == 1 or not any(map(is_share, parameters)):
         return rest
     mesh = cast(Any, next(filter(is_share, parameters))).device_mesh
-    replicas = mesh.size(0) if mesh.ndim > 1 else 1
+    # Those of one mesh (HSDP), or groups that divide matrices.
+    replicas = mesh.size(0) if mesh.ndim > 1 else world_size() // mesh.size()
     return rest + all_reduce_sum(sum(mine))[0] / replicas
 
 

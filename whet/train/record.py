@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy
 from whet.model.attention import AttentionKind
-from whet.ranks.collectives import gather_json, rank
-from whet.ranks.fsdp import full, gathered, sharding, whole_copies
+from whet.ranks.collectives import gather_json, is_share, rank
+from whet.ranks.fsdp import full, gathered, whole_copies
 from whet.storage.checkpoint import RECORDS, step_folder
 from whet.storage.commit import MANIFEST, UNREADABLE, commit_folder, machine, remove, verify_folder
 from whet.telemetry.provenance import no_run
@@ -241,7 +241,7 @@ class Recorder:
 
     def _commit(self, parent: Path, step: int, content: Data, training: Training | None) -> None:
         weights: Mapping[str, torch.Tensor] | None = None
-        if training is not None and sharding(self._policy.model) is not None:
+        if training is not None and any(map(is_share, self._policy.model.parameters())):
             weights = whole_copies(self._policy.own_weights())
             training = whole_copies(training[0]), training[1]
         if rank() != 0:

@@ -18,7 +18,7 @@ from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
 from whet.generate.backends.choose import open_sampler
 from whet.generate.policy import Policy
-from whet.generate.probe import GAP_LIMIT, ProbeResult, probe_policy
+from whet.generate.probe import GAP_LIMIT, ProbeResult, probe_divided, probe_policy
 from whet.model.weights import model_folder
 from whet.ranks.collectives import all_reduce_sum, rank, world_size
 from whet.ranks.fsdp import gathered
@@ -148,6 +148,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
             objective.load(saved[0], saved[1]["objective"])
         with gathered(policy.model if sampler else None):
             probe = source.probe(run.step) or probe
+        probe = probe_divided(policy, probe)
         trust = Trust(config, probe, judge)
         if saved:
             trust.restore(saved[1])

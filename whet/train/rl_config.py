@@ -156,9 +156,10 @@ class RLConfig:
             max_new_tokens=self.sampling.max_new_tokens,
         )
         check_overlap(self.overlap, self.algo, self.off_policy, self.optim)
-        if self.parallel.kind == "fsdp" and self.overlap.mode != "off":
+        if (self.parallel.kind == "fsdp" or self.parallel.tensor > 1) and self.overlap.mode != "off":
+            setting = "kind = fsdp" if self.parallel.kind == "fsdp" else f"tensor = {self.parallel.tensor}"
             raise ValueError(
-                f"overlap.mode = {self.overlap.mode} with parallel.kind = fsdp: the weights are gathered for one phase "
+                f"overlap.mode = {self.overlap.mode} with parallel.{setting}: the weights are gathered for one phase "
                 "at a time; leave one out"
             )
         if is_balanced(self.parallel) and self.overlap.mode == "stream":

@@ -14,6 +14,7 @@ import torch
 
 from whet.generate.policy import Policy
 from whet.ranks.collectives import rank, world_size
+from whet.ranks.fsdp import ParallelConfig
 from whet.storage.checkpoint import Resume
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.hardware import HardwareMonitor
@@ -135,6 +136,7 @@ class Run:
             UserError: If the run is to be bitwise the same.
         """
         saved, now = state.get("parallel"), asdict(self._config.parallel)
+        saved = saved and asdict(ParallelConfig()) | saved  # of a run before there were all of its fields
         sameness = self._config.safety.sameness(self.policy.device)
         if saved in (None, now) or world_size() == 1 or sameness == "off":
             return

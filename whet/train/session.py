@@ -30,8 +30,8 @@ from whet.model.lora.side import LoRAConfig, choose
 from whet.model.lora.trained import Base, Trained
 from whet.model.quant import QUANTIZATION, packed_parts
 from whet.model.weights import check_weights, load_model, load_shares, stored_shape
-from whet.ranks.collectives import all_reduce_max, is_distributed, on_main, rank
-from whet.ranks.fsdp import ParallelConfig, sharding, whole_copies
+from whet.ranks.collectives import all_reduce_max, is_distributed, is_share, on_main, rank
+from whet.ranks.fsdp import ParallelConfig, fill, sharding, whole_copies
 from whet.report.markdown import write_report
 from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
@@ -348,7 +348,11 @@ def restore_model(config: RunConfig, policy: Policy, resume: Resume) -> Loaded |
             return found
         dtype = parameter_dtype(config.optim.precision)
         model, _ = load_model(found.folder, dtype=dtype, is_reward=policy.model.config.is_reward)
-        policy.model.load_state_dict(model.state_dict())
+        if any(map(is_share, policy.model.parameters())):  # its layers' matrices are divided
+            for name, parameter in policy.model.named_parameters():
+                fill(parameter, model.get_parameter(name))
+        else:
+            policy.model.load_state_dict(model.state_dict())
     return found
 
 

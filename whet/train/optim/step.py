@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from weakref import WeakMethod
 
 import torch
@@ -22,7 +22,9 @@ from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.config import ModelConfig, kv_shape
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.side import Beside, sides_of
+from whet.model.parts import Linear
 from whet.model.transformer import LanguageModel
+from whet.ranks import collectives
 from whet.ranks.collectives import is_share, world_size
 from whet.ranks.context import Costs, share_micro_batches
 from whet.ranks.fsdp import (
@@ -35,11 +37,12 @@ from whet.ranks.fsdp import (
     like,
     local,
     outer_parameters,
-    rows_of,
+    part_of,
     shard_model,
     share_of,
     sum_over_shares,
 )
+from whet.ranks.tensor import Side, divide_layers
 from whet.telemetry.spans import span, spanned
 from whet.train.optim.adafactor import Factors
 from whet.train.optim.adam8bit import MIN_NUMBERS, Moments
@@ -408,14 +411,15 @@ class Optimizer:
         config = self._config
         if not any(is_share(parameter) for _, parameter in self._named):
             return
+        setting = "parallel.kind = fsdp" if collectives.across is None else "parallel.tensor"
         if config.optimizer in ("galore", "adafactor"):
             raise UserError(
-                f"optim.optimizer = {config.optimizer} with parallel.kind = fsdp: its statistics are of whole "
-                "matrices, a rank has some of their rows; use adamw or muon"
+                f"optim.optimizer = {config.optimizer} with {setting}: its statistics are of whole "
+                "matrices, a rank has a part of them; use adamw or muon"
             )
         if config.adam_bits == 8:
             raise UserError(
-                "optim.adam_bits = 8 with parallel.kind = fsdp: its blocks would depend on the number of ranks; "
+                f"optim.adam_bits = 8 with {setting}: its blocks would depend on the number of ranks; "
                 "leave it out (shards divide the state by that number)"
             )
 
@@ -553,7 +557,7 @@ class Optimizer:
             if not is_share(parameter):
                 return orthogonalise(share)
             rows = share.t().contiguous() if is_turned else share
-            found = orthogonalise(full(like(rows, parameter)))[rows_of(parameter)]
+            found = orthogonalise(full(like(rows, parameter)))[part_of(parameter)]
             return found.t() if is_turned else found
 
         if is_turned:  # stored [in, out]
@@ -765,9 +769,63 @@ def shard_layers(model: LanguageModel, config: ParallelConfig, device: torch.dev
                 f"parallel.context = {config.context}: layers of this model go from token to token (a recurrence or a "
                 "convolution), which ranks that share a sequence cannot; leave it out"
             )
-        share_micro_batches(model, config.context, costs_of(model.config))
+        has_all_rows, size = config.tensor > 1, max(config.context, config.tensor)
+        share_micro_batches(model, size, costs_of(model.config), has_all_rows=has_all_rows)
+        if has_all_rows:
+            divide_layers(model, matrix_plan(model, config.tensor), config.tensor)
     adapters = [parameter for _, side in sides_of(model) for parameter in side.parameters()]
     shard_model(model, list(model.layers), config, replicated=adapters, device=device)
+
+
+def matrix_plan(model: LanguageModel, size: int) -> dict[str, Side]:
+    """Return by which side each matrix of the layers is divided among a group: heads and channels are not cut.
+
+    Args:
+        model: The model, as it is trained.
+        size: Ranks in a group.
+
+    Raises:
+        UserError: If its layers are of another kind, or do not divide evenly.
+    """
+    plan: dict[str, Side] = {}
+    for name, _ in model.named_modules():
+        if name.endswith(".self_attn"):
+            plan |= {f"{name}.{part}": "rows" for part in ("q_proj", "k_proj", "v_proj")}
+            plan[f"{name}.o_proj"] = "columns"
+        elif name.endswith(".mlp"):
+            plan |= {f"{name}.{part}": "rows" for part in ("gate_proj", "up_proj")}
+            plan[f"{name}.down_proj"] = "columns"
+    config = model.config
+    block, found = config.block, dict(model.named_modules())
+    is_known = plan and all(type(found.get(name)) is Linear for name in plan)
+    if not is_known or block.whole_qk_norm or block.has_sinks or block.latent is not None:
+        raise UserError(
+            f"parallel.tensor = {size}: expected a decoder of grouped-query attention and gated feed-forward parts "
+            "without experts, sinks or norms over all heads; leave it out, or use parallel.kind = fsdp"
+        )
+    linears = {name: cast(Linear, found[name]) for name in plan}
+    if any(layer.side is not None or layer.packed is not None for layer in linears.values()):
+        raise UserError(
+            f"parallel.tensor = {size} with adapters or matrices in few bits: expected whole weights that are trained; "
+            "leave it out"
+        )
+    if any(linears[name].bias is not None for name, side in plan.items() if side == "columns"):
+        raise UserError(
+            f"parallel.tensor = {size}: this model adds biases to sums over heads or channels, which each rank would "
+            "add; leave it out, or use parallel.kind = fsdp"
+        )
+    for spec in config.layers:
+        counts = {
+            "query heads": config.num_heads,
+            "key/value heads": kv_shape(spec, config)[0],
+            "feed-forward channels": spec.intermediate_size or config.intermediate_size,
+        }
+        for what, count in counts.items():
+            if count % size:
+                raise UserError(
+                    f"parallel.tensor = {size}: the model has {count} {what}, expected a multiple of {size}"
+                )
+    return plan
 
 
 def costs_of(config: ModelConfig) -> Costs:
