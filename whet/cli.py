@@ -258,7 +258,9 @@ def parse(
     command = f"{program} {recipe}".rstrip()
     if "help" in switches:
         named = [f"--{group} NAME: {', '.join(table)}" for group, table in (presets or {}).items()]
-        _print_help(command, config_class, start, named, resumable=resumable)
+        word = {"policy.init": "MODEL", "task.name": "TASK"}.get(positional, positional.upper())
+        usage = f"{command} {word}".strip()
+        _print_help(usage, config_class, start, named, resumable=resumable)
         raise SystemExit(0)
     resume: bool | int = "resume" in switches
     if resume and len(stray) == 1 and re.fullmatch(r"auto|[1-9]\d{0,17}" if has_steps else "auto", stray[0]):
