@@ -6,6 +6,7 @@ import json
 import random
 import re
 import time
+from pathlib import Path
 
 import pytest
 
