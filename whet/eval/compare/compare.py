@@ -90,7 +90,7 @@ def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[s
         remark = f"; {model['remark']}" if model["remark"] else ""
         _say(console, f"{model['name']}: {model['folder']}, {model['num_problems']} problems{left}{remark}")
     if rows := content.get("overview"):
-        head = [name for name in rows[0] if name.partition("@")[0] not in ("maj", "format")]
+        head = [str(name) for name in rows[0] if name.partition("@")[0] not in ("maj", "format")]
         # 80 columns hold no more.
         short = {
             "thinking tokens": "thinking",
