@@ -194,6 +194,10 @@ def facts(part: Part) -> list[tuple[str, str]]:
     model = policy.get("init") if isinstance(policy, dict) else None
     protocol = part.evaluation.get("identity")
     name = task.get("name") if isinstance(task, dict) else task
+    if isinstance(task, dict) and task.get("path") and name in ("jsonl", "hub"):
+        name = task["path"]
+    if config.get("pairs"):  # of DPO: no task is read then
+        name = config["pairs"]
     if name is None and isinstance(protocol, dict):
         asked = protocol.get("task")
         name = asked.get("name") if isinstance(asked, dict) else asked
@@ -292,7 +296,7 @@ def _cards(part: Part) -> list[dict[str, str]]:
                 first, last = (_value(name, float(piece.mean())) for piece in (values[:few], values[-few:]))
                 unit = find_metric(name).unit
                 label = name.partition("/")[2].replace("_", " ")
-                note = "" if unit in ("1", "share") else unit
+                note = "" if unit in ("1", "share") or label.endswith(unit) else unit
                 began = f", from {first}" if len(values) > 1 else ""
                 cards.append({"label": label, "value": last, "note": note, "began": began})
     return cards
