@@ -68,6 +68,13 @@ def test_linear(rows: int, width: int, columns: int, transposed: bool, dtype: to
     assert torch.equal(torch.cat([row for row in alone if row is not None]), out)
 
 
+@pytest.mark.parametrize("columns", [1, 8, 24, 101, 128])
+def test_gradients_of_many_rows_for_any_number_of_columns(columns: int) -> None:
+    """From `MANY_ROWS` on the gradient of the input is a packed product over the columns: routers have 8, heads 1."""
+    inputs = [draw(*shape, dtype=torch.float32) for shape in ((cpu.MANY_ROWS + 9, 64), (columns, 64))]
+    check(cpu.linear, F.linear, inputs)
+
+
 def test_a_changed_weight_is_packed_again() -> None:
     x, weight = draw(3, 32, dtype=torch.float32), draw(40, 32, dtype=torch.float32)
     first = cpu.linear(x, weight, None)

@@ -183,13 +183,14 @@ def product(
     """Multiply rows by a packed weight.
 
     Args:
-        x_ND: Contiguous rows in the dtype of the panels.
+        x_ND: Contiguous rows in the dtype of the panels, a multiple of `QUANTUM` wide, as panels are.
         packed: Panels.
         columns: Rows of the weight, F.
         bias: Bias [F] in the same dtype.
         out: Output [N, at least F] in the same dtype or float32; allocated if None.
     """
     rows, width = x_ND.shape
+    assert width % QUANTUM == 0, f"panels are padded to whole vectors, rows of {width} are not"
     if out is None:
         out = torch.empty(rows, columns, dtype=x_ND.dtype)
     weight = Weight(
@@ -280,7 +281,7 @@ class _Linear(torch.autograd.Function):
         is_small = is_small and grad.dtype == dtype == weight.dtype == torch.float32
         if needs_x:
             cast = weight.to(grad.dtype).t() if transposed else weight.to(grad.dtype)
-            if is_small:
+            if is_small and cast.shape[0] % QUANTUM == 0:
                 grad_x = product(grad.contiguous(), _pack(cast.detach().t(), dtype), cast.shape[1])
             else:
                 grad_x = matmul(grad, cast).to(dtype)
