@@ -219,7 +219,8 @@ def _weight(
 
 
 def _term(rows_NK: torch.Tensor, packed: torch.Tensor) -> Term:
-    assert rows_NK.dtype == torch.float32 and rows_NK.shape[1] % QUANTUM == 0
+    assert rows_NK.dtype == torch.float32
+    assert rows_NK.shape[1] % QUANTUM == 0
     return Term(rows_NK.data_ptr(), packed.data_ptr(), rows_NK.stride(0), rows_NK.shape[1])
 
 
