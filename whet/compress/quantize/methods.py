@@ -119,6 +119,9 @@ def gptq(
     is_spot = is_spot.view(rows, width)
     full = weight_FD.detach().float()
 
+    def exact(column: int, value: torch.Tensor) -> torch.Tensor:
+        return torch.where(is_spot[:, column], full[:, column], value)
+
     hessian = moments.double().clone()
     diagonal = hessian.diagonal()
     dead = diagonal == 0
@@ -136,7 +139,7 @@ def gptq(
     for place, column in enumerate(order.tolist()):
         own, value = codes_of(weight[:, place], scales[:, column])
         codes[:, column] = own
-        value = values[:, column] = torch.where(is_spot[:, column], full[:, column], value)
+        value = values[:, column] = exact(column, value)
         error = (weight[:, place] - value) / inverse[place, place]
         weight[:, place:] -= error[:, None] * inverse[place, place:]
 
@@ -148,7 +151,7 @@ def gptq(
         for column in order.tolist():
             best = values[:, column] - slopes[:, column] / damped[column, column]
             own, value = codes_of(best, scales[:, column])
-            value = torch.where(is_spot[:, column], full[:, column], value)
+            value = exact(column, value)
             slopes += (value - values[:, column])[:, None] * damped[column]
             codes[:, column], values[:, column] = own, value
         if torch.equal(codes, before):
