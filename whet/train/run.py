@@ -334,7 +334,7 @@ class Run:
         content: dict[str, float | str] = {
             name.removeprefix(f"{self.stage}/"): value for name, value in self.last.items()
         }
-        content |= extra | write_changes(self._config)
+        content |= {**extra, **write_changes(self._config)}
         if self.best is not None:
             content[f"best_{self._best_name.rpartition('/')[2]}"] = self.best
         (self._folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
