@@ -49,7 +49,7 @@ CARDS = {
 EVAL_CARDS = ("pass@1", "greedy", "format", "truncated", "thinking_tokens", "completion_tokens")
 SHARES = ("pass@", "consistency", "format", "eval/opportunity", "eval/vote_share")
 """Groups of an evaluation whose numbers are shares, and single shares in other groups."""
-FILES = ("config.yaml", "environment.json", "summary.json", "eval.json")
+FILES = ("config.yaml", "environment.json", "summary.json", "eval.json", "weights.json")
 
 ALIVE_S = 120.0
 """A run without summary.json whose last row is younger counts as running."""
@@ -221,8 +221,28 @@ def facts(part: Part) -> list[tuple[str, str]]:
         "machine": device and f"{device}, {machine.get('num_cpus')} cores, torch {machine.get('torch')}",
         "whet": machine.get("whet") and f"{machine['whet']}, commit {str(machine.get('git_commit'))[:10]}",
         "seed": config.get("seed"),
+        "weights that changed": _changes(part.folder / "weights.json"),
     }
     return [(label, str(value)) for label, value in found.items() if value is not None and value != ""]
+
+
+def _changes(path: Path) -> str | None:
+    """Say how many weights a run changed, as `whet.model.changes` counted them."""
+    found = _read_object(path, []) if path.is_file() else {}
+    whole, rounded = (as_number(found.get(name)) for name in ("changed", "beyond_bfloat16"))
+    if whole is None or rounded is None:
+        return None
+    text = f"{whole:.1%}, {rounded:.1%} beyond bfloat16's rounding"
+    layers = found.get("layers")
+    shares = {
+        name: share
+        for name, facts in (layers.items() if isinstance(layers, dict) else ())
+        if isinstance(facts, dict) and (share := as_number(facts.get("beyond_bfloat16"))) is not None
+    }
+    if not shares:
+        return text
+    least, most = (choose(shares, key=lambda name: shares[name]) for choose in (min, max))
+    return f"{text} (from {shares[least]:.1%}, {least}, to {shares[most]:.1%}, {most})"
 
 
 def view(part: Part) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -48,6 +49,8 @@ from whet.eval.metrics import BREAKDOWN
 from whet.eval.record import ROW, StoredEval, differences, read_eval
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.model.changes import changed_weights
+from whet.model.changes import describe as describe_changes
 from whet.model.config import ModelConfig
 from whet.model.files import is_hub_name
 from whet.stats import share_interval
@@ -111,6 +114,8 @@ def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[s
         cells = [[_cell(cell) for cell in row] for row in content["matrix"]]
         lines = [[name, *row] for name, row in zip(names, cells, strict=True)]
         _table(console, "pass@1, row minus column, points (p, Holm over all pairs)", ["", *names], lines)
+    for weights in content.get("weights", ()):
+        _say(console, f"weights of {weights['name']} beside {weights['against']}: {weights['text']}")
     if not rows:  # the page has every pair, and the hardware
         _print_hardware(console, names, content["hardware"])
     if not content["tables"]:
@@ -294,6 +299,7 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
         open_run(folder, dump_yaml(config), resume=resume)
     shown = content["uids"][: config.shown_problems]
     transcripts = side_by_side(sides, shown, config.shown_samples)
+    content["weights"] = _weights(places, names)
     (folder / "compare.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     write_page(folder / "compare.html", content, transcripts, len(content["uids"]) - len(shown))
     print_comparison(content, transcripts)
@@ -307,6 +313,21 @@ def _evaluate(jobs: Mapping[int, EvalConfig], names: Sequence[str]) -> None:
         left = f", {clock((time.monotonic() - began) / count * (len(jobs) - count))} left" if count else ""
         print(f"model {count + 1} of {len(jobs)}: {names[place]}{left}", flush=True)
         evaluate.run(job, resume=(Path(job.out) / "config.yaml").is_file())
+
+
+def _weights(places: Sequence[str], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return how many weights differ between each model and the one before; nothing of evaluations, or other shapes."""
+    found: list[dict[str, Any]] = []
+    for a, b in pairwise(range(len(places))):
+        if _is_evaluation(places[a]) or _is_evaluation(places[b]):
+            continue
+        with suppress(UserError, OSError):
+            facts = changed_weights(places[a], places[b]).facts()
+            if facts["numbers"]:
+                found.append(
+                    {"name": names[b], "against": names[a], "text": describe_changes(facts), **facts}
+                )
+    return found
 
 
 def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareConfig) -> dict[str, Any]:
