@@ -13,16 +13,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from pydantic import BaseModel, ConfigDict
 
 from whet.algo.config import OffPolicyConfig
 from whet.algo.packing import TrainingSequence, pack
 from whet.eval.evaluate import take_problems
 from whet.eval.measure import evaluate
-from whet.generate.backends import server
+from whet.generate.backends import dialects, server
 from whet.generate.backends.base import SamplerConfig
 from whet.generate.backends.choose import sampler_for
 from whet.generate.backends.server import ServerSampler
@@ -32,6 +33,8 @@ from whet.generate.probe import ProbeResult, probe_policy
 from whet.generate.rows import Completion, Request
 from whet.generate.sampling import SamplingParams
 from whet.kernels import dispatch
+from whet.model.lora.adapter import Adapter
+from whet.model.lora.files import read_adapter
 from whet.model.lora.side import LoRAConfig
 from whet.model.weights import load_model
 from whet.ranks.ray import ClusterConfig
@@ -238,30 +241,126 @@ ANSWERS = json.loads((Path(__file__).parent / "vllm_answers.json").read_text())
 """What vLLM 0.32's CPU build answered to real requests, with its statuses."""
 
 
-class StandIn:
-    """vLLM's server with answers that were recorded from it; its tokens are drawn by an engine of ours.
+class Fields(BaseModel):
+    """A request as a server declares it; wrong types and unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class LoadLoRA(Fields):
+    """vLLM 0.32: entrypoints/serve/lora/protocol.py; SGLang 0.5: LoadLoRAAdapterReqInput."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadLoRA(Fields):
+    """vLLM 0.32: UnloadLoRAAdapterRequest; SGLang 0.5: UnloadLoRAAdapterReqInput."""
+
+    lora_name: str
+
+
+class CompletionFields(Fields):
+    """vLLM 0.32: CompletionRequest (entrypoints/openai/completion/protocol.py), what of it is used here."""
+
+    model: str
+    prompt: list[int]
+    n: Literal[1]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int
+    stop: list[str]
+    stop_token_ids: list[int]
+    ignore_eos: Literal[True]
+    include_stop_str_in_output: Literal[True]
+    skip_special_tokens: Literal[False]
+    return_token_ids: bool = False
+    logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class Drawer:
+    """A server's model with the adapters that it was given, by name; an engine of ours draws.
+
+    Args:
+        policy: The model, as it was loaded when the server was started.
+        max_lora_rank: Largest rank of an adapter; 0 where it was started without adapters.
+    """
+
+    def __init__(self, policy: Policy, max_lora_rank: int = 0) -> None:
+        self.policy = copy.copy(policy)
+        self.policy.model = copy.deepcopy(policy.model)
+        self.policy.max_rows = 1
+        self.max_lora_rank = max_lora_rank
+        self.adapters: dict[str, Adapter] = {}
+        self.drawn_with: list[str] = []
+        self.loaded: list[str] = []
+        self.lock = threading.Lock()
+
+    def load_adapter(self, name: str, folder: str) -> str:
+        """Read an adapter; return why it cannot, or nothing."""
+        if not self.max_lora_rank:
+            return "LoRA is not enabled"
+        config = json.loads((Path(folder) / "adapter_config.json").read_text())
+        assert not (Path(folder) / "config.json").exists()  # the adapter alone
+        assert not config["use_rslora"]
+        assert not config["alpha_pattern"]
+        assert not config["use_dora"]
+        if config["r"] > self.max_lora_rank:
+            return f"LoRA rank {config['r']} is greater than max_lora_rank {self.max_lora_rank}."
+        self.adapters[name] = read_adapter(folder, is_new=True)
+        self.loaded.append(name)
+        return ""
+
+    def draw(self, ids: Sequence[int], seed: int, params: SamplingParams, adapter: str) -> Completion:
+        """Draw one sample with an adapter, or with the model alone."""
+        self.drawn_with.append(adapter)
+        beside = self.adapters[adapter] if adapter else None
+        if beside is not None:
+            beside.apply(self.policy.model)
+        try:
+            request = Request(prompt_ids=tuple(ids), seeds=(seed,))
+            return self.policy.engine().generate([request], params)[0][0]
+        finally:
+            if beside is not None:
+                beside.remove(self.policy.model)
+
+
+class StandIn(Drawer):
+    """vLLM's server with answers that were recorded from it.
 
     Args:
         policy: The model, as it was loaded when the server was started.
         is_developing: Whether it was started with VLLM_SERVER_DEV_MODE=1.
         is_raw: Whether it was started without --logprobs-mode processed_logprobs.
         packs_head: Whether a tied head is packed once, as the CPU build does it.
+        takes_adapters: Whether it was started with VLLM_ALLOW_RUNTIME_LORA_UPDATING.
+        max_lora_rank: Largest rank of an adapter; 0 where it was started without --enable-lora.
     """
 
     def __init__(
-        self, policy: Policy, *, is_developing: bool = True, is_raw: bool = False, packs_head: bool = False
+        self,
+        policy: Policy,
+        *,
+        is_developing: bool = True,
+        is_raw: bool = False,
+        packs_head: bool = False,
+        takes_adapters: bool = False,
+        max_lora_rank: int = 0,
     ) -> None:
-        self.policy = copy.copy(policy)
-        self.policy.model = copy.deepcopy(policy.model)
-        self.policy.max_rows = 1
+        super().__init__(policy, max_lora_rank)
         self._is_developing, self._is_raw, self._packs_head = is_developing, is_raw, packs_head
-        self._lock = threading.Lock()
+        self._takes_adapters = takes_adapters
         self.seeds: list[int] = []
         self.failures: list[httpx.Response | httpx.TransportError] = []
         self.changes: dict[str, Any] = {}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        with self._lock:
+        with self.lock:
             if self.failures:
                 failure = self.failures.pop()
                 if isinstance(failure, httpx.TransportError):
@@ -276,7 +375,24 @@ class StandIn:
                 return self._reload(body["kwargs"]["weights_path"])
             if self._is_developing and request.url.path == "/reset_prefix_cache":
                 return self._said("reset")
+            if self._takes_adapters and request.url.path == "/v1/load_lora_adapter":
+                return self._load_lora(LoadLoRA(**body))
+            if self._takes_adapters and request.url.path == "/v1/unload_lora_adapter":
+                return self._unload_lora(UnloadLoRA(**body).lora_name)
             return self._said("no_route")
+
+    def _load_lora(self, asked: LoadLoRA) -> httpx.Response:
+        if asked.lora_name in self.adapters:
+            return httpx.Response(400, text=f"The lora adapter '{asked.lora_name}' has already been loaded.")
+        if told := self.load_adapter(asked.lora_name, asked.lora_path):
+            return httpx.Response(400, text=told)
+        return httpx.Response(200, text=f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    def _unload_lora(self, name: str) -> httpx.Response:
+        if name not in self.adapters:
+            return httpx.Response(404, text=f"The lora adapter '{name}' cannot be found.")
+        del self.adapters[name]
+        return httpx.Response(200, text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _said(self, name: str) -> httpx.Response:
         status, body = ANSWERS[name]
@@ -293,7 +409,8 @@ class StandIn:
         return self._said("reload")
 
     def _complete(self, body: dict[str, Any]) -> httpx.Response:
-        if body["model"] != "policy":
+        CompletionFields(**body)
+        if body["model"] != "policy" and body["model"] not in self.adapters:
             return self._said("no_model")
         if max(body["prompt"]) >= self.policy.model.config.vocab_size:
             return self._said("no_token")
@@ -301,13 +418,8 @@ class StandIn:
             return self._said("too_long")
         self.seeds.append(body["seed"])
         params = SamplingParams(temperature=body["temperature"], max_new_tokens=body["max_tokens"])
-        request = Request(prompt_ids=tuple(body["prompt"]), seeds=(body["seed"],))
-        engine = self.policy.engine()
-        assert body["ignore_eos"]
-        assert body["include_stop_str_in_output"]
-        assert not body["skip_special_tokens"]
         assert set(body["stop_token_ids"]) == set(self.policy.stop_ids)
-        ((done,),) = engine.generate([request], params)
+        done = self.draw(body["prompt"], body["seed"], params, body["model"].removeprefix("policy"))
         answer = copy.deepcopy(ANSWERS["completion"])
         (choice,) = answer["choices"]
         choice |= {"finish_reason": done.finish_reason, "token_ids": done.ids, "text": ""}
@@ -315,7 +427,7 @@ class StandIn:
         if self._is_raw:
             raw = SamplingParams(max_new_tokens=body["max_tokens"])
             sequence = TrainingSequence(
-                prompt_ids=request.prompt_ids, completion_ids=done.ids, sampler_logprobs=done.logprobs
+                prompt_ids=tuple(body["prompt"]), completion_ids=done.ids, sampler_logprobs=done.logprobs
             )
             (micro,) = pack([sequence], token_budget=1000).micro_batches
             choice["logprobs"]["token_logprobs"] = self.policy.score(micro, temperature=raw.temperature)[
@@ -357,6 +469,107 @@ def test_vllm_is_asked_for_what_is_trained_on(
     drawn = stand_in.seeds[-16:]
     assert len(set(drawn)) == 16  # a seed for each sample
     assert not list(Path("/dev/shm").glob("whet-weights-*/version-*"))
+
+
+def base_of(tiny_policy: PolicyConfig, tmp_path: Path, **changes: Any) -> PolicyConfig:
+    """Keep the policy in a folder, for adapters on it."""
+    load_policy(tiny_policy, seed=0).save(tmp_path / "base")
+    return PolicyConfig(init=str(tmp_path / "base"), max_rows=64, **changes)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "nf4", "norm"])
+def test_whet_serve_gets_the_adapter_alone(
+    kind: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = base_of(tiny_policy, tmp_path, quantize="nf4" if kind == "nf4" else "none")
+    lora = LoRAConfig(rank=2, dora=kind == "dora", modules_to_save=("norm",) if kind == "norm" else ())
+    config = make_config(base, tmp_path / "own", lora=lora)
+    weights, rows = run(config)
+    pushed: list[set[str]] = []
+    put = dialects.Whet.put_adapter
+
+    def noted(self: Any, post: Any, name: str, folder: Path) -> None:
+        pushed.append({path.name for path in folder.iterdir()})
+        put(self, post, name, folder)
+
+    monkeypatch.setattr(dialects.Whet, "put_adapter", noted)
+    with whet_server(load_policy(base, seed=1)) as url:
+        sampler = SamplerConfig(kind="openai", url=url, folder=str(tmp_path / "handed"))
+        copied, metrics = run(replace(config, out=str(tmp_path / "served"), sampler=sampler))
+    assert pushed == [{"adapter_config.json", "adapter_model.safetensors", "base.json"}] * 4
+    assert not list((tmp_path / "handed").iterdir())
+    assert all(bool((weights[name] == copied[name]).all()) for name in weights)
+    assert any(bool(weights[name].any()) for name in weights if name.endswith("lora_B"))
+    assert untimed(metrics) == untimed(rows)
+    summary = json.loads((tmp_path / "served" / "summary.json").read_text())
+    assert summary["sampler_vs_trainer"].startswith("exact: the log-probabilities of the sampler's copy")
+
+
+def test_an_adapter_goes_only_beside_its_own_base(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    base = base_of(tiny_policy, tmp_path)
+    load_policy(tiny_policy, seed=2).save(tmp_path / "other")
+    config = make_config(base, tmp_path / "run", lora=LoRAConfig(rank=2))
+    for served, words in (
+        (replace(base, init=str(tmp_path / "other")), "trained beside another model"),
+        (replace(base, quantize="int8"), "start whet serve with the same --policy.quantize"),
+        (tiny_policy, "has no folder"),
+    ):
+        with whet_server(load_policy(served, seed=0)) as url, pytest.raises(UserError, match=words):
+            run(replace(config, sampler=SamplerConfig(kind="openai", url=url)))
+
+
+def test_vllm_gets_the_adapter_of_each_version_alone(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = base_of(tiny_policy, tmp_path)
+    lora = LoRAConfig(rank=4, rslora=True)  # 4: its factor is written as plain LoRA's without rounding
+    config = make_config(base, tmp_path / "own", lora=lora, num_steps=3)
+    weights, rows = run(config)
+    policy = load_policy(base, seed=1)
+    stand_in = behind(StandIn(policy, takes_adapters=True, max_lora_rank=8), monkeypatch)
+    lost = [httpx.ReadTimeout("slow")]
+    load = StandIn._load_lora
+
+    def answered(self: StandIn, asked: LoadLoRA) -> httpx.Response:
+        answer = load(self, asked)
+        if lost:  # the adapter is loaded, and the answer does not arrive: the repetition finds it there
+            raise lost.pop()
+        return answer
+
+    monkeypatch.setattr(StandIn, "_load_lora", answered)
+    served = replace(config, out=str(tmp_path / "vllm"), sampler=VLLM)
+    copied, metrics = run(served)
+    assert all(bool((weights[name] == copied[name]).all()) for name in weights)
+    assert untimed(metrics) == untimed(rows)
+    assert len(stand_in.loaded) == len(set(stand_in.loaded)) == 3
+    # The probe and each step draw with the adapter of their version, and none is left at the end.
+    assert list(dict.fromkeys(stand_in.drawn_with)) == stand_in.loaded
+    assert [stand_in.drawn_with.count(name) for name in stand_in.loaded][1:] == [8, 8]
+    assert not stand_in.adapters
+
+
+@pytest.mark.parametrize(
+    ("options", "lora", "words"),
+    [
+        ({"max_lora_rank": 8}, {}, "it takes no adapters: start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        ({"takes_adapters": True}, {}, "status 400: 'LoRA is not enabled"),
+        ({"takes_adapters": True, "max_lora_rank": 1}, {}, "greater than max_lora_rank 1"),
+        ({}, {"dora": True}, "lora.dora: vLLM and SGLang cannot have such an adapter"),
+        ({}, {"modules_to_save": ("norm",)}, "lora.modules_to_save: vLLM and SGLang cannot"),
+    ],
+)
+def test_adapters_that_a_server_cannot_have(
+    options: dict[str, Any],
+    lora: dict[str, Any],
+    words: str,
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = base_of(tiny_policy, tmp_path)
+    behind(StandIn(load_policy(base, seed=0), **options), monkeypatch)
+    with pytest.raises(UserError, match=words):
+        run(make_config(base, tmp_path / "run", lora=LoRAConfig(rank=2, **lora), sampler=VLLM))
 
 
 def test_what_a_server_lacks_is_said_in_a_line(
@@ -493,11 +706,14 @@ def test_settings_that_nothing_reads(settings: dict[str, Any], words: str) -> No
 def test_what_only_the_engine_gives(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     for changes, words in (
         ({"off_policy": OffPolicyConfig(router_replay=True)}, "router_replay with sampler.kind"),
-        ({"lora": LoRAConfig(rank=2)}, "lora.rank = 2 with sampler.kind"),
+        (
+            {"sampler": SamplerConfig(kind="vllm", sleep=2), "off_policy": OffPolicyConfig(staleness=1)},
+            "sampler.sleep = 2 with off_policy.staleness",
+        ),
         ({"kept_gib": 0.5}, "kept_gib is not read"),
     ):
         with pytest.raises(ValueError, match=words):
-            make_config(tiny_policy, tmp_path, sampler=VLLM, **changes)
+            make_config(tiny_policy, tmp_path, **{"sampler": VLLM, **changes})
     policy = load_policy(tiny_policy, seed=0)
     with pytest.raises(UserError, match="no such program"):
         sampler_for(SamplerConfig(kind="vllm", python="/no/python"), policy, tmp_path, ClusterConfig())

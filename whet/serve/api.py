@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whet.generate import rows
 from whet.generate.policy import Policy
+from whet.model.lora.adapter import Adapter
 from whet.report.page import render
 from whet.serve.openai import (
     ApiError,
@@ -117,7 +118,7 @@ class Api:
         return await self._answer(request, model, asked, asked.prompts, is_chat=False)
 
     async def update_weights(self, request: Request) -> Response:
-        """Replace the weights by those of a folder of this machine; completions under way end with the old ones."""
+        """Replace the weights, or the adapter beside them, by those of a folder; completions under way keep the old."""
         if not self._updates:
             raise ApiError(403, "this server keeps its weights: start it with --weight-updates")
         body = await _read(request)
@@ -127,10 +128,10 @@ class Api:
                 400, "expected model_path, a folder of this machine, and nothing else", param="model_path"
             )
         began = time.monotonic()
-        tensors = await asyncio.to_thread(read_update, self._policy, folder)
-        await asyncio.wrap_future(self._scheduler.update(tensors))
-        seconds = time.monotonic() - began
-        return JSONResponse({"success": True, "message": f"{len(tensors)} tensors in {seconds:.2f} s"})
+        change = await asyncio.to_thread(read_update, self._policy, folder)
+        await asyncio.wrap_future(self._scheduler.update(change))
+        what = "an adapter" if isinstance(change, Adapter) else f"{len(change)} tensors"
+        return JSONResponse({"success": True, "message": f"{what} in {time.monotonic() - began:.2f} s"})
 
     def _card(self, model: str) -> dict[str, Any]:
         card = {"id": model, "object": "model", "created": 0, "owned_by": "whet"}
