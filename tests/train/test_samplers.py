@@ -31,11 +31,12 @@ from whet.generate.engine import EngineStats
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.probe import ProbeResult, probe_policy
 from whet.generate.rows import Completion, Request
-from whet.generate.sampling import SamplingParams
+from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.kernels import dispatch
 from whet.model.lora.adapter import Adapter
 from whet.model.lora.files import read_adapter
 from whet.model.lora.side import LoRAConfig
+from whet.model.lora.trained import Base, Trained
 from whet.model.weights import load_model
 from whet.ranks.ray import ClusterConfig
 from whet.recipes import rl as rl_recipes
@@ -44,6 +45,7 @@ from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import rl, sft
 from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
+from whet.train.rollout import rollout
 from whet.train.rollout.overlap import OverlapConfig
 from whet.train.rollout.source import RolloutSource
 from whet.types import UserError
@@ -469,6 +471,181 @@ def test_vllm_is_asked_for_what_is_trained_on(
     drawn = stand_in.seeds[-16:]
     assert len(set(drawn)) == 16  # a seed for each sample
     assert not list(Path("/dev/shm").glob("whet-weights-*/version-*"))
+
+
+class SamplingFields(Fields):
+    """SGLang 0.5: SamplingParams (srt/sampling/sampling_params.py), what of it is used here."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    min_new_tokens: int
+    n: Literal[1]
+    stop: list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    no_stop_trim: bool
+    skip_special_tokens: bool
+    sampling_seed: int
+    logit_bias: dict[str, float] | None = None
+
+
+class GenerateFields(Fields):
+    """SGLang 0.5: GenerateReqInput (srt/managers/io_struct.py), what of it is used here."""
+
+    input_ids: list[int]
+    sampling_params: SamplingFields
+    return_logprob: bool = False
+    lora_path: str | None = None
+
+
+class FromDisk(Fields):
+    """SGLang 0.5: UpdateWeightFromDiskReqInput."""
+
+    model_path: str
+    weight_version: str | None = None
+
+
+class SglangStandIn(Drawer):
+    """SGLang's server, written from its sources (srt/entrypoints/http_server.py, managers/schedule_batch.py).
+
+    Args:
+        policy: The model, as it was loaded when the server was started.
+        max_lora_rank: Largest rank of an adapter; 0 where it was started without --enable-lora.
+        own_end: An end of its own, beside those that are asked for: its tokenizer's.
+    """
+
+    def __init__(self, policy: Policy, max_lora_rank: int = 0, own_end: int | None = None) -> None:
+        super().__init__(policy, max_lora_rank)
+        self._own_end, self.version, self.answers = own_end, "default", list[dict[str, Any]]()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        with self.lock:
+            if request.url.path == "/v1/models":
+                card = {"id": "served", "object": "model", "owned_by": "sglang", "max_model_len": 64}
+                adapters = [{"id": name, "owned_by": "sglang", "parent": "served"} for name in self.adapters]
+                return httpx.Response(200, json={"object": "list", "data": [card, *adapters]})
+            body = json.loads(request.content)
+            if request.url.path == "/generate":
+                return self._generate(GenerateFields(**body))
+            if request.url.path == "/update_weights_from_disk":
+                asked = FromDisk(**body)
+                if not Path(asked.model_path).is_dir():
+                    told = {"success": False, "message": "no such folder", "num_paused_requests": 0}
+                    return httpx.Response(400, json=told)
+                self.policy.model.load_state_dict(load_model(asked.model_path)[0].state_dict())
+                self.version = asked.weight_version or self.version
+                return httpx.Response(
+                    200, json={"success": True, "message": "Succeeded to update model weights."}
+                )
+            if request.url.path == "/load_lora_adapter":
+                return self._told(self._load(LoadLoRA(**body)))
+            if request.url.path == "/unload_lora_adapter":
+                name = UnloadLoRA(**body).lora_name
+                return self._told(
+                    "" if self.adapters.pop(name, None) else f"LoRA adapter {name} is not loaded"
+                )
+            return httpx.Response(404, json={"detail": "Not Found"})
+
+    def _told(self, error: str) -> httpx.Response:
+        answer = {"success": not error, "error_message": error or None, "loaded_adapters": {}}
+        return httpx.Response(400 if error else 200, json=answer)
+
+    def _load(self, asked: LoadLoRA) -> str:
+        if asked.lora_name in self.adapters:
+            return f"LoRA adapter {asked.lora_name} is already loaded"
+        if not self.max_lora_rank:
+            return "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+        return self.load_adapter(asked.lora_name, asked.lora_path)
+
+    def _generate(self, asked: GenerateFields) -> httpx.Response:
+        sampling = asked.sampling_params
+        if sampling.top_k != -1 and sampling.top_k < 1:
+            told = f"top_k must be -1 (disable) or at least 1, got {sampling.top_k}."
+            return httpx.Response(400, json={"error": {"message": told}})
+        if asked.lora_path is not None and asked.lora_path not in self.adapters:
+            told = f"Got LoRA adapter that has never been loaded: {asked.lora_path}"
+            return httpx.Response(400, json={"error": {"message": told}})
+        assert len(asked.input_ids) + sampling.max_new_tokens <= 64
+        # With ignore_eos nothing but texts and the length ends a completion there.
+        ends = [] if sampling.ignore_eos else sampling.stop_token_ids
+        ends = ends if self._own_end is None or sampling.ignore_eos else [*ends, self._own_end]
+        policy = self.policy
+        policy.stop_ids, policy.stop_strings = tuple(ends), tuple(sampling.stop)
+        params = SamplingParams(temperature=sampling.temperature, max_new_tokens=sampling.max_new_tokens)
+        done = self.draw(asked.input_ids, sampling.sampling_seed, params, asked.lora_path or "")
+        ended: dict[str, Any] = {"type": "length", "length": sampling.max_new_tokens}
+        if done.finish_reason == "stop":
+            ended = {"type": "stop", "matched": done.ids[-1] if done.ids[-1] in ends else sampling.stop[0]}
+        meta: dict[str, Any] = {"id": "0", "finish_reason": ended, "weight_version": self.version}
+        if asked.return_logprob:
+            told_tokens = zip(done.logprobs, done.ids, strict=True)
+            meta["output_token_logprobs"] = [[value, index, None] for value, index in told_tokens]
+        self.answers.append({"text": "", "output_ids": list(done.ids), "meta_info": meta})
+        return httpx.Response(200, json=self.answers[-1])
+
+
+SGLANG = SamplerConfig(kind="openai", url="http://sglang:30000/v1", retries=2)
+
+
+@pytest.mark.parametrize("trains", ["weights", "adapter"])
+def test_sglang_is_asked_for_what_is_trained_on(
+    trains: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Seeds are as wide as SGLang's here, so that the engine draws the same.
+    monkeypatch.setattr(rollout, "sequence_seed", lambda *parts: sequence_seed(*parts) % 2**31)
+    base = base_of(tiny_policy, tmp_path)
+    changes = {"lora": LoRAConfig(rank=4, rslora=True)} if trains == "adapter" else {}
+    warm = SamplingParams(max_new_tokens=12, temperature=0.7)
+    config = make_config(base, tmp_path / "own", sampling=warm, num_steps=3, **changes)
+    weights, rows = run(config)
+    stand_in = behind(SglangStandIn(load_policy(base, seed=1), max_lora_rank=8), monkeypatch)
+    copied, metrics = run(replace(config, out=str(tmp_path / "served"), sampler=SGLANG))
+    assert all(bool((weights[name] == copied[name]).all()) for name in weights)
+    assert untimed(metrics) == untimed(rows)
+    versions = [answer["meta_info"]["weight_version"] for answer in stand_in.answers]
+    if trains == "weights":
+        assert versions[-16:] == ["1"] * 8 + ["2"] * 8
+    else:
+        assert set(versions) == {"default"}  # the base is never sent
+        assert list(dict.fromkeys(stand_in.drawn_with)) == stand_in.loaded
+        assert len(stand_in.loaded) == 3
+        assert not stand_in.adapters
+
+
+def test_what_sglang_does_otherwise_is_refused(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(base_of(tiny_policy, tmp_path), seed=0)
+    asked = [Request(prompt_ids=(7, 9), seeds=tuple(range(32)))]
+    params = SamplingParams(max_new_tokens=30)
+    stand_in = behind(SglangStandIn(policy, own_end=7), monkeypatch)
+    sampler = ServerSampler(SGLANG, policy)
+    with pytest.raises(UserError, match="at token 7, which ends none of the policy's"):
+        sampler.generate(asked, params)
+    stand_in = behind(SglangStandIn(policy), monkeypatch)
+    sampler = ServerSampler(SGLANG, policy)
+    sampler.push(3, policy)
+    assert stand_in.version == "3"
+    (row,) = sampler.generate(asked, params)
+    assert row == policy.engine().generate(asked, params)[0]
+    stand_in.version = "4"
+    with pytest.raises(UserError, match="drew with weights '4', expected '3'"):
+        sampler.generate(asked, params)
+    stand_in.version = "3"
+    with pytest.raises(UserError, match="leave them out"):
+        sampler.generate(asked, replace(params, top_p=0.9))
+    policy.trained = Trained(
+        policy.model, LoRAConfig(rank=2), base=Base.of(str(tmp_path / "base"), tmp_path / "base"), seed=0
+    )
+    with pytest.raises(UserError, match="status 400: .*LoRA is not enabled"):
+        sampler.push(4, policy)
+    sampler.close()
 
 
 def base_of(tiny_policy: PolicyConfig, tmp_path: Path, **changes: Any) -> PolicyConfig:
