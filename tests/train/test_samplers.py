@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,17 +14,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from whet.algo.config import OffPolicyConfig
+from whet.algo.config import AlgoConfig, OffPolicyConfig
 from whet.algo.packing import TrainingSequence, pack
 from whet.eval.evaluate import take_problems
 from whet.eval.measure import evaluate
-from whet.generate.backends import dialects, server
+from whet.generate.backends import dialects, server, vllm
 from whet.generate.backends.base import SamplerConfig
 from whet.generate.backends.choose import sampler_for
 from whet.generate.backends.server import ServerSampler
@@ -471,6 +473,170 @@ def test_vllm_is_asked_for_what_is_trained_on(
     drawn = stand_in.seeds[-16:]
     assert len(set(drawn)) == 16  # a seed for each sample
     assert not list(Path("/dev/shm").glob("whet-weights-*/version-*"))
+
+
+class SleepingVllm:
+    """vLLM 0.32 in one process, as far as it is used: what sleeps cannot be used, and what was dropped is lost.
+
+    Args:
+        policy: Gives the tokenizer; the weights are read from the folder that an engine is made from.
+        is_cuda: Whether it is a build for GPUs: others refuse enable_sleep_mode.
+    """
+
+    def __init__(self, policy: Policy, *, is_cuda: bool = True) -> None:
+        self._policy, self._is_cuda = policy, is_cuda
+        self.SamplingParams = lambda **settings: SimpleNamespace(**settings)
+        request = lambda name, number, folder: SimpleNamespace(  # noqa: E731
+            lora_name=name, lora_int_id=number, lora_path=folder
+        )
+        self.lora = SimpleNamespace(request=SimpleNamespace(LoRARequest=request))
+        self.asleep: set[str] = set()
+        self.calls: list[str] = []
+
+    def LLM(self, *, enable_sleep_mode: bool, max_lora_rank: int = 0, **options: Any) -> SleepingVllm:
+        assert set(options) - {"enable_lora", "max_loras"} == {
+            *(
+                "model",
+                "dtype",
+                "max_model_len",
+                "logprobs_mode",
+                "generation_config",
+                "gpu_memory_utilization",
+            ),
+            "seed",
+        }
+        if enable_sleep_mode and not self._is_cuda:
+            raise ValueError("Sleep mode is not supported on current platform.")
+        self._can_sleep = enable_sleep_mode
+        self._drawer = Drawer(self._policy, max_lora_rank)
+        self._drawer.policy.model = load_model(options["model"])[0]
+        self.llm_engine, self.engine_core = self, self
+        return self
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def sleep(self, level: int = 1) -> None:
+        assert self._can_sleep
+        assert not self.asleep
+        self.asleep = {"weights", "kv_cache"}
+        self.calls.append(f"sleep {level}")
+        if level == 2:
+            with torch.no_grad():
+                for parameter in self._drawer.policy.model.parameters():
+                    parameter.fill_(math.nan)
+
+    def wake_up(self, tags: list[str]) -> bool:
+        assert set(tags) <= self.asleep  # others are ignored with a warning there
+        self.asleep -= set(tags)
+        self.calls.append(f"wake {' '.join(tags)}")
+        return not self.asleep
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        assert method == "reload_weights"
+        assert "weights" not in self.asleep
+        named = dict(self._drawer.policy.model.named_parameters())
+        pairs = dict(kwargs["weights_iterator"])
+        assert pairs.keys() == named.keys()
+        with torch.no_grad():
+            for name, tensor in pairs.items():
+                named[name].copy_(tensor)
+        self.calls.append("load")
+
+    def reset_prefix_cache(self) -> None:
+        assert not self.asleep
+
+    def add_lora(self, request: Any) -> bool:
+        assert not self.asleep
+        assert not self._drawer.load_adapter(str(request.lora_int_id), request.lora_path)
+        self.calls.append("adapter")
+        return True
+
+    def remove_lora(self, number: int) -> bool:
+        return self._drawer.adapters.pop(str(number), None) is not None
+
+    def generate(
+        self, prompts: list[Any], settings: list[Any], *, use_tqdm: bool, lora_request: Any
+    ) -> list[Any]:
+        assert not self.asleep
+        found = []
+        for prompt, asked in zip(prompts, settings, strict=True):
+            params = SamplingParams(temperature=asked.temperature, max_new_tokens=asked.max_tokens)
+            adapter = "" if lora_request is None else str(lora_request.lora_int_id)
+            done = self._drawer.draw(prompt["prompt_token_ids"], asked.seed, params, adapter)
+            assert not any(map(math.isnan, done.logprobs))
+            told = [
+                {index: SimpleNamespace(logprob=value)}
+                for index, value in zip(done.ids, done.logprobs, strict=True)
+            ]
+            output = SimpleNamespace(token_ids=done.ids, logprobs=told, finish_reason=done.finish_reason)
+            found.append(SimpleNamespace(outputs=[output]))
+        self.calls.append("draw")
+        return found
+
+
+@pytest.mark.parametrize(
+    ("sleep", "trains"), [(None, "weights"), (2, "weights"), (None, "adapter"), (0, "weights")]
+)
+def test_vllm_sleeps_while_the_trainer_works(
+    sleep: int | None, trains: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = base_of(tiny_policy, tmp_path)
+    changes = {"lora": LoRAConfig(rank=4)} if trains == "adapter" else {}
+    # Some groups are drawn again, so that it is asked twice for one step.
+    changes |= {"algo": AlgoConfig(uninformative="refill"), "num_prompts": 3}
+    config = make_config(base, tmp_path / "own", num_steps=3, **changes)
+    weights, rows = run(config)
+    fake = SleepingVllm(load_policy(base, seed=1))
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr(
+        vllm, "sleep_level", lambda config, policy: 1 if config.sleep is None else config.sleep
+    )
+    slept: list[bool] = []
+    update = rl.update
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        slept.append(fake.asleep == {"weights", "kv_cache"})
+        return update(*arguments, **options)
+
+    monkeypatch.setattr(rl, "update", watched)
+    sampler = SamplerConfig(kind="vllm", sleep=sleep)
+    copied, metrics = run(replace(config, out=str(tmp_path / "vllm"), sampler=sampler))
+    assert all(bool((weights[name] == copied[name]).all()) for name in weights)
+    assert untimed(metrics) == untimed(rows)
+    assert slept == [sleep != 0] * 3
+    level = 1 if sleep is None else sleep
+    brought = (
+        ["wake weights", "load", "wake kv_cache"]
+        if trains == "weights"
+        else ["wake weights kv_cache", "adapter"]
+    )
+    if level:
+        # The parts of the second push, which comes after the first step's sleep.
+        first = fake.calls.index(f"sleep {level}", fake.calls.index("draw", fake.calls.index("draw") + 1))
+        assert fake.calls[first : first + len(brought) + 2] == [f"sleep {level}", *brought, "draw"]
+    assert fake.calls[-1] == "shutdown"
+
+
+def test_how_deep_vllm_sleeps(
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    policy = load_policy(base_of(tiny_policy, tmp_path), seed=0)
+    monkeypatch.setitem(sys.modules, "vllm", SleepingVllm(policy, is_cuda=False))
+    sampler = vllm.VllmSampler(SamplerConfig(kind="vllm", sleep=2), policy)  # CPU builds refuse the option
+    assert "sampler.sleep = 2 has no effect: vLLM's CPU build has no sleep mode" in capsys.readouterr().err
+    sampler.release()
+    sampler.close()
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), trained=None)
+    for sleep, level in ((None, 1), (0, 0), (1, 1), (2, 2)):
+        assert vllm.sleep_level(SamplerConfig(kind="vllm", sleep=sleep), on_gpu) == level
+    on_gpu.trained = "an adapter"
+    with pytest.raises(UserError, match="sampler.sleep = 2 with lora.rank"):
+        vllm.sleep_level(SamplerConfig(kind="vllm", sleep=2), on_gpu)
+    assert not capsys.readouterr().err
 
 
 class SamplingFields(Fields):
