@@ -548,6 +548,7 @@ class SleepingVllm:
 
     def add_lora(self, request: Any) -> bool:
         assert not self.asleep
+        assert not self._drawer.adapters  # room for one: max_loras
         assert not self._drawer.load_adapter(str(request.lora_int_id), request.lora_path)
         self.calls.append("adapter")
         return True
@@ -630,6 +631,16 @@ def test_how_deep_vllm_sleeps(
     assert "sampler.sleep = 2 has no effect: vLLM's CPU build has no sleep mode" in capsys.readouterr().err
     sampler.release()
     sampler.close()
+    fake = SleepingVllm(policy)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm, "sleep_level", lambda config, policy: 2)
+        sampler = vllm.VllmSampler(SamplerConfig(kind="vllm"), policy)
+    asked = [Request(prompt_ids=(7, 9), seeds=(1, 2))], SamplingParams(max_new_tokens=5)
+    drawn = sampler.generate(*asked)
+    sampler.release()
+    assert sampler.generate(*asked) == drawn  # without a push: the same weights are brought once more
+    assert fake.calls == ["draw", "sleep 2", "wake weights", "load", "wake kv_cache", "draw"]
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), trained=None)
     for sleep, level in ((None, 1), (0, 0), (1, 1), (2, 2)):
         assert vllm.sleep_level(SamplerConfig(kind="vllm", sleep=sleep), on_gpu) == level
