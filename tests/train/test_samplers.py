@@ -40,6 +40,7 @@ from whet.model.lora.files import read_adapter
 from whet.model.lora.side import LoRAConfig
 from whet.model.lora.trained import Base, Trained
 from whet.model.weights import load_model
+from whet.ranks.broadcast import WeightGroup, free_port
 from whet.ranks.ray import ClusterConfig
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
@@ -475,6 +476,109 @@ def test_vllm_is_asked_for_what_is_trained_on(
     assert not list(Path("/dev/shm").glob("whet-weights-*/version-*"))
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_weights_come_by_broadcast(
+    family: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"llama": tiny_policy.model, "phi3": replace(tiny_policy.model, family="phi3")}[family]
+    start = replace(tiny_policy, model=shape)
+    config = make_config(start, tmp_path / "own")
+    weights, rows = run(config)
+    monkeypatch.setattr(server, "write_weights", None)  # no file is written
+    with whet_server(load_policy(start, seed=1)) as url:
+        sampler = SamplerConfig(kind="openai", url=url, sync="broadcast", timeout_s=30.0)
+        copied, metrics = run(replace(config, out=str(tmp_path / "served"), sampler=sampler))
+    assert all(bool((weights[name] == copied[name]).all()) for name in weights)
+    assert untimed(metrics) == untimed(rows)
+
+
+def test_a_broadcast_that_is_refused_fails_at_once(tiny_policy: PolicyConfig) -> None:
+    policy = load_policy(tiny_policy, seed=0)
+    larger = load_policy(replace(tiny_policy, model=replace(tiny_policy.model, num_layers=3)), seed=0)
+    with whet_server(policy, updates=False) as url:
+        sampler = ServerSampler(SamplerConfig(kind="openai", url=url, sync="broadcast", retries=0), policy)
+        with pytest.raises(UserError, match="start whet serve with --weight-updates"):
+            sampler.push(0, policy)
+        sampler.close()
+    with whet_server(policy) as url:
+        sampler = ServerSampler(SamplerConfig(kind="openai", url=url, sync="broadcast", retries=0), policy)
+        sampler.push(0, policy)
+        with pytest.raises(UserError, match="another model than the one that is served"):
+            sampler.push(1, larger)
+        for body, words in (
+            ({"group_name": "none", "names": [], "dtypes": [], "shapes": []}, "no group 'none'"),
+            ({"names": "a", "dtypes": [], "shapes": []}, "names: expected a valid list"),
+            ({"names": [], "dtypes": [], "shapes": [], "flush": True}, "Unrecognized request argument"),
+        ):
+            answer = httpx.post(f"{url.removesuffix('/v1')}/update_weights_from_distributed", json=body)
+            assert answer.status_code == 400
+            assert words in answer.text
+        body = {"group_name": f"whet-{sampler._run}"}
+        left = [
+            httpx.post(f"{url.removesuffix('/v1')}/destroy_weights_update_group", json=body) for _ in range(2)
+        ]
+        assert [answer.status_code for answer in left] == [200, 400]
+        sampler.close()
+    with pytest.raises(UserError, match="does not meet"):
+        WeightGroup("127.0.0.1", 1, rank=1, size=2, name="a", timeout_s=0.3)
+
+
+SGLANG_SIDE = """
+import sys, torch
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+rank, size, port = map(int, sys.argv[1:])
+# SGLang 0.5, init_custom_process_group (srt/utils/common.py), as its model runner calls it.
+store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", rank, size, timeout=timedelta(seconds=30)))
+store = PrefixStore("weights", store)
+group, _ = _new_process_group_helper(
+    size, rank, [], Backend("gloo"), store, group_name="weights", backend_options=None, timeout=timedelta(seconds=30)
+)
+_world.pg_group_ranks[group] = {i: i for i in range(size)}
+first, second = torch.empty(3, 5), torch.empty(7, dtype=torch.bfloat16)
+for tensor in (first, second):
+    dist.broadcast(tensor, src=0, group=group)
+print(first.double().sum().item(), second.double().sum().item())
+"""
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.ci)])
+def test_groups_of_sglang_meet_ours(size: int) -> None:
+    port = free_port("127.0.0.1")
+    others = [
+        subprocess.Popen(
+            [sys.executable, "-c", SGLANG_SIDE, str(rank), str(size), str(port)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(1, size)
+    ]
+    group = WeightGroup("127.0.0.1", port, rank=0, size=size, name="weights", timeout_s=30.0)
+    sent = [torch.randn(3, 5), torch.randn(7).to(torch.bfloat16)]
+    group.send(sent)
+    for other in others:
+        said, _ = other.communicate(timeout=30)
+        assert said.split() == [str(tensor.double().sum().item()) for tensor in sent]
+    group.close()
+
+
+def test_sglang_takes_a_broadcast(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(base_of(tiny_policy, tmp_path), seed=0)
+    stand_in = behind(SglangStandIn(load_policy(tiny_policy, seed=1)), monkeypatch)
+    sampler = ServerSampler(replace(SGLANG, url="http://127.0.0.1:30000", sync="broadcast"), policy)
+    sampler.push(5, policy)
+    assert stand_in.version == "5"
+    asked = [Request(prompt_ids=(7, 9), seeds=(1, 2))], SamplingParams(max_new_tokens=5)
+    assert sampler.generate(*asked) == policy.engine().generate(*asked)
+    sampler.close()
+    behind(StandIn(policy), monkeypatch)
+    with pytest.raises(UserError, match="sampler.sync = broadcast is for whet serve and SGLang"):
+        ServerSampler(replace(VLLM, sync="broadcast"), policy)
+
+
 class SleepingVllm:
     """vLLM 0.32 in one process, as far as it is used: what sleeps cannot be used, and what was dropped is lost.
 
@@ -688,6 +792,27 @@ class FromDisk(Fields):
     weight_version: str | None = None
 
 
+class InitGroup(Fields):
+    """SGLang 0.5: InitWeightsUpdateGroupReqInput."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class FromGroup(Fields):
+    """SGLang 0.5: UpdateWeightsFromDistributedReqInput."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    weight_version: str | None = None
+
+
 class SglangStandIn(Drawer):
     """SGLang's server, written from its sources (srt/entrypoints/http_server.py, managers/schedule_batch.py).
 
@@ -707,6 +832,8 @@ class SglangStandIn(Drawer):
                 card = {"id": "served", "object": "model", "owned_by": "sglang", "max_model_len": 64}
                 adapters = [{"id": name, "owned_by": "sglang", "parent": "served"} for name in self.adapters]
                 return httpx.Response(200, json={"object": "list", "data": [card, *adapters]})
+            if request.url.path == "/get_server_info":
+                return httpx.Response(200, json={"tp_size": 1, "dp_size": 1})
             body = json.loads(request.content)
             if request.url.path == "/generate":
                 return self._generate(GenerateFields(**body))
@@ -720,6 +847,19 @@ class SglangStandIn(Drawer):
                 return httpx.Response(
                     200, json={"success": True, "message": "Succeeded to update model weights."}
                 )
+            if request.url.path == "/init_weights_update_group":
+                joined = InitGroup(**body)
+                self.group = WeightGroup(
+                    joined.master_address,
+                    joined.master_port,
+                    rank=joined.rank_offset,
+                    size=joined.world_size,
+                    name=joined.group_name,
+                    timeout_s=10.0,
+                )
+                return httpx.Response(200, json={"success": True, "message": "joined"})
+            if request.url.path == "/update_weights_from_distributed":
+                return self._receive(FromGroup(**body))
             if request.url.path == "/load_lora_adapter":
                 return self._told(self._load(LoadLoRA(**body)))
             if request.url.path == "/unload_lora_adapter":
@@ -728,6 +868,18 @@ class SglangStandIn(Drawer):
                     "" if self.adapters.pop(name, None) else f"LoRA adapter {name} is not loaded"
                 )
             return httpx.Response(404, json={"detail": "Not Found"})
+
+    def _receive(self, asked: FromGroup) -> httpx.Response:
+        named = dict(self.policy.model.named_parameters())
+        if unknown := [name for name in asked.names if name not in named]:
+            return httpx.Response(400, json={"success": False, "message": f"no parameter {unknown[0]}"})
+        rows = zip(asked.names, asked.dtypes, asked.shapes, strict=True)
+        found = self.group.receive({name: (getattr(torch, kind), tuple(shape)) for name, kind, shape in rows})
+        with torch.no_grad():
+            for name, tensor in found.items():
+                named[name].copy_(tensor)
+        self.version = asked.weight_version or self.version
+        return httpx.Response(200, json={"success": True, "message": "Succeeded to update parameter online."})
 
     def _told(self, error: str) -> httpx.Response:
         answer = {"success": not error, "error_message": error or None, "loaded_adapters": {}}
@@ -1049,6 +1201,9 @@ def test_whet_serve_refuses_what_it_was_not_started_for(tiny_policy: PolicyConfi
         ({"kind": "vllm", "memory": 1.5}, "above 0, below 1"),
         ({"kind": "openai", "url": "http://a/v1", "timeout_s": 0.0}, "above 0"),
         ({"kind": "openai", "url": "http://a/v1", "retries": -1}, "0 or more"),
+        ({"kind": "openai", "url": "http://a/v1", "sync": "broadcast", "folder": "a"}, "sync = file only"),
+        ({"kind": "vllm", "sync": "broadcast"}, "read with sampler.kind = openai only"),
+        ({"kind": "vllm", "sleep": 3}, "expected 0, 1 or 2"),
         ({"kind": "openai", "url": "http://a/v1", "concurrency": 0}, "1 or more"),
     ],
 )

@@ -419,6 +419,36 @@ def read_update(policy: Policy, folder: str) -> Update:
     return tensors
 
 
+def read_outline(
+    policy: Policy, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Read what weights will come from a trainer.
+
+    Returns:
+        Dtype and shape of every parameter by name, in the order in which they come.
+
+    Raises:
+        UserError: If they are another model's, or the policy's weights cannot be replaced.
+    """
+    if policy.several is not None or policy.adapter is not None or packed_parts(policy.model):
+        raise UserError(
+            "weights beside an adapter, or rounded ones, cannot be replaced: serve the model itself"
+        )
+    if not len(names) == len(dtypes) == len(shapes):
+        raise UserError(
+            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: expected as many of each"
+        )
+    kinds = [getattr(torch, name, None) for name in dtypes]
+    if bad := next(
+        (n for n, kind in zip(dtypes, kinds, strict=True) if not isinstance(kind, torch.dtype)), None
+    ):
+        raise UserError(f"dtypes: {bad[:40]!r} is none")
+    own = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
+    if len(set(names)) < len(names) or own != {n: tuple(s) for n, s in zip(names, shapes, strict=True)}:
+        raise UserError("names and shapes: another model than the one that is served")
+    return {n: (kind, own[n]) for n, kind in zip(names, kinds, strict=True) if kind is not None}
+
+
 def _read_adapter(policy: Policy, folder: Path, given: str) -> Adapter:
     """Read an adapter that shall stand beside the served model, in place of one that was pushed before."""
     adapter = read_adapter(folder, is_new=True)

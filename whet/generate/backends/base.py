@@ -15,7 +15,7 @@ from whet.types import UnreadError
 
 READ_BY: dict[str, tuple[str, ...]] = {
     "engine": (),
-    "openai": ("url", "model", "folder", "concurrency", "timeout_s", "retries", "api_key_env"),
+    "openai": ("url", "model", "sync", "folder", "concurrency", "timeout_s", "retries", "api_key_env"),
     "vllm": ("dtype", "memory", "folder", "sleep"),
     "vllm with python": (
         "python",
@@ -44,6 +44,9 @@ class SamplerConfig:
     """Name of the policy at the server; empty for the one model that it has."""
     python: str = ""
     """Python of an environment that has vLLM, in which whet starts a server; empty for vLLM in this process."""
+    sync: Literal["file", "broadcast"] = "file"
+    """How whole weights come to a server: file through a folder that both see; broadcast from process to process over
+    gloo, between GPUs over NCCL (whet serve, SGLang), which needs no shared folder."""
     folder: str = ""
     """Folder in which weights are handed over, which the server sees by the same path; empty for one in this machine's
     shared memory."""
@@ -75,6 +78,8 @@ class SamplerConfig:
                 raise ValueError(f"sampler.{name} = {getattr(self, name)}: expected {least} or more")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"sampler.timeout_s = {self.timeout_s}: expected above 0")
+        if self.sync == "broadcast" and self.folder:
+            raise UnreadError("sampler.folder is read with sampler.sync = file only; leave it out", "folder")
         if self.sleep not in (None, 0, 1, 2):
             raise ValueError(f"sampler.sleep = {self.sleep}: expected 0, 1 or 2")
         if not 0 < self.memory < 1:

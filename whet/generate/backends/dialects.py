@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from whet.generate.policy import Policy
 from whet.generate.rows import Request
 from whet.generate.sampling import SamplingParams
@@ -69,6 +71,12 @@ class Dialect(ABC):
     """Whether its answers say what filters left of each token's distribution."""
     wants_plain = True
     """Whether it reads only the plainest adapters, see `Trained.check_plain`."""
+    takes_broadcasts = False
+    """Whether it joins a group (`whet.ranks.broadcast`) and takes weights from it."""
+    tells_versions = False
+    """Whether it says with each completion which weights it drew with."""
+    reads_stored = True
+    """Whether it knows tensors by the names that files have, which are not always the parameters'."""
     weights_remedy = "use whet serve, vLLM or SGLang"
     """What to do where it takes no weights."""
     adapter_remedy = weights_remedy
@@ -110,6 +118,31 @@ class Dialect(ABC):
     def put_weights(self, post: Post, folder: Path, version: int) -> None:
         """Let the server read its weights from a folder."""
 
+    def join(self, post: Post, address: str, port: int, size: int, name: str, backend: str) -> None:
+        """Let the server join a group, as ranks 1 and above; it answers when all have met."""
+        body = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": size}
+        post("/init_weights_update_group", body | {"group_name": name, "backend": backend})
+
+    def receive(self, post: Post, tensors: Mapping[str, torch.Tensor], name: str, version: int) -> None:
+        """Let the server take these tensors from a group; it answers when it has them."""
+        body = {
+            "names": list(tensors),
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+            "group_name": name,
+        }
+        version_too = {"weight_version": str(version)} if self.tells_versions else {}
+        self._took(post("/update_weights_from_distributed", body | version_too), version)
+
+    def _took(self, told: Mapping[str, Any], version: int) -> None:
+        """Check what a server says of new weights.
+
+        Raises:
+            UserError: If it did not take them.
+        """
+        if not told.get("success", False):
+            raise UserError(f"it did not take the weights: {str(told.get('message'))[:200]}")
+
     @abstractmethod
     def put_adapter(self, post: Post, name: str, folder: Path) -> None:
         """Let the server read an adapter from a folder; requests then name it. One it has already is left as it is."""
@@ -123,6 +156,7 @@ class Whet(Dialect):
     """`whet serve`: the engine's own bits."""
 
     choices, tells_filters, wants_plain = WHET_CHOICES, True, False
+    takes_broadcasts, reads_stored = True, False
     weights_remedy = adapter_remedy = "start whet serve with --weight-updates"
 
     def check(self) -> None:
@@ -241,6 +275,7 @@ class Vllm(Dialect):
 class Sglang(Dialect):
     """SGLang's server, by its own /generate: its completions of OpenAI's kind hold no token ids."""
 
+    takes_broadcasts = tells_versions = True
     weights_remedy = "use an SGLang that has /update_weights_from_disk"
     adapter_remedy = "start SGLang with --enable-lora --max-lora-rank and --lora-target-modules all"
 
@@ -302,8 +337,10 @@ class Sglang(Dialect):
     def put_weights(self, post: Post, folder: Path, version: int) -> None:
         """Reload in place; it waits for requests under way, and forgets what was computed with the old ones."""
         told = post("/update_weights_from_disk", {"model_path": str(folder), "weight_version": str(version)})
-        if not told.get("success", False):
-            raise UserError(f"it did not take the weights: {str(told.get('message'))[:200]}")
+        self._took(told, version)
+
+    def _took(self, told: Mapping[str, Any], version: int) -> None:
+        super()._took(told, version)
         self._version = str(version)
 
     def put_adapter(self, post: Post, name: str, folder: Path) -> None:

@@ -19,8 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch
 
@@ -34,12 +36,15 @@ from whet.install import install_command
 from whet.model.files import read_json
 from whet.model.lora.trained import Trained
 from whet.model.transformer import SIDE_NAMES
-from whet.model.weights import save_model
+from whet.model.weights import as_stored, save_model
+from whet.ranks.broadcast import WeightGroup, address_towards, free_port
 from whet.ranks.collectives import all_reduce_sum, gather_json, rank
 from whet.types import UserError
 
 if TYPE_CHECKING:
     import httpx
+
+T = TypeVar("T")
 
 LOOK_S = 0.5
 """Seconds between looks at whether the run shall stop, while nothing ends."""
@@ -99,7 +104,18 @@ class ServerSampler:
         self._dialect: Dialect = DIALECTS.get(str(card.get("owned_by")), Vllm)(policy, str(card["id"]))
         self._dialect.check()
         self._run, self._num_pushed = str(gather_json(secrets.token_hex(3))[0]), 0
-        self._adapter, self._adapter_folder = "", None
+        self._adapter = ""
+        self._adapter_folder: Path | None = None
+        self._group: WeightGroup | None = None
+        if config.sync == "broadcast" and not self._dialect.takes_broadcasts:
+            raise UserError(
+                f"{self._where}: sampler.sync = broadcast is for whet serve and SGLang; of vLLM's server only its own "
+                "library can join a group: use sampler.sync = file"
+            )
+        if config.sync == "broadcast" and policy.trained is not None:
+            raise UserError(
+                "sampler.sync = broadcast with lora.rank: adapters are handed over as files; use sampler.sync = file"
+            )
         context = card.get("max_model_len")
         own = policy.model.config.max_positions
         self._context = min(own, context) if isinstance(context, int) and context > 0 else own
@@ -121,6 +137,9 @@ class ServerSampler:
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -137,6 +156,8 @@ class ServerSampler:
         began = time.monotonic()
         if policy.trained is not None:
             self._push_adapter(version, policy.trained)
+        elif rank() == 0 and self._config.sync == "broadcast":
+            self._broadcast(version, policy)
         elif rank() == 0:
             folder = self._exchange() / f"version-{version}"
             shutil.rmtree(folder, ignore_errors=True)
@@ -147,6 +168,45 @@ class ServerSampler:
                 shutil.rmtree(folder, ignore_errors=True)
         all_reduce_sum(0.0)  # no rank samples before the server has them
         return time.monotonic() - began
+
+    def _broadcast(self, version: int, policy: Policy) -> None:
+        """Send the weights through a group that server and trainer make at the first push."""
+        if self._group is None:
+            where = urlsplit(self._root)
+            port = where.port or {"http": 80, "https": 443}[where.scheme]
+            address = address_towards(where.hostname or "", port)
+            size, backend = 1 + self._num_shares(), "nccl" if policy.device.type == "cuda" else "gloo"
+            port, name = free_port(address), f"whet-{self._run}"
+            options: dict[str, Any] = {"rank": 0, "size": size, "name": name, "backend": backend}
+            options["timeout_s"] = self._config.timeout_s
+            told = partial(self._dialect.join, self._post, address, port, size, name, backend)
+            self._group = self._meanwhile(told, lambda: WeightGroup(address, port, **options))
+        weights = named_weights(policy)
+        if self._dialect.reads_stored:
+            weights = as_stored(weights, policy.model.config)
+        told = partial(self._dialect.receive, self._post, weights, f"whet-{self._run}", version)
+        self._meanwhile(told, partial(self._group.send, list(weights.values())))
+
+    def _meanwhile(self, ask: Callable[[], None], work: Callable[[], T]) -> T:
+        """Do what the server takes part in when it is asked, and return that; fail as soon as it refuses."""
+        parts = ThreadPoolExecutor(2, "whet-broadcast")
+        try:
+            asked, done = parts.submit(self._told, ask), parts.submit(work)
+            while not (asked.done() and done.done()):
+                wait([future for future in (asked, done) if not future.done()], LOOK_S, FIRST_COMPLETED)
+                if asked.done() and (error := asked.exception()) is not None:
+                    raise error  # the other one would wait for it until its time is over
+                self.look()
+            return done.result()
+        finally:
+            parts.shutdown(wait=False)
+
+    def _num_shares(self) -> int:
+        """Return how many processes of the server hold a share of the weights: SGLang's, one for each GPU."""
+        if not self._dialect.reads_stored:
+            return 1
+        shares = self._send("GET", f"{self._root}/get_server_info", None).get("tp_size", 1)
+        return shares if isinstance(shares, int) else 1
 
     def _push_adapter(self, version: int, trained: Trained) -> None:
         """Bring the adapter that is trained to the server, under a name that only these weights have."""
@@ -160,8 +220,8 @@ class ServerSampler:
             self._told(lambda: self._dialect.put_adapter(self._post, self._adapter, folder), is_adapter=True)
             self._drop(old)
             # A server may read the present one again, where its memory for adapters was used for others.
-            if self._adapter_folder not in (None, folder):
-                shutil.rmtree(cast(Path, self._adapter_folder), ignore_errors=True)
+            if self._adapter_folder is not None and self._adapter_folder != folder:
+                shutil.rmtree(self._adapter_folder, ignore_errors=True)
             self._adapter_folder = folder
 
     def _told(self, put: Callable[[], None], *, is_adapter: bool = False) -> None:
