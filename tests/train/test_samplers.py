@@ -37,7 +37,7 @@ from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.kernels import dispatch
 from whet.model.lora.adapter import Adapter
 from whet.model.lora.files import read_adapter
-from whet.model.lora.side import LoRAConfig
+from whet.model.lora.side import LoRAConfig, sides_of
 from whet.model.lora.trained import Base, Trained
 from whet.model.weights import load_model
 from whet.ranks.broadcast import WeightGroup, free_port
@@ -1022,6 +1022,22 @@ def test_an_adapter_goes_only_beside_its_own_base(tiny_policy: PolicyConfig, tmp
     ):
         with whet_server(load_policy(served, seed=0)) as url, pytest.raises(UserError, match=words):
             run(replace(config, sampler=SamplerConfig(kind="openai", url=url)))
+
+
+def test_an_adapter_leaves_nothing_of_the_one_before(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    base = base_of(tiny_policy, tmp_path)
+    asked = [Request(prompt_ids=(7, 9), seeds=(1, 2))], SamplingParams(max_new_tokens=5)
+    with whet_server(load_policy(base, seed=0)) as url:
+        for target in ("q_proj", "v_proj"):
+            policy = load_policy(base, seed=0)
+            at = Base.of(base.init, Path(base.init))
+            policy.trained = Trained(policy.model, LoRAConfig(rank=2, targets=(target,)), base=at, seed=0)
+            for _, side in sides_of(policy.model):
+                torch.nn.init.normal_(side.lora_B)
+            sampler = ServerSampler(SamplerConfig(kind="openai", url=url), policy)
+            sampler.push(0, policy)
+            assert sampler.generate(*asked) == policy.engine().generate(*asked)
+            sampler.close()
 
 
 def test_vllm_gets_the_adapter_of_each_version_alone(

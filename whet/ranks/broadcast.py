@@ -8,12 +8,13 @@ same prefixes as `torch.distributed.distributed_c10d._new_process_group_helper` 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from whet.types import UserError
 
@@ -52,12 +53,13 @@ class WeightGroup:
         timeout_s: float = 600.0,
     ) -> None:
         limit = timedelta(seconds=timeout_s)
-        self.backend, self._rank = backend, rank
+        self.backend: Backend = backend
+        self._rank = rank
         try:
-            self._store = dist.TCPStore(address, port, size, rank == TRAINER, timeout=limit)
-            prefixed: dist.Store = self._store
+            self._store = TCPStore(address, port, size, rank == TRAINER, timeout=limit)
+            prefixed: Store = self._store
             for prefix in (name, f"{name}/", f"{DEVICES[backend]}/"):
-                prefixed = dist.PrefixStore(prefix, prefixed)
+                prefixed = PrefixStore(prefix, prefixed)
             kind: Any = (
                 dist.ProcessGroupGloo if backend == "gloo" else getattr(dist, "ProcessGroupNCCL", None)
             )
@@ -95,7 +97,7 @@ class WeightGroup:
         self._broadcast(found.values())
         return found
 
-    def _broadcast(self, tensors: Any) -> None:
+    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = TRAINER, 0
         try:

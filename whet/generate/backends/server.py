@@ -192,8 +192,9 @@ class ServerSampler:
         parts = ThreadPoolExecutor(2, "whet-broadcast")
         try:
             asked, done = parts.submit(self._told, ask), parts.submit(work)
-            while not (asked.done() and done.done()):
-                wait([future for future in (asked, done) if not future.done()], LOOK_S, FIRST_COMPLETED)
+            both: tuple[Future[Any], ...] = (asked, done)
+            while left := [future for future in both if not future.done()]:
+                wait(left, LOOK_S, FIRST_COMPLETED)
                 if asked.done() and (error := asked.exception()) is not None:
                     raise error  # the other one would wait for it until its time is over
                 self.look()
