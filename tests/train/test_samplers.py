@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
@@ -448,7 +448,10 @@ class StandIn(Drawer):
 VLLM = SamplerConfig(kind="openai", url="http://vllm:8000/v1", retries=2)
 
 
-def behind(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+S = TypeVar("S", bound=Callable[[httpx.Request], httpx.Response])
+
+
+def behind(stand_in: S, monkeypatch: pytest.MonkeyPatch) -> S:
     """Let every server sampler ask a stand-in, without a pause between repetitions."""
     transport = httpx.MockTransport(stand_in)
     monkeypatch.setattr(ServerSampler, "_connect", lambda self: httpx.Client(transport=transport))

@@ -192,7 +192,7 @@ class ServerSampler:
         parts = ThreadPoolExecutor(2, "whet-broadcast")
         try:
             asked, done = parts.submit(self._told, ask), parts.submit(work)
-            both: tuple[Future[Any], ...] = (asked, done)
+            both: list[Future[Any]] = [cast(Future[Any], asked), cast(Future[Any], done)]
             while left := [future for future in both if not future.done()]:
                 wait(left, LOOK_S, FIRST_COMPLETED)
                 if asked.done() and (error := asked.exception()) is not None:
