@@ -85,6 +85,15 @@ class AttentionContext(Protocol):
         """Positions that any row may have, from 0 on."""
         ...
 
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The sequences of the batch, whose prompts may have images; none where each row is a token of a completion."""
+        ...
+
+    def see_ahead(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Let rows of these runs, each within one sequence, attend to all of their run, later ones too."""
+        ...
+
     def attend(
         self,
         layer: int,
@@ -508,6 +517,11 @@ class Packed:
         self._table: torch.Tensor | None = None
         self._scan: Scan | None = None
         self._plans: dict[tuple[int, int, int, int, bool], _Plan] = {}
+
+    def see_ahead(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Let rows of these runs attend to all of their run."""
+        if spans:
+            raise UserError("tokens that attend to later ones are not supported here")
 
     @property
     def segments(self) -> Sequence[Segment]:

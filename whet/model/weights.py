@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from whet.model.config import ModelConfig
+from whet.model.config import ModelConfig, VisionConfig
 from whet.model.families import RopeFactors, from_hf, is_packed, quant_method, to_hf
 from whet.model.files import CONVERTED, check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
@@ -43,7 +43,9 @@ from whet.model.quant import (
 from whet.model.quant import (
     quantize as quantize_matrices,
 )
-from whet.model.transformer import LanguageModel, LlamaLike
+from whet.model.transformer import TOWER, LanguageModel, LlamaLike
+from whet.model.vision.pixels import Preprocessing, read_preprocessing
+from whet.model.vision.store import ImageStore
 from whet.ranks.collectives import is_share
 from whet.ranks.fsdp import local, rows_of
 from whet.storage.commit import MANIFEST
@@ -64,6 +66,8 @@ HUB_PATTERNS = (
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
     QUANTIZATION,
     *CONVERTED,
 )
@@ -183,6 +187,8 @@ class _Place(NamedTuple):
 def _places(stored: str, config: ModelConfig) -> tuple[_Place, ...]:
     """Say where a stored tensor goes: to several parameters one below the other if more than one; none: left out."""
     name, block = stored, config.block
+    if config.vision is not None:
+        name = _with_prefix(name, config.vision.renamed)
     if name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
         return ()  # buffers of old checkpoints
     if config.family == "gpt2" and not name.startswith(("transformer.", "lm_head.", "score.")):
@@ -249,12 +255,21 @@ def as_stored(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[
             found[name.replace(".mlp.", f".{part}.")] = tensor
         else:
             found[name] = tensor
-    return {_renamed(name, back): tensor.contiguous() for name, tensor in found.items()}
+    found = {_renamed(name, back): tensor.contiguous() for name, tensor in found.items()}
+    if config.vision is None:
+        return found
+    prefixes = [(here, stored) for stored, here in config.vision.renamed]
+    return {_with_prefix(name, prefixes): tensor for name, tensor in found.items()}
 
 
 def _renamed(name: str, pairs: Sequence[tuple[str, str]]) -> str:
     """Replace the first part that a name has."""
     return next((name.replace(old, new) for old, new in pairs if old in name), name)
+
+
+def _with_prefix(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Replace the beginning of a name by the first pair that has it."""
+    return next((new + name.removeprefix(old) for old, new in pairs if name.startswith(old)), name)
 
 
 def load_model(
@@ -323,6 +338,8 @@ def load_model(
         )
     _open_to_training(model)
     model.sampling_defaults = _sampling_defaults(folder)
+    if config.vision is not None:
+        model.images = ImageStore(_preprocessing(folder, config.vision))
     return model.eval(), config
 
 
@@ -343,12 +360,13 @@ def load_shares(model: LanguageModel, folder: Path) -> None:
 
 
 def _open_to_training(model: LanguageModel) -> None:
-    """Make all parameters trainable but those that no gradient moves: routers' offsets, layers' scales.
+    """Make all parameters trainable but those that no gradient moves: routers' offsets, layers' scales; and a tower's.
 
+    A tower stays as it is unless a caller opens it: it sees already, and its features are then computed once.
     A quantised model's are trainable, too, where an adapter's settings name them; training all of them is refused.
     """
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.endswith(FROZEN))
+        parameter.requires_grad_(not name.endswith(FROZEN) and not name.startswith(TOWER))
 
 
 FROZEN = ("e_score_correction_bias", "layer_scalar")
@@ -665,6 +683,22 @@ def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.stack(experts)
 
 
+PREPROCESSING = ("preprocessor_config.json", "processor_config.json")
+"""Where a folder says how images are made into patches: in a file of its own, or in one of all processors."""
+
+
+def _preprocessing(folder: Path, vision: VisionConfig) -> Preprocessing:
+    """Read how a folder's model wants its images."""
+    for name in PREPROCESSING:
+        if (folder / name).is_file():
+            data = read_json(folder / name)
+            data = data.get("image_processor", data) if name == PREPROCESSING[1] else data
+            if not isinstance(data, dict):
+                raise UserError(f"{folder / name}: image_processor: expected an object")
+            return read_preprocessing(data, vision, str(folder / name))
+    return read_preprocessing({}, vision, str(folder))
+
+
 SAMPLING_DEFAULTS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -724,6 +758,9 @@ def save_model(
         "temperature": 1.0,
     }
     generation |= model.sampling_defaults
+    if model.images is not None and model.images.preprocessing.stored:
+        stored = json.dumps(dict(model.images.preprocessing.stored), indent=1) + "\n"
+        (folder / PREPROCESSING[0]).write_text(stored)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -775,6 +812,8 @@ def as_reward_model(model: LanguageModel) -> LanguageModel:
     """Return the model with a reward model's head, at first 0, in place of its output head; the rest is shared."""
     if model.config.is_reward:
         return model
+    if model.config.vision is not None:
+        raise UserError("reward models that see images are not supported; take a model that reads text alone")
     with torch.device("meta"):
         scoring = build_model(replace(model.config, is_reward=True))
     like = model.head_weight
@@ -784,7 +823,7 @@ def as_reward_model(model: LanguageModel) -> LanguageModel:
     kept |= dict(packed_tensors(model))
     scoring.load_state_dict({**kept, "score.weight": head}, strict=True, assign=True)
     _open_to_training(scoring)
-    scoring.sampling_defaults = model.sampling_defaults
+    scoring.sampling_defaults, scoring.images = model.sampling_defaults, model.images
     return scoring.eval()
 
 
@@ -816,5 +855,5 @@ def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> Languag
             noise = noise.to(source.device) * source.float().std()
             parameter[:old].copy_(source)
             parameter[old:].copy_(source.float().mean(0) + noise)
-    grown.sampling_defaults = model.sampling_defaults
+    grown.sampling_defaults, grown.images = model.sampling_defaults, model.images
     return grown.eval()

@@ -21,7 +21,7 @@ from whet.model.experts import ExpertWeights
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.side import Beside, Target, make_side, targets_of
 from whet.model.quant import Kind, packed_parts
-from whet.model.transformer import SIDE_NAMES, LanguageModel
+from whet.model.transformer import SIDE_NAMES, TOWER, LanguageModel
 from whet.model.weights import build_model
 from whet.types import UserError
 
@@ -367,5 +367,7 @@ def _untie(model: LanguageModel) -> LanguageModel:
     tensors = {name: weight.detach() for name, weight in model.named_parameters()}
     untied.load_state_dict(tensors | {"lm_head.weight": model.head_weight.detach().clone()}, assign=True)
     untied.num_valid_tokens, untied.checkpoint_layers = model.num_valid_tokens, model.checkpoint_layers
-    untied.sampling_defaults = model.sampling_defaults
-    return untied.requires_grad_(True).eval()
+    untied.sampling_defaults, untied.images = model.sampling_defaults, model.images
+    for name, weight in untied.named_parameters():
+        weight.requires_grad_(not name.startswith(TOWER))
+    return untied.eval()

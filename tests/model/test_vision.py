@@ -1,0 +1,186 @@
+"""Models that see: parity with transformers, ids of images, positions, caches."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import vision_cases as cases
+
+from whet.model.attention import Packed
+from whet.model.vision.ids import IMAGE, digest_of, image_ids, is_image, key_of, keys_in, place_of
+from whet.model.vision.store import ImageStore, Picture
+from whet.model.weights import load_model, save_model
+from whet.types import Segment, UserError
+
+FLOAT = 1e-5
+"""Both sides compute in float32, in another order; logits are of the order 1."""
+PROMPTS = {
+    "one image": ["a", (40, 56), "bc"],
+    "several images": ["ab", (32, 32), (64, 40), "c", (24, 80), "d"],
+    "odd sizes": [(33, 47), "ab", (97, 31), "c"],
+    "no image": ["abc"],
+    "several turns": ["ab", (40, 40), "cde", "f", (16, 64), "gh", (40, 40), "i"],
+}
+
+
+@pytest.fixture(scope="module", params=cases.CASES)
+def case(request, tmp_path_factory):
+    return cases.make(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_logits_equal_transformers(case, name):
+    prompt = cases.prompt(case, PROMPTS[name])
+    with torch.no_grad():
+        ours = case.model.logits(torch.tensor([prompt.ids]))[0]
+        theirs = cases.logits(case, prompt)
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() < FLOAT
+
+
+def test_ids():
+    ids = image_ids(0x3FFFFFFFFFFF, 65536)
+    assert ids[0] == IMAGE | 0x3FFFFFFFFFFF << 16
+    assert ids[-1] == 2**63 - 1
+    assert all(map(is_image, (ids[0], ids[-1])))
+    assert not is_image(2**31)
+    assert (key_of(ids[77]), place_of(ids[77])) == (0x3FFFFFFFFFFF, 77)
+    assert keys_in([5, *image_ids(7, 2), 3, *image_ids(4, 1), *image_ids(7, 2)]) == (7, 4)
+    with pytest.raises(ValueError, match="65,537"):
+        image_ids(1, 65537)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_positions_are_theirs_up_to_one_shift(case, name):
+    """The last text has its place in the sequence as its position."""
+    if not case.model.config.vision.has_positions:
+        pytest.skip("plain positions")
+    prompt = cases.prompt(case, PROMPTS[name])
+    tokens, place = torch.tensor(prompt.ids), torch.arange(len(prompt.ids))
+    rows = case.model.images.rows(tokens, place, [Segment(0, len(tokens), 0, 0)], case.model.visual)
+    ours = place[:, None].repeat(1, 3) if rows is None else rows.positions_N3
+    inputs = cases.inputs(case, prompt)
+    grid = inputs.get("image_grid_thw")
+    if grid is None:
+        assert torch.equal(ours, place[:, None].repeat(1, 3))
+        return
+    theirs, _ = case.reference.model.get_rope_index(inputs["input_ids"], inputs["mm_token_type_ids"], grid)
+    shift = ours - theirs[:, 0].T
+    assert shift.unique().numel() == 1
+    assert shift[0, 0] > 0
+    assert ours[-1].tolist() == [len(tokens) - 1] * 3
+    assert ours.min() >= 0
+
+
+def test_an_image_has_the_same_bits_in_any_company(case):
+    alone = cases.prompt(case, ["a", (40, 56), "bc"])
+    many = [cases.prompt(case, PROMPTS[name]) for name in PROMPTS]
+    prompts = [many[1].ids, alone.ids, many[3].ids, many[4].ids]
+    with torch.no_grad():
+        lengths = [len(ids) for ids in prompts]
+        tokens = torch.tensor([token for ids in prompts for token in ids])
+        places = torch.cat([torch.arange(length) for length in lengths])
+        together = case.model(tokens, places, Packed(lengths, tokens.device)).split(lengths)
+        for ids, rows in zip(prompts, together, strict=True):
+            own = torch.tensor(ids)
+            fresh, _ = load_model(case.folder)
+            fresh.images = case.model.images
+            assert torch.equal(fresh(own, torch.arange(len(own)), Packed([len(own)], own.device)), rows)
+
+
+def test_a_shared_prompt_has_the_bits_of_a_whole_sequence(case):
+    prompt = cases.prompt(case, ["ab", (40, 56), "cd", (32, 24), "e"]).ids
+    own, other = [3, 4, 5, 6, 7], [8, 9]
+    whole = [torch.tensor([*prompt, *more]) for more in (own, other)]
+    tokens = torch.tensor([*prompt, *own, *other])
+    start = len(prompt)
+    segments = [
+        Segment(0, start, 0, 0),
+        Segment(start, len(own), 0, start),
+        Segment(start + len(own), len(other), 0, start),
+    ]
+    places = torch.cat([torch.arange(s.shared, s.shared + s.length) for s in segments])
+    with torch.no_grad():
+        packed = case.model(tokens, places, Packed(segments, tokens.device))
+        for ids, segment in zip(whole, segments[1:], strict=True):
+            alone = case.model(ids, torch.arange(len(ids)), Packed([len(ids)], ids.device))
+            assert torch.equal(packed[segment.start : segment.start + segment.length], alone[start:])
+            assert torch.equal(packed[:start], alone[:start])
+
+
+def test_features_are_kept_until_the_tower_changes(case):
+    model, _ = load_model(case.folder)
+    ids = torch.tensor(cases.prompt(cases.Case("", model, None, None, case.folder), ["a", (32, 32), "b"]).ids)
+    calls = []
+    model.visual.register_forward_hook(lambda *_: calls.append(1))
+    context = lambda: Packed([len(ids)], ids.device)  # noqa: E731
+    places = torch.arange(len(ids))
+    first = model(ids, places, context())
+    assert first.requires_grad
+    assert torch.equal(model(ids, places, context()), first)
+    assert len(calls) == 1
+    with torch.inference_mode():
+        assert torch.equal(model(ids, places, context()), first)
+        assert len(calls) == 1
+    with torch.no_grad():
+        next(model.visual.parameters()).mul_(1.5)
+        assert not torch.equal(model(ids, places, context()), first)
+        assert len(calls) == 2
+    assert not any(p.requires_grad for p in model.visual.parameters())
+    model.visual.requires_grad_(True)
+    model(ids, places, context()).square().sum().backward()
+    assert len(calls) == 3
+    assert all(p.grad is not None for p in model.visual.merger.parameters())
+    assert torch.equal(model(ids, places, context()), model(ids, places, context()))
+    assert len(calls) == 5
+
+
+def test_what_is_refused(case):
+    model, _ = load_model(case.folder)
+    made = cases.Case("", model, None, None, case.folder)
+    ids = cases.prompt(made, ["a", (32, 32), "b"]).ids
+    assert model.images is not None
+    model.images.check(ids)
+    with pytest.raises(UserError, match="the question: image .* tokens in one piece, of which"):
+        model.images.check([*ids[:5], 1, 2], "the question")
+    with pytest.raises(UserError, match="is not known to this model"):
+        model.images.check(image_ids(5, 4))
+    data = b"one file"
+    pixels = cases.picture(32, 32)
+    model.images.add(Picture.of(data, pixels))
+    forged = digest_of(data)[:6] + bytes(26)
+    with pytest.raises(UserError, match="two images have the key"):
+        model.images.add(Picture(forged, 32, 32, lambda: pixels))
+
+
+def test_the_cache_is_bounded(case):
+    model, _ = load_model(case.folder)
+    assert model.images is not None
+    store = ImageStore(model.images.preprocessing, max_bytes=1)
+    model.images = store
+    ids = cases.prompt(cases.Case("", model, None, None, case.folder), [(32, 32), "a", (32, 48), "b"]).ids
+    with torch.no_grad():
+        first = model.logits(torch.tensor([ids]))
+        assert torch.equal(model.logits(torch.tensor([ids])), first)
+    assert len(store._cache) == 1
+
+
+def test_a_folder_is_written_as_it_was_read(case, tmp_path: Path):
+    from safetensors.torch import load_file
+
+    save_model(case.model, tmp_path)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path, case.folder))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    again, config = load_model(tmp_path)
+    assert config == case.model.config
+    assert again.images.preprocessing == case.model.images.preprocessing
+    prompt = cases.prompt(case, PROMPTS["one image"])
+    again.images = case.model.images
+    assert torch.equal(
+        again.logits(torch.tensor([prompt.ids])), case.model.logits(torch.tensor([prompt.ids]))
+    )
+    reference = type(case.reference).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        theirs = cases.logits(cases.Case(case.name, case.model, reference, case.processor, tmp_path), prompt)
+        assert torch.equal(theirs, cases.logits(case, prompt))
