@@ -33,6 +33,9 @@ from whet.model.routing import Routing, times_read
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
+from whet.model.vision.asking import flattened, images_in
+from whet.model.vision.reading import read_picture
+from whet.model.vision.store import Picture
 from whet.model.weights import (
     as_reward_model,
     build_model,
@@ -296,12 +299,36 @@ class Policy:
         return self.tokenizer.render(self._asked(messages), prefix=self._prefix(values), values=values)
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> tuple[int, ...]:
-        """Return the tokens of `chat_text`."""
-        prefix = self._prefix(values)
-        return tuple(self.tokenizer.encode_prompt(self._asked(messages), prefix=prefix, values=values))
+        """Return the tokens of `chat_text`; those of images name them (`whet.model.vision.ids`).
+
+        Raises:
+            UserError: If an image cannot be read, or the model reads text alone.
+        """
+        pictures = [self._picture(source) for source in images_in(messages)]
+        text = self.chat_text(messages, **values)
+        images = self.model.images
+        if images is None or not pictures:
+            return tuple(self.tokenizer.encode_rendered(text))
+        return images.encode(text, pictures, self._placeholder, self.tokenizer.encode_rendered)
 
     def _asked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return self.schema.messages(messages, has_system=self.system_prompt)
+        asked = self.schema.messages(messages, has_system=self.system_prompt)
+        knows_images = "image" in (self.tokenizer.chat_template or "")
+        return asked if knows_images or not images_in(asked) else flattened(asked, self._placeholder)
+
+    @property
+    def _placeholder(self) -> str:
+        """Text that stands for an image in a prompt."""
+        assert self.model.config.vision is not None
+        return self.tokenizer.token_text(self.model.config.vision.token_id)
+
+    def _picture(self, source: str) -> Picture:
+        if self.model.images is None:
+            raise UserError(
+                f"the prompt has an image ({source[:60]}), and the model reads text alone: take one that sees, such as "
+                "Qwen/Qwen3-VL-2B-Instruct"
+            )
+        return read_picture(source)
 
     def _prefix(self, values: Mapping[str, Any]) -> str:
         """Return the schema's opening tag, or nothing where the template has closed the thinking already."""
@@ -311,8 +338,7 @@ class Policy:
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
         """Return a problem's prompt tokens, including the schema's opening tag if it is in the prompt."""
-        messages = [message.as_dict() for message in problem.messages]
-        return self.chat_ids(messages or [{"role": "user", "content": problem.prompt}])
+        return self.chat_ids([message.as_dict() for message in problem.asked])
 
     def solution(
         self, problem: Problem, *, thinking: str | None = None
