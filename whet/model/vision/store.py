@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from whet.model.config import VisionConfig
-from whet.model.vision.ids import IMAGE, digest_of, image_ids, key_of, key_of_digest, place_of
+from whet.model.vision.ids import (
+    IMAGE,
+    digest_of,
+    image_ids,
+    key_of,
+    key_of_digest,
+    place_of,
+    with_placeholder,
+)
 from whet.model.vision.pixels import Preprocessing
 from whet.model.vision.tower import Features, Grid
 from whet.ranks.fsdp import local
@@ -138,6 +146,52 @@ class ImageStore:
             self._runs(rows, ids[rows])
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
+
+    def expanded(self, text: str, keys: Sequence[int], placeholder: str) -> str:
+        """Return a prompt's text with as many placeholder tokens as each image has, as the model's processor does it.
+
+        Args:
+            text: What the chat template made: one placeholder for each image.
+            keys: The images, in order.
+            placeholder: The placeholder token's text.
+
+        Raises:
+            UserError: If the text has not one placeholder for each image.
+        """
+        parts = text.split(placeholder)
+        if len(parts) != len(keys) + 1:
+            raise UserError(
+                f"the prompt's text has {len(parts) - 1} image placeholders ({placeholder}) for {len(keys)} images: "
+                "the chat template must write one for each, and no text of the prompt itself may contain it"
+            )
+        around = [placeholder * self.grid(key).count for key in keys]
+        return parts[0] + "".join(one + part for one, part in zip(around, parts[1:], strict=True))
+
+    def named(self, tokens: Sequence[int], keys: Sequence[int]) -> list[int]:
+        """Return a prompt's ids with those of its images in place of the placeholder token.
+
+        Args:
+            tokens: Ids of an `expanded` text.
+            keys: Its images, in order.
+
+        Raises:
+            UserError: If there are more or fewer placeholder tokens than the images have.
+        """
+        own = [token for key in keys for token in image_ids(key, self.grid(key).count)]
+        places = [place for place, token in enumerate(tokens) if token == self.config.token_id]
+        if len(places) != len(own):
+            raise UserError(
+                f"the prompt has {len(places)} placeholder tokens (id {self.config.token_id}) for images of {len(own)}: "
+                "is this the model's own tokenizer?"
+            )
+        found = list(tokens)
+        for place, token in zip(places, own, strict=True):
+            found[place] = token
+        return found
+
+    def readable(self, tokens: Sequence[int]) -> list[int]:
+        """Return a prompt's ids with the placeholder token in place of its images', for a tokenizer to decode."""
+        return with_placeholder(tokens, self.config.token_id)
 
     def patches(self, key: int) -> torch.Tensor:
         """Return an image's patches on the CPU."""
