@@ -43,6 +43,7 @@ from whet.model.weights import (
     resize_vocabulary,
     save_model,
     stored_shape,
+    train_tower,
 )
 from whet.schema import CALLS, MARKS, SCHEMAS, THINK, AnswerType, ResponseSchema, find_schema
 from whet.types import MicroBatch, Problem, UnreadError, UserError
@@ -96,6 +97,9 @@ class PolicyConfig:
     """Rotary frequencies of a model whose ropes change with length (longrope, dynamic). short: those of its original
     context, which no sequence may exceed; long: those of its whole context, for all sequences, short ones too; auto
     takes those that `init` was trained with, else short."""
+    train_vision: bool = False
+    """Train what turns images into embeddings, too, in a model that sees; otherwise it stays as it is, and each image
+    is computed once."""
     max_rows: int = 256
     """Sequences decoded together."""
     attention: Literal["auto", "exact", "fast"] = "auto"
@@ -309,7 +313,11 @@ class Policy:
         images = self.model.images
         if images is None or not pictures:
             return tuple(self.tokenizer.encode_rendered(text))
-        return images.encode(text, pictures, self._placeholder, self.tokenizer.encode_rendered)
+        for picture in pictures:
+            images.add(picture)
+        keys = [picture.key for picture in pictures]
+        expanded = images.expanded(text, keys, self._placeholder)
+        return tuple(images.named(self.tokenizer.encode_rendered(expanded), keys))
 
     def _asked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         asked = self.schema.messages(messages, has_system=self.system_prompt)
@@ -696,6 +704,8 @@ def load_policy(
         if adapter is not None and not merge:
             adapter.fit(model)  # the vocabulary may have grown
             adapter.apply(model)
+    if config.train_vision:
+        train_tower(model)
     if is_reward:
         model = as_reward_model(model)
     if weights:

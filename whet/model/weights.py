@@ -369,6 +369,19 @@ def _open_to_training(model: LanguageModel) -> None:
         parameter.requires_grad_(not name.endswith(FROZEN) and not name.startswith(TOWER))
 
 
+def train_tower(model: LanguageModel) -> None:
+    """Make the parameters of a model's tower trainable.
+
+    Raises:
+        UserError: If the model reads text alone.
+    """
+    if model.images is None:
+        raise UserError("policy.train_vision: the model reads text alone, and has no tower; leave it out")
+    for name, parameter in model.named_parameters():
+        if name.startswith(TOWER):
+            parameter.requires_grad_(True)
+
+
 FROZEN = ("e_score_correction_bias", "layer_scalar")
 
 
