@@ -1,13 +1,16 @@
 """Models that see: parity with transformers, ids of images, positions, caches."""
 
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import vision_cases as cases
 
 from whet.model.attention import Packed
 from whet.model.vision.ids import IMAGE, digest_of, image_ids, is_image, key_of, keys_in, place_of
+from whet.model.vision.pixels import read_preprocessing
 from whet.model.vision.store import ImageStore, Picture
 from whet.model.weights import load_model, save_model
 from whet.types import Segment, UserError
@@ -184,3 +187,50 @@ def test_a_folder_is_written_as_it_was_read(case, tmp_path: Path):
     with torch.no_grad():
         theirs = cases.logits(cases.Case(case.name, case.model, reference, case.processor, tmp_path), prompt)
         assert torch.equal(theirs, cases.logits(case, prompt))
+
+
+def sizes(count: int) -> list[tuple[int, int]]:
+    """Return sizes from 4 pixels on: transformers takes an array of fewer rows for one with the channels first."""
+    generator = np.random.default_rng(0)
+    return [tuple(int(n) for n in generator.integers(4, 150, 2)) for _ in range(count)]
+
+
+def test_a_picture_is_made_into_their_patches(case):
+    """On 200 sizes: the layout exactly, and pixels to the last bit (both resize with Pillow, in uint8)."""
+    for height, width in sizes(200):
+        pixels = cases.picture(height, width)
+        theirs = case.processor([pixels], return_tensors="pt")
+        key = key_of(cases.add(case.model, pixels)[0])
+        grid, side = case.model.images.grid(key), case.model.config.vision.merge
+        assert [1, grid.rows * side, grid.columns * side] == theirs["image_grid_thw"][0].tolist()
+        assert torch.equal(case.model.images.patches(key), theirs["pixel_values"])
+
+
+def test_without_pillow_the_error_names_the_extra(case, monkeypatch):
+    model, _ = load_model(case.folder)
+    ids = cases.add(model, cases.picture(32, 40))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UserError, match=r"images need Pillow: pip install 'whet\[vision\]'"):
+        model.images.patches(key_of(ids[0]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"patch_size": 5}, "patch_size = '5' is not supported; expected 4"),
+        ({"image_std": [0.5, 0.0, 0.5]}, "image_std .* expected positive numbers"),
+        ({"image_mean": [0.5]}, "image_mean .* expected three numbers"),
+        ({"size": {"shortest_edge": 400, "longest_edge": 300}}, "pixels from 400 to 300: expected a range"),
+        ({"do_normalize": False}, "do_normalize"),
+    ],
+)
+def test_unusable_preprocessing_is_refused(changed, message):
+    vision = cases.make_config("qwen3_vl").vision
+    with pytest.raises(UserError, match=f"here: {message}"):
+        read_preprocessing({**cases.PROCESSORS["qwen"], **changed}, vision, "here")
+
+
+def test_impossible_pictures_are_refused(case):
+    for height, width in ((1, 201), (0, 5)):
+        with pytest.raises(UserError, match=f"an image of {width} x {height} pixels"):
+            case.model.images.add(Picture(bytes(32), height, width, lambda: cases.picture(1, 1)))

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from whet.model.config import ModelConfig
+from whet.model.families import from_hf
 from whet.model.transformer import LanguageModel
 from whet.model.vision.ids import with_placeholder
 from whet.model.vision.store import Picture
@@ -59,8 +61,21 @@ def qwen3_vl(text: dict[str, Any], tower: dict[str, Any], kind: str = "Qwen3VL")
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
+def qwen2_5_vl() -> Any:
+    import transformers
+
+    text = {name: value for name, value in TEXT.items() if name != "head_dim"}
+    text |= rope(mrope_section=[1, 2, 1]) | {"rms_norm_eps": 1e-6}
+    tower = {"depth": 3, "window_size": 24, "fullatt_block_indexes": [1], **QWEN_TOWER}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=tower, **QWEN)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CASES = {
     "qwen3_vl": lambda: qwen3_vl({}, {}),
+    "qwen3_vl_moe": lambda: qwen3_vl(EXPERTS, {}, "Qwen3VLMoe"),
+    "qwen2_5_vl": qwen2_5_vl,
 }
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen": {
@@ -106,10 +121,21 @@ def make(name: str, folder: Path) -> Case:
             else:
                 parameter.mul_(3.0)
     reference.save_pretrained(folder)
+    if name == "qwen3_vl_moe":
+        as_published(folder)
     kind = family(name)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind]))
     model, _ = load_model(folder)
     return Case(name, model, reference, processor(kind), folder)
+
+
+def as_published(folder: Path) -> None:
+    """Store experts as the published files of Qwen3-VL do: transformers turns them as it reads."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    turned = {k: v.transpose(1, 2).contiguous() if ".experts." in k else v for k, v in tensors.items()}
+    save_file(turned, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def family(name: str) -> str:
@@ -152,3 +178,7 @@ def inputs(case: Case, prompt: Prompt) -> dict[str, Any]:
 def logits(case: Case, prompt: Prompt) -> torch.Tensor:
     case.reference.model.rope_deltas = None
     return case.reference(**inputs(case, prompt)).logits[0]
+
+
+def make_config(name: str) -> ModelConfig:
+    return from_hf(CASES[name]().config.to_dict())

@@ -37,7 +37,7 @@ SIZES = frozenset(
     }
 )
 """Fields of a config that every path reads: numbers, and the name that config.json has."""
-STORED = frozenset({"fused", "renamed", "expert_names", "is_part", "num_ahead"})
+STORED = frozenset({"fused", "renamed", "expert_names", "has_turned_experts", "is_part", "num_ahead"})
 """Fields of a block that say how weights are stored, and change nothing that is computed."""
 
 
@@ -260,6 +260,8 @@ class Block:
     """Layers after the last one, which draw tokens further ahead and are left out."""
     expert_names: tuple[str, str, str, str] = ("", "", "", "")
     """How a file names an expert's own tensors: (part, gate, up, down); '' if all experts are in one tensor."""
+    has_turned_experts: bool = False
+    """Whether a file's tensors of all experts are [E, in, out]."""
 
 
 PLAIN_BLOCK = Block()

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from whet.model.config import (
@@ -853,8 +854,24 @@ CLASSIFIERS: dict[str, str] = {
     for kind, (name, _) in FAMILIES.items()
 }
 """What transformers calls a reward model of each type, where it has one (granite, olmoe and glm4_moe have none)."""
+
+
+def _qwen3_vl_moe(c: Keys) -> ModelConfig:
+    config = _qwen3_moe(c.changed(norm_topk_prob=True))  # always, whatever it says
+    return _flagged(config, expert_names=("", "", "", ""), has_turned_experts=True)
+
+
+def _qwen2_5_vl(c: Keys) -> ModelConfig:
+    scaling = c.get("rope_scaling")
+    if isinstance(scaling, dict) and "mrope" in (scaling.get("type"), scaling.get("rope_type")):
+        scaling = {**scaling, "type": "default", "rope_type": "default"}  # the sections are read elsewhere
+    return _qwen(c.changed(rope_scaling=scaling), "qwen2")
+
+
 DECODERS: dict[str, Reader] = {
+    "qwen2_5_vl_text": _qwen2_5_vl,
     "qwen3_vl_text": lambda c: _qwen(c, "qwen3"),
+    "qwen3_vl_moe_text": _qwen3_vl_moe,
 }
 """Readers of decoders that are published with a tower alone."""
 WRAPPERS: dict[str, tuple[str, ...]] = {
@@ -984,6 +1001,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1792,
     },
     "qwen2": {"max_position_embeddings": 32768},
+    "qwen2_5_vl_text": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "vocab_size": 152064,
+    },
+    "qwen3_vl_moe_text": {
+        "max_position_embeddings": 128000,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "rope_theta": 500000.0,
+        "vocab_size": 151936,
+    },
     "qwen3_vl_text": {"max_position_embeddings": 128000, "rope_theta": 500000.0, "vocab_size": 151936},
     "qwen3": {"max_position_embeddings": 32768},
 }
@@ -1022,9 +1054,11 @@ def from_hf(
         if "tie_word_embeddings" in outer:
             data["tie_word_embeddings"] = outer["tie_word_embeddings"]
     if not isinstance(asked, str) or asked not in FAMILIES:
+        names = [*FAMILIES, *SEEING, *WRAPPERS]
+        near = get_close_matches(str(asked)[:40], names, n=4, cutoff=0.5) or ["llama", "qwen3", "gemma3"]
         raise UserError(
-            f"{where}: model_type {str(asked)[:40]!r} is not supported; "
-            f"expected one of {', '.join([*FAMILIES, *SEEING, *WRAPPERS])}"
+            f"{where}: model_type {str(asked)[:40]!r} is not supported; expected one of {len(names)} such as "
+            f"{', '.join(near)} (docs/models.md)"
         )
     architecture, read = FAMILIES[asked]
     _refuse_foreign(outer, architecture, where)
@@ -1052,7 +1086,7 @@ def _read_seeing(
 ) -> ModelConfig:
     """Read a model with images: its decoder, and then the tower."""
     _refuse_foreign(data, family.architecture, where)
-    text, tower = text_keys(data), data.get("vision_config") or {}
+    text, tower = _text_keys(data, family), data.get("vision_config") or {}
     kind = text.setdefault("model_type", family.texts[0] if family.texts else "llama")
     if not isinstance(kind, str) or kind not in (family.texts or FAMILIES):
         known = ", ".join(family.texts or FAMILIES)
@@ -1083,9 +1117,14 @@ def _read_seeing(
     return replace(config, vision=vision, source=json.dumps(dict(data)))
 
 
-def text_keys(data: Mapping[str, Any]) -> dict[str, Any]:
+def _text_keys(data: Mapping[str, Any], family: Seeing) -> dict[str, Any]:
     """Return the decoder's part of the config.json of a model with images."""
-    text = dict(data.get("text_config") or {})
+    text = data.get("text_config")
+    if isinstance(text, dict):
+        text = dict(text)
+    else:  # the first files of Qwen2.5-VL have the decoder's keys among the others
+        apart = {"model_type", "vision_config", "image_token_id", *family.outer}
+        text = {name: value for name, value in data.items() if name not in apart}
     if "tie_word_embeddings" in data:
         text["tie_word_embeddings"] = data["tie_word_embeddings"]
     return text

@@ -421,8 +421,9 @@ class LlamaLike(LanguageModel):
         tables = self.rotary(positions_N.device, longest)
         if positions_N3 is not None:
             assert self.config.vision is not None
-            both = [axes_of(table, positions_N3, self.config.vision) for table in tables[0]]
-            return [Angles(*(rows_NC[:, None] for rows_NC in both), scale)]
+            vision = self.config.vision
+            cos, sin = (axes_of(table, positions_N3, vision)[:, None] for table in tables[0])
+            return [Angles(cos, sin, scale)]
         return [
             Angles(
                 cos.index_select(0, positions_N)[:, None], sin.index_select(0, positions_N)[:, None], scale

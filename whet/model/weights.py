@@ -251,6 +251,8 @@ def as_stored(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[
                 else:
                     halves = zip((gate, up), own.chunk(2), strict=True)
                     found |= {f"{head}.{number}.{half}.weight": rows for half, rows in halves}
+        elif config.block.has_turned_experts and ".mlp.experts." in name:
+            found[name] = tensor.transpose(1, 2)
         elif part and ".mlp.gate." in name:
             found[name.replace(".mlp.", f".{part}.")] = tensor
         else:
@@ -268,8 +270,11 @@ def _renamed(name: str, pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def _with_prefix(name: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Replace the beginning of a name by the first pair that has it."""
-    return next((new + name.removeprefix(old) for old, new in pairs if name.startswith(old)), name)
+    """Replace the longest beginning that a name has; of equal ones the first counts."""
+    old, new = max(
+        (pair for pair in pairs if name.startswith(pair[0])), key=lambda p: len(p[0]), default=("", "")
+    )
+    return new + name.removeprefix(old)
 
 
 def load_model(
@@ -481,7 +486,20 @@ class _Loaded:
                 self._place_scaled(part[0], self._parts.pop(part[0]), shard)
             return
         pieces = file.get_slice(stored)
-        self._place(stored, pieces.get_shape(), lambda: file.get_tensor(stored), shard, pieces)
+        shape = pieces.get_shape()
+        if self._is_turned(stored, shape):
+            pieces = _Turned(pieces)
+            shape = pieces.get_shape()
+            self._place(stored, shape, lambda: file.get_tensor(stored).transpose(1, 2), shard, pieces)
+            return
+        self._place(stored, shape, lambda: file.get_tensor(stored), shard, pieces)
+
+    def _is_turned(self, stored: str, shape: Sequence[int]) -> bool:
+        """Say whether a tensor of all experts is [E, in, out] in the file (Qwen3-VL's published ones are)."""
+        if not self._config.block.has_turned_experts or len(shape) != 3:
+            return False
+        place = _places(stored, self._config)[0]
+        return place.name in self._shapes and list(shape) != list(self._shapes[place.name])
 
     def _place_scaled(self, stored: str, parts: Mapping[str, torch.Tensor], source: Path) -> None:
         """Put a matrix of torchao's where it belongs: in 8 bits if it is of a kind of ours, else dense."""
@@ -655,6 +673,22 @@ class _Loaded:
         """Return the names of parameters that are not there, or not whole."""
         sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         return sorted(name for name, size in sizes.items() if self._counts.get(name) != size)
+
+
+class _Turned:
+    """A tensor of a file, of which rows can be read, with its last two axes exchanged."""
+
+    def __init__(self, pieces: Any) -> None:
+        self._pieces = pieces
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        rows, *both = self._pieces.get_shape()
+        return [rows, *reversed(both)]
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        """Read some rows."""
+        return self._pieces[rows].transpose(1, 2)
 
 
 def _own_parameters(model: LanguageModel) -> list[tuple[str, torch.nn.Parameter]]:

@@ -37,6 +37,12 @@ QWEN_NAMES = (
     ("visual.", "visual."),
     ("model.", "model."),
 )
+QWEN2_NAMES = (
+    ("visual.", "visual."),
+    ("model.", "model."),
+    ("model.visual.", "visual."),
+    ("model.language_model.", "model."),
+)
 
 
 def _qwen(outer: Keys, c: Keys, text: ModelConfig, **more: Any) -> VisionConfig:
@@ -77,6 +83,25 @@ def _qwen3_vl(outer: Keys, c: Keys, text: ModelConfig) -> VisionConfig:
     )
 
 
+def _qwen2_5_vl(outer: Keys, c: Keys, text: ModelConfig) -> VisionConfig:
+    c.fixed(spatial_patch_size=int(c["patch_size"]))
+    c.get("tokens_per_second")  # of films
+    window = int(c["window_size"]) // int(c["spatial_merge_size"]) // int(c["patch_size"])
+    if not window:
+        raise ValueError(
+            f"vision_config: window_size = {c['window_size']}: expected that of one token, at least"
+        )
+    return _qwen(
+        outer,
+        c,
+        text,
+        is_rms=True,
+        window=window,
+        whole_layers=tuple(int(layer) for layer in c["fullatt_block_indexes"]),
+        renamed=QWEN2_NAMES,
+    )
+
+
 def _activation(c: Keys) -> str:
     name = str(c["hidden_act"])
     if name not in ("gelu_pytorch_tanh", "gelu", "quick_gelu", "silu"):
@@ -85,24 +110,54 @@ def _activation(c: Keys) -> str:
 
 
 QWEN_OUTER = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
+QWEN3_TOWER = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": (8, 16, 24),
+}
+QWEN2_TOWER = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+}
 SEEING: dict[str, Seeing] = {
     "qwen3_vl": Seeing(
         "Qwen3VLForConditionalGeneration",
         ("qwen3_vl_text",),
         _qwen3_vl,
-        {
-            "depth": 27,
-            "hidden_size": 1152,
-            "hidden_act": "gelu_pytorch_tanh",
-            "intermediate_size": 4304,
-            "num_heads": 16,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "out_hidden_size": 3584,
-            "num_position_embeddings": 2304,
-            "deepstack_visual_indexes": (8, 16, 24),
-        },
+        QWEN3_TOWER,
+        QWEN_OUTER,
+        has_axes=True,
+    ),
+    "qwen3_vl_moe": Seeing(
+        "Qwen3VLMoeForConditionalGeneration",
+        ("qwen3_vl_moe_text",),
+        _qwen3_vl,
+        QWEN3_TOWER,
+        QWEN_OUTER,
+        has_axes=True,
+    ),
+    "qwen2_5_vl": Seeing(
+        "Qwen2_5_VLForConditionalGeneration",
+        ("qwen2_5_vl_text",),
+        _qwen2_5_vl,
+        QWEN2_TOWER,
         QWEN_OUTER,
         has_axes=True,
     ),

@@ -121,7 +121,7 @@ class ImageStore:
                 f"{picture.digest.hex()}; leave one of them out"
             )
         grid = self.preprocessing.grid(picture.height, picture.width) if known is None else known[1]
-        ids = image_ids(picture.key, grid.count)
+        ids = image_ids(picture.key, grid.num_tokens)
         if known is None:
             self._pictures[picture.key] = picture, grid
         return ids
@@ -164,7 +164,7 @@ class ImageStore:
                 f"the prompt's text has {len(parts) - 1} image placeholders ({placeholder}) for {len(keys)} images: "
                 "the chat template must write one for each, and no text of the prompt itself may contain it"
             )
-        around = [placeholder * self.grid(key).count for key in keys]
+        around = [placeholder * self.grid(key).num_tokens for key in keys]
         return parts[0] + "".join(one + part for one, part in zip(around, parts[1:], strict=True))
 
     def named(self, tokens: Sequence[int], keys: Sequence[int]) -> list[int]:
@@ -177,12 +177,12 @@ class ImageStore:
         Raises:
             UserError: If there are more or fewer placeholder tokens than the images have.
         """
-        own = [token for key in keys for token in image_ids(key, self.grid(key).count)]
+        own = [token for key in keys for token in image_ids(key, self.grid(key).num_tokens)]
         places = [place for place, token in enumerate(tokens) if token == self.config.token_id]
         if len(places) != len(own):
+            got = f"{len(places)} placeholder tokens (id {self.config.token_id})"
             raise UserError(
-                f"the prompt has {len(places)} placeholder tokens (id {self.config.token_id}) for images of {len(own)}: "
-                "is this the model's own tokenizer?"
+                f"the prompt has {got} for images of {len(own)} tokens: is this the model's own tokenizer?"
             )
         found = list(tokens)
         for place, token in zip(places, own, strict=True):
@@ -211,8 +211,8 @@ class ImageStore:
 
         def encode() -> tuple[torch.Tensor, ...]:
             tokens_ID, deep = tower(self.patches(key).to(device), grid)
-            if len(tokens_ID) != grid.count:
-                raise AssertionError(f"{len(tokens_ID)} features for {grid.count} tokens")
+            if len(tokens_ID) != grid.num_tokens:
+                raise AssertionError(f"{len(tokens_ID)} features for {grid.num_tokens} tokens")
             return tokens_ID, *deep
 
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
@@ -271,7 +271,7 @@ class ImageStore:
             token = int(ids_I[first])
             grid, place = self.grid(key_of(token)), place_of(token)
             # Views of an image that nothing separates would be one run; in every template something does.
-            if end - first != grid.view or place % grid.view or place >= grid.count:
+            if end - first != grid.view or place % grid.view or place >= grid.num_tokens:
                 raise UserError(
                     f"image {key_of(token):012x} has {grid.view} tokens in one piece, of which {end - first} are here, "
                     f"from number {place} on: an image is read whole or not at all"

@@ -38,7 +38,7 @@ class Grid(NamedTuple):
         return self.rows * self.columns
 
     @property
-    def count(self) -> int:
+    def num_tokens(self) -> int:
         """Placeholder tokens."""
         return self.view * (self.tiles[0] * self.tiles[1] + 1)
 
