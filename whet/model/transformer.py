@@ -26,7 +26,7 @@ from whet.model.quant import packed_parts
 from whet.model.rotary import Angles, axes_of, rotary_tables, table_rows, turn
 from whet.model.routing import Routing
 from whet.model.vision.ids import IMAGE
-from whet.model.vision.pixels import Preprocessing
+from whet.model.vision.pixels import read_preprocessing
 from whet.model.vision.store import ImageRows, ImageStore
 from whet.model.vision.tower import make_tower
 
@@ -379,7 +379,7 @@ class LlamaLike(LanguageModel):
         self.lm_head, self.score = heads(config)
         if config.vision is not None:
             self.visual = make_tower(config.vision)
-            self.images = ImageStore(Preprocessing(vision=config.vision))
+            self.images = ImageStore(read_preprocessing({}, config.vision, "the defaults"))
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
