@@ -267,6 +267,10 @@ class Block:
 PLAIN_BLOCK = Block()
 
 
+TOWER = "visual."
+"""What the names of all parameters of a tower begin with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
     """Shape of what turns images into embeddings: a tower over patches, and a projection to the decoder's width."""

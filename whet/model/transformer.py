@@ -18,7 +18,7 @@ from whet.kernels import dispatch, eager
 from whet.kernels.cpu import ops as cpu
 from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, Rule, Shared, round_up
 from whet.model.checkpointing import Recompute
-from whet.model.config import Block, LayerSpec, ModelConfig, has_own_rules, kv_shape
+from whet.model.config import TOWER, Block, LayerSpec, ModelConfig, has_own_rules, kv_shape
 from whet.model.experts import MixtureOfExperts
 from whet.model.mixers import ConvolutionMixer, DeltaMixer, LatentAttention
 from whet.model.parts import MLP, Layer, Linear, RMSNorm, UnitNorm, embedding
@@ -262,8 +262,6 @@ def _scaled(x_ND: torch.Tensor, scale: float) -> torch.Tensor:
 
 SIDE_NAMES = (".lora_A", ".lora_B", ".side.magnitude")
 """Parameters of adapters."""
-TOWER = "visual."
-"""What the names of all parameters of a tower begin with."""
 
 
 class LanguageModel(nn.Module):
