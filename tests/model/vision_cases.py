@@ -296,3 +296,82 @@ def their_patches(case: Case, pixels: np.ndarray) -> tuple[torch.Tensor, tuple[i
 
 def make_config(name: str) -> ModelConfig:
     return from_hf(CASES[name]().config.to_dict())
+
+
+MARKS = {
+    "qwen": (
+        "<|image_pad|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|video_pad|>",
+    ),
+    "gemma3": (
+        "<image_soft_token>",
+        "<start_of_image>",
+        "<end_of_image>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "<bos>",
+    ),
+    "llava": ("<image>",),
+    "idefics3": (
+        "<image>",
+        "<fake_token_around_image>",
+        "<global-img>",
+        "<end_of_utterance>",
+        "<|im_start|>",
+    ),
+}
+
+
+def tokenizer_folder(kind: str, folder: Path, template: str) -> Path:
+    """Write a small tokenizer with merges (line breaks, too) and a chat template."""
+    import json
+
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters, show_progress=False)
+    made.train_from_iterator(["\n\n\n\n\nuser\n\n\nassistant\n"] * 9 + ["the color is\n\n\n"] * 9, trainer)
+    marks = MARKS[kind] + tuple(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4))
+    made.add_special_tokens([tokenizers.AddedToken(mark, special=True, normalized=False) for mark in marks])
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    names = (
+        {"image_token": marks[0], "boi_token": marks[1], "eoi_token": marks[2]} if kind == "gemma3" else {}
+    )
+    data = {
+        "chat_template": template,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": marks[0],
+        **names,
+    }
+    if kind == "gemma3":
+        data["bos_token"] = "<bos>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(data))
+    return folder
+
+
+def their_processor(case: Case, folder: Path, template: str) -> Any:
+    import transformers
+
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    vision = case.model.config.vision
+    length = case.model.images.grid(key_of(add(case.model, picture(40, 40))[0])).view
+    options: dict[str, Any] = {"chat_template": template}
+    if family(case.name) == "qwen":
+        kind = "Qwen2_5_VLProcessor" if case.name == "qwen2_5_vl" else "Qwen3VLProcessor"
+    elif case.name == "gemma3":
+        kind, options = "Gemma3Processor", options | {"image_seq_length": length}
+    elif case.name.startswith("llava"):
+        kind, options = "LlavaProcessor", options | {"patch_size": vision.patch_size}
+        options["num_additional_image_tokens"] = int(vision.has_class)
+        options["vision_feature_select_strategy"] = "default" if vision.has_class else "full"
+    else:
+        kind, options = "Idefics3Processor", options | {"image_seq_len": length}
+    return getattr(transformers, kind)(image_processor=case.processor, tokenizer=tokenizer, **options)
