@@ -35,6 +35,7 @@ from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.config import options
 from whet.model.families import FAMILIES, WRAPPERS, from_hf
 from whet.model.text.tokenizer import Tokenizer
+from whet.model.vision.shapes import SEEING
 from whet.model.weights import as_reward_model, load_model, load_shares, resize_vocabulary, save_model
 from whet.ranks.collectives import is_share
 from whet.ranks.fsdp import ParallelConfig, local, rows_of
@@ -179,7 +180,7 @@ def test_the_page_lists_every_model_type() -> None:
     text = PAGE.read_text()
     assert cases.HEADER in text
     assert {case.model_type for case in cases.CASES.values()} == set(FAMILIES)
-    for name in (*FAMILIES, *WRAPPERS):
+    for name in (*FAMILIES, *SEEING, *WRAPPERS):
         assert f"`{name}`" in text
 
 

@@ -1,6 +1,7 @@
 """Models that see: parity with transformers, ids of images, positions, caches."""
 
 import copy
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,10 @@ import torch
 import transformers
 import trl
 import vision_cases as cases
+from safetensors.torch import load_file, save_file
 
 from whet.model.attention import Packed
+from whet.model.families import from_hf
 from whet.model.lora.side import LoRAConfig, attach, choose
 from whet.model.quant import places
 from whet.model.text.template import render_template
@@ -191,8 +194,6 @@ def test_the_cache_is_bounded(case):
 
 
 def test_a_folder_is_written_as_it_was_read(case, tmp_path: Path):
-    from safetensors.torch import load_file
-
     save_model(case.model, tmp_path)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path, case.folder))
     assert ours.keys() == theirs.keys()
@@ -332,3 +333,84 @@ def test_a_chat_with_images_has_the_ids_of_their_processor(case, tmp_path, monke
         store.expanded(ours, keys[:2], tokenizer.token_text)
     with pytest.raises(UserError, match="placeholder tokens .* for images of"):
         store.named(theirs[1:], keys[:2])
+
+
+OLD_NAMES = {
+    "qwen3_vl": ("model.language_model.", "model."),
+    "qwen2_5_vl": ("visual.", "model.visual."),
+    "gemma3": ("language_model.model.", "model.language_model."),
+    "llava": ("vision_tower.vision_model.", "model.vision_tower."),
+}
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_other_names_of_the_same_tensors(name, tmp_path):
+    case = cases.make(name, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    new, old = OLD_NAMES[name]
+    renamed = {old + k.removeprefix(new) if k.startswith(new) else k: v for k, v in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, tmp_path / "model.safetensors")
+    again, _ = load_model(tmp_path)
+    assert all(torch.equal(p, case.model.get_parameter(n)) for n, p in again.named_parameters())
+
+
+def test_the_first_files_of_qwen2_5_vl(tmp_path):
+    """The decoder's keys stand among the others, and the rope is of a kind of its own."""
+    case = cases.make("qwen2_5_vl", tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text())
+    text = data.pop("text_config")
+    own = text.pop("rope_parameters")
+    for key in ("model_type", "layer_types", "sliding_window"):
+        text.pop(key)
+    text |= {
+        "rope_theta": own["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": own["mrope_section"]},
+    }
+    data["vision_config"] |= {"in_chans": 3, "spatial_patch_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**text, **data}))
+    model, config = load_model(tmp_path)
+    assert (config.vision, config.block) == (case.model.config.vision, case.model.config.block)
+    save_model(model, tmp_path / "again")
+    again, config = load_model(tmp_path / "again")
+    assert config.vision == case.model.config.vision
+    reference = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "again").eval()
+    prompt = cases.prompt(replace(case, model=again), PROMPTS["one image"])
+    with torch.no_grad():
+        theirs = cases.logits(replace(case, reference=reference), prompt)
+        assert (again.logits(torch.tensor([prompt.ids]))[0] - theirs).abs().max() < FLOAT
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "changed", "message"),
+    [
+        (
+            "qwen3_vl",
+            "vision_config",
+            {"out_hidden_size": 48},
+            "out_hidden_size = 48: expected hidden_size = 32",
+        ),
+        ("qwen3_vl", "vision_config", {"num_position_embeddings": 17}, "expected a square number"),
+        ("qwen3_vl", "vision_config", {"deepstack_visual_indexes": [3]}, "expected 0 to 2"),
+        ("qwen3_vl", "vision_config", {"foo": 1}, "key 'foo' is not known"),
+        ("qwen3_vl", "text_config", {"rope_parameters": {"mrope_section": [1, 2, 3]}}, "with the sum 8"),
+        ("qwen3_vl", "text_config", {"model_type": "llama"}, "text_config of model_type 'llama'"),
+        ("qwen2_5_vl", "vision_config", {"window_size": 4}, "window_size = 4"),
+        ("gemma3", "", {"mm_tokens_per_image": 10}, "expected a square number"),
+        ("llava", "", {"vision_feature_layer": [-2, -5]}, "vision_feature_layer"),
+        (
+            "llava",
+            "",
+            {"vision_feature_select_strategy": "full"},
+            "expected 'default' for a clip_vision_model",
+        ),
+        ("llava", "vision_config", {"model_type": "pixtral"}, "'pixtral' is not supported"),
+        ("smolvlm", "", {"scale_factor": 3}, "scale_factor = 3: expected a divisor of 8 patches"),
+        ("smolvlm", "vision_config", {"num_attention_heads": 3}, "a width of 32 in 3 heads"),
+    ],
+)
+def test_what_would_not_be_computed_is_refused(name, place, changed, message):
+    data = json.loads(cases.CASES[name]().config.to_json_string(use_diff=False))
+    (data[place] if place else data).update(changed)
+    with pytest.raises(UserError, match=message):
+        from_hf(data)
