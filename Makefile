@@ -12,8 +12,10 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+# Nothing is compiled ahead: what is never imported is most of it, and takes as long as the rest of the installation.
+PIP = $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS)
 # Install whet with the given extra; `-e '.'` or `-e '.[dev]'`.
-INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e
+INSTALL = $(PIP) -c constraints.txt -e
 TYPES = $(BIN)/basedpyright --pythonpath $(BIN)/python
 
 .PHONY: demo test slow lint style setup
@@ -54,7 +56,7 @@ $(DEV_STAMP): pyproject.toml constraints.txt
 	@$(call make_venv)
 	@$(INSTALL) '.[dev]'
 	@# A peer whose formulas are compared: its files alone, for the package itself needs ray and an older transformers.
-	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps verl==0.9.1 || \
+	@$(PIP) --no-deps verl==0.9.1 || \
 	  echo "verl could not be installed: its parity tests will be skipped"
 	@touch $(RUN_STAMP) $@
 

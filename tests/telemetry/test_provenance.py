@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from whet.telemetry.provenance import (
     data_hash,
+    describe_environment,
     describe_model,
     find_run,
     parent_run,
@@ -161,3 +163,13 @@ def test_damaged_files_are_no_reason_to_stop(tmp_path: Path) -> None:
     (folder / "environment.json").write_text("{")
     (folder / "provenance.json").write_text("[1]")
     assert run_id(folder).startswith("rl-one-")
+
+
+@pytest.mark.parametrize(
+    ("hip", "cuda", "expected"),
+    [("6.4.43482", None, "ROCm 6.4.43482"), (None, "13.0", "CUDA 13.0"), (None, None, None)],
+)
+def test_environment_names_the_gpu_runtime(monkeypatch, hip, cuda, expected):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert describe_environment()["gpu_runtime"] == expected

@@ -68,10 +68,20 @@ def describe_environment() -> dict[str, Any]:
         "num_torch_threads": torch.get_num_threads(),
         "cuda_device": cuda,
         "num_cuda_devices": torch.cuda.device_count(),
+        "gpu_runtime": _gpu_runtime(),
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES},
         "argv": sys.argv,
         "start_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _gpu_runtime() -> str | None:
+    """Return what PyTorch was built to run GPUs with, ROCm or CUDA, and its version; AMD's GPUs are named cuda, too."""
+    import torch
+
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
 
 
 def _kernels(cuda: str | None) -> str:
