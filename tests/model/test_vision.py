@@ -14,7 +14,11 @@ import trl
 import vision_cases as cases
 from safetensors.torch import load_file, save_file
 
+from whet.generate.cache import CacheSize, Decode, KVCache, Prefill
+from whet.kernels import dispatch
+from whet.kernels.cpu.ops import CHANNELS
 from whet.model.attention import Packed
+from whet.model.config import has_own_rules
 from whet.model.families import from_hf
 from whet.model.lora.side import LoRAConfig, attach, choose
 from whet.model.quant import places
@@ -414,3 +418,63 @@ def test_what_would_not_be_computed_is_refused(name, place, changed, message):
     (data[place] if place else data).update(changed)
     with pytest.raises(UserError, match=message):
         from_hf(data)
+
+
+def test_prefill_and_decoding_have_the_trainers_bits(case):
+    """Completion tokens need not know of images: position and place are one."""
+    model = case.model
+    prompts = [cases.prompt(case, PROMPTS[name]).ids for name in ("several images", "no image", "odd sizes")]
+    lengths, drawn = [len(ids) for ids in prompts], [[5, 6, 7], [8, 9, 1], [2, 3, 4]]
+    size = CacheSize(rows=3, prompt=max(lengths), completion=4, context=4096, prompts=3)
+    has_kernel = dispatch.runs_cpp(torch.empty(0, model.config.head_dim), operation="attention")
+    is_tiled = has_kernel and model.config.head_dim in CHANNELS and not has_own_rules(model.config)
+    cache = KVCache(
+        model.config, size, torch.float32, torch.device("cpu"), is_tiled=is_tiled
+    )  # as the engine does
+    tokens = torch.tensor([token for ids in prompts for token in ids])
+    places = torch.cat([torch.arange(length) for length in lengths])
+    with torch.inference_mode():
+        homes = cache.place(prompts, [[0], [1], [2]])
+        read = model(tokens, places, Prefill(cache, homes, lengths, "exact")).split(lengths)
+        cache.give(homes, [[0], [1], [2]], lengths)
+        steps = []
+        for step in range(3):
+            at = torch.tensor(lengths) + step
+            context = Decode(cache, at, cache.capacity, "exact")
+            steps.append(model(torch.tensor([ids[step] for ids in drawn]), at, context))
+    with torch.no_grad():
+        for row, (prompt, own) in enumerate(zip(prompts, drawn, strict=True)):
+            ids = torch.tensor([*prompt, *own])
+            whole = model(ids, torch.arange(len(ids)), Packed([len(ids)], ids.device))
+            assert torch.equal(whole[: len(prompt)], read[row])
+            assert torch.equal(whole[len(prompt) :], torch.stack([hidden[row] for hidden in steps]))
+
+
+def test_gradients_are_finite_differences(case):
+    """Of the decoder's and of the tower's parameters, in float64, along one random direction."""
+    model, _ = load_model(case.folder, dtype=torch.float64)
+    prompt = torch.tensor([cases.prompt(replace(case, model=model), PROMPTS["several images"]).ids])
+    model.requires_grad_(True)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(prompt.shape[1], model.config.vocab_size, generator=generator, dtype=torch.float64)
+
+    def loss() -> torch.Tensor:
+        return (torch.log_softmax(model.logits(prompt)[0], -1) * weights).sum() / len(weights)
+
+    loss().backward()
+    steps = {}
+    for name, parameter in model.named_parameters():
+        steps[name] = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    for is_tower in (False, True):
+        moved = {n: p for n, p in model.named_parameters() if n.startswith("visual.") == is_tower}
+        slope = sum(float((p.grad * steps[n]).sum()) for n, p in moved.items() if p.grad is not None)
+        sides = []
+        with torch.no_grad():
+            for sign in (1, -2):
+                for name, parameter in moved.items():
+                    parameter.add_(steps[name], alpha=sign * 1e-5)
+                sides.append(float(loss()))
+            for name, parameter in moved.items():
+                parameter.add_(steps[name], alpha=1e-5)
+        assert abs(slope) > 1e-2
+        assert abs((sides[0] - sides[1]) / 2e-5 - slope) < 1e-4 * max(1.0, abs(slope))

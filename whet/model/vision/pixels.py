@@ -226,7 +226,8 @@ def _read(data: dict[str, Any], vision: VisionConfig) -> Preprocessing:
     _expect(data, do_resize=True, do_normalize=True)
     size = data.get("size") or {}
     size = {"shortest_edge": size} if isinstance(size, int) else dict(size)
-    mean, std, own = CLIP_MEAN, CLIP_STD, {}
+    mean, std = CLIP_MEAN, CLIP_STD
+    own: dict[str, Any] = {}
     if vision.tower == "qwen":
         sizes = {
             "patch_size": vision.patch_size,
@@ -257,7 +258,8 @@ def _read(data: dict[str, Any], vision: VisionConfig) -> Preprocessing:
             raise ValueError(f"shortest_edge = {own['edge']}: expected {vision.image_size} or more")
     else:
         if vision.projector == "pool":
-            mean, std, own = HALF, HALF, {"resample": BILINEAR}
+            mean = std = HALF
+            own["resample"] = BILINEAR
         square = {"height": vision.image_size, "width": vision.image_size}
         _expect({"size": size or None}, size=square)
         _expect(data, do_pad=False, do_center_crop=False, do_pan_and_scan=False)
