@@ -37,6 +37,7 @@ PROMPTS = {
     "several images": ["ab", (32, 32), (64, 40), "c", (24, 80), "d"],
     "odd sizes": [(33, 47), "ab", (97, 31), "c"],
     "no image": ["abc"],
+    "across two blocks of queries": ["a" * 121, (40, 56), "bcd" * 10],
     "several turns": ["ab", (40, 40), "cde", "f", (16, 64), "gh", (40, 40), "i"],
 }
 
