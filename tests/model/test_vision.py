@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -20,7 +21,9 @@ from whet.kernels.cpu.ops import CHANNELS
 from whet.model.attention import Packed
 from whet.model.config import has_own_rules
 from whet.model.families import from_hf
+from whet.model.lora.files import read_adapter
 from whet.model.lora.side import LoRAConfig, attach, choose
+from whet.model.lora.trained import Base, Trained
 from whet.model.quant import places
 from whet.model.text.template import render_template
 from whet.model.text.tokenizer import Tokenizer
@@ -479,3 +482,36 @@ def test_gradients_are_finite_differences(case):
                 parameter.add_(steps[name], alpha=1e-5)
         assert abs(slope) > 1e-2
         assert abs((sides[0] - sides[1]) / 2e-5 - slope) < 1e-4 * max(1.0, abs(slope))
+
+
+# Any other warning is an error: peft warns of tensors that are missing.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "gemma3", "smolvlm"])
+def test_adapters_have_the_names_that_peft_reads(name, tmp_path):
+    """Of the decoder and of the tower; written by us, read by peft into transformers' model, and by us again."""
+    case = cases.make(name, tmp_path / "base")
+    targets = ("q_proj", "down_proj", "visual.*")
+    trained = Trained(
+        case.model, LoRAConfig(rank=2, targets=targets), base=Base.of(str(case.folder), case.folder), seed=0
+    )
+    with torch.no_grad():
+        for number, (_, parameter) in enumerate(trained.named_parameters()):
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.05
+            )
+    trained.write(tmp_path / "adapter")
+    prompt = cases.prompt(case, PROMPTS["several images"])
+    with torch.no_grad():
+        ours = case.model.logits(torch.tensor([prompt.ids]))[0]
+        plain = cases.logits(case, prompt)
+        case.reference = peft.PeftModel.from_pretrained(case.reference, str(tmp_path / "adapter")).eval()
+        case.reference.model.rope_deltas = None
+        theirs = case.reference(**cases.inputs(case, prompt)).logits[0]
+        assert (plain - theirs).abs().max() > 0.01
+        assert (ours - theirs).abs().max() < FLOAT
+        again, _ = load_model(case.folder)
+        again.images = case.model.images
+        adapter = read_adapter(tmp_path / "adapter")
+        again = adapter.fit(again)
+        adapter.apply(again)
+        assert torch.equal(again.logits(torch.tensor([prompt.ids]))[0], ours)
