@@ -267,10 +267,18 @@ class Block:
 PLAIN_BLOCK = Block()
 
 
+TOWER = "visual."
+"""What the names of all parameters of a tower begin with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
     """Shape of what turns images into embeddings: a tower over patches, and a projection to the decoder's width."""
 
+    tower: Literal["qwen", "clip"]
+    """Names and order of its modules: those of Qwen's, or of CLIP's and SigLIP's."""
+    projector: Literal["merge", "pool", "mlp", "shuffle"]
+    """From the tower to the decoder: Qwen's merger, Gemma's average pooling, LLaVA's two products, Idefics' shuffle."""
     num_layers: int
     """Layers of the tower."""
     width: int
@@ -285,6 +293,10 @@ class VisionConfig:
     """Side of a patch in pixels."""
     token_id: int
     """Id of the placeholder token."""
+    start_id: int = -1
+    """Token before an image's placeholders, which alone stands for it in a chat template; -1 where they do."""
+    end_id: int = -1
+    """Token behind them."""
     activation: str = "gelu_pytorch_tanh"
     """Activation of the feed-forward part, as Hugging Face names it."""
     norm_eps: float = 1e-6
@@ -295,6 +307,8 @@ class VisionConfig:
     """Copies of the picture that a patch holds (a film has different ones); 0 for one axis less in the weights."""
     merge: int = 1
     """Side of the square of patches that one placeholder token stands for."""
+    image_size: int = 0
+    """Side of the square that images are resized to, in pixels; 0 where any size is read."""
     positions: int = 0
     """Rows of the table of learned positions; 0 for none."""
     window: int = 0
@@ -303,6 +317,14 @@ class VisionConfig:
     """Layers that see the whole image nevertheless."""
     deep: tuple[int, ...] = ()
     """Layers whose outputs are added to the decoder's first layers (deepstack)."""
+    has_class: bool = False
+    """CLIP: a token of the whole image, left out of the features; a norm before the layers; patches without bias."""
+    used_layers: int = 0
+    """Layers before the projection, without the final norm; the others are stored only. 0 for all and the norm."""
+    projector_activation: str = "gelu"
+    """Activation between the projection's products."""
+    has_projector_bias: bool = True
+    """Whether those have biases."""
     sections: tuple[int, int, int] = (0, 0, 0)
     """Frequencies that turn by the axes time, row and column (M-RoPE); zeros where images have plain positions."""
     has_mixed_sections: bool = False
@@ -324,12 +346,12 @@ class VisionConfig:
             if not 1 <= value <= most:
                 raise ValueError(f"vision_config: {name} = {value}: expected 1 to {most:,}")
         channels = self.width // self.num_heads
-        if self.width % self.num_heads or channels % 4:
+        if self.width % self.num_heads or (self.tower == "qwen" and channels % 4):
             raise ValueError(
                 f"vision_config: a width of {self.width} in {self.num_heads} heads: expected whole channels, of a "
-                "multiple of 4"
+                "multiple of 4 where they turn"
             )
-        for name in ("positions", "frames", "window"):
+        for name in ("positions", "frames", "image_size", "window"):
             if not 0 <= getattr(self, name) <= MAX_SIZE:
                 raise ValueError(f"vision_config: {name} = {getattr(self, name)}: out of range")
         layers = (*self.deep, *self.whole_layers)

@@ -26,7 +26,7 @@ from whet.model.config import (
     RopeScaling,
 )
 from whet.model.keys import Keys
-from whet.model.vision.shapes import SEEING, Seeing
+from whet.model.vision.shapes import SEEING, TEXT_LEFT, TEXT_SIZES, Seeing
 from whet.types import UserError
 
 ROPE_KEYS = frozenset(
@@ -875,7 +875,6 @@ DECODERS: dict[str, Reader] = {
 }
 """Readers of decoders that are published with a tower alone."""
 WRAPPERS: dict[str, tuple[str, ...]] = {
-    "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
     "mistral3": ("ministral3", "mistral"),
     "qwen3_5": ("qwen3_5_text",),
@@ -1096,7 +1095,11 @@ def _read_seeing(
     if rope_factors != "auto":
         text["rope_factors"] = rope_factors
     read = DECODERS[kind] if kind in DECODERS else FAMILIES[kind][1]
-    keys, outer = Keys(text, DEFAULTS.get(kind)), Keys(data)
+    sizes = TEXT_SIZES.get(kind, {}) if not family.texts else {}
+    keys, outer = Keys(text, sizes | DEFAULTS.get(kind, {})), Keys(data)
+    keys.fixed(qk_layer_norms=False, use_resampler=False)
+    for name in TEXT_LEFT:
+        keys.get(name)
     seen = Keys(tower, family.defaults)
     try:
         _check_factors(keys, read)

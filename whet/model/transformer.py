@@ -18,7 +18,7 @@ from whet.kernels import dispatch, eager
 from whet.kernels.cpu import ops as cpu
 from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, Rule, Shared, round_up
 from whet.model.checkpointing import Recompute
-from whet.model.config import Block, LayerSpec, ModelConfig, has_own_rules, kv_shape
+from whet.model.config import TOWER, Block, LayerSpec, ModelConfig, has_own_rules, kv_shape
 from whet.model.experts import MixtureOfExperts
 from whet.model.mixers import ConvolutionMixer, DeltaMixer, LatentAttention
 from whet.model.parts import MLP, Layer, Linear, RMSNorm, UnitNorm, embedding
@@ -26,7 +26,7 @@ from whet.model.quant import packed_parts
 from whet.model.rotary import Angles, axes_of, rotary_tables, table_rows, turn
 from whet.model.routing import Routing
 from whet.model.vision.ids import IMAGE
-from whet.model.vision.pixels import Preprocessing
+from whet.model.vision.pixels import read_preprocessing
 from whet.model.vision.store import ImageRows, ImageStore
 from whet.model.vision.tower import make_tower
 
@@ -262,8 +262,6 @@ def _scaled(x_ND: torch.Tensor, scale: float) -> torch.Tensor:
 
 SIDE_NAMES = (".lora_A", ".lora_B", ".side.magnitude")
 """Parameters of adapters."""
-TOWER = "visual."
-"""What the names of all parameters of a tower begin with."""
 
 
 class LanguageModel(nn.Module):
@@ -379,7 +377,7 @@ class LlamaLike(LanguageModel):
         self.lm_head, self.score = heads(config)
         if config.vision is not None:
             self.visual = make_tower(config.vision)
-            self.images = ImageStore(Preprocessing(vision=config.vision))
+            self.images = ImageStore(read_preprocessing({}, config.vision, "the defaults"))
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from whet.model.config import ModelConfig, VisionConfig
+from whet.model.config import TOWER, ModelConfig, VisionConfig
 from whet.model.families import RopeFactors, from_hf, is_packed, quant_method, to_hf
 from whet.model.files import CONVERTED, check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
@@ -43,7 +43,7 @@ from whet.model.quant import (
 from whet.model.quant import (
     quantize as quantize_matrices,
 )
-from whet.model.transformer import TOWER, LanguageModel, LlamaLike
+from whet.model.transformer import LanguageModel, LlamaLike
 from whet.model.vision.pixels import Preprocessing, read_preprocessing
 from whet.model.vision.store import ImageStore
 from whet.ranks.collectives import is_share

@@ -17,11 +17,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from whet.model.config import TOWER
 from whet.model.experts import ExpertWeights
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.side import Beside, Target, make_side, targets_of
 from whet.model.quant import Kind, packed_parts
-from whet.model.transformer import SIDE_NAMES, TOWER, LanguageModel
+from whet.model.transformer import SIDE_NAMES, LanguageModel
 from whet.model.weights import build_model
 from whet.types import UserError
 

@@ -27,6 +27,8 @@ from whet.ranks.fsdp import local
 from whet.types import Segment, UserError
 
 CACHE_BYTES = 2**30
+AROUND = "<fake_token_around_image>"
+"""Idefics 3's token before each view of an image and behind the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,25 +149,41 @@ class ImageStore:
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
 
-    def expanded(self, text: str, keys: Sequence[int], placeholder: str) -> str:
+    def expanded(self, text: str, keys: Sequence[int], name: Callable[[int], str]) -> str:
         """Return a prompt's text with as many placeholder tokens as each image has, as the model's processor does it.
 
         Args:
             text: What the chat template made: one placeholder for each image.
             keys: The images, in order.
-            placeholder: The placeholder token's text.
+            name: Text of a special token.
 
         Raises:
             UserError: If the text has not one placeholder for each image.
         """
-        parts = text.split(placeholder)
+        start = self.config.start_id
+        mark = name(self.config.token_id if start < 0 else start)
+        parts = text.split(mark)
         if len(parts) != len(keys) + 1:
             raise UserError(
-                f"the prompt's text has {len(parts) - 1} image placeholders ({placeholder}) for {len(keys)} images: "
-                "the chat template must write one for each, and no text of the prompt itself may contain it"
+                f"the prompt's text has {len(parts) - 1} image placeholders ({mark}) for {len(keys)} images: the chat "
+                "template must write one for each, and no text of the prompt itself may contain it"
             )
-        around = [placeholder * self.grid(key).num_tokens for key in keys]
-        return parts[0] + "".join(one + part for one, part in zip(around, parts[1:], strict=True))
+        own = [self._written(self.grid(key), name) for key in keys]
+        return parts[0] + "".join(one + part for one, part in zip(own, parts[1:], strict=True))
+
+    def _written(self, grid: Grid, name: Callable[[int], str]) -> str:
+        """Return the text of an image."""
+        view = name(self.config.token_id) * grid.view
+        if self.config.start_id >= 0:
+            return f"\n\n{name(self.config.start_id)}{view}{name(self.config.end_id)}\n\n"
+        if self.config.projector != "shuffle":
+            return view
+        rows, columns = grid.tiles
+        lines = [
+            "".join(f"{AROUND}<row_{row + 1}_col_{column + 1}>{view}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        ]
+        return "".join(lines) + "\n" * bool(lines) + f"{AROUND}<global-img>{view}{AROUND}"
 
     def named(self, tokens: Sequence[int], keys: Sequence[int]) -> list[int]:
         """Return a prompt's ids with those of its images in place of the placeholder token.
@@ -248,6 +266,10 @@ class ImageStore:
         rows_I = (tokens_N >= IMAGE).nonzero()[:, 0]
         if not len(rows_I):
             return None
+        if len(tokens_N) < max(segment.start + segment.length for segment in segments):
+            raise UserError(
+                "parallel.context: ranks that share a sequence cannot read images yet; leave it at 1"
+            )
         ids = tokens_N[rows_I].cpu()
         runs = self._runs(rows_I.cpu(), ids)
         keys, which_I = torch.unique(ids.sub(IMAGE) >> 16, return_inverse=True)

@@ -38,9 +38,14 @@ class Grid(NamedTuple):
         return self.rows * self.columns
 
     @property
+    def views(self) -> int:
+        """Tiles, and the whole image."""
+        return self.tiles[0] * self.tiles[1] + 1
+
+    @property
     def num_tokens(self) -> int:
         """Placeholder tokens."""
-        return self.view * (self.tiles[0] * self.tiles[1] + 1)
+        return self.view * self.views
 
     @property
     def saved(self) -> int:
@@ -277,6 +282,180 @@ class QwenTower(nn.Module):
         return order, tuple((torch.bincount(window) * unit).tolist())
 
 
+# --- CLIP, SigLIP and their projections ---------------------------------------------------------------------------
+
+
+class ClipAttention(nn.Module):
+    """Attention of all patches of a view to all."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.heads = config.num_heads
+        self.q_proj, self.k_proj = Linear(config.width, config.width), Linear(config.width, config.width)
+        self.v_proj, self.out_proj = Linear(config.width, config.width), Linear(config.width, config.width)
+
+    def forward(self, x_ID: torch.Tensor, views: int) -> torch.Tensor:
+        """Attend within each of so many views."""
+        q, k, v = (
+            p(x_ID).view(x_ID.shape[0], self.heads, -1) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        parts = zip(*(x.chunk(views) for x in (q, k, v)), strict=True)
+        return self.out_proj(torch.cat([attend(*part) for part in parts]))
+
+
+class ClipMLP(nn.Module):
+    """Feed-forward part."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.fc1 = Linear(config.width, config.intermediate_size)
+        self.fc2 = Linear(config.intermediate_size, config.width)
+
+    def forward(self, x_ID: torch.Tensor) -> torch.Tensor:
+        """Return the part's output."""
+        return self.fc2(activate(self.activation, self.fc1(x_ID)))
+
+
+class ClipLayer(nn.Module):
+    """A layer of the tower."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.layer_norm1 = LayerNorm(config.width, eps=config.norm_eps)
+        self.self_attn = ClipAttention(config)
+        self.layer_norm2 = LayerNorm(config.width, eps=config.norm_eps)
+        self.mlp = ClipMLP(config)
+
+    def forward(self, x_ID: torch.Tensor, views: int) -> torch.Tensor:
+        """Return the residual stream after this layer."""
+        x_ID = x_ID + self.self_attn(self.layer_norm1(x_ID), views)
+        return x_ID + self.mlp(self.layer_norm2(x_ID))
+
+
+class ClipEmbeddings(nn.Module):
+    """Patches and their positions; before them CLIP's token of the whole image."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.patch_embedding = Patches(config, has_bias=not config.has_class)
+        self.position_embedding = embedding(config.positions, config.width)
+        if config.has_class:
+            self.class_embedding = nn.Parameter(torch.empty(config.width))
+
+    def forward(self, pixels_IX: torch.Tensor, views: int) -> torch.Tensor:
+        """Return the residual stream before the layers, view by view."""
+        x_VID = self.patch_embedding(pixels_IX).unflatten(0, (views, -1))
+        if hasattr(self, "class_embedding"):
+            first = self.class_embedding.expand(views, 1, -1).to(x_VID.dtype)
+            x_VID = torch.cat((first, x_VID), dim=1)
+        return (x_VID + self.position_embedding.weight).flatten(0, 1)
+
+
+class ClipBody(nn.Module):
+    """The tower without its projection."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = ClipEmbeddings(config)
+        if config.has_class:
+            self.pre_layrnorm = LayerNorm(config.width, eps=config.norm_eps)
+        layers = nn.ModuleList(ClipLayer(config) for _ in range(config.num_layers))
+        self.encoder = nn.ModuleDict({"layers": layers})
+        self.post_layernorm = LayerNorm(config.width, eps=config.norm_eps)
+
+    def forward(self, pixels_IX: torch.Tensor, views: int) -> torch.Tensor:
+        """Return features [V, I, D] of each view's patches."""
+        x_ID = self.embeddings(pixels_IX, views)
+        if self.config.has_class:
+            x_ID = self.pre_layrnorm(x_ID)
+        layers = list(self.encoder["layers"].children())
+        for layer in layers[: self.config.used_layers or len(layers)]:
+            x_ID = layer(x_ID, views)
+        if not self.config.used_layers:
+            x_ID = self.post_layernorm(x_ID)
+        x_VID = x_ID.unflatten(0, (views, -1))
+        return x_VID[:, 1:] if self.config.has_class else x_VID
+
+
+class Pooling(nn.Module):
+    """Gemma 3: the mean of each square of patches, normalised and projected."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.side = config.merge
+        self.mm_input_projection_weight = nn.Parameter(torch.empty(config.width, config.out_width))
+        self.mm_soft_emb_norm = RMSNorm(config.width, config.norm_eps, 1.0)
+
+    def forward(self, x_VID: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [V, tokens, D]."""
+        pooled = F.avg_pool2d(_as_square(x_VID).permute(0, 3, 1, 2), self.side).flatten(2).transpose(1, 2)
+        return self.mm_soft_emb_norm(pooled) @ self.mm_input_projection_weight
+
+
+class TwoProducts(nn.Module):
+    """LLaVA: two products with an activation between them."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.activation = config.projector_activation
+        self.linear_1 = Linear(config.width, config.out_width, bias=config.has_projector_bias)
+        self.linear_2 = Linear(config.out_width, config.out_width, bias=config.has_projector_bias)
+
+    def forward(self, x_VID: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [V, tokens, D]."""
+        rows = activate(self.activation, self.linear_1(x_VID.flatten(0, 1)))
+        return self.linear_2(rows).unflatten(0, x_VID.shape[:2])
+
+
+class Shuffle(nn.Module):
+    """Idefics 3 and SmolVLM: the patches of each square one after the other (pixel shuffle), and a product."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.side = config.merge
+        product = Linear(config.width * config.merge**2, config.out_width, bias=False)
+        self.modality_projection = nn.ModuleDict({"proj": product})
+
+    def forward(self, x_VID: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [V, tokens, D]."""
+        square, side = _as_square(x_VID), self.side
+        views, size = square.shape[0], square.shape[1] // side
+        cut = square.view(views, size, side, size, side, -1).transpose(2, 3)
+        rows = self.modality_projection["proj"](cut.reshape(views * size**2, -1))
+        return rows.unflatten(0, (views, -1))
+
+
+def _as_square(x_VID: torch.Tensor) -> torch.Tensor:
+    """Return patches [V, rows, columns, D] of square views."""
+    return x_VID.unflatten(1, (math.isqrt(x_VID.shape[1]), -1))
+
+
+class ClipTower(nn.Module):
+    """A tower of CLIP or SigLIP over square views of one size, and a projection of its features.
+
+    Args:
+        config: Its shape.
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.tower = ClipBody(config)
+        kinds = {"pool": Pooling, "mlp": TwoProducts, "shuffle": Shuffle}
+        self.projector = kinds[config.projector](config)
+
+    def forward(self, pixels_IX: torch.Tensor, grid: Grid) -> Features:
+        """Encode one image.
+
+        Args:
+            pixels_IX: Patches of its views, row by row.
+            grid: Their placeholder tokens.
+        """
+        x_VID = self.tower(pixels_IX, grid.views)
+        return Features(self.projector(x_VID).flatten(0, 1))
+
+
 def make_tower(config: VisionConfig) -> nn.Module:
     """Make the module of a tower's configuration, with uninitialised weights; it takes what `QwenTower` takes."""
-    return QwenTower(config)
+    return QwenTower(config) if config.tower == "qwen" else ClipTower(config)
