@@ -316,7 +316,7 @@ class Policy:
         for picture in pictures:
             images.add(picture)
         keys = [picture.key for picture in pictures]
-        expanded = images.expanded(text, keys, self._placeholder)
+        expanded = images.expanded(text, keys, self.tokenizer.token_text)
         return tuple(images.named(self.tokenizer.encode_rendered(expanded), keys))
 
     def _asked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -44,8 +44,8 @@ def _source(part: Mapping[str, Any], where: str) -> str:
         if isinstance(value, str) and value:
             return value
     raise UserError(
-        f"{where}: an image part has {', '.join(map(str, part)) or 'nothing'}; expected 'image' with a path, a data URI "
-        "or a URL"
+        f"{where}: an image part has {', '.join(map(str, part)) or 'nothing'}; expected 'image' with a path, a data "
+        "URI or a URL"
     )
 
 
