@@ -29,17 +29,19 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 
 
-def problem_uid(task: str, prompt: str) -> str:
+def problem_uid(task: str, prompt: str, images: Sequence[str] = ()) -> str:
     """Name a problem by its content, so that splits and seeds never depend on its row number.
 
     Args:
         task: Name of the task.
         prompt: The question as the user wrote it.
+        images: A name of each of its images, the same on every machine.
 
     Returns:
-        16 hexadecimal digits of SHA-256 over both.
+        16 hexadecimal digits of SHA-256 over all of them.
     """
-    return hashlib.sha256(f"{task}\x00{prompt}".encode()).hexdigest()[:16]
+    text = "".join((f"{task}\x00{prompt}", *(f"\x00image\x00{name}" for name in images)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

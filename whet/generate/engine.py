@@ -266,7 +266,9 @@ class Engine:
         text = prompt_ids
         if max(prompt_ids) >= IMAGE:
             if self.model.images is None:
-                raise UserError(f"{name} has an image, and the model reads text alone: take a model that sees")
+                raise UserError(
+                    f"{name} has an image, and the model reads text alone: take a model that sees"
+                )
             self.model.images.check(prompt_ids, name)
             text = [token for token in prompt_ids if not is_image(token)] or [0]
         if max(text) >= vocabulary or min(text) < 0:
