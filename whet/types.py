@@ -29,17 +29,19 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 
 
-def problem_uid(task: str, prompt: str) -> str:
+def problem_uid(task: str, prompt: str, images: Sequence[str] = ()) -> str:
     """Name a problem by its content, so that splits and seeds never depend on its row number.
 
     Args:
         task: Name of the task.
         prompt: The question as the user wrote it.
+        images: A name of each of its images, the same on every machine.
 
     Returns:
-        16 hexadecimal digits of SHA-256 over both.
+        16 hexadecimal digits of SHA-256 over all of them.
     """
-    return hashlib.sha256(f"{task}\x00{prompt}".encode()).hexdigest()[:16]
+    text = "".join((f"{task}\x00{prompt}", *(f"\x00image\x00{name}" for name in images)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,7 @@ class Message:
         thinking: What an assistant thought before it, where the data keeps the two apart.
         tool_calls: JSON list of an assistant's calls, as chat templates take them; '' for none.
         name: The tool that answers; '' for none.
+        images: Sources of the images that stand before its text (`Problem.images`).
     """
 
     role: str
@@ -59,10 +62,17 @@ class Message:
     thinking: str = ""
     tool_calls: str = ""
     name: str = ""
+    images: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "images", tuple(self.images))
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as chat templates take it: what is empty is left out, calls are parsed."""
         value: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.images:
+            parts: list[dict[str, str]] = [{"type": "image", "image": source} for source in self.images]
+            value["content"] = [*parts, {"type": "text", "text": self.content}]
         if self.thinking:
             value["reasoning_content"] = self.thinking
         if self.tool_calls:
@@ -91,6 +101,8 @@ class Problem:
         reply: The demonstrated response, verbatim, where nothing is to be parsed (chats); '' renders `solution` and
             `answer` by the schema.
         other_answers: Further gold answers, where the data accepts several: any of them is right.
+        images: Sources of the images that stand before the prompt's text: a path, or a data URI, which holds the file
+            itself. Where `messages` ask, theirs are read.
         meta: Free labels such as subject, level, file and line.
     """
 
@@ -102,6 +114,7 @@ class Problem:
     messages: tuple[Message, ...] = ()
     reply: str = ""
     other_answers: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
     meta: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,6 +123,12 @@ class Problem:
             self, "messages", read
         )  # a record on disk has them as objects, and tuples as lists
         object.__setattr__(self, "other_answers", tuple(self.other_answers))
+        object.__setattr__(self, "images", tuple(self.images))
+
+    @property
+    def asked(self) -> tuple[Message, ...]:
+        """The messages that ask: the conversation, or the prompt with its images as one message of the user's."""
+        return self.messages or (Message(role="user", content=self.prompt, images=self.images),)
 
     @property
     def answers(self) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.config import options
 from whet.model.families import FAMILIES, WRAPPERS, from_hf
 from whet.model.text.tokenizer import Tokenizer
+from whet.model.vision.shapes import SEEING
 from whet.model.weights import as_reward_model, load_model, load_shares, resize_vocabulary, save_model
 from whet.ranks.collectives import is_share
 from whet.ranks.fsdp import ParallelConfig, local, rows_of
@@ -179,7 +180,7 @@ def test_the_page_lists_every_model_type() -> None:
     text = PAGE.read_text()
     assert cases.HEADER in text
     assert {case.model_type for case in cases.CASES.values()} == set(FAMILIES)
-    for name in (*FAMILIES, *WRAPPERS):
+    for name in (*FAMILIES, *SEEING, *WRAPPERS):
         assert f"`{name}`" in text
 
 
@@ -333,13 +334,13 @@ def test_the_compiled_step_serves_every_rope_of_whole_heads(name: str, tmp_path:
 
 
 def test_a_wrapper_gives_its_text_part(tmp_path: Path) -> None:
-    """A checkpoint with images: other prefixes, other tensors, defaults in place of keys."""
-    reference = cases.make(cases.CASES["gemma3"], tmp_path)
+    """A checkpoint with images whose tower is not read: other prefixes, other tensors."""
+    reference = cases.make(cases.CASES["mistral"], tmp_path)
     tensors, text = load_file(tmp_path / "model.safetensors"), cases.stored_config(tmp_path)
     for prefix in ("language_model.model.", "model.language_model."):
         renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
         save_file(renamed | {"vision_tower.x": torch.zeros(2)}, tmp_path / "model.safetensors")
-        outer = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 4}}
+        outer = {"model_type": "mistral3", "text_config": text, "vision_config": {"hidden_size": 4}}
         (tmp_path / "config.json").write_text(json.dumps(outer))
         model, config = load_model(tmp_path)
         assert config.block.is_part

@@ -36,6 +36,7 @@ from whet.model.attention import (
 from whet.model.config import ModelConfig, kv_shape
 from whet.model.recurrence import Recurrence, step
 from whet.model.routing import Routing
+from whet.types import Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +314,15 @@ class Prefill:
         self._row_N = torch.repeat_interleave(torch.tensor(homes), torch.tensor(lengths_B)).to(device)
         self._position_N = torch.cat([torch.arange(length) for length in lengths_B]).to(device)
 
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The prompts."""
+        return self._packed.segments
+
+    def see_ahead(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Let rows of these runs attend to all of their run."""
+        self._packed.see_ahead(spans)
+
     def attend(
         self,
         layer: int,
@@ -386,6 +396,12 @@ class Decode:
         # Everything that depends only on positions is computed once per step, not in every layer.
         self._biases: dict[tuple[int, int], torch.Tensor] = {}
         self._slots: dict[int, torch.Tensor] = {}
+
+    segments: Sequence[Segment] = ()
+
+    def see_ahead(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Refuse: no token of a completion sees later ones."""
+        assert not spans
 
     def window(self, layer: int, x_NX: torch.Tensor, width: int) -> torch.Tensor:
         """Return each row's own input (last) and the ones before it, and store it; row padding is zero."""

@@ -44,6 +44,7 @@ from whet.model.lora.several import Several
 from whet.model.quant import dense_copies
 from whet.model.routing import Routing, record_bytes
 from whet.model.transformer import LanguageModel
+from whet.model.vision.ids import IMAGE, is_image
 from whet.telemetry.spans import spanned
 from whet.types import UserError
 
@@ -262,8 +263,16 @@ class Engine:
             raise UserError(
                 f"{name} has {len(prompt_ids)} tokens, the model's context holds {context}: shorten or drop it"
             )
-        if max(prompt_ids) >= vocabulary or min(prompt_ids) < 0:
-            bad = min(prompt_ids) if min(prompt_ids) < 0 else max(prompt_ids)
+        text = prompt_ids
+        if max(prompt_ids) >= IMAGE:
+            if self.model.images is None:
+                raise UserError(
+                    f"{name} has an image, and the model reads text alone: take a model that sees"
+                )
+            self.model.images.check(prompt_ids, name)
+            text = [token for token in prompt_ids if not is_image(token)] or [0]
+        if max(text) >= vocabulary or min(text) < 0:
+            bad = min(text) if min(text) < 0 else max(text)
             raise UserError(
                 f"{name} has token id {bad}, the model's vocabulary has {vocabulary} rows: "
                 "the tokenizer does not fit the model"
@@ -379,7 +388,8 @@ class Engine:
         homes = self._cache.place([request for request, _ in prompts], rows)
         state.bases[first : len(state.jobs)] = NOWHERE
         adapters = self._adapters([request for request, _ in prompts], lengths)
-        if self._layers is not None and max(lengths) <= FUSED_PREFILL:
+        is_text = self.model.images is None or max(ids) < IMAGE
+        if self._layers is not None and max(lengths) <= FUSED_PREFILL and is_text:
             places = self._places(state, prompts) if self._keeps else None
             hidden = prefill(self._layers, flat, positions, homes, lengths, places, adapters)
         else:

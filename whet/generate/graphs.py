@@ -3,7 +3,7 @@ kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from whet.model.lora.several import Mixed
 from whet.model.lora.side import sides_of
 from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel, LlamaLike
+from whet.types import Segment
 
 KNOWN_OPTIONS = {
     "rope_scaling",
@@ -54,6 +55,11 @@ class StaticDecode:
     """
 
     routing = None  # a model with experts has no graphs
+    segments: Sequence[Segment] = ()
+
+    def see_ahead(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Refuse: no token of a completion sees later ones."""
+        assert not spans
 
     def __init__(self, cache: KVCache, positions_B: torch.Tensor) -> None:
         self._cache, self.longest = cache, cache.size.longest

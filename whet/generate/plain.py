@@ -22,7 +22,7 @@ from whet.kernels import dispatch, eager
 from whet.model.attention import KEY_QUANTUM, MIN_QUERY_ROWS, ROW_QUANTUM, exact_attention, round_up
 from whet.model.config import options
 from whet.model.parts import MLP, Linear, RMSNorm
-from whet.model.transformer import Attention, Decoder, DecoderLayer, LanguageModel, LlamaLike
+from whet.model.transformer import TOWER, Attention, Decoder, DecoderLayer, LanguageModel, LlamaLike
 
 KNOWN_MODULES = (
     LlamaLike,
@@ -58,7 +58,9 @@ def can_step(model: LanguageModel, kv_cache: KVCache) -> bool:
         return False
     if any(getattr(module_hooks, f"_global{name}") for name in HOOKS):
         return False
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if name.partition(".")[0] == TOWER.rstrip("."):  # no step reads images
+            continue
         is_changed = "forward" in module.__dict__ or module._compiled_call_impl is not None  # pyright: ignore[reportPrivateUsage]
         if type(module) not in KNOWN_MODULES or is_changed or any(getattr(module, name) for name in HOOKS):
             return False

@@ -33,6 +33,9 @@ from whet.model.routing import Routing, times_read
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
+from whet.model.vision.asking import flattened, images_in
+from whet.model.vision.reading import read_picture
+from whet.model.vision.store import Picture
 from whet.model.weights import (
     as_reward_model,
     build_model,
@@ -40,6 +43,7 @@ from whet.model.weights import (
     resize_vocabulary,
     save_model,
     stored_shape,
+    train_tower,
 )
 from whet.schema import CALLS, MARKS, SCHEMAS, THINK, AnswerType, ResponseSchema, find_schema
 from whet.types import MicroBatch, Problem, UnreadError, UserError
@@ -93,6 +97,9 @@ class PolicyConfig:
     """Rotary frequencies of a model whose ropes change with length (longrope, dynamic). short: those of its original
     context, which no sequence may exceed; long: those of its whole context, for all sequences, short ones too; auto
     takes those that `init` was trained with, else short."""
+    train_vision: bool = False
+    """Train what turns images into embeddings, too, in a model that sees; otherwise it stays as it is, and each image
+    is computed once."""
     max_rows: int = 256
     """Sequences decoded together."""
     attention: Literal["auto", "exact", "fast"] = "auto"
@@ -296,12 +303,40 @@ class Policy:
         return self.tokenizer.render(self._asked(messages), prefix=self._prefix(values), values=values)
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> tuple[int, ...]:
-        """Return the tokens of `chat_text`."""
-        prefix = self._prefix(values)
-        return tuple(self.tokenizer.encode_prompt(self._asked(messages), prefix=prefix, values=values))
+        """Return the tokens of `chat_text`; those of images name them (`whet.model.vision.ids`).
+
+        Raises:
+            UserError: If an image cannot be read, or the model reads text alone.
+        """
+        pictures = [self._picture(source) for source in images_in(messages)]
+        text = self.chat_text(messages, **values)
+        images = self.model.images
+        if images is None or not pictures:
+            return tuple(self.tokenizer.encode_rendered(text))
+        for picture in pictures:
+            images.add(picture)
+        keys = [picture.key for picture in pictures]
+        expanded = images.expanded(text, keys, self.tokenizer.token_text)
+        return tuple(images.named(self.tokenizer.encode_rendered(expanded), keys))
 
     def _asked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return self.schema.messages(messages, has_system=self.system_prompt)
+        asked = self.schema.messages(messages, has_system=self.system_prompt)
+        knows_images = "image" in (self.tokenizer.chat_template or "")
+        return asked if knows_images or not images_in(asked) else flattened(asked, self._placeholder)
+
+    @property
+    def _placeholder(self) -> str:
+        """Text that stands for an image in a prompt."""
+        assert self.model.config.vision is not None
+        return self.tokenizer.token_text(self.model.config.vision.token_id)
+
+    def _picture(self, source: str) -> Picture:
+        if self.model.images is None:
+            raise UserError(
+                f"the prompt has an image ({source[:60]}), and the model reads text alone: take one that sees, such as "
+                "Qwen/Qwen3-VL-2B-Instruct"
+            )
+        return read_picture(source)
 
     def _prefix(self, values: Mapping[str, Any]) -> str:
         """Return the schema's opening tag, or nothing where the template has closed the thinking already."""
@@ -311,8 +346,7 @@ class Policy:
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
         """Return a problem's prompt tokens, including the schema's opening tag if it is in the prompt."""
-        messages = [message.as_dict() for message in problem.messages]
-        return self.chat_ids(messages or [{"role": "user", "content": problem.prompt}])
+        return self.chat_ids([message.as_dict() for message in problem.asked])
 
     def solution(
         self, problem: Problem, *, thinking: str | None = None
@@ -670,6 +704,8 @@ def load_policy(
         if adapter is not None and not merge:
             adapter.fit(model)  # the vocabulary may have grown
             adapter.apply(model)
+    if config.train_vision:
+        train_tower(model)
     if is_reward:
         model = as_reward_model(model)
     if weights:

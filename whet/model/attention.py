@@ -41,6 +41,10 @@ TILE_SCORES = 2**20
 QUERY_BLOCK = 128
 
 
+Runs = tuple[tuple[int, int], ...]
+"""First position and the one behind the last of tokens of a sequence that see each other in both directions."""
+Ahead = dict[int, Runs]
+"""Such runs by the first row of their sequence."""
 Shared = dict[int, tuple[torch.Tensor, ...]]
 """Keys and values, by layer, of those that later layers read, too; () until they are there."""
 
@@ -83,6 +87,15 @@ class AttentionContext(Protocol):
     @property
     def longest(self) -> int:
         """Positions that any row may have, from 0 on."""
+        ...
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The sequences of the batch, whose prompts may have images; none where each row is a token of a completion."""
+        ...
+
+    def see_ahead(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Let rows of these runs, each within one sequence, attend to all of their run, later ones too."""
         ...
 
     def attend(
@@ -248,6 +261,7 @@ class _Plan:
         whole: Queries are all of a sequence, its prefix included, and one tile ('fast').
         window: Positions that a query sees; 0 for all.
         found: How ranks share the batch; None where all its queries are here.
+        ahead: Runs of tokens that see all of their run.
     """
 
     def __init__(
@@ -261,9 +275,11 @@ class _Plan:
         whole: bool,
         window: int = 0,
         found: Split | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
+        self._ahead = ahead or {}
         self._heads, self._kv_heads, self._whole, self._window = heads, kv_heads, whole, window
-        self._biases: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._biases: dict[tuple[object, ...], torch.Tensor] = {}
         self._device = device
         self.tiles: list[_Tile] = []
         self.shared: list[_SharedKeys] = []
@@ -275,8 +291,8 @@ class _Plan:
         query_place, key_place = (torch.full(size, -1) for size in sizes)
         self.is_split = found is not None
         queries = list(pieces_of(segments, None if found is None else found.pieces))
-        for (prefix, first, width), rows in sorted(self._buckets(queries).items()):
-            self._add(rows, prefix, first, width, query_place, key_place)
+        for (prefix, first, width, runs), rows in sorted(self._buckets(queries).items()):
+            self._add(rows, prefix, first, width, query_place, key_place, runs)
         # What no sequence has (row padding) reads the zeros behind the last row.
         query_place[query_place < 0] = self._num_queries
         key_place[key_place < 0] = self._num_keys
@@ -286,13 +302,15 @@ class _Plan:
 
     def _buckets(
         self, queries: Sequence[tuple[Segment, int, int]]
-    ) -> dict[tuple[int, int, int], list[tuple[int, ...]]]:
-        buckets: dict[tuple[int, int, int], list[tuple[int, ...]]] = {}
+    ) -> dict[tuple[int, int, int, Runs], list[tuple[int, ...]]]:
+        buckets: dict[tuple[int, int, int, Runs], list[tuple[int, ...]]] = {}
         for segment, first, at in queries:
             length = segment.length - first + (segment.shared if self._whole else 0)
             width = round_up(length, KEY_QUANTUM if length <= KEY_BLOCK else KEY_BLOCK // 2)
             prefix = segment.prefix if segment.shared else 0
-            key = (0, 0, width) if self._whole else (prefix, segment.shared + first, width)
+            # One mask serves all rows of a tile, so that they have their images in the same places.
+            runs = self._ahead.get(segment.start, ())
+            key = (0, 0, width, ()) if self._whole else (prefix, segment.shared + first, width, runs)
             buckets.setdefault(key, []).append((*segment, at - first))
         return buckets
 
@@ -304,6 +322,7 @@ class _Plan:
         width: int,
         query_place: torch.Tensor,
         key_place: torch.Tensor,
+        runs: Runs,
     ) -> None:
         """Add sequences whose first query is at the same position, and has so many queries with its padding."""
         num_keys, kv_heads = round_up(first + width, KEY_QUANTUM), self._kv_heads
@@ -330,7 +349,8 @@ class _Plan:
             end = min(begin + block, first + width)
             # Keys before the first query's window are left out by whole blocks: the other sums stay as they are.
             first_seen = max(0, begin - self._window + 1) // KEY_BLOCK * KEY_BLOCK if self._window else 0
-            seen = slice(first_seen, round_up(end, KEY_QUANTUM))
+            last_seen = max((stop for start, stop in runs if start < end and stop > begin), default=0)
+            seen = slice(first_seen, round_up(max(end, last_seen), KEY_QUANTUM))
             num_seen = seen.stop - seen.start
             step = (
                 len(rows) if self._whole else max(1, TILE_SCORES // (self._heads * (end - begin) * num_seen))
@@ -343,7 +363,7 @@ class _Plan:
                     keys.start + row * kv_heads * num_keys, keys.start + (row * kv_heads + count_z) * num_keys
                 )
                 sizes = count_z, (queries.stop - queries.start) // count_z, num_keys
-                bias = None if self._whole else self._bias(begin, end - begin, seen)
+                bias = None if self._whole else self._bias(begin, end - begin, seen, runs)
                 self.tiles.append(_Tile(queries, tile_keys, sizes, seen, bias))
 
     def _add_queries(self, source_RQ: torch.Tensor, own_RQ: torch.Tensor, query_place: torch.Tensor) -> slice:
@@ -356,12 +376,17 @@ class _Plan:
         self._num_queries = queries.stop
         return queries
 
-    def _bias(self, begin: int, length: int, seen: slice) -> torch.Tensor:
+    def _bias(self, begin: int, length: int, seen: slice, runs: Runs) -> torch.Tensor:
         """Return the causal mask of queries from a position on; heads of one key/value head stand one below another."""
-        key = begin, length, seen.stop
+        key = begin, length, seen.stop, runs
         if key not in self._biases:
             position = torch.arange(begin, begin + length)[:, None]
-            hidden = outside(torch.arange(seen.start, seen.stop)[None, :], position, self._window)
+            places = torch.arange(seen.start, seen.stop)[None, :]
+            hidden = outside(places, position, self._window)
+            for start, stop in runs:
+                # Only what is later is shown: what lies before the window stays hidden within an image, too.
+                inside = (position >= start) & (position < stop) & (places > position) & (places < stop)
+                hidden &= ~inside
             bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
             self._biases[key] = bias.repeat(self._heads // self._kv_heads, 1).to(self._device)
         return self._biases[key]
@@ -508,6 +533,18 @@ class Packed:
         self._table: torch.Tensor | None = None
         self._scan: Scan | None = None
         self._plans: dict[tuple[int, int, int, int, bool], _Plan] = {}
+        self._ahead: Ahead = {}
+
+    def see_ahead(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Let rows of these runs attend to all of their run."""
+        self._ahead = {
+            segment.start: tuple(
+                (segment.shared + first - segment.start, segment.shared + end - segment.start)
+                for first, end in spans
+                if segment.start <= first < segment.start + segment.length
+            )
+            for segment in self._segments
+        }
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -550,16 +587,17 @@ class Packed:
             if not self._split.pieces:  # this rank has no rows, but its part in the exchange of gradients
                 return 0.0 * (q_NHC + (k_NKC.sum() + v_NKC.sum()))
         has_channels = q_NHC.shape[2] in CHANNELS and q_NHC.dtype == k_NKC.dtype == v_NKC.dtype
+        assert rule is not None or not any(self._ahead.values()), "`has_own_rules` is for such models, too"
         if rule is None and has_channels and dispatch.runs_cpp(q_NHC, operation="attention"):
             return cpu_attention.attend(q_NHC, k_NKC, v_NKC, self._kernel_table())
         rule = PLAIN if rule is None else rule
-        is_whole = self.kind == "fast" and rule.is_plain
+        is_whole = self.kind == "fast" and rule.is_plain and not any(self._ahead.values())
         if is_whole and self._split is not None:
             return _fused_pieces(q_NHC, k_NKC, v_NKC, pieces_of(self._segments, self._split.pieces))
         sizes = q_NHC.shape[0], q_NHC.shape[1], k_NKC.shape[1]
         key = *sizes, rule.window, is_whole
         if key not in self._plans:  # all layers of one rule have one
-            options = {"whole": is_whole, "window": rule.window, "found": self._split}
+            options = {"whole": is_whole, "window": rule.window, "found": self._split, "ahead": self._ahead}
             num_rows = q_NHC.shape[0], k_NKC.shape[0]
             self._plans[key] = _Plan(self._segments, num_rows, *sizes[1:], self._device, **options)
         plan = self._plans[key]

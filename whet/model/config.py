@@ -37,7 +37,7 @@ SIZES = frozenset(
     }
 )
 """Fields of a config that every path reads: numbers, and the name that config.json has."""
-STORED = frozenset({"fused", "renamed", "expert_names", "is_part", "num_ahead"})
+STORED = frozenset({"fused", "renamed", "expert_names", "has_turned_experts", "is_part", "num_ahead"})
 """Fields of a block that say how weights are stored, and change nothing that is computed."""
 
 
@@ -260,9 +260,103 @@ class Block:
     """Layers after the last one, which draw tokens further ahead and are left out."""
     expert_names: tuple[str, str, str, str] = ("", "", "", "")
     """How a file names an expert's own tensors: (part, gate, up, down); '' if all experts are in one tensor."""
+    has_turned_experts: bool = False
+    """Whether a file's tensors of all experts are [E, in, out]."""
 
 
 PLAIN_BLOCK = Block()
+
+
+TOWER = "visual."
+"""What the names of all parameters of a tower begin with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Shape of what turns images into embeddings: a tower over patches, and a projection to the decoder's width."""
+
+    tower: Literal["qwen", "clip"]
+    """Names and order of its modules: those of Qwen's, or of CLIP's and SigLIP's."""
+    projector: Literal["merge", "pool", "mlp", "shuffle"]
+    """From the tower to the decoder: Qwen's merger, Gemma's average pooling, LLaVA's two products, Idefics' shuffle."""
+    num_layers: int
+    """Layers of the tower."""
+    width: int
+    """Its width."""
+    intermediate_size: int
+    """Its feed-forward width."""
+    num_heads: int
+    """Its heads."""
+    out_width: int
+    """Width of the decoder."""
+    patch_size: int
+    """Side of a patch in pixels."""
+    token_id: int
+    """Id of the placeholder token."""
+    start_id: int = -1
+    """Token before an image's placeholders, which alone stands for it in a chat template; -1 where they do."""
+    end_id: int = -1
+    """Token behind them."""
+    activation: str = "gelu_pytorch_tanh"
+    """Activation of the feed-forward part, as Hugging Face names it."""
+    norm_eps: float = 1e-6
+    """Epsilon of the norms."""
+    is_rms: bool = False
+    """Whether it has RMS norms, a gated feed-forward part, and patches without bias (Qwen2.5-VL)."""
+    frames: int = 0
+    """Copies of the picture that a patch holds (a film has different ones); 0 for one axis less in the weights."""
+    merge: int = 1
+    """Side of the square of patches that one placeholder token stands for."""
+    image_size: int = 0
+    """Side of the square that images are resized to, in pixels; 0 where any size is read."""
+    positions: int = 0
+    """Rows of the table of learned positions; 0 for none."""
+    window: int = 0
+    """Side of the window that attention sees, in placeholder tokens; 0 for the whole image."""
+    whole_layers: tuple[int, ...] = ()
+    """Layers that see the whole image nevertheless."""
+    deep: tuple[int, ...] = ()
+    """Layers whose outputs are added to the decoder's first layers (deepstack)."""
+    has_class: bool = False
+    """CLIP: a token of the whole image, left out of the features; a norm before the layers; patches without bias."""
+    used_layers: int = 0
+    """Layers before the projection, without the final norm; the others are stored only. 0 for all and the norm."""
+    projector_activation: str = "gelu"
+    """Activation between the projection's products."""
+    has_projector_bias: bool = True
+    """Whether those have biases."""
+    sections: tuple[int, int, int] = (0, 0, 0)
+    """Frequencies that turn by the axes time, row and column (M-RoPE); zeros where images have plain positions."""
+    has_mixed_sections: bool = False
+    """Whether the axes take turns from frequency to frequency (Qwen3-VL), and not section after section."""
+    is_bidirectional: bool = False
+    """Whether the tokens of an image attend to each other in both directions (Gemma 3)."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Beginnings of a file's names and what they are here; the first one of each is written."""
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether rows and columns of an image are positions of the decoder (M-RoPE)."""
+        return any(self.sections)
+
+    def __post_init__(self) -> None:
+        sizes = ("width", "intermediate_size", "num_heads", "out_width", "patch_size", "merge")
+        for name in (*sizes, "num_layers"):
+            value, most = getattr(self, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
+            if not 1 <= value <= most:
+                raise ValueError(f"vision_config: {name} = {value}: expected 1 to {most:,}")
+        channels = self.width // self.num_heads
+        if self.width % self.num_heads or (self.tower == "qwen" and channels % 4):
+            raise ValueError(
+                f"vision_config: a width of {self.width} in {self.num_heads} heads: expected whole channels, of a "
+                "multiple of 4 where they turn"
+            )
+        for name in ("positions", "frames", "image_size", "window"):
+            if not 0 <= getattr(self, name) <= MAX_SIZE:
+                raise ValueError(f"vision_config: {name} = {getattr(self, name)}: out of range")
+        layers = (*self.deep, *self.whole_layers)
+        if not all(0 <= layer < self.num_layers for layer in self.deep) or any(layer < 0 for layer in layers):
+            raise ValueError(f"vision_config: layers {layers}: expected 0 to {self.num_layers - 1}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,6 +400,8 @@ class ModelConfig:
     such a model."""
     block: Block = field(default=PLAIN_BLOCK, metadata=INTERNAL)
     """What other families have, from their config.json alone."""
+    vision: VisionConfig | None = field(default=None, metadata=INTERNAL)
+    """What turns images into embeddings; None for a model that reads text alone."""
     source: str = field(default="", compare=False, repr=False, metadata=INTERNAL)
     """That config.json's text, from which such a family's is written again."""
 
@@ -381,6 +477,7 @@ def options(config: ModelConfig) -> frozenset[str]:
 
     A path beside the modules' own forward pass (compiled decoding, kept activations, graphs) compares them with those
     that it knows, and declines the rest. So a new flag is never ignored by a path that was written before it.
+    A tower is not among them: it changes prompts with images alone, which only the modules' own forward pass reads.
     """
     block = config.block
     changed = {item.name for item in fields(config) if getattr(config, item.name) != item.default}
@@ -388,7 +485,7 @@ def options(config: ModelConfig) -> frozenset[str]:
     if len(block.ropes) == 1 and is_plain(block.ropes[0], config):
         # Whatever scales the frequencies of whole heads is in the tables that all paths read.
         changed = changed - {"ropes"} | {"rope_scaling"}
-    return frozenset(changed - SIZES - STORED - {"block", "source"}) | FAMILY_FLAGS.get(
+    return frozenset(changed - SIZES - STORED - {"block", "source", "vision"}) | FAMILY_FLAGS.get(
         config.family, frozenset()
     )
 
@@ -404,7 +501,8 @@ def has_own_rules(config: ModelConfig) -> bool:
         spec.window or spec.mixer != "attention" or spec.source >= 0 or kv_shape(spec, config) != plain
         for spec in config.layers
     )
-    return is_other or bool(block.attention_cap) or block.has_sinks
+    sees_ahead = config.vision is not None and config.vision.is_bidirectional
+    return is_other or bool(block.attention_cap) or block.has_sinks or sees_ahead
 
 
 def has_experts(config: ModelConfig) -> bool:

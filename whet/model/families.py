@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from whet.model.config import (
@@ -24,36 +25,10 @@ from whet.model.config import (
     Rope,
     RopeScaling,
 )
+from whet.model.keys import Keys
+from whet.model.vision.shapes import SEEING, TEXT_LEFT, TEXT_SIZES, Seeing
 from whet.types import UserError
 
-NAMES = """
-_attn_implementation_autoset _flash_attn_2_enabled _name_or_path _sliding_window_pattern add_cross_attention
-architectures attention_dropout attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
-bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout cross_attention_hidden_size
-decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
-encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label initializer_range is_decoder
-is_encoder_decoder is_llama_config label2id layer_norm_epsilon length_penalty max_length min_length
-model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
-pruned_heads reorder_and_upcast_attn remove_invalid_values repetition_penalty resid_pdrop return_dict
-return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id summary_activation
-summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
-task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
-torchscript transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
-"""
-IRRELEVANT = frozenset(NAMES.split())
-"""Keys that neither training nor sampling here computes with: names, ids that the tokenizer and generation_config.json
-have, initialisation, dropout and load-balancing losses (there are none), memory layout, and heads for other tasks."""
-IRRELEVANT_IF = {
-    "rope_interleaved": False,  # SmolLM
-    "use_mrope": False,  # Qwen2.5
-    # Written for all families by transformers or by whet itself.
-    "use_sliding_window": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-"""Keys that change nothing with this value."""
 ROPE_KEYS = frozenset(
     {
         "rope_type",
@@ -95,51 +70,6 @@ MIXERS: dict[str, Literal["delta", "convolution"]] = {"linear_attention": "delta
 
 Reader = Callable[["Keys"], ModelConfig]
 RopeFactors = Literal["auto", "short", "long"]
-
-
-class Keys(Mapping[str, Any]):
-    """A configuration's keys, which remembers those that were read.
-
-    Args:
-        data: The parsed object.
-        defaults: What a missing key means.
-    """
-
-    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        self._data, self._given = {**(defaults or {}), **data}, data
-        self.were_read: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        self.were_read.add(name)
-        return self._data[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._data)
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def changed(self, **data: Any) -> Keys:
-        """Return the keys with other values, for a family that is another one but for them."""
-        found = Keys({**self._data, **data})
-        found.were_read = self.were_read
-        return found
-
-    def fixed(self, **expected: Any) -> None:
-        """Refuse keys whose value is neither None nor this one."""
-        for name, value in expected.items():
-            if self.get(name) is not None and self[name] != value:
-                raise ValueError(f"{name} = {str(self[name])[:60]!r} is not supported; expected {value!r}")
-
-    def refuse_unread(self) -> None:
-        """Refuse a key with a value that no reader looked at."""
-        for name, value in self._given.items():
-            is_known = name in self.were_read or name in IRRELEVANT or value is None
-            if not is_known and (name not in IRRELEVANT_IF or IRRELEVANT_IF[name] != value):
-                raise ValueError(
-                    f"key {name[:60]!r} is not known for model_type {self.get('model_type')!r}, and it may change "
-                    "what the model computes; delete it if it does not"
-                )
 
 
 # --- rotary positions ---------------------------------------------------------------------------------------------
@@ -924,14 +854,33 @@ CLASSIFIERS: dict[str, str] = {
     for kind, (name, _) in FAMILIES.items()
 }
 """What transformers calls a reward model of each type, where it has one (granite, olmoe and glm4_moe have none)."""
+
+
+def _qwen3_vl_moe(c: Keys) -> ModelConfig:
+    config = _qwen3_moe(c.changed(norm_topk_prob=True))  # always, whatever it says
+    return _flagged(config, expert_names=("", "", "", ""), has_turned_experts=True)
+
+
+def _qwen2_5_vl(c: Keys) -> ModelConfig:
+    scaling = c.get("rope_scaling")
+    if isinstance(scaling, dict) and "mrope" in (scaling.get("type"), scaling.get("rope_type")):
+        scaling = {**scaling, "type": "default", "rope_type": "default"}  # the sections are read elsewhere
+    return _qwen(c.changed(rope_scaling=scaling), "qwen2")
+
+
+DECODERS: dict[str, Reader] = {
+    "qwen2_5_vl_text": _qwen2_5_vl,
+    "qwen3_vl_text": lambda c: _qwen(c, "qwen3"),
+    "qwen3_vl_moe_text": _qwen3_vl_moe,
+}
+"""Readers of decoders that are published with a tower alone."""
 WRAPPERS: dict[str, tuple[str, ...]] = {
-    "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
     "mistral3": ("ministral3", "mistral"),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
-"""Checkpoints with images, and the types of text part that are loaded from them."""
+"""Checkpoints with images whose tower is not read, and the types of text part that are loaded from them."""
 LINEAR: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "linear_num_key_heads": 16,
@@ -1051,6 +1000,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1792,
     },
     "qwen2": {"max_position_embeddings": 32768},
+    "qwen2_5_vl_text": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "vocab_size": 152064,
+    },
+    "qwen3_vl_moe_text": {
+        "max_position_embeddings": 128000,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "rope_theta": 500000.0,
+        "vocab_size": 151936,
+    },
+    "qwen3_vl_text": {"max_position_embeddings": 128000, "rope_theta": 500000.0, "vocab_size": 151936},
     "qwen3": {"max_position_embeddings": 32768},
 }
 """What a missing key means where it differs from Llama's."""
@@ -1068,13 +1033,15 @@ def from_hf(
             file, else short. The choice is written with the model.
 
     Returns:
-        Its shape; of a checkpoint with images, that of the text part.
+        Its shape; of a checkpoint with images whose tower is not supported, that of the text part.
 
     Raises:
         UserError: If the family is not supported, or an option of it is not.
     """
     outer, inner = data, data.get("text_config")
     asked = data.get("model_type")
+    if isinstance(asked, str) and asked in SEEING:
+        return _read_seeing(data, SEEING[asked], where, rope_factors)
     if isinstance(asked, str) and asked in WRAPPERS and isinstance(inner, dict):
         parts = WRAPPERS[asked]
         data = {"model_type": parts[0]} | inner
@@ -1086,9 +1053,11 @@ def from_hf(
         if "tie_word_embeddings" in outer:
             data["tie_word_embeddings"] = outer["tie_word_embeddings"]
     if not isinstance(asked, str) or asked not in FAMILIES:
+        names = [*FAMILIES, *SEEING, *WRAPPERS]
+        near = get_close_matches(str(asked)[:40], names, n=4, cutoff=0.5) or ["llama", "qwen3", "gemma3"]
         raise UserError(
-            f"{where}: model_type {str(asked)[:40]!r} is not supported; "
-            f"expected one of {', '.join([*FAMILIES, *WRAPPERS])}"
+            f"{where}: model_type {str(asked)[:40]!r} is not supported; expected one of {len(names)} such as "
+            f"{', '.join(near)} (docs/models.md)"
         )
     architecture, read = FAMILIES[asked]
     _refuse_foreign(outer, architecture, where)
@@ -1109,6 +1078,70 @@ def from_hf(
     if is_part:
         config = _flagged(config, is_part=True)
     return replace(config, source=json.dumps(dict(data)))
+
+
+def _read_seeing(
+    data: Mapping[str, Any], family: Seeing, where: str, rope_factors: RopeFactors
+) -> ModelConfig:
+    """Read a model with images: its decoder, and then the tower."""
+    _refuse_foreign(data, family.architecture, where)
+    text, tower = _text_keys(data, family), data.get("vision_config") or {}
+    kind = text.setdefault("model_type", family.texts[0] if family.texts else "llama")
+    if not isinstance(kind, str) or kind not in (family.texts or FAMILIES):
+        known = ", ".join(family.texts or FAMILIES)
+        raise UserError(f"{where}: text_config of model_type {str(kind)[:40]!r}: expected one of {known}")
+    if not isinstance(tower, dict):
+        raise UserError(f"{where}: vision_config: expected an object, got {type(tower).__name__}")
+    if rope_factors != "auto":
+        text["rope_factors"] = rope_factors
+    read = DECODERS[kind] if kind in DECODERS else FAMILIES[kind][1]
+    sizes = TEXT_SIZES.get(kind, {}) if not family.texts else {}
+    keys, outer = Keys(text, sizes | DEFAULTS.get(kind, {})), Keys(data)
+    keys.fixed(qk_layer_norms=False, use_resampler=False)
+    for name in TEXT_LEFT:
+        keys.get(name)
+    seen = Keys(tower, family.defaults)
+    try:
+        _check_factors(keys, read)
+        config = read(keys)
+        vision = family.read(outer, seen, config)
+        if family.has_axes:
+            vision = replace(vision, sections=_sections(keys, config))
+        keys.refuse_unread()
+        seen.refuse_unread()
+        if "text_config" in data:
+            for name in ("text_config", "vision_config", "tie_word_embeddings", *family.outer):
+                outer.get(name)
+            outer.refuse_unread()
+    except KeyError as missing:
+        raise UserError(f"{where}: field {missing} is missing") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{where}: {error}") from None
+    return replace(config, vision=vision, source=json.dumps(dict(data)))
+
+
+def _text_keys(data: Mapping[str, Any], family: Seeing) -> dict[str, Any]:
+    """Return the decoder's part of the config.json of a model with images."""
+    text = data.get("text_config")
+    if isinstance(text, dict):
+        text = dict(text)
+    else:  # the first files of Qwen2.5-VL have the decoder's keys among the others
+        apart = {"model_type", "vision_config", "image_token_id", *family.outer}
+        text = {name: value for name, value in data.items() if name not in apart}
+    if "tie_word_embeddings" in data:
+        text["tie_word_embeddings"] = data["tie_word_embeddings"]
+    return text
+
+
+def _sections(c: Keys, config: ModelConfig) -> tuple[int, int, int]:
+    """Return the frequencies of each axis of positions."""
+    given = rope_parameters(c).get("mrope_section")
+    sections = tuple(int(n) for n in given or ())
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != config.head_dim // 2:
+        raise ValueError(
+            f"mrope_section = {str(given)[:60]}: expected three numbers with the sum {config.head_dim // 2}"
+        )
+    return sections[0], sections[1], sections[2]
 
 
 def _check_factors(c: Keys, read: Reader) -> None:
@@ -1212,6 +1245,17 @@ def to_hf(
         }
     found = json.loads(config.source or "{}")
     kind = found.get("model_type", config.family)
+    if config.vision is not None:
+        for name in ("dtype", "auto_map", "quantization_config"):
+            found.pop(name, None)
+        found |= {"architectures": [SEEING[kind].architecture]}
+        if (
+            "text_config" not in found
+        ):  # the first files of Qwen2.5-VL have the decoder's keys among the others
+            return found | shared
+        names = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "torch_dtype")
+        outer = {name: shared[name] for name in names}
+        return found | outer | {"text_config": found["text_config"] | shared}
     architecture = CLASSIFIERS[kind] if config.is_reward else FAMILIES[kind][0]
     if config.block != PLAIN_BLOCK or kind != config.family:
         for name in ("dtype", "auto_map", "quantization_config"):

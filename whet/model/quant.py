@@ -17,6 +17,7 @@ from torch import nn
 
 from whet.kernels import dispatch, eager
 from whet.kernels.cpu import ops as cpu
+from whet.model.config import TOWER
 from whet.types import UserError
 
 Kind = Literal["nf4", "int8"]
@@ -300,11 +301,12 @@ def packed_size(kind: Kind, shape: torch.Size) -> int:
 def places(model: nn.Module) -> dict[str, Place]:
     """Return the matrices of a decoder's layers that can be quantised, by the names of their parameters.
 
-    Embeddings, heads, norms, biases and routers are not among them.
+    Embeddings, heads, norms, biases, routers and what turns images into embeddings are not among them.
     """
     found: dict[str, Place] = {}
     for name, module in model.named_modules():
-        if ".layers." not in f".{name}" and ".h." not in f".{name}":
+        is_layer = ".layers." in f".{name}" or ".h." in f".{name}"
+        if not is_layer or name.startswith(TOWER):
             continue
         if not hasattr(module, "packed"):
             continue

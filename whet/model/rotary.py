@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from whet.kernels import dispatch, eager
-from whet.model.config import ModelConfig, RopeScaling
+from whet.model.config import ModelConfig, RopeScaling, VisionConfig
 
 FEWEST = 256
 """Rows of the smallest table; larger ones have twice as many, until the context is covered."""
@@ -63,6 +63,31 @@ def rotary_tables(
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if own is None or own.amplitude == 1.0 else (cos * own.amplitude, sin * own.amplitude)
+
+
+def axes_of(table_PC: torch.Tensor, positions_N3: torch.Tensor, vision: VisionConfig) -> torch.Tensor:
+    """Return rows [N, C] of a table of cos or sin, each frequency by the axis that it turns by (M-RoPE).
+
+    Tokens with three equal positions get the very numbers of the table's row.
+
+    Args:
+        table_PC: The table.
+        positions_N3: Positions by time, row and column.
+        vision: Which frequencies belong to which axis.
+
+    Source: Qwen2-VL 2409.12191, section 2.1; taking turns: Qwen3-VL 2511.21631, section 2.
+    """
+    count = table_PC.shape[1] // 2
+    axes = torch.zeros(count, dtype=torch.int64)
+    first, rows, columns = vision.sections
+    if vision.has_mixed_sections:
+        for axis, size in ((1, rows), (2, columns)):
+            axes[axis : 3 * size : 3] = axis
+    else:
+        axes[first : first + rows], axes[first + rows : first + rows + columns] = 1, 2
+    both_C = torch.cat((axes, axes)).to(table_PC.device)
+    channels_C = torch.arange(2 * count, device=table_PC.device)
+    return table_PC[positions_N3[:, both_C], channels_C]
 
 
 def _stretch(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

@@ -18,13 +18,17 @@ from whet.kernels import dispatch, eager
 from whet.kernels.cpu import ops as cpu
 from whet.model.attention import ROW_QUANTUM, AttentionContext, Packed, Rule, Shared, round_up
 from whet.model.checkpointing import Recompute
-from whet.model.config import Block, LayerSpec, ModelConfig, has_own_rules, kv_shape
+from whet.model.config import TOWER, Block, LayerSpec, ModelConfig, has_own_rules, kv_shape
 from whet.model.experts import MixtureOfExperts
 from whet.model.mixers import ConvolutionMixer, DeltaMixer, LatentAttention
 from whet.model.parts import MLP, Layer, Linear, RMSNorm, UnitNorm, embedding, outputs
 from whet.model.quant import packed_parts
-from whet.model.rotary import Angles, rotary_tables, table_rows, turn
+from whet.model.rotary import Angles, axes_of, rotary_tables, table_rows, turn
 from whet.model.routing import Routing
+from whet.model.vision.ids import IMAGE
+from whet.model.vision.pixels import read_preprocessing
+from whet.model.vision.store import ImageRows, ImageStore
+from whet.model.vision.tower import make_tower
 
 
 class Attention(nn.Module):
@@ -275,6 +279,7 @@ class LanguageModel(nn.Module):
         loss_scale: Factor of the losses that training backpropagates; 1 outside float16.
         sampling_defaults: What the folder's generation_config.json says of sampling, for what is written.
         merged_adapters: SHA-256 of the adapters that were merged into the weights.
+        images: The images that prompts may name (`whet.model.vision`); None for a model that reads text alone.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -287,6 +292,7 @@ class LanguageModel(nn.Module):
         self.recompute = Recompute()
         self.sampling_defaults: dict[str, Any] = {}
         self.merged_adapters: tuple[str, ...] = ()
+        self.images: ImageStore | None = None
 
     def forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
@@ -294,7 +300,7 @@ class LanguageModel(nn.Module):
         """Run the decoder on flat tokens.
 
         Args:
-            tokens_N: int64 token ids of all sequences, without padding.
+            tokens_N: int64 token ids of all sequences, without padding; of images those that their store gave.
             positions_N: int64 position of each token in its own sequence.
             context: What each row may see.
 
@@ -315,8 +321,10 @@ class LanguageModel(nn.Module):
     def has_odd_products(self) -> bool:
         """Whether some product has a size that the kernels decline."""
         own = [
-            p.shape for name, p in self.named_parameters() if not name.endswith(SIDE_NAMES)
-        ]  # those are padded
+            p.shape
+            for name, p in self.named_parameters()
+            if not name.endswith(SIDE_NAMES) and not name.startswith(TOWER)  # padded, and run by itself
+        ]
         shapes = [*own, *(part.shape for part in packed_parts(self))]
         return any(len(shape) == 2 and shape[-1] % cpu.QUANTUM for shape in shapes)
 
@@ -369,6 +377,9 @@ class LlamaLike(LanguageModel):
         super().__init__(config)
         self.model = Decoder(config)
         self.lm_head, self.score = heads(config)
+        if config.vision is not None:
+            self.visual = make_tower(config.vision)
+            self.images = ImageStore(read_preprocessing({}, config.vision, "the defaults"))
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -399,27 +410,50 @@ class LlamaLike(LanguageModel):
                 self._tables = [rotary_tables(self.config, device, rows, rope) for rope in range(count)]
         return self._tables
 
-    def _angles(self, positions_N: torch.Tensor, longest: int) -> list[Angles]:
+    def _angles(
+        self, positions_N: torch.Tensor, longest: int, positions_N3: torch.Tensor | None = None
+    ) -> list[Angles]:
         beta, original = self.config.block.position_scale
         scale = None
         if beta:
             stretched = eager.row_wise(torch.log1p, (positions_N // original).float()[:, None])
             scale = (1 + beta * stretched)[..., None]
+        tables = self.rotary(positions_N.device, longest)
+        if positions_N3 is not None:
+            assert self.config.vision is not None
+            vision = self.config.vision
+            cos, sin = (axes_of(table, positions_N3, vision)[:, None] for table in tables[0])
+            return [Angles(cos, sin, scale)]
         return [
             Angles(
                 cos.index_select(0, positions_N)[:, None], sin.index_select(0, positions_N)[:, None], scale
             )
-            for cos, sin in self.rotary(positions_N.device, longest)
+            for cos, sin in tables
         ]
+
+    def _images(
+        self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
+    ) -> ImageRows | None:
+        """Return what this pass reads of images; a step of decoding has none."""
+        if self.images is None or not context.segments:
+            return None
+        found = self.images.rows(tokens_N, positions_N, context.segments, self.visual)
+        if found is not None:
+            context.see_ahead(found.spans)
+        return found
 
     def _forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
-        block = self.config.block
-        angles = self._angles(positions_N, context.longest)
+        block, images = self.config.block, self._images(tokens_N, positions_N, context)
+        if images is not None:  # what stands for them in the table is not read
+            tokens_N = tokens_N.masked_fill(tokens_N >= IMAGE, 0)
+        angles = self._angles(positions_N, context.longest, None if images is None else images.positions_N3)
         x_ND = F.embedding(tokens_N, self.model.embed_tokens.weight)
         if block.embedding_scale != 1.0:
             x_ND = _scaled(x_ND, block.embedding_scale)
+        if images is not None:
+            x_ND = x_ND.index_copy(0, images.rows_I, images.features.tokens_ID.to(x_ND.dtype))
         inputs_NLP = self.model.inputs(tokens_N, x_ND) if block.input_width else None
         shared: Shared = {spec.source: () for spec in self.config.layers if spec.source >= 0}
         for index, spec in enumerate(self.config.layers):
@@ -428,6 +462,8 @@ class LlamaLike(LanguageModel):
             x_ND = self._run(layer, x_ND, own, context, shared, index)
             if block.has_layer_scale and isinstance(layer, DecoderLayer):
                 x_ND = layer.finish(x_ND, None if inputs_NLP is None else inputs_NLP[:, index])
+            if images is not None and index < len(images.features.deep):
+                x_ND = x_ND.index_add(0, images.rows_I, images.features.deep[index].to(x_ND.dtype))
         x_ND = self.model.norm(x_ND)
         # The head is a product: a factor of the logits may as well be one of its input.
         return x_ND if block.logit_scale == 1.0 else x_ND * block.logit_scale

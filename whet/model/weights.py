@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from whet.model.config import ModelConfig
+from whet.model.config import TOWER, ModelConfig, VisionConfig
 from whet.model.families import RopeFactors, from_hf, is_packed, quant_method, to_hf
 from whet.model.files import CONVERTED, check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
@@ -44,6 +44,8 @@ from whet.model.quant import (
     quantize as quantize_matrices,
 )
 from whet.model.transformer import LanguageModel, LlamaLike
+from whet.model.vision.pixels import Preprocessing, read_preprocessing
+from whet.model.vision.store import ImageStore
 from whet.ranks.collectives import is_share
 from whet.ranks.fsdp import local, rows_of
 from whet.storage.commit import MANIFEST
@@ -64,6 +66,8 @@ HUB_PATTERNS = (
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
     QUANTIZATION,
     *CONVERTED,
 )
@@ -183,6 +187,8 @@ class _Place(NamedTuple):
 def _places(stored: str, config: ModelConfig) -> tuple[_Place, ...]:
     """Say where a stored tensor goes: to several parameters one below the other if more than one; none: left out."""
     name, block = stored, config.block
+    if config.vision is not None:
+        name = _with_prefix(name, config.vision.renamed)
     if name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
         return ()  # buffers of old checkpoints
     if config.family == "gpt2" and not name.startswith(("transformer.", "lm_head.", "score.")):
@@ -245,16 +251,30 @@ def as_stored(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[
                 else:
                     halves = zip((gate, up), own.chunk(2), strict=True)
                     found |= {f"{head}.{number}.{half}.weight": rows for half, rows in halves}
+        elif config.block.has_turned_experts and ".mlp.experts." in name:
+            found[name] = tensor.transpose(1, 2)
         elif part and ".mlp.gate." in name:
             found[name.replace(".mlp.", f".{part}.")] = tensor
         else:
             found[name] = tensor
-    return {_renamed(name, back): tensor.contiguous() for name, tensor in found.items()}
+    found = {_renamed(name, back): tensor.contiguous() for name, tensor in found.items()}
+    if config.vision is None:
+        return found
+    prefixes = [(here, stored) for stored, here in config.vision.renamed]
+    return {_with_prefix(name, prefixes): tensor for name, tensor in found.items()}
 
 
 def _renamed(name: str, pairs: Sequence[tuple[str, str]]) -> str:
     """Replace the first part that a name has."""
     return next((name.replace(old, new) for old, new in pairs if old in name), name)
+
+
+def _with_prefix(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Replace the longest beginning that a name has; of equal ones the first counts."""
+    old, new = max(
+        (pair for pair in pairs if name.startswith(pair[0])), key=lambda p: len(p[0]), default=("", "")
+    )
+    return new + name.removeprefix(old)
 
 
 def load_model(
@@ -323,6 +343,8 @@ def load_model(
         )
     _open_to_training(model)
     model.sampling_defaults = _sampling_defaults(folder)
+    if config.vision is not None:
+        model.images = ImageStore(_preprocessing(folder, config.vision))
     return model.eval(), config
 
 
@@ -343,12 +365,26 @@ def load_shares(model: LanguageModel, folder: Path) -> None:
 
 
 def _open_to_training(model: LanguageModel) -> None:
-    """Make all parameters trainable but those that no gradient moves: routers' offsets, layers' scales.
+    """Make all parameters trainable but those that no gradient moves: routers' offsets, layers' scales; and a tower's.
 
+    A tower stays as it is unless a caller opens it: it sees already, and its features are then computed once.
     A quantised model's are trainable, too, where an adapter's settings name them; training all of them is refused.
     """
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.endswith(FROZEN))
+        parameter.requires_grad_(not name.endswith(FROZEN) and not name.startswith(TOWER))
+
+
+def train_tower(model: LanguageModel) -> None:
+    """Make the parameters of a model's tower trainable.
+
+    Raises:
+        UserError: If the model reads text alone.
+    """
+    if model.images is None:
+        raise UserError("policy.train_vision: the model reads text alone, and has no tower; leave it out")
+    for name, parameter in model.named_parameters():
+        if name.startswith(TOWER):
+            parameter.requires_grad_(True)
 
 
 FROZEN = ("e_score_correction_bias", "layer_scalar")
@@ -450,7 +486,20 @@ class _Loaded:
                 self._place_scaled(part[0], self._parts.pop(part[0]), shard)
             return
         pieces = file.get_slice(stored)
-        self._place(stored, pieces.get_shape(), lambda: file.get_tensor(stored), shard, pieces)
+        shape = pieces.get_shape()
+        if self._is_turned(stored, shape):
+            pieces = _Turned(pieces)
+            shape = pieces.get_shape()
+            self._place(stored, shape, lambda: file.get_tensor(stored).transpose(1, 2), shard, pieces)
+            return
+        self._place(stored, shape, lambda: file.get_tensor(stored), shard, pieces)
+
+    def _is_turned(self, stored: str, shape: Sequence[int]) -> bool:
+        """Say whether a tensor of all experts is [E, in, out] in the file (Qwen3-VL's published ones are)."""
+        if not self._config.block.has_turned_experts or len(shape) != 3:
+            return False
+        place = _places(stored, self._config)[0]
+        return place.name in self._shapes and list(shape) != list(self._shapes[place.name])
 
     def _place_scaled(self, stored: str, parts: Mapping[str, torch.Tensor], source: Path) -> None:
         """Put a matrix of torchao's where it belongs: in 8 bits if it is of a kind of ours, else dense."""
@@ -626,6 +675,22 @@ class _Loaded:
         return sorted(name for name, size in sizes.items() if self._counts.get(name) != size)
 
 
+class _Turned:
+    """A tensor of a file, of which rows can be read, with its last two axes exchanged."""
+
+    def __init__(self, pieces: Any) -> None:
+        self._pieces = pieces
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        rows, *both = self._pieces.get_shape()
+        return [rows, *reversed(both)]
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        """Read some rows."""
+        return self._pieces[rows].transpose(1, 2)
+
+
 def _own_parameters(model: LanguageModel) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters that a model's files have, by name: all but those of adapters."""
     beside = {id(parameter) for _, side in sides_of(model) for parameter in side.parameters()}
@@ -663,6 +728,22 @@ def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         values = torch.ldexp(table[codes.long()], scale.to(torch.int32)[..., None] - 127)
         experts.append(values.to(torch.bfloat16).flatten(1).t())
     return torch.stack(experts)
+
+
+PREPROCESSING = ("preprocessor_config.json", "processor_config.json")
+"""Where a folder says how images are made into patches: in a file of its own, or in one of all processors."""
+
+
+def _preprocessing(folder: Path, vision: VisionConfig) -> Preprocessing:
+    """Read how a folder's model wants its images."""
+    for name in PREPROCESSING:
+        if (folder / name).is_file():
+            data = read_json(folder / name)
+            data = data.get("image_processor", data) if name == PREPROCESSING[1] else data
+            if not isinstance(data, dict):
+                raise UserError(f"{folder / name}: image_processor: expected an object")
+            return read_preprocessing(data, vision, str(folder / name))
+    return read_preprocessing({}, vision, str(folder))
 
 
 SAMPLING_DEFAULTS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -724,6 +805,9 @@ def save_model(
         "temperature": 1.0,
     }
     generation |= model.sampling_defaults
+    if model.images is not None and model.images.preprocessing.stored:
+        stored = json.dumps(dict(model.images.preprocessing.stored), indent=1) + "\n"
+        (folder / PREPROCESSING[0]).write_text(stored)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -775,6 +859,8 @@ def as_reward_model(model: LanguageModel) -> LanguageModel:
     """Return the model with a reward model's head, at first 0, in place of its output head; the rest is shared."""
     if model.config.is_reward:
         return model
+    if model.config.vision is not None:
+        raise UserError("reward models that see images are not supported; take a model that reads text alone")
     with torch.device("meta"):
         scoring = build_model(replace(model.config, is_reward=True))
     like = model.head_weight
@@ -784,7 +870,7 @@ def as_reward_model(model: LanguageModel) -> LanguageModel:
     kept |= dict(packed_tensors(model))
     scoring.load_state_dict({**kept, "score.weight": head}, strict=True, assign=True)
     _open_to_training(scoring)
-    scoring.sampling_defaults = model.sampling_defaults
+    scoring.sampling_defaults, scoring.images = model.sampling_defaults, model.images
     return scoring.eval()
 
 
@@ -816,5 +902,5 @@ def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> Languag
             noise = noise.to(source.device) * source.float().std()
             parameter[:old].copy_(source)
             parameter[old:].copy_(source.float().mean(0) + noise)
-    grown.sampling_defaults = model.sampling_defaults
+    grown.sampling_defaults, grown.images = model.sampling_defaults, model.images
     return grown.eval()

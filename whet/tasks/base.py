@@ -19,10 +19,13 @@ from whet.tasks.gym import Gym
 from whet.tasks.ifeval import IFEval
 from whet.tasks.jsonl import Jsonl
 from whet.tasks.made.arithmetic import Arithmetic
+from whet.tasks.made.bars import bars
 from whet.tasks.made.countdown import countdown
 from whet.tasks.made.letters import letters
+from whet.tasks.made.matrices import matrices
 from whet.tasks.made.products import Products
 from whet.tasks.made.sanity import Sanity
+from whet.tasks.made.shapes import shapes
 from whet.tasks.math import MATH
 from whet.tasks.mixture import PART, Mixture
 from whet.tasks.read import ENDINGS, is_hub_name
@@ -33,6 +36,7 @@ from whet.types import Problem, Task, UnreadError, UserError
 
 _DRAWN = frozenset({"num_problems", "seed"})
 _MADE = _DRAWN | {"path", "max_bad_rows", "level"}
+_SEEN = _DRAWN | {"level", "cell"}
 _ROWS = frozenset({"path", "max_rows", "max_bad_rows", "symbolic"})
 _COLUMNS = frozenset({"prompt", "answer", "solution"})
 _ON_HUB = frozenset({"config", "split"})
@@ -48,6 +52,9 @@ OPTIONS: dict[str, frozenset[str]] = {
     "countdown": _MADE,
     "letters": _MADE,
     "sanity": frozenset(),
+    "matrices": _SEEN,
+    "shapes": _SEEN,
+    "bars": _SEEN,
     "gsm8k": frozenset({"path", "max_bad_rows", "keep_calculator", "symbolic"}),
     "math": frozenset({"path", "max_bad_rows", "symbolic"}),
     **dict.fromkeys(PROGRAMS, frozenset({"path", "config", "max_rows", "max_bad_rows"})),
@@ -73,9 +80,10 @@ class TaskConfig:
     """The problems to train or test on."""
 
     name: str = "arithmetic"
-    """Generated: arithmetic, products, countdown, letters; 50 fixed sums: sanity; data of the hub: gsm8k, math, aime25,
-    dapo_math and more (docs/tasks.md), or hub with any path; your own: jsonl, choice, yes_no, code, path.py:MyTask;
-    gym (reasoning-gym); mixture. A file, a folder or a hub name stands for the task that reads it."""
+    """Generated: arithmetic, products, countdown, letters; with images: matrices, shapes, bars; 50 fixed sums: sanity;
+    data of the hub: gsm8k, math, aime25, dapo_math and more (docs/tasks.md), or hub with any path; your own: jsonl,
+    choice, yes_no, code, path.py:MyTask; gym (reasoning-gym); mixture. A file, a folder or a hub name stands for the
+    task that reads it."""
     path: str = ""
     """Folder or file of the data, or hub name; '' for the hub name of a data set that has one (gsm8k, math, ...). gym:
     comma-separated names of environments."""
@@ -103,7 +111,9 @@ class TaskConfig:
     num_problems: int = 0
     """Generated tasks, gym: number of problems in all splits together; 0 takes the task's default."""
     level: int = 0
-    """countdown, letters: one level of difficulty, from 1 for the easiest; 0 mixes all."""
+    """countdown, letters, matrices, shapes, bars: one level of difficulty, from 1 for the easiest; 0 mixes all."""
+    cell: int = 0
+    """matrices, shapes, bars: pixels of a cell's side, 8 to 128; 0 means 32, one token of a model like Qwen3-VL."""
     seed: int = 0
     """Generated tasks, gym: seed of the problems."""
     weights: dict[str, float] = field(default_factory=dict)
@@ -115,7 +125,7 @@ class TaskConfig:
     NAMED_BY = {
         "name": (
             *("path", "config", "split", "max_rows", "max_bad_rows", "keep_calculator", "prompt", "answer"),
-            *("solution", "symbolic", "num_problems", "level", "seed", "weights", "paths"),
+            *("solution", "symbolic", "num_problems", "level", "cell", "seed", "weights", "paths"),
         )
     }
 
@@ -279,6 +289,9 @@ TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "countdown": lambda config: countdown(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
     "letters": lambda config: letters(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
     "sanity": lambda config: Sanity(),
+    "matrices": lambda config: matrices(cell=config.cell, **_drawn(config)),
+    "shapes": lambda config: shapes(cell=config.cell, **_drawn(config)),
+    "bars": lambda config: bars(cell=config.cell, **_drawn(config)),
     "gsm8k": lambda config: GSM8K(
         config.path, keep_calculator=config.keep_calculator, max_bad_rows=config.max_bad_rows
     ),

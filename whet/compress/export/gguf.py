@@ -20,7 +20,8 @@ import torch
 from whet.compress.export.vocabulary import Vocabulary
 from whet.install import install_command
 from whet.model.config import STORED, Block, ModelConfig, Rope
-from whet.model.families import Keys, rope_parameters
+from whet.model.families import rope_parameters
+from whet.model.keys import Keys
 from whet.model.transformer import LanguageModel
 from whet.types import UserError
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from whet.model.config import TOWER
 from whet.model.experts import ExpertWeights
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.side import Beside, Target, make_side, targets_of
@@ -367,5 +368,7 @@ def _untie(model: LanguageModel) -> LanguageModel:
     tensors = {name: weight.detach() for name, weight in model.named_parameters()}
     untied.load_state_dict(tensors | {"lm_head.weight": model.head_weight.detach().clone()}, assign=True)
     untied.num_valid_tokens, untied.checkpoint_layers = model.num_valid_tokens, model.checkpoint_layers
-    untied.sampling_defaults = model.sampling_defaults
-    return untied.requires_grad_(True).eval()
+    untied.sampling_defaults, untied.images = model.sampling_defaults, model.images
+    for name, weight in untied.named_parameters():
+        weight.requires_grad_(not name.startswith(TOWER))
+    return untied.eval()

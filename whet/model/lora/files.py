@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter, LoRAPair
 from whet.model.quant import KINDS
+from whet.model.vision.shapes import own_name
 from whet.model.weights import model_folder
 from whet.telemetry.provenance import describe_model
 from whet.types import UserError
@@ -217,7 +218,7 @@ def read_adapter(source: str | Path, *, is_new: bool = False) -> Adapter:
     """
     folder = _adapter_folder(source)
     check_manifest(folder)
-    config = read_json(folder / CONFIG)
+    config = _with_own_names(read_json(folder / CONFIG))
     _check_config(config, folder / CONFIG)
     names = _stored_names(folder / WEIGHTS)
     experts = _expert_names(config, names)
@@ -326,15 +327,39 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 tensor = tensor.float()
                 if not tensor.isfinite().all():
                     raise UserError(f"{path}: tensor {name[:80]!r} contains NaN or infinity")
-                yield name, tensor
+                yield _own(name), tensor
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({str(error)[:300]})") from None
+
+
+def _own(stored: str) -> str:
+    """Return a stored name with whet's own names of the parts of a model with images."""
+    name = stored.removeprefix(PREFIX)
+    return stored if name == stored else PREFIX + own_name(name)
+
+
+def _with_own_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Return an adapter's configuration with whet's own names of modules."""
+    found = dict(config)
+    for key in ("target_modules", "target_parameters", "modules_to_save"):
+        if isinstance(names := found.get(key), list):
+            found[key] = [own_name(name) if isinstance(name, str) else name for name in names]
+    for key in ("rank_pattern", "alpha_pattern"):
+        if isinstance(patterns := found.get(key), dict):
+            found[key] = {_own_pattern(pattern): value for pattern, value in patterns.items()}
+    return found
+
+
+def _own_pattern(pattern: str) -> str:
+    """Return a pattern that is a whole name with whet's own name; others fit by their ends."""
+    plain = pattern.replace("\\", "")
+    return re.escape(own_name(plain)) if re.escape(plain) == pattern else pattern
 
 
 def _stored_names(path: Path) -> list[str]:
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            return list(file.keys())
+            return [_own(name) for name in file.keys()]  # noqa: SIM118 (safe_open has no iterator)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({str(error)[:300]})") from None
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from whet.config import closest
 from whet.kernels import dispatch, eager
+from whet.model.config import TOWER
 from whet.model.experts import ExpertWeights
 from whet.model.gpt2 import Conv1D
 from whet.model.parts import Linear
@@ -48,7 +49,8 @@ class LoRAConfig:
     model)."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """What gets an adapter: all-linear (the layers' matrices; not experts', head and embeddings), ends of names such as
-    q_proj or experts.down_proj, or patterns such as *.self_attn.*."""
+    q_proj or experts.down_proj, or patterns such as *.self_attn.*. Of the tower of a model with images only what is
+    named from its beginning: visual.*, visual.blocks.*.attn.qkv."""
     layers: str = ""
     """Layers that get one, the first being 0: such as 8-15 or 0,4-7; empty for all."""
     modules_to_save: tuple[str, ...] = ()
@@ -299,7 +301,7 @@ class Target:
 
 
 def targets_of(model: LanguageModel) -> list[Target]:
-    """List the weights that may get an adapter: the layers' matrices, in the order of the model's modules."""
+    """List the weights that may get an adapter: the layers' matrices in the modules' order, and a tower's."""
     prefix = next(name for name, module in model.named_modules() if module is model.layers)
     found: list[Target] = []
     for name, module in model.layers.named_modules(prefix=prefix):
@@ -307,6 +309,9 @@ def targets_of(model: LanguageModel) -> list[Target]:
             found.append(Target(name, module))
         elif isinstance(module, ExpertWeights):
             found += [Target(f"{name}.{part}", module, side) for part, side in EXPERT_SIDES.items()]
+    if model.config.vision is not None:
+        tower = model.get_submodule(TOWER[:-1]).named_modules(prefix=TOWER[:-1])
+        found += [Target(name, module) for name, module in tower if isinstance(module, Linear)]
     return found
 
 
@@ -333,13 +338,15 @@ def choose(model: LanguageModel, config: LoRAConfig) -> list[Target]:
         target
         for target in every
         if not wanted
+        or target.name.startswith(TOWER)
         or any(first <= int(target.name[prefix:].partition(".")[0]) <= last for first, last in wanted)
     ]
     chosen: set[str] = set()
     for text in config.targets:
         found = {target.name for target in within if _matches(text, target)}
         if not found:
-            ends = sorted({target.name.rpartition(".")[2] for target in within})
+            decoder = [target.name for target in within if not target.name.startswith(TOWER)]
+            ends = sorted({name.rpartition(".")[2] for name in decoder})
             near = closest(text, ends)
             hint = f"did you mean {near!r}? " if near else ""
             special = ""
@@ -358,6 +365,8 @@ def choose(model: LanguageModel, config: LoRAConfig) -> list[Target]:
 
 
 def _matches(text: str, target: Target) -> bool:
+    if target.name.startswith(TOWER) and not text.startswith(TOWER):
+        return False  # many of its matrices have the names of the decoder's
     if text == ALL_LINEAR:
         return not target.is_expert
     if any(letter in text for letter in "*?["):

@@ -21,6 +21,7 @@ from whet.model.lora.files import BASE, PREFIX, base_digest, expert_places, read
 from whet.model.lora.side import Beside, LoRAConfig, Target, attach, choose, sides_of
 from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel
+from whet.model.vision.shapes import module_name
 from whet.types import UserError
 
 KEPT_WHEN_CONTINUED = ("rank", "lr_ratio")
@@ -168,17 +169,19 @@ class Trained:
             a, b = (weights[f"{own}.lora_{letter}"].detach().cpu() for letter in "AB")
             if side.start is not None:
                 a, b = _with_start(target, a, b, side.start)
-            stem = f"{PREFIX}{places_of_experts.get(target.name, target.name)}"
+            stem = f"{PREFIX}{self._theirs(places_of_experts.get(target.name, target.name))}"
             tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = a, b
             if side.magnitude is not None:
                 tensors[f"{stem}.lora_magnitude_vector"] = weights[f"{own}.magnitude"].detach().cpu()
-        modules = list(self.saved)
+        modules = [self._theirs(module) for module in self.saved]
         for module in self.saved:
             for part, _ in self._model.get_submodule(module).named_parameters():
-                tensors[f"{PREFIX}{module}.{part}"] = weights[f"{module}.{part}"].detach().cpu()
+                name = f"{PREFIX}{self._theirs(module)}.{part}"
+                tensors[name] = weights[f"{module}.{part}"].detach().cpu()
         table = next(
             name for name, weight in self._model.named_parameters() if weight is self._model.head_weight
         )
+        table = self._theirs(table)
         if table in {name.removeprefix(PREFIX) for name in tensors} and not table.startswith("lm_head."):
             # A tied head: peft has a copy of it beside the embeddings, which would stay as it was.
             tensors[f"{PREFIX}lm_head.weight"] = tensors[f"{PREFIX}{table}"].clone()
@@ -189,6 +192,9 @@ class Trained:
         )
         self._base.write(folder)
 
+    def _theirs(self, name: str) -> str:
+        return module_name(name, self._model.config.vision)
+
     def _facts(
         self, places: list[tuple[Target, Beside]], modules: list[str], *, is_plain: bool
     ) -> dict[str, Any]:
@@ -198,9 +204,9 @@ class Trained:
         growth = (math.sqrt(2) if self._rslora else 2) if is_doubled else 1
         if is_plain and self._rslora:
             growth *= math.sqrt(rank * (2 if is_doubled else 1))
-        alphas = {target.name: self._alphas[target.name] * growth for target, _ in places}
+        alphas = {self._theirs(target.name): self._alphas[target.name] * growth for target, _ in places}
         common = Counter(alphas.values()).most_common(1)[0][0]
-        experts = [target.name for target, _ in places if target.is_expert]
+        experts = [self._theirs(target.name) for target, _ in places if target.is_expert]
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -211,7 +217,7 @@ class Trained:
             "alpha_pattern": {re.escape(name): alpha for name, alpha in alphas.items() if alpha != common},
             "use_rslora": self._rslora and not is_plain,
             "use_dora": side.magnitude is not None,
-            "target_modules": [target.name for target, _ in places if not target.is_expert],
+            "target_modules": [self._theirs(target.name) for target, _ in places if not target.is_expert],
             "target_parameters": experts or None,
             "modules_to_save": modules or None,
             "fan_in_fan_out": isinstance(target.module, Conv1D),

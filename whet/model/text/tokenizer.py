@@ -284,7 +284,11 @@ class Tokenizer:
         values: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Render and encode; with `prompt_bos` there is one leading BOS, whether or not the template wrote it."""
-        return self._led(self.encode(self.render(messages, prefix=prefix, values=values)), self.prompt_bos)
+        return self.encode_rendered(self.render(messages, prefix=prefix, values=values))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Encode a rendered prompt; BOS as in `encode_prompt`."""
+        return self._led(self.encode(text), self.prompt_bos)
 
     def encode_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Render whole messages without a generation cue, and encode them; BOS as in `encode_prompt`."""

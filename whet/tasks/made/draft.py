@@ -63,6 +63,8 @@ class Draft:
         answer: The gold answer.
         solution: Worked thinking, or ''.
         meta: Labels.
+        images: Sources of its images.
+        shows: What the images show, in words: they name the problem, whatever a drawing's bytes are.
     """
 
     key: str
@@ -70,12 +72,24 @@ class Draft:
     answer: str
     solution: str = ""
     meta: dict[str, str] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
+    shows: str = ""
+
+    def uid(self, task: str) -> str:
+        """Return the problem's uid."""
+        return problem_uid(task, self.prompt, (self.shows,) if self.images else ())
 
     def problem(self, task: str, uid: str, **meta: str) -> Problem:
         """Return the problem; its `prompt_uid` keeps rearrangements in one split."""
         meta = {**self.meta, **meta, "prompt_uid": problem_uid(task, self.key)}
         return Problem(
-            uid=uid, task=task, prompt=self.prompt, answer=self.answer, solution=self.solution, meta=meta
+            uid=uid,
+            task=task,
+            prompt=self.prompt,
+            answer=self.answer,
+            solution=self.solution,
+            images=self.images,
+            meta=meta,
         )
 
 
@@ -120,7 +134,7 @@ class Generated:
         self._splits: dict[str, list[Problem]] = {}
 
     def problems(self, split: str) -> list[Problem]:
-        """Return the problems of 'train', 'dev' or 'test' in a fixed order; all prompts differ.
+        """Return the problems of 'train', 'dev' or 'test' in a fixed order; all questions differ.
 
         Raises:
             UserError: If there is no such split, or the level has fewer problems than requested.
@@ -141,7 +155,7 @@ class Generated:
         while len(seen) < self._num_problems:
             level = self._levels[index % len(self._levels)]
             for draft in self._make(Draw(self.name, self._seed, level, index), level):
-                uid = problem_uid(self.name, draft.prompt)
+                uid = draft.uid(self.name)
                 if uid not in seen and len(seen) < self._num_problems:
                     seen.add(uid)
                     last = index
@@ -224,9 +238,9 @@ class FromRows:
             problems: dict[str, Problem] = {}
             for number, row in rows:
                 draft = drafts[id(row)]
-                uid = problem_uid(self.name, draft.prompt)
+                uid = draft.uid(self.name)
                 if uid in problems and problems[uid].answer != draft.answer:
-                    uid = problem_uid(self.name, f"{draft.prompt}\x00{draft.answer}")
+                    uid = problem_uid(self.name, f"{draft.prompt}\x00{draft.answer}", (draft.shows,))
                 self.num_duplicates += uid in problems
                 problems.setdefault(uid, draft.problem(self.name, uid, file=path.name, line=str(number)))
             self._files[path] = list(problems.values())

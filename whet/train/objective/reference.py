@@ -107,6 +107,7 @@ def _copy_of_shares(model: LanguageModel, own: Sharding) -> LanguageModel:
     for place, side in sides_of(model):
         places[place.name, place.attribute].set(copy.deepcopy(side))
     twin.num_valid_tokens, twin.sampling_defaults = model.num_valid_tokens, model.sampling_defaults
+    twin.images = model.images
     twin.checkpoint_layers, twin.recompute = model.checkpoint_layers, model.recompute
     twin.loss_scale, twin.merged_adapters = model.loss_scale, model.merged_adapters
     return twin.train(model.training)

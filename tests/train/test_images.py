@@ -1,0 +1,212 @@
+"""Training on prompts with images: sampler and trainer agree bitwise, whatever is packed together, and runs resume."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+from whet.algo.packing import TrainingSequence, pack
+from whet.generate.engine import Request
+from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.sampling import SamplingParams
+from whet.model.families import from_hf
+from whet.model.lora.side import LoRAConfig
+from whet.model.lora.trained import Base, Trained
+from whet.model.text.template import PLAIN_TEMPLATE
+from whet.model.text.tokenizer import Tokenizer
+from whet.model.transformer import init_weights
+from whet.model.vision.ids import is_image
+from whet.model.weights import build_model
+from whet.schema import SCHEMAS
+from whet.types import Message, Problem, UserError
+
+ALPHABET = "0123456789+= abcdefghij"
+
+
+def uri(*colours: int, size: tuple[int, int] = (16, 16)) -> str:
+    image = Image.new("RGB", (size[0] * len(colours), size[1]))
+    for place, colour in enumerate(colours):
+        image.paste((colour, 255 - colour, 40 * place), (size[0] * place, 0, size[0] * (place + 1), size[1]))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def problem(text: str, *images: str, **more) -> Problem:
+    return Problem(uid=f"{text}{len(images)}", task="look", prompt=text, answer="1", images=images, **more)
+
+
+ONE = problem("ab=", uri(10, 200))
+OTHER = problem("ab=", uri(10, 201))
+MANY = problem("abc=", uri(0), uri(90, 3, 17), uri(255, 7))
+NONE = problem("ab=")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of Qwen3-VL's shape whose patches are 4 pixels wide, so that an image of 16 has 4 tokens."""
+    schema = SCHEMAS["think_answer"]
+    tokenizer = Tokenizer.characters(ALPHABET, [*schema.tags, "<image>"]).with_template(PLAIN_TEMPLATE)
+    text = {"model_type": "qwen3_vl_text", "vocab_size": tokenizer.vocab_size, "hidden_size": 64} | {
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "attention_bias": False,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 30.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True,
+        },
+    }  # fmt: skip
+    tower = {
+        "model_type": "qwen3_vl", "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+        "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64,
+        "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "hidden_act": "gelu_pytorch_tanh",
+    }  # fmt: skip
+    config = from_hf(
+        {
+            "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl",
+            "image_token_id": tokenizer.encode("<image>")[0], "tie_word_embeddings": True,
+            "text_config": text, "vision_config": tower,
+        }
+    )  # fmt: skip
+    model = build_model(replace(config, init_std=0.2))
+    init_weights(model, 0)
+    where = tmp_path_factory.mktemp("seeing") / "model"
+    Policy(model, tokenizer, schema).save(where)
+    sizes = {"size": {"shortest_edge": 64, "longest_edge": 4096}, "patch_size": 4, "merge_size": 2}
+    (where / "preprocessor_config.json").write_text(json.dumps(sizes | {"temporal_patch_size": 2}))
+    return where
+
+
+def load(folder, **options) -> Policy:
+    return load_policy(PolicyConfig(init=str(folder), **options), seed=0)
+
+
+def sampled(policy: Policy, problems, num_samples: int = 3, **params):
+    requests = [
+        Request(prompt_ids=policy.prompt_ids(p), seeds=tuple(range(10 * n, 10 * n + num_samples)))
+        for n, p in enumerate(problems)
+    ]
+    drawn = policy.engine(trains=True).generate(requests, SamplingParams(max_new_tokens=12, **params))
+    return [
+        TrainingSequence(
+            prompt_ids=request.prompt_ids, completion_ids=d.ids, sampler_logprobs=d.logprobs, kept=d.kept
+        )
+        for request, row in zip(requests, drawn, strict=True)
+        for d in row
+    ]
+
+
+def scored(policy: Policy, sequences, budget: int) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for micro in pack(sequences, token_budget=budget).micro_batches:
+            logprobs_M = policy.score(micro)[0]
+            for place, index in enumerate(micro.indices_B):
+                found[index] = logprobs_M[micro.sequence_M == place]
+    return [found[index] for index in range(len(sequences))]
+
+
+def adapted(policy: Policy) -> Policy:
+    trained = Trained(policy.model, LoRAConfig(rank=4), base=Base("", policy.folder), seed=0)
+    for _, parameter in policy.model.named_parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    policy.trained = trained
+    return policy
+
+
+KINDS = {
+    "plain": lambda folder: load(folder),
+    "adapter": lambda folder: adapted(load(folder)),
+    "4 bits": lambda folder: load(folder, quantize="nf4"),
+    "adapter beside 4 bits": lambda folder: adapted(load(folder, quantize="nf4")),
+}
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.8}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampler_and_trainer_agree_bitwise(folder, kind, params):
+    """Alone, with others in one micro-batch, and with the prompt of a group computed once."""
+    policy = KINDS[kind](folder)
+    sequences = sampled(policy, [ONE, MANY, NONE, OTHER], **params)
+    for budget in (1, 60, 4096):
+        for sequence, logprobs in zip(sequences, scored(policy, sequences, budget), strict=True):
+            assert logprobs.tolist() == list(sequence.sampler_logprobs), budget
+
+
+def test_images_matter(folder):
+    """Prompts of the same words with another image are other prompts, and get other answers."""
+    policy = load(folder)
+    one, other, none = (policy.prompt_ids(p) for p in (ONE, OTHER, NONE))
+    assert len(one) == len(other)
+    assert one != other
+    assert [i for i in one if not is_image(i)] == list(none)
+    rows = sampled(policy, [ONE, OTHER], num_samples=1, temperature=0.0)
+    sequences = [replace(row, completion_ids=rows[0].completion_ids, sampler_logprobs=()) for row in rows]
+    first, second = scored(policy, sequences, 4096)
+    assert (first - second).abs().max() > 1e-4
+
+
+def test_gradients_are_those_of_each_sequence_alone(folder):
+    """The tower's, too, where it is trained; a prompt's image that a group shares counts as often as it is read."""
+    policy = load(folder, train_vision=True)
+    sequences = sampled(policy, [ONE, MANY, OTHER], num_samples=2)
+    policy.model.double()
+
+    def gradients(budget: int) -> dict[str, torch.Tensor]:
+        policy.model.zero_grad()
+        for micro in pack(sequences, token_budget=budget, dtype=torch.float64).micro_batches:
+            weights_M = torch.tensor(micro.indices_B, dtype=torch.float64)[micro.sequence_M] + 1
+            (policy.score(micro)[0] * weights_M).sum().backward()
+        return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+
+    alone, together = gradients(1), gradients(4096)
+    assert any(name.startswith("visual.") for name in alone)
+    assert alone.keys() == together.keys()
+    for name, value in alone.items():
+        assert (value - together[name]).abs().max() <= 1e-10 * (1 + value.abs().max()), name
+
+
+def test_the_tower_is_trained_where_asked_only(folder):
+    for is_trained in (False, True):
+        policy = load(folder, train_vision=is_trained)
+        (micro,) = pack(sampled(policy, [ONE], num_samples=1), token_budget=4096).micro_batches
+        policy.score(micro)[0].sum().backward()
+        grads = [p.grad for name, p in policy.model.named_parameters() if name.startswith("visual.")]
+        assert all((grad is not None) == is_trained for grad in grads)
+
+
+def test_messages_have_images_in_any_turn(folder):
+    policy = load(folder)
+    messages = (
+        Message(role="user", content="a", images=(uri(1),)),
+        Message(role="assistant", content="b"),
+        Message(role="user", content="c", images=(uri(2), uri(3))),
+    )
+    ids = policy.prompt_ids(problem("c", messages=messages))
+    assert sum(map(is_image, ids)) == 3 * 4
+    openai = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri(1)}}, {"type": "text", "text": "a"}]}
+    ]
+    assert policy.chat_ids(openai) == policy.prompt_ids(problem("a", uri(1)))
+
+
+def test_refusals(folder, tmp_path):
+    policy = load(folder)
+    with pytest.raises(UserError, match="2 image placeholders"):
+        policy.prompt_ids(problem("a<image>b", uri(1)))
+    ids = policy.prompt_ids(ONE)
+    with pytest.raises(UserError, match="whole or not at all"):
+        policy.engine().check(ids[:3])
+    text = Policy(build_model(replace(policy.model.config, vision=None)), policy.tokenizer, policy.schema)
+    with pytest.raises(UserError, match="reads text alone"):
+        text.prompt_ids(ONE)
+    with pytest.raises(UserError, match="reads text alone"):
+        text.engine().check(ids)
+    with pytest.raises(UserError, match="'image' with a path"):
+        policy.chat_ids([{"role": "user", "content": [{"type": "image"}]}])
