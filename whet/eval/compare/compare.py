@@ -20,7 +20,7 @@ from rich.text import Text
 
 from whet.config import align, dump_yaml, load_yaml
 from whet.eval import evaluate
-from whet.eval.compare.asked import ask, read_prompts
+from whet.eval.compare.asked import Asked, own_problem, read_prompts
 from whet.eval.compare.page import (
     BEST_NOTE,
     HARDWARE_NOTE,
@@ -289,7 +289,7 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
     if needs_work:  # else the folder is created once there is something to write
         open_run(folder, dump_yaml(config), resume=resume)
     if prompts:
-        sides = ask(policies, names, prompts, config.prompt_samples, config.sampling, config.seed, folder)
+        sides = [_ask(config, policy, name, prompts, folder) for policy, name in zip(policies, names, strict=True)]
         content = describe(sides, names, list(sides[0].greedy))
     else:
         _evaluate(jobs, names)
@@ -304,6 +304,22 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
     write_page(folder / "compare.html", content, transcripts, len(content["uids"]) - len(shown))
     print_comparison(content, transcripts)
     print(f"page: {folder / 'compare.html'}")
+
+
+def _ask(
+    config: CompareConfig, policy: PolicyConfig, name: str, prompts: Sequence[str], folder: Path
+) -> StoredEval:
+    """Run every prompt through a model."""
+    asked = Asked(folder, name, policy.init)
+    problems = [own_problem(prompt) for prompt in dict.fromkeys(prompts)]
+    asked.ask(
+        load_policy(policy, seed=config.seed),
+        problems,
+        num_samples=config.prompt_samples,
+        sampling=config.sampling,
+        seed=config.seed,
+    )
+    return asked.stored()
 
 
 def _evaluate(jobs: Mapping[int, EvalConfig], names: Sequence[str]) -> None:

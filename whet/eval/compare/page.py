@@ -11,6 +11,7 @@ from whet.eval.compare.paired import percent
 from whet.eval.confidence import vote_share
 from whet.eval.record import StoredEval
 from whet.report.page import render
+from whet.report.pictures import Pictures
 from whet.report.stages import bar
 from whet.schema import ResponseSchema
 from whet.stats import Interval, pass_at_k
@@ -53,9 +54,13 @@ def write_page(
         left_out: Problems whose transcripts are not on the page.
     """
     names = [model["name"] for model in content["models"]]
+    pictures = Pictures()
     data = {
         "names": names,
-        "transcripts": transcripts,
+        "transcripts": [
+            {**problem, "images": pictures.numbers(problem.get("images", ()))} for problem in transcripts
+        ],
+        "pictures": pictures.shown,
         "curves": content.get("pass@k", {}),
         "pairs": content["pairs"],
         "scored": bool(content["tables"]),
@@ -112,7 +117,7 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
         num_samples: Samples per problem, besides the greedy one.
 
     Returns:
-        One object per problem: prompt, gold, labels, and for each model its completions and vote share.
+        One object per problem: prompt, images (their sources), gold, labels, and for each model its completions and vote share.
     """
     schemas = [_schema(side) for side in sides]
     found: list[dict[str, Any]] = []
@@ -134,6 +139,7 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
             {
                 "uid": uid,
                 "prompt": first["prompt"][:MAX_CHARACTERS],
+                "images": [source for source in first.get("images", ()) if isinstance(source, str)],
                 "gold": " or ".join([first["gold"], *first.get("other_answers", ())])
                 if first["gold"]
                 else None,

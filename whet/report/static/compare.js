@@ -3,6 +3,7 @@
 (() => {
   const names = pageData("names");
   const problems = pageData("transcripts");
+  const images = pageData("pictures");
   const curves = pageData("curves");
   const scored = pageData("scored");
   const pairs = pageData("pairs"); // [index of the earlier model, index of the later one]
@@ -93,7 +94,7 @@
   }
 
   function card(problem) {
-    const node = el("article", { class: "problem" }, el("p", { class: "prompt" }, problem.prompt));
+    const node = el("article", { class: "problem" }, pictures(problem.images.map((number) => images[number])), el("p", { class: "prompt" }, problem.prompt));
     const facts = el("div", { class: "bar" });
     pairs.forEach(([a, b], pair) => {
       const text = verdict(problem, pair);
