@@ -59,8 +59,8 @@ def picture_of(source: str) -> Picture:
     """Return what a page shows of an image: its pixels, or why they cannot be had.
 
     Args:
-        source: Path, data URI or URL (`Problem.images`), as an untrusted row has it. A URL is named, never fetched. What
-            stands in a file is decoded and encoded again, so that nothing but pixels gets into the page.
+        source: Path, data URI or URL (`Problem.images`), as an untrusted row has it. A URL is named, never fetched. A
+            file is decoded and encoded again, so that nothing but pixels gets into the page.
     """
     name = "" if is_data_uri(source) else source[:MAX_NOTE]
     if len(source) <= MAX_AS_IT_IS and _SAFE_URI.fullmatch(source):

@@ -33,7 +33,7 @@ from whet.telemetry.provenance import PROVENANCE, find_run, no_run, parent_run, 
 from whet.types import UserError
 
 NOTES = "notes.jsonl"
-PAGES = ("report.html", "compare.html", "diagnose.html", "sweep.html", "report.md")
+PAGES = ("report.html", "compare.html", "infer.html", "diagnose.html", "sweep.html", "report.md")
 """Pages that a run's folder may hold, which the registry links."""
 
 MAX_CURVE_BYTES = 8 << 20

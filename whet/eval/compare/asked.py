@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,9 @@ class OwnProblems:
         return any(answers_equal(answer, gold, ordered=True) for gold in problem.answers if gold)
 
 
-def own_problem(prompt: str, answer: str = "", images: Sequence[str] = (), names: Sequence[str] = ()) -> Problem:
+def own_problem(
+    prompt: str, answer: str = "", images: Sequence[str] = (), names: Sequence[str] = ()
+) -> Problem:
     """Return a question as a problem.
 
     Args:
@@ -62,34 +64,50 @@ def own_problem(prompt: str, answer: str = "", images: Sequence[str] = (), names
 
 
 def read_prompts(words: Sequence[str]) -> list[str]:
-    """Read prompts: each word is a text, or a file with one prompt per line (.jsonl: one object with `prompt` per
-    line).
+    """Read prompts as `read_questions` does, without answers."""
+    return [prompt for prompt, _ in read_questions(words)]
+
+
+def read_questions(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Read questions and their answers, '' where none is known.
+
+    Args:
+        words: Each a text, or a file with one prompt per line (.jsonl: one object with `prompt`, or `prompt` and
+            `answer`, per line).
 
     Raises:
         UserError: If a file is missing, empty or has no prompts.
     """
-    prompts: list[str] = []
+    found: list[tuple[str, str]] = []
     for word in words:
         path = Path(word)
         if len(word) > 255 or not (path.is_file() or path.suffix in FILES):
-            prompts.append(word)
+            found.append((word, ""))
             continue
         if not path.is_file():
             raise UserError(f"prompts: no such file {word!r}")
         if path.stat().st_size > MAX_BYTES:
             raise UserError(f"prompts: {word} is larger than {MAX_BYTES} bytes")
         if path.suffix == ".jsonl":
-            found = [row.get("prompt") for row in read_rows(path)]
+            rows = [(row.get("prompt"), answer_text(row.get("answer"))) for row in read_rows(path)]
         else:
-            found = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-        kept = [text for text in found if isinstance(text, str) and text.strip()]
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            rows = [(line.strip(), "") for line in lines]
+        kept = [(text, answer) for text, answer in rows if isinstance(text, str) and text.strip()]
         if not kept:
             what = "object with `prompt`" if path.suffix == ".jsonl" else "line"
             raise UserError(f"prompts: {word} has no {what} to ask")
-        prompts += kept
-    if not all(text.strip() for text in prompts):
+        found += kept
+    if not all(text.strip() for text, _ in found):
         raise UserError("prompts: one is empty")
-    return prompts
+    return found
+
+
+def answer_text(value: Any) -> str:
+    """Return a row's answer as text; lists are vectors; '' for none."""
+    if value is None or isinstance(value, dict):
+        return ""
+    return value.strip() if isinstance(value, str) else json.dumps(value)
 
 
 class Asked:
@@ -99,11 +117,17 @@ class Asked:
         folder: Existing folder.
         name: The model's name.
         label: Where it is from.
+        weights: From `describe_weights`; None where nothing is to be noted.
+
+    Attributes:
+        name: The model's name.
+        path: The file.
     """
 
-    def __init__(self, folder: Path, name: str, label: str) -> None:
+    def __init__(self, folder: Path, name: str, label: str, weights: Mapping[str, Any] | None = None) -> None:
+        self.name = name
         self.path = folder / f"{quote(name, safe='')}.jsonl"
-        self._name, self._label = name, label
+        self._label, self._weights = label, weights
         self._greedy: dict[str, dict[str, Any]] = {}
         self._samples: dict[str, list[dict[str, Any]]] = {}
         self._summary: dict[str, Any] = {}
@@ -131,13 +155,13 @@ class Asked:
             chunk_rounds: Completions that are drawn before they are written, in multiples of `policy.max_rows`.
         """
         task = OwnProblems(problems)
-        about = {"num_problems": len(problems), "num_samples": num_samples}
+        about = {"num_problems": len(problems), "num_samples": num_samples, "model": self._weights}
         self._summary = about | {"identity": {"protocol": policy.protocol()}}
         total = len(problems) * (num_samples + 1)
         work = []
         with (
             HardwareMonitor() as monitor,
-            open_display(f"ask {self._name}", total, (), unit="completion") as display,
+            open_display(f"ask {self.name}", total, (), unit="completion") as display,
         ):
 
             def keep(chunk: Chunk) -> None:
@@ -164,11 +188,12 @@ class Asked:
         found: list[dict[str, Any]] = []
         for problem, done in zip(chunk.problems, chunk.rows, strict=True):
             rows = [
-                as_row(problem, index - 1 if index else GREEDY, judged) | _verdict(problem, judged.grade.is_correct)
+                as_row(problem, index - 1 if index else GREEDY, judged)
+                | _verdict(problem, judged.grade.is_correct)
                 for index, judged in enumerate(done)
             ]
             self._greedy[problem.uid], self._samples[problem.uid] = rows[0], rows[1:]
-            found += [{"model": self._name} | row for row in rows]
+            found += [{"model": self.name} | row for row in rows]
         append_lines(self.path, found)
 
     def stored(self) -> StoredEval:
@@ -177,4 +202,6 @@ class Asked:
 
 
 def _verdict(problem: Problem, is_correct: bool) -> dict[str, Any]:
-    return {"gold": problem.answer, "correct": is_correct} if problem.answer else {"gold": None, "correct": None}
+    return (
+        {"gold": problem.answer, "correct": is_correct} if problem.answer else {"gold": None, "correct": None}
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,7 +118,8 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
         num_samples: Samples per problem, besides the greedy one.
 
     Returns:
-        One object per problem: prompt, images (their sources), gold, labels, and for each model its completions and vote share.
+        One object per problem: prompt, images (their sources), gold, labels, and for each model its completions and
+        vote share.
     """
     schemas = [_schema(side) for side in sides]
     found: list[dict[str, Any]] = []
@@ -148,6 +150,48 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
             }
         )
     return found
+
+
+def summarise_side(side: StoredEval, name: str, uids: Sequence[str]) -> dict[str, str]:
+    """Return one line about what a model wrote: verdicts, lengths and confidence, over its sampled completions.
+
+    Args:
+        side: The model.
+        name: What it is called.
+        uids: The problems.
+
+    Returns:
+        Texts by the name of their column; 'right' only where some right answer is known.
+    """
+    rows = [row for uid in uids for row in side.samples[uid]] or [side.greedy[uid] for uid in uids]
+    judged = [row["correct"] for row in rows if row["correct"] is not None]
+    found = {"model": name, "completions": f"{len(rows):,}"}
+    if judged:
+        found["right"] = f"{100 * sum(judged) / len(judged):.1f} % of {len(judged):,}"
+    for verdict in ("perfect", "partial", "none"):
+        found[f"format {verdict}"] = (
+            f"{100 * sum(row['format'] == verdict for row in rows) / len(rows):.1f} %"
+        )
+    for column, key in (("tokens", "completion_tokens"), ("thinking", "thinking_tokens")):
+        found[column] = f"{sum(row[key] for row in rows) / len(rows):.1f}"
+    for column, key in (("token probability", "mean_logprob"), ("answer probability", "answer_logprob")):
+        values = [row[key] for row in rows if row.get(key) is not None]
+        found[column] = f"{math.exp(sum(values) / len(values)):.3f}" if values else "not recorded"
+    counts = [row["hedges"] for row in rows if row.get("hedges") is not None]
+    found["hedges"] = f"{sum(counts) / len(counts):.1f}" if counts else "not recorded"
+    return found
+
+
+def not_sensed(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Say which readings of the devices whose work is counted are missing, and why; '' if none is."""
+    absent: dict[str, str] = {}
+    for summary in summaries:
+        window = _window(summary)
+        has_gpu = any(device.get("kind") == "gpu" for device in window.get("devices", []))
+        for name, reason in (window.get("absent") or {}).items():
+            if not (has_gpu and (name.startswith("cpu/") or "/" not in name)):
+                absent.setdefault(str(name), str(reason)[:200])
+    return "; ".join(f"{name} ({reason})" for name, reason in absent.items())
 
 
 def count_verdicts(a: StoredEval, b: StoredEval, uids: Sequence[str]) -> dict[str, int]:
@@ -281,6 +325,7 @@ def _completion(row: Mapping[str, Any], schema: ResponseSchema | None) -> dict[s
         "thinking_tokens": row["thinking_tokens"],
         "tokens": row["completion_tokens"],
         "cut": row["finish_reason"] == "length",
+        "mean_logprob": row.get("mean_logprob"),
         "logprob": row.get("answer_logprob"),
         "hedges": row.get("hedges"),
         "revisions": row.get("revisions"),

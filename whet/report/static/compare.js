@@ -70,18 +70,19 @@
     const kind = row.correct === null ? "" : row.correct ? "right" : "wrong";
     parts.append(el("p", { class: "part" }, "answer"), el("pre", { class: `answer ${kind}` }, row.answer === null ? "(none found)" : row.answer));
     if (row.left_out) parts.append(el("p", { class: "note" }, `${row.left_out} more characters are not shown`));
+    const probability = known(row.mean_logprob, (value) => Math.exp(value).toFixed(3));
     const sure = known(row.logprob, (value) => `${value.toFixed(3)} nats per token (probability ${Math.exp(value).toFixed(3)})`);
     parts.append(
-      el("p", { class: "note" }, `answer log-probability ${sure}; hedges ${known(row.hedges, String)}; revisions ${known(row.revisions, String)}`),
+      el("p", { class: "note" }, `mean token probability ${probability}; answer log-probability ${sure}; hedges ${known(row.hedges, String)}; revisions ${known(row.revisions, String)}`),
     );
     return parts;
   }
 
-  function side(column, place) {
+  function side(column, place, judged) {
     const node = el("div", { class: `side side-${place + 1}` }, el("h3", {}, names[place]));
     node.append(completion(column.rows[0]));
     const share = column.votes === null ? "" : `; largest vote ${(100 * column.votes).toFixed(0)} %`;
-    const right = scored ? `${column.right} of ${column.count} samples right${share}` : `${column.count} samples${share}`;
+    const right = judged ? `${column.right} of ${column.count} samples right${share}` : `${column.count} samples${share}`;
     node.append(el("p", { class: "note" }, right));
     if (column.rows.length > 1) {
       const more = el("details", {}, el("summary", {}, `${column.rows.length - 1} sampled`));
@@ -104,7 +105,7 @@
     if (problem.gold !== null) facts.append(el("span", {}, "gold: "), el("code", {}, problem.gold));
     for (const [name, value] of Object.entries(problem.labels)) facts.append(el("span", { class: "note" }, `${name}: ${value}`));
     facts.append(el("span", { class: "note" }, problem.uid));
-    node.append(facts, el("div", { class: "columns" }, ...problem.columns.map(side)));
+    node.append(facts, el("div", { class: "columns" }, ...problem.columns.map((column, place) => side(column, place, problem.gold !== null))));
     return node;
   }
 
