@@ -8,10 +8,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from PIL import Image
 
-from whet.generate.policy import Policy
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.families import from_hf
+from whet.model.lora.side import LoRAConfig
+from whet.model.lora.trained import Base, Trained
 from whet.model.text.template import PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
@@ -60,3 +63,19 @@ def save_model(where: Path, seed: int = 0) -> Path:
     sizes = {"size": {"shortest_edge": 64, "longest_edge": 4096}, "patch_size": 4, "merge_size": 2}
     (where / "preprocessor_config.json").write_text(json.dumps(sizes | {"temporal_patch_size": 2}))
     return where
+
+
+def save_adapter(model: Path, where: Path) -> Path:
+    """An adapter of random matrices on a model."""
+    policy = load_policy(PolicyConfig(init=str(model)), seed=0)
+    policy.trained = Trained(policy.model, LoRAConfig(rank=4), base=Base(str(model), policy.folder), seed=0)
+    for parameter in policy.model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    policy.save(where)
+    return where
+
+
+def png(source: str) -> bytes:
+    """The file in a data URI."""
+    return base64.b64decode(source.partition(",")[2])

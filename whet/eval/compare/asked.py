@@ -22,6 +22,8 @@ from whet.types import Problem, UserError, problem_uid
 
 FILES = (".txt", ".md", ".jsonl", ".json", ".csv")
 MAX_BYTES = 1 << 20
+INTERVAL_S = 0.1
+"""Seconds between readings of sensors: a chunk may be short, and one without a reading has no energy."""
 
 
 class OwnProblems:
@@ -160,7 +162,7 @@ class Asked:
         total = len(problems) * (num_samples + 1)
         work = []
         with (
-            HardwareMonitor() as monitor,
+            HardwareMonitor(INTERVAL_S) as monitor,
             open_display(f"ask {self.name}", total, (), unit="completion") as display,
         ):
 
