@@ -259,7 +259,8 @@ def gather_pairs(
             moments = y.t() @ y if moments is None else moments.addmm_(y.t(), y)
             cross = x.t() @ y if cross is None else cross.addmm_(x.t(), y)
             tokens += len(y)
-    assert moments is not None and cross is not None
+    assert moments is not None
+    assert cross is not None
     pair = Pair(moments / max(1, tokens), cross / max(1, tokens))
     return dict.fromkeys(names, pair)
 
