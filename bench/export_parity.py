@@ -277,6 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER of a further model")
     parser.add_argument("--families", nargs="*", help="a random model of each architecture, or of these")
+    parser.add_argument("--to", default="gguf", choices=("gguf", "mlx"), help="with --families: kind of export")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--why", action="store_true", help="where the differences of q8_0 and bf16 come from")
@@ -311,9 +312,9 @@ def main() -> None:
             types = ("f32",) if is_wide else ("f32", "f16", "bf16", "q8_0")
             for dtype in types:
                 try:
-                    found = row(name, folder, "gguf", dtype, options.prompts)
+                    found = row(name, folder, options.to if is_wide else "gguf", dtype, options.prompts)
                 except UserError as error:
-                    print(f"| {name} | gguf {dtype} | {error} |", flush=True)
+                    print(f"| {name} | {options.to} {dtype} | {error} |", flush=True)
                     found = {"verdict": "failed"}
                 failed += [name] * (found["verdict"] != "passed")
             for dtype in () if is_wide else ("f32", "bf16"):

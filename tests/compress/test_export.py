@@ -37,6 +37,10 @@ needs_llama = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None or importlib.util.find_spec("gguf") is None,
     reason="needs gguf and llama-cpp-python (bench/export_parity.py makes the whole table)",
 )
+needs_mlx = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm")),
+    reason="needs mlx-lm (on Linux with mlx[cpu])",
+)
 SHAPE = ModelConfig(
     vocab_size=258,
     hidden_size=32,
@@ -154,6 +158,15 @@ def test_the_adapter_that_leaves_is_peft_s_and_a_merged_one_is_the_sum(folder: P
     with pytest.raises(UserError, match="no adapter to merge"):
         export(config(tmp_path / "merged", tmp_path / "twice", "merged"))
     assert not (tmp_path / "twice").exists()
+
+
+@needs_mlx
+def test_mlx_answers_as_the_model(folder: Path, tmp_path: Path) -> None:
+    report = export(config(folder, tmp_path / "out", "mlx", dtype="f32"))
+    assert report["verdict"] == "passed", report["failures"]
+    assert report["checked_by"].startswith("mlx-lm")
+    assert report["kl"] < 1e-9
+    assert report["greedy_equal"] == report["runtime"]["prompts_equal"] == 1.0
 
 
 def test_an_adapter_on_a_quantised_base_leaves_as_what_was_trained(folder: Path, tmp_path: Path) -> None:

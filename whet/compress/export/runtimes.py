@@ -19,7 +19,7 @@ MODULES = {
     "llama.cpp": ("llama_cpp",),
     "transformers": ("transformers",),
     "peft": ("peft", "transformers"),
-    "mlx": ("mlx_lm",),
+    "mlx": ("mlx_lm", "mlx"),
 }
 """What each runtime imports."""
 EXTRAS = {"llama.cpp": "llama", "transformers": "convert", "peft": "peft", "mlx": "mlx"}
