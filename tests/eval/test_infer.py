@@ -250,6 +250,11 @@ def test_pictures_of_pages_are_pixels_within_bounds(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert "src" not in picture_of(source), source[:50]
         assert len(picture_of(source)["note"]) <= 300
+    (tmp_path / "run" / "images").mkdir(parents=True)
+    (tmp_path / "run" / "images" / "a.png").write_bytes(png(uri(5)))
+    assert picture_of("images/a.png", tmp_path / "run")["src"].startswith("data:image/png;base64,")
+    assert "src" not in picture_of("../big.png", tmp_path / "run"), "not of the run, and not where this runs"
+    assert Pictures(tmp_path / "run").shown == []
     pictures = Pictures(max_characters=len(uri(1)) + 10)
     assert pictures.numbers([uri(1), uri(2), uri(1)]) == [0, 1, 0]
     assert "many images" in pictures.shown[1]["note"]

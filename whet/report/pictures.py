@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 
 from whet.model.vision.reading import is_data_uri, is_url, read_picture, shown
 from whet.types import UserError
@@ -30,11 +31,16 @@ Picture = dict[str, str]
 class Pictures:
     """The images of one page.
 
+    Args:
+        folder: Run folder that relative paths are in first.
+        max_characters: Of all of them.
+
     Attributes:
         shown: What the page has of each, in the order of their numbers.
     """
 
-    def __init__(self, max_characters: int = MAX_PAGE) -> None:
+    def __init__(self, folder: Path | None = None, max_characters: int = MAX_PAGE) -> None:
+        self._folder = folder
         self.shown: list[Picture] = []
         self._left = max_characters
         self._numbers: dict[str, int] = {}
@@ -45,7 +51,7 @@ class Pictures:
 
     def _number(self, source: str) -> int:
         if source not in self._numbers:
-            picture = picture_of(source)
+            picture = picture_of(source, self._folder)
             self._left -= len(picture.get("src", ""))
             if self._left < 0:
                 picture = {"name": picture["name"], "note": "left out: this page has many images already"}
@@ -55,12 +61,13 @@ class Pictures:
 
 
 @lru_cache(maxsize=128)
-def picture_of(source: str) -> Picture:
+def picture_of(source: str, folder: Path | None = None) -> Picture:
     """Return what a page shows of an image: its pixels, or why they cannot be had.
 
     Args:
         source: Path, data URI or URL (`Problem.images`), as an untrusted row has it. A URL is named, never fetched. A
             file is decoded and encoded again, so that nothing but pixels gets into the page.
+        folder: Run folder that a relative path is in, if it is there; else it is in the working directory.
     """
     name = "" if is_data_uri(source) else source[:MAX_NOTE]
     if len(source) <= MAX_AS_IT_IS and _SAFE_URI.fullmatch(source):
@@ -68,9 +75,17 @@ def picture_of(source: str) -> Picture:
     if is_url(source):
         return {"name": name, "note": f"{shown(source)[:MAX_NOTE]} (pages fetch nothing)"}
     try:
-        return {"name": name, "src": _small(source)}
+        return {"name": name, "src": _small(source if folder is None else _inside(source, folder))}
     except UserError as error:
         return {"name": name, "note": str(error)[:MAX_NOTE]}
+
+
+def _inside(source: str, folder: Path) -> str:
+    """Return the file of the run that a source names; other sources unchanged."""
+    if is_data_uri(source) or "\x00" in source:
+        return source
+    path = (folder / source).resolve()
+    return str(path) if path.is_relative_to(folder.resolve()) and path.is_file() else source
 
 
 def _small(source: str) -> str:

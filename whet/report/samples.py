@@ -283,7 +283,7 @@ def embed(found: Scan, rows: np.ndarray, spell: Callable[[int], str] | None) -> 
     gathered: list[str] = []
     held = 0
     vocabulary: dict[int, str] = {}
-    pictures = Pictures()
+    pictures = Pictures(found.path.parent)
     for place, sample in enumerate(read_samples(found, rows)):
         if spell is None:
             sample["completion_ids"] = sample["sampler_logprobs"] = None

@@ -275,7 +275,11 @@ class Run:
         ids = row["completion_ids"]
         self._spell = self._spell or (_speller(self._families()) if ids else None)
         pieces = self._spell(ids) if ids and self._spell else None
-        return {**row, "images": [picture_of(source) for source in row["images"]], "pieces": pieces}
+        return {
+            **row,
+            "images": [picture_of(source, self._folder) for source in row["images"]],
+            "pieces": pieces,
+        }
 
     def _families(self) -> list[Path]:
         """Return the run folder and, if it is inside the root, that of the run's starting model."""
