@@ -302,7 +302,17 @@ def test_nothing_dangerous() -> None:
     assert named == {"exec(", "importlib.import_module("}
 
 
-ONE_MAKERS = ("amdsmi", "apex", "bitsandbytes", "cuda", "cupy", "flash_attn", "nvtx", "pynvml", "transformer_engine")
+ONE_MAKERS = (
+    "amdsmi",
+    "apex",
+    "bitsandbytes",
+    "cuda",
+    "cupy",
+    "flash_attn",
+    "nvtx",
+    "pynvml",
+    "transformer_engine",
+)
 ONE_MAKERS += ("triton", "xformers")
 """Packages that one maker's GPUs need, or that have no build for the others."""
 
@@ -321,7 +331,9 @@ def test_nothing_needs_one_makers_gpu() -> None:
     """Only the Triton kernels are of one kind of device; they are loaded where they are asked for."""
     found = [line for name, tree in sources().items() for line in of_one_maker(name, tree)]
     assert [line for line in found if not line.startswith("whet.kernels.triton")] == []
-    assert any(line.startswith("whet.kernels.triton") for line in found), "the check finds those that there are"
+    assert any(line.startswith("whet.kernels.triton") for line in found), (
+        "the check finds those that there are"
+    )
 
 
 def test_the_checks_above_can_fail() -> None:

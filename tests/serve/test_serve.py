@@ -859,6 +859,46 @@ def test_files_of_images_are_not_kept_for_ever(seeing: Running) -> None:
     )  # and those that the test above asked the engine about
 
 
+def test_the_chat_page_shows_the_model_images(seeing: Running, server: Running, tmp_path: Path) -> None:
+    files = []
+    for place in range(2):
+        files.append(tmp_path / f"{place}.png")
+        files[-1].write_bytes(png(uri(place, 90)))
+    with launch() as browser:
+        tab = Tab(browser, width=400)
+        page = tab.page
+        page.goto(server.url)
+        page.locator("#about", has_text=NAME).wait_for()
+        assert not page.locator("#images").is_visible(), "the model reads text alone"
+        page.goto(seeing.url)
+        page.locator("#about", has_text=NAME).wait_for()
+        page.locator("#max-tokens").fill("4")
+        page.locator("#images").set_input_files(files)
+        assert page.locator("#pending img").count() == 2
+        page.locator("#question").fill("ab=")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.locator("#question").press("Enter")
+        assert sent.value.post_data_json["messages"] == with_images("ab=", uri(0, 90), uri(1, 90))
+        page.locator("button.probabilities").wait_for()
+        assert page.locator(".turn .pictures img").count() == 2
+        assert page.locator("#pending img").count() == 0
+        page.locator("#question").fill("ab=")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.locator("#question").press("Enter")
+        assert sent.value.post_data_json["messages"][-1]["content"] == "ab="
+        page.locator("button.probabilities").nth(1).wait_for()
+        files[0].write_text("no image")
+        page.locator("#images").set_input_files(files[:1])
+        page.locator("#question").fill("a=")
+        page.locator("#send").click()
+        page.locator(".note.bad", has_text="not an image").wait_for()
+        assert [slip for slip in tab.slips if "400" not in slip and "Failed to load" not in slip] == []
+        for dark in (False, True):
+            tab.show(dark=dark, width=400)
+            tab.shoot(tmp_path, f"seeing-{'dark' if dark else 'light'}")
+            assert tab.overflow() <= 0
+
+
 def test_paths_and_urls_are_refused_unless_permitted(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     (tmp_path / "a.png").write_bytes(png(uri(1)))

@@ -117,7 +117,13 @@ class Api:
 
     async def page(self, _: Request) -> Response:
         """Return the chat page; it holds nothing of the model, and asks for the key where there is one."""
-        data = {"chat": {"remembers": has_turns(self._policy), "splits": self._splits}}
+        data = {
+            "chat": {
+                "remembers": has_turns(self._policy),
+                "splits": self._splits,
+                "sees": self._policy.model.images is not None,
+            }
+        }
         scripts, styles = ("browser.js", "chat.js"), ("browser.css", "chat.css")
         text = render(
             "chat.html", title="whet serve", data=data, scripts=scripts, styles=styles, connect=True

@@ -60,6 +60,9 @@
     const badges = el("div", { class: "bar" });
     if (row.correct !== null) badges.append(badge((row.sample === "greedy" ? "greedy: " : `sample ${row.sample}: `) + (row.correct ? "right" : "wrong"), row.correct ? "good" : "bad"));
     badges.append(badge(`format ${row.format}`, FORMAT_KINDS[row.format]), badge(`${row.tokens} tokens, ${row.thinking_tokens} thinking`, "muted"));
+    // Measured, not judged: the third of the seed's verdicts.
+    if (row.logprob !== null && row.logprob !== undefined) badges.append(badge(`sure of its answer ${Math.exp(row.logprob).toFixed(2)}`, "muted"));
+    if (row.hedges) badges.append(badge(`${row.hedges} hedge${row.hedges === 1 ? "" : "s"}`, "muted"));
     if (row.cut) badges.append(badge("cut off", "warn"));
     parts.append(badges);
     if (row.thinking !== undefined) {
