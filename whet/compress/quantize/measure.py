@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -41,6 +41,10 @@ class Divergence:
     worst_kl: float
     top1: float
     perplexity: float
+
+
+class _SeenEnoughError(Exception):
+    """What was waited for has been seen: the rest of the pass would say nothing more."""
 
 
 class Meter:
@@ -245,6 +249,7 @@ def gather_pairs(
     def see(name: str, expert: int, x_ND: torch.Tensor) -> None:
         if name == names[0]:
             seen.append(x_ND.float().clone())
+            raise _SeenEnoughError
 
     moments: torch.Tensor | None = None
     cross: torch.Tensor | None = None
@@ -252,8 +257,9 @@ def gather_pairs(
     with observed(model, see):
         for micro in micros:
             seen.clear()
-            hidden_rows(model, micro)
-            with changed():
+            with suppress(_SeenEnoughError):
+                hidden_rows(model, micro)
+            with changed(), suppress(_SeenEnoughError):
                 hidden_rows(model, micro)
             x, y = seen
             moments = y.t() @ y if moments is None else moments.addmm_(y.t(), y)
