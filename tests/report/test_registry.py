@@ -79,7 +79,7 @@ def test_lineage_goes_from_the_base_to_the_evaluation(runs: Path) -> None:
 
 
 def test_questions_asked_belong_to_the_run_that_answered(tmp_path: Path) -> None:
-    """S0-11 and S0-12, by the first seed's names: run, its adapter's commit, its tracker's run, what was asked of it."""
+    """S0-11 and S0-12, by the first seed's names: run, adapter's commit, tracker's run, what was asked."""
     commit = "67e21dbdbeb243569e965957aa42b82df87d039d"
     trained = made(
         tmp_path / "Qwenv3-optimized-mi300x-full-testmini-5",

@@ -272,7 +272,7 @@ def _read_run(root: Path, folder: Path) -> dict[str, Any]:
     adapter = str(of_adapter.get("name") or policy.get("adapter") or "")
     kind = _kind(config, evaluation, environment)
     if kind == "infer":  # of several models; the first is what it is from
-        words = config.get("runs") if isinstance(config.get("runs"), list) else []
+        words = config["runs"] if isinstance(config.get("runs"), list) else []
         base = ", ".join(map(str, words))
         adapter = str(words[0]) if len(words) == 1 else ""
     task = identity.get("task", config.get("task"))

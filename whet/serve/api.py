@@ -108,7 +108,8 @@ class Api:
         self._adapters = {name: "", **{adapter: adapter for adapter in adapters}}
         self._splits = split_thinking
         self._groups: dict[str, WeightGroup] = {}
-        self._image_root, self._image_urls = image_root, image_urls
+        self._image_root = image_root
+        self._image_urls: Urls = image_urls
         sees = policy.model.images is not None
         self._max_bytes = MAX_BODY_BYTES_WITH_IMAGES if sees else MAX_BODY_BYTES
         self._shown: Counter[int] = Counter()
@@ -286,7 +287,21 @@ class Api:
                 param="messages",
             )
         root = self._image_root or None
-        return str(locate(source, root=root, paths=bool(root), urls=self._image_urls))
+        try:
+            path = locate(source, root=root, paths=bool(root), urls=self._image_urls)
+        except UserError:
+            if is_url(source) or not root:
+                raise
+            path = None
+        if (
+            path is None or not path.is_file()
+        ):  # one line for all: clients learn nothing of this machine's files
+            raise ApiError(
+                400,
+                f"image {shown(source)}: not a file of this server's images: send a data URI",
+                param="messages",
+            )
+        return str(path)
 
     def _hide(self, *prompts: Sequence[int]) -> None:
         """Let go of the images of prompts, except those that other requests show."""
