@@ -68,7 +68,7 @@ MAIN = ("pass@1", "greedy", "maj", "format", "thinking_tokens", "completion_toke
 SENSED = ("utilisation", "memory activity", "power")
 """Hardware quantities that need the caution of `HARDWARE_NOTE`."""
 SHOWN_TEXT = 600
-SUMMARY_SHORT = ("right", "format perfect", "tokens", "thinking", "token probability")
+SUMMARY_SHORT = ("right", "perfect format", "tokens", "thinking", "token probability")
 """What the terminal shows of a summary: 80 columns hold no more."""
 FEW = 3
 """So many models are compared pair by pair in full; of more, the terminal prints one row each."""

@@ -168,10 +168,8 @@ def summarise_side(side: StoredEval, name: str, uids: Sequence[str]) -> dict[str
     found = {"model": name, "completions": f"{len(rows):,}"}
     if judged:
         found["right"] = f"{100 * sum(judged) / len(judged):.1f} % of {len(judged):,}"
-    for verdict in ("perfect", "partial", "none"):
-        found[f"format {verdict}"] = (
-            f"{100 * sum(row['format'] == verdict for row in rows) / len(rows):.1f} %"
-        )
+    for verdict, column in (("perfect", "perfect format"), ("partial", "partial"), ("none", "no format")):
+        found[column] = f"{100 * sum(row['format'] == verdict for row in rows) / len(rows):.1f} %"
     for column, key in (("tokens", "completion_tokens"), ("thinking", "thinking_tokens")):
         found[column] = f"{sum(row[key] for row in rows) / len(rows):.1f}"
     for column, key in (("token probability", "mean_logprob"), ("answer probability", "answer_logprob")):
