@@ -429,13 +429,15 @@ class Tokenizer:
 
     @classmethod
     def words(cls, words: Sequence[str], tags: Sequence[str] = ()) -> Tokenizer:
-        """Create a tokenizer of given pieces of text, the longest first: <pad> 0, <eos> 1, <unk> 2, the tags, the pieces.
+        """Create a tokenizer of given pieces of text: <pad> 0, <eos> 1, <unk> 2, then the tags, then the pieces.
 
-        Other text is <unk>, a token for as much of it as stands between two pieces.
+        Where several pieces fit, the longest is taken. Text between two pieces is <unk>, as one token.
         """
         texts = ["<pad>", "<eos>", "<unk>", *tags, *words]
         if len(set(texts)) != len(texts) or "" in texts:
-            raise ValueError(f"words {list(words)} and tags {list(tags)}: expected no repetition and no empty piece")
+            raise ValueError(
+                f"words {list(words)} and tags {list(tags)}: expected no repetition and no empty piece"
+            )
         backend = tokenizers.Tokenizer(
             models.WordLevel(vocab={text: index for index, text in enumerate(texts)}, unk_token="<unk>")
         )
