@@ -259,7 +259,7 @@ def _show_samples(console: Console, results: Mapping[str, EvalResult]) -> None:
         for stage in results:
             judged = results[stage].samples[row][0]
             is_correct = judged.grade.is_correct
-            text.append(f"  {stage:<5}")
+            text.append(f"  {stage:<{max(map(len, results))}}  ")
             text.append("right  " if is_correct else "wrong  ", style="green" if is_correct else "red")
             text.append(f"{judged.text!r}\n" if stage == "base" else f"{judged.text}\n")
     console.print(text)
@@ -304,7 +304,8 @@ def _write_story(
         lines.append(f"{results['rl'].problems[row].prompt}  (gold {results['rl'].problems[row].answer})")
         for stage, result in results.items():
             judged = result.samples[row][0]
-            lines.append(f"  {stage:<5}{'right' if judged.grade.is_correct else 'wrong'}  {judged.text!r}")
+            verdict = "right" if judged.grade.is_correct else "wrong"
+            lines.append(f"  {stage:<{max(map(len, results))}}  {verdict}  {judged.text!r}")
     lines += [
         "```",
         "",

@@ -198,7 +198,7 @@ def _cell(value: Interval | None, kind: str) -> tuple[str, str]:
 def _bars(stage: Stage) -> dict[str, Any]:
     """Return a row of the chart: right answers, and where it was recorded the share with thinking."""
     shown = [("right", stage.right), *([("thinks first", stage.thinks)] if stage.thinks is not None else [])]
-    return {"name": stage.name, "bars": [bar(label, value) for label, value in shown]}
+    return {"name": stage.name.replace("_", " "), "bars": [bar(label, value) for label, value in shown]}
 
 
 def bar(label: str, value: Interval) -> dict[str, Any]:
