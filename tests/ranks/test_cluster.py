@@ -114,3 +114,15 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"needs Ray: .*\[ray\]"), open_ray("elsewhere:1", cpus=1):
         pass
+
+
+def test_amds_package_without_its_library_gets_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray 2.60 fails on import with amdsmi 7.0.2 and no ROCm."""
+    (tmp_path / "ray.py").write_text("raise KeyError('libamd_smi.so')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UserError, match=r"amdsmi .* pip uninstall amdsmi"), open_ray("elsewhere:1", cpus=1):
+        pass

@@ -303,7 +303,7 @@ def amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The real amdsmi on a stand-in for its driver's library (amd_smi.c); the file that says there is a driver."""
     wrapper = importlib.util.find_spec("amdsmi")
     if wrapper is None or wrapper.origin is None:
-        pytest.skip("needs amdsmi: pip install 'whet[hardware]'")
+        pytest.skip("needs amdsmi, with which .ci/run runs it: pip install 'whet[amd]'")
     source = Path(__file__).with_name("amd_smi.c").read_text()
     bound = set(
         re.findall(

@@ -131,12 +131,19 @@ def load_ray() -> Any:
     """Import Ray.
 
     Raises:
-        UserError: If it is not installed.
+        UserError: If it is not installed, or finds AMD's package without AMD's library.
     """
     try:
         import ray
     except ImportError as error:
         raise UserError(f"cluster.* needs Ray: {install_command('ray')} ({error})") from None
+    except KeyError as error:  # that of amdsmi, which it imports to look for GPUs
+        if "amd_smi" not in str(error):
+            raise
+        raise UserError(
+            "cluster: Ray does not start, since the package amdsmi is installed and ROCm's libamd_smi.so is not found: "
+            "pip uninstall amdsmi, or set ROCM_PATH to where ROCm is"
+        ) from None
     return ray
 
 

@@ -129,9 +129,7 @@ def amd_devices(kfd: Path = Path("/dev/kfd")) -> list[Device]:
     try:
         import amdsmi  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise LookupError(
-            f"amdsmi is not installed: take ROCm's own, or {install_command('hardware')}"
-        ) from None
+        raise LookupError(f"amdsmi is not installed: take ROCm's own, or {install_command('amd')}") from None
     except KeyError:  # what its import fails with where it cannot load the driver's library
         raise LookupError("amdsmi finds no libamd_smi.so: set ROCM_PATH to where ROCm is") from None
     amdsmi.amdsmi_init()
