@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from whet.config import Renamed, closest, show
+from whet.model.vision.reading import Urls
 from whet.schema import AnswerType
 from whet.tasks.choice import choice, yes_no
 from whet.tasks.code import Code
 from whet.tasks.gsm8k import GSM8K
 from whet.tasks.gym import Gym
 from whet.tasks.ifeval import IFEval
-from whet.tasks.jsonl import Jsonl
+from whet.tasks.jsonl import QUESTION, Jsonl
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.made.bars import bars
 from whet.tasks.made.countdown import countdown
@@ -36,7 +37,8 @@ _DRAWN = frozenset({"num_problems", "seed"})
 _MADE = _DRAWN | {"path", "max_bad_rows", "level"}
 _SEEN = _DRAWN | {"level", "cell"}
 _ROWS = frozenset({"path", "max_rows", "max_bad_rows", "symbolic"})
-_COLUMNS = frozenset({"prompt", "answer", "solution"})
+_IMAGES = frozenset({"images", "image_root", "image_urls"})
+_COLUMNS = frozenset({"prompt", "answer", "solution", "wording"}) | _IMAGES
 _ON_HUB = frozenset({"config", "split"})
 ROW_SETS = (
     *("math500", "aime24", "aime25", "amc", "deepscaler", "dapo_math", "openr1_math", "openmathreasoning"),
@@ -103,6 +105,15 @@ class TaskConfig:
     none: replies are learned as they are."""
     solution: str = ""
     """jsonl, hub: column of the worked solution, or of the reply; '' is recognised."""
+    images: str = ""
+    """jsonl, hub, choice: column of the images that a question is about; '' is recognised, none reads none."""
+    image_root: str = ""
+    """jsonl, hub, choice: folder of images that rows name by path, which no path may leave; '' for the data's own."""
+    image_urls: Urls = "none"
+    """jsonl, hub, choice: fetch images that rows name by URL: none; public, not from addresses of your own network;
+    any."""
+    wording: str = ""
+    """jsonl, hub and its sets with images: how a question is put, with {question} where the row's own stands."""
     symbolic: bool = False
     """gsm8k, math, jsonl, hub and its sets: use math-verify (the extra math) for formulas that the built-in
     comparison cannot decide."""
@@ -123,6 +134,7 @@ class TaskConfig:
     NAMED_BY = {
         "name": (
             *("path", "config", "split", "max_rows", "max_bad_rows", "keep_calculator", "prompt", "answer"),
+            *("images", "image_root", "image_urls", "wording"),
             *("solution", "symbolic", "num_problems", "level", "cell", "seed", "weights", "paths"),
         )
     }
@@ -149,6 +161,10 @@ class TaskConfig:
         for name in ("max_bad_rows", "max_rows", "num_problems"):
             if getattr(self, name) < 0:
                 raise UserError(f"task.{name} = {getattr(self, name)}: expected 0 or more")
+        if self.wording and QUESTION not in self.wording:
+            raise UserError(
+                f"task.wording = {show(self.wording)}: expected a text with {QUESTION} where the row's question stands"
+            )
         if _needs_path(self.name) and not self.path:
             where = "hub name" if self.name == "hub" else "folder or file"
             raise UserError(f"task {self.name} needs data: give its {where} with --task.path")
@@ -241,6 +257,10 @@ def _rows(config: TaskConfig) -> Jsonl:
         prompt=config.prompt,
         answer=config.answer,
         solution=config.solution,
+        images=config.images,
+        image_root=config.image_root,
+        image_urls=config.image_urls,
+        wording=config.wording,
         config=config.config,
         split=config.split,
         max_rows=config.max_rows,

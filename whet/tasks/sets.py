@@ -44,6 +44,7 @@ class HubSet:
         prompt: Column of the question; '' is recognised.
         answer: Column of the answer; 'none' learns replies as they are.
         solution: Column of the worked solution.
+        images: Column of the images.
         prepare: Brings a row into these columns; None for a row that is not used.
         max_rows: Rows that are streamed unless another number is given; 0 downloads all.
     """
@@ -55,6 +56,7 @@ class HubSet:
     prompt: str = ""
     answer: str = ""
     solution: str = ""
+    images: str = ""
     prepare: Callable[[Row], Row | None] | None = field(default=None)
     max_rows: int = 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import http.client
 import io
@@ -19,10 +20,10 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -30,8 +31,10 @@ import numpy as np
 from whet.config import cache_folder
 from whet.install import install_command
 from whet.model.vision.ids import digest_of
-from whet.model.vision.store import Picture
 from whet.types import UserError
+
+if TYPE_CHECKING:
+    from whet.model.vision.store import Picture
 
 MAX_BYTES = 32 * 2**20
 """Largest file."""
@@ -85,6 +88,8 @@ def read_picture(
     Raises:
         UserError: If it cannot be read.
     """
+    from whet.model.vision.store import Picture  # with torch, which tasks alone do not need
+
     name = shown(source)
     if is_data_uri(source):
         data = _decoded(source, name)
@@ -140,22 +145,42 @@ def locate(source: str, *, root: str | Path | None = None, paths: bool = True, u
     return found
 
 
-def file_bytes(path: Path, name: str) -> bytes:
-    """Return the content of a regular file within the limits; a pipe or a device is never waited for.
-
-    Raises:
-        UserError: If there is no such file, or it is not permitted.
-    """
+@contextlib.contextmanager
+def _file(path: Path, name: str) -> Iterator[BinaryIO]:
+    """Open a regular file of a permitted size; a pipe or a device is never waited for."""
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with open(number, "rb") as file:
             about = os.fstat(number)
             if not stat.S_ISREG(about.st_mode):
                 raise UserError(f"image {name}: {_kind(about.st_mode)}, not a file; give an image file")
-            data = file.read(MAX_BYTES + 1)
+            if about.st_size > MAX_BYTES:
+                raise UserError(f"image {name}: larger than {MAX_BYTES >> 20} MiB; make it smaller")
+            yield file
     except OSError as error:
         raise UserError(f"image {name}: cannot be read ({error.strerror or error}); check the path") from None
-    return _checked(data, name)
+
+
+def file_bytes(path: Path, name: str) -> bytes:
+    """Return the content of a file within the limits.
+
+    Raises:
+        UserError: If there is no such file, or it is not permitted.
+    """
+    with _file(path, name) as file:
+        return _checked(file.read(MAX_BYTES + 1), name)
+
+
+def file_size(path: Path, name: str) -> tuple[int, int]:
+    """Return the height and width of an image file as it is shown, from its beginning alone.
+
+    Raises:
+        UserError: If there is no such file, it is not an image, or too large.
+    """
+    with _file(path, name) as file:
+        _checked(file.read(1), name)
+        file.seek(0)
+        return size_of(file, name)
 
 
 def _kind(mode: int) -> str:
@@ -187,7 +212,7 @@ def _checked(data: bytes, name: str) -> bytes:
 # --- pixels ---------------------------------------------------------------------------------------------------------
 
 
-def size_of(data: bytes, name: str) -> tuple[int, int]:
+def size_of(data: bytes | BinaryIO, name: str) -> tuple[int, int]:
     """Return the height and width of an image file as it is shown, without decoding its pixels.
 
     Raises:
@@ -205,7 +230,7 @@ def pixels_of(data: bytes, name: str) -> np.ndarray:
     return _opened(data, name, _decode)
 
 
-def _opened(data: bytes, name: str, use: Callable[[Any], Any]) -> Any:
+def _opened(data: bytes | BinaryIO, name: str, use: Callable[[Any], Any]) -> Any:
     """Open a file's bytes with Pillow, check its size, and use it; whatever Pillow raises becomes one line."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -214,7 +239,8 @@ def _opened(data: bytes, name: str, use: Callable[[Any], Any]) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of bombs, which are checked here, and of odd metadata
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            file = io.BytesIO(data) if isinstance(data, bytes) else data
+            with Image.open(file, formats=FORMATS) as image:
                 width, height = image.size
                 if not min(width, height) > 0:
                     raise UserError(f"image {name}: {width} x {height} pixels, so it has none; leave it out")
@@ -224,12 +250,13 @@ def _opened(data: bytes, name: str, use: Callable[[Any], Any]) -> Any:
     except UserError:
         raise
     except UnidentifiedImageError:
-        if data.startswith(_MAGIC):
+        start = data[:200] if isinstance(data, bytes) else _start(data)
+        if start.startswith(_MAGIC):
             raise UserError(
                 f"image {name}: its header is broken, or it has no pixels; replace it or leave it out"
             ) from None
         raise UserError(
-            f"image {name}: not an image ({_looks_like(data)}); expected one of {', '.join(FORMATS)}"
+            f"image {name}: not an image ({_looks_like(start)}); expected one of {', '.join(FORMATS)}"
         ) from None
     except Image.DecompressionBombError:
         raise _too_large(name, "far too many pixels") from None
@@ -238,6 +265,11 @@ def _opened(data: bytes, name: str, use: Callable[[Any], Any]) -> Any:
     except Exception as error:  # decoders of untrusted files raise errors of many kinds
         text = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(f"image {name}: broken ({text}); replace it or leave it out") from None
+
+
+def _start(file: BinaryIO) -> bytes:
+    file.seek(0)
+    return file.read(200)
 
 
 def _too_large(name: str, got: str) -> UserError:
