@@ -2,6 +2,7 @@
 
 python bench/deal.py [--sequences 512] [--budget 16384] [--model NAME] [--json FILE]
 python bench/deal.py --long 4096 [--ranks 1 2 4] [--repeats 3]
+python bench/deal.py --send 64 --sequences 1024 [--repeats 3]
 
 Lengths are log-normal (a median of 600 tokens, some of 16,000), as of reasoning traces. The work of a sequence is
 estimated from the model's shape: its products grow with the tokens, its attention with their square. `total` is the
@@ -10,6 +11,8 @@ largest that any rank has, over the mean, for ranks that wait in every layer (sh
 
 `--long` trains one sequence of so many tokens on groups of gloo ranks (`parallel.context`), one thread each, of a small
 model: seconds of a step, and the most bytes of tensors alive above weights and gradients on any rank.
+
+`--send` measures what one of so many ranks computes to exchange a step's sequences, without the network.
 """
 
 from __future__ import annotations
@@ -27,7 +30,15 @@ from typing import Any
 
 import torch
 
-from whet.algo.packing import TrainingSequence, pack, split_by_budget
+from whet.algo.packing import (
+    Outline,
+    TrainingSequence,
+    _as_json,
+    _everyones,
+    _of_json,
+    pack,
+    split_by_budget,
+)
 from whet.generate.scoring import score_micro_batch
 from whet.inspect.memory.meter import LiveTensors
 from whet.model.config import ModelConfig
@@ -144,6 +155,54 @@ def long(length: int, counts: Sequence[int], repeats: int) -> None:
         )
 
 
+def send(ranks: int, count: int, repeats: int) -> None:
+    """Print what a rank computes to exchange sequences: all with all, or outlines, and each with who trains on it.
+
+    Args:
+        ranks: Ranks, of which this process is one; what the others send is made here.
+        count: Sequences of each.
+        repeats: Measurements, both kinds in turn.
+    """
+    lengths = lengths_of(ranks * count, 0)
+    sequences = [
+        TrainingSequence(
+            prompt_ids=(number,) * 100,
+            completion_ids=tuple(range(length)),
+            advantage=0.3,
+            sampler_logprobs=tuple(
+                torch.randn(length, generator=torch.Generator().manual_seed(number)).tolist()
+            ),
+        )
+        for number, length in enumerate(lengths)
+    ]
+    own = sequences[:count]
+    everyones = [
+        json.dumps([_as_json(s) for s in sequences[r * count : (r + 1) * count]]) for r in range(ranks)
+    ]
+    taken: dict[str, list[float]] = {"all": [], "own": []}
+    for _ in range(repeats):
+        began = time.perf_counter()
+        line = json.dumps([_as_json(sequence) for sequence in own])
+        read = [[_of_json(row) for row in json.loads(text)] for text in everyones]
+        taken["all"].append(time.perf_counter() - began)
+        assert len(read) == ranks
+        del read
+        began = time.perf_counter()
+        outlines = _everyones([Outline.of(sequence) for sequence in own])[0]
+        line = json.dumps([_as_json(sequence) for sequence in own])
+        mine = [_of_json(row) for row in json.loads(line)]  # as much arrives as leaves, on average
+        taken["own"].append(time.perf_counter() - began)
+        assert len(outlines) == len(mine) == count
+    tokens = sum(lengths)
+    print(f"{ranks} ranks, {count} sequences each, {tokens:,} tokens in all; one process, no network:")
+    for name, size in (("all", sum(map(len, everyones))), ("own", len(line) + 40 * len(lengths))):
+        found = sorted(taken[name])
+        print(
+            f"{name}: {size / 2**20:.1f} MiB arrive at a rank, {found[len(found) // 2]:.2f} s "
+            f"({found[0]:.2f} to {found[-1]:.2f})"
+        )
+
+
 def main() -> None:
     """Print the comparison."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -154,7 +213,11 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--send", type=int, default=0)
     options = parser.parse_args()
+    if options.send:
+        send(options.send, options.sequences // options.send, options.repeats)
+        return
     if options.long:
         long(options.long, options.ranks, options.repeats)
         return

@@ -474,6 +474,23 @@ def test_no_other_place_says_how_to_install_an_extra() -> None:
 
 BAD = """
 stf demo | did you mean 'sft'?
+--versoin | did you mean '--version'?
+sweep demo --budgte-s 3 | unknown field '--budgte-s' for 'whet sweep' (whet
+rl demo --keep-checkpoints 3 | did you mean '--safety.keep'?
+rl demo --beta 0.1 | did you mean '--algo.kl-coef'?
+rl demo --save-steps 5 | did you mean '--save-every'?
+sft demo --warmup-ratio 0.1 | did you mean '--optim.warmup-steps'?
+sft demo --batch 4 | did you mean '--batch-size'?
+rl demo --report-to wandb | did you mean '--track.to'?
+rl demo --optim.precision bf16 | did you mean 'bfloat16_master'?
+demo --num-steps 3 | unknown field '--num-steps' for 'whet demo' (whet demo
+export my-model --to transformers --out x | did you mean 'hf'?
+export my-model --to peft --out x | did you mean 'adapter'?
+export my-model --to ggfu --out x | did you mean 'gguf'?
+rl own --model my-model --data questions.cvs --dry-run | no such file; did you mean 'questions.csv'?
+rl own --model my-modle --data questions.csv --dry-run | near: my-model
+rl own --model my-model --data mine.py --dry-run | name the class in it, too: mine.py:MyTask
+compare my-model twin --eval questions.csv | data stands after --data: --data questions.csv
 trian | unknown command 'trian'
 evaluate own | did you mean 'eval'?
 reports x | did you mean 'report'?

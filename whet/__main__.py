@@ -304,7 +304,8 @@ def run(argv: Sequence[str]) -> int:
         print(completion(" ".join(argv[1:])))
         return 0
     if name not in COMMANDS:
-        raise cli.unknown("command", name, "whet", list(COMMANDS), help_command="whet --help")
+        words = [*COMMANDS, "--help", "--version", "--completion"]
+        raise cli.unknown("command", name, "whet", words, help_command="whet --help")
     resumable = name in RECIPE_FILES and name != "validate"
     if name in RECIPE_FILES and list(argv[1:]) in (["--help"], ["-h"]):
         print(cli.overview(f"whet {name}", recipe_lines(name), resumable=resumable))

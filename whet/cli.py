@@ -13,7 +13,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import MISSING, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from whet.config import (
     closest,
@@ -65,28 +65,59 @@ _SHORT = {
 }
 """Short options, each for the first of these fields that a program has."""
 _FOREIGN = {
-    "learning_rate": "optim.lr",
-    "batch_size": "num_prompts",
-    "num_generations": "group_size",
-    "max_steps": "num_steps",
-    "epochs": "num_steps",
-    "output_dir": "out",
-    "output": "out",
-    "dataset": "task.name",
-    "model_name_or_path": "policy.init",
-    "max_tokens": "sampling.max_new_tokens",
-    "max_length": "sampling.max_new_tokens",
-    "max_completion_length": "sampling.max_new_tokens",
-    "dtype": "optim.precision",
-    "policy.dtype": "optim.precision",
-    "torch_dtype": "optim.precision",
-    "format": "to",
-    "type": "dtype",
-    "quant": "policy.quantize",
-    "rank": "lora.rank",
-    "lora_rank": "lora.rank",
+    "optim.lr": ("learning_rate",),
+    "batch_size": ("batch", "per_device_train_batch_size", "train_batch_size", "micro_batch_size"),
+    "num_prompts": ("batch", "batch_size", "per_device_train_batch_size", "train_batch_size"),
+    "group_size": ("num_generations", "n_samples", "rollout_n", "rollouts_per_example"),
+    "num_samples": ("n", "n_samples"),
+    "num_problems": ("limit", "n_problems"),
+    "num_steps": ("max_steps", "steps", "epochs", "num_train_epochs", "train_steps"),
+    "out": ("output_dir", "output", "output_path", "save_dir"),
+    "task.name": ("dataset", "dataset_name", "train_data"),
+    "eval.task.name": ("tasks",),
+    "policy.init": ("model_name_or_path", "model_path", "model_name", "base_model"),
+    "policy.system_prompt": ("system",),
+    "policy.quantize": ("quant", "load_in_4bit", "load_in_8bit"),
+    "sampling.max_new_tokens": ("max_tokens", "max_length", "max_completion_length"),
+    "sampling.temperature": ("temp",),
+    "optim.precision": ("dtype", "policy.dtype", "torch_dtype", "bf16", "fp16"),
+    "optim.schedule": ("lr_scheduler", "lr_scheduler_type", "scheduler"),
+    "optim.warmup_steps": ("warmup", "warmup_ratio"),
+    "optim.optimizer": ("optimizer",),
+    "optim.checkpoint_layers": ("gradient_checkpointing",),
+    "optim.token_budget": ("gradient_accumulation_steps", "micro_batch", "micro_batch_size"),
+    "algo.kl_coef": ("beta", "kl_beta", "kl_coeff"),
+    "algo.clip_high": ("epsilon", "clip_range", "clip_ratio", "epsilon_high"),
+    "validate_every": ("eval_steps", "eval_every", "validation_steps"),
+    "save_every": ("save_steps", "checkpoint_every", "save_interval"),
+    "safety.keep": ("save_total_limit", "keep_checkpoints", "keep"),
+    "track.to": ("report_to", "wandb", "tracker"),
+    "reward": ("reward_funcs", "reward_functions", "reward_fn"),
+    "lora.rank": ("rank", "lora_rank", "lora_r"),
+    "lora.alpha": ("lora_alpha",),
+    "lora.targets": ("target_modules", "lora_target_modules"),
+    "policy.device": ("device", "gpu"),
+    "policy.max_rows": ("max_batch", "max_num_seqs"),
+    "to": ("format",),
+    "dtype": ("type",),
 }
-"""What other libraries call a field: a suggestion, no second name."""
+"""Field -> what other libraries call it: a suggestion, no second name. The first that a program has is meant."""
+_FOREIGN_CHOICES = {
+    "hf": ("transformers", "huggingface", "safetensors", "vllm", "sglang", "pytorch"),
+    "adapter": ("peft", "lora"),
+    "gguf": ("llama.cpp", "llamacpp", "llama-cpp", "lmstudio"),
+    "mlx": ("mlx-lm", "mlx_lm"),
+    "bfloat16": ("bf16",),
+    "bf16": ("bfloat16",),
+    "bfloat16_master": ("bf16", "bfloat16"),
+    "float16_autocast": ("fp16", "float16", "half"),
+    "f16": ("fp16", "float16", "half"),
+    "float32": ("fp32", "f32"),
+    "f32": ("fp32", "float32"),
+    "nf4": ("4bit", "4-bit", "int4"),
+    "int8": ("8bit", "8-bit"),
+}
+"""What other programs call a value of ours: suggested where the field has it."""
 _RUNS: dict[str, bool] = {
     "policy.init": True,
     "policy.adapter": True,
@@ -99,6 +130,7 @@ _RUNS: dict[str, bool] = {
 }
 """Fields, by their last words, that take a run (and whether its model is wanted): it is found by a short name."""
 MAX_LINE = 1000
+_DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 _SWITCHES = {
     "--dry-run": "dry_run",
     "--dry_run": "dry_run",
@@ -226,7 +258,9 @@ def parse(
     command = f"{program} {recipe}".rstrip()
     if "help" in switches:
         named = [f"--{group} NAME: {', '.join(table)}" for group, table in (presets or {}).items()]
-        _print_help(command, config_class, start, named, resumable=resumable)
+        word = {"policy.init": "MODEL", "task.name": "TASK"}.get(positional, positional.upper())
+        usage = f"{command} {word}".strip()
+        _print_help(usage, config_class, start, named, resumable=resumable)
         raise SystemExit(0)
     resume: bool | int = "resume" in switches
     if resume and len(stray) == 1 and re.fullmatch(r"auto|[1-9]\d{0,17}" if has_steps else "auto", stray[0]):
@@ -520,7 +554,12 @@ def _start(
     if recipe in recipes:
         return recipes[recipe]()
     if not recipe.endswith((".yaml", ".yml")):
-        recipe = find_run(recipe, False)
+        try:
+            recipe = find_run(recipe, False)
+        except (
+            UserError
+        ) as error:  # a prefix of several runs, and as likely a recipe that another command has
+            raise UserError(f"{error}; recipes of '{program}': {', '.join(recipes)}") from None
     path = Path(recipe)
     if os.path.isdir(recipe):  # False, no error, for what no file system takes as a name
         if os.path.exists(path / "config.json"):
@@ -559,7 +598,7 @@ def _misplaced(cls: type[Any], word: str) -> str:
         return ""
     if word in unwrap(task)[0].KNOWN:
         return "a task"
-    return "data" if word.endswith((".csv", ".tsv", ".json", ".jsonl", ".parquet")) else ""
+    return "data" if word.endswith(_DATA) else ""
 
 
 def _preset(
@@ -577,6 +616,8 @@ def _preset(
         name = " ".join(texts)
         if name not in table:
             hint = f"; did you mean {match!r}?" if (match := closest(name, list(table))) else ""
+            if name.endswith(_DATA):
+                hint = f"; data stands after --data: --data {name}"
             raise UserError(f"{_flag(group)}: got {name!r}, expected one of {', '.join(table)}{hint}")
         value = table[name]()
         is_partial = isinstance(value, Mapping)
@@ -621,9 +662,21 @@ def _apply(
         try:
             value = False if negated else from_texts(hint, texts)
         except (ValueError, KeyError):
-            raise UserError(f"{option}: got {got}, expected {expected(hint)}") from None
+            hint_ = _meant(hint, texts)
+            raise UserError(f"{option}: got {got}, expected {expected(hint)}{hint_}") from None
         put(cls, data, path, value)
     return list(seen)
+
+
+def _meant(hint: Any, texts: Sequence[str]) -> str:
+    """Suggest the value of a field with few values that a wrong one means; '' for none."""
+    inner, _ = unwrap(hint)
+    if get_origin(inner) is not Literal or len(texts) != 1:
+        return ""
+    choices, text = [str(choice) for choice in get_args(inner)], texts[0].lower()
+    known = (choice for choice in choices if text == choice or text in _FOREIGN_CHOICES.get(choice, ()))
+    match = next(known, None) or closest(text, choices)
+    return f"; did you mean {match!r}?" if match else ""
 
 
 def _resolve(
@@ -657,10 +710,10 @@ def _resolve(
     negations = [
         _flag(re.sub(r"(\w+)$", r"no_\1", field)) for field, hint in fields.items() if is_switch(hint)
     ]
-    if (meant := _FOREIGN.get(name)) in fields:
-        raise unknown(
-            "field", option, command, [_flag(str(meant))], help_command=f"{command} --help", sure=True
-        )
+    if meant := next(
+        (field for field, theirs in _FOREIGN.items() if name in theirs and field in fields), None
+    ):
+        raise unknown("field", option, command, [_flag(meant)], help_command=f"{command} --help", sure=True)
     raise unknown(
         "field", option, command, [*map(_flag, fields), *negations], help_command=f"{command} --help"
     )

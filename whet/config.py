@@ -279,6 +279,10 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+NEAR, NEAR_OPTION = 0.6, 0.75
+"""Share of letters in common from which two names are near: at 0.6, '--budget-s' would be '--judge'."""
+
+
 def closest(name: str, candidates: Sequence[str]) -> str | None:
     """Return the candidate most likely meant: the same last word in another group, a near spelling, or part of one."""
     last = name.lstrip("-").rpartition(".")[2]
@@ -287,8 +291,16 @@ def closest(name: str, candidates: Sequence[str]) -> str | None:
     moved = common if common and "." not in name else moved
     # Dashes would count as letters in common: '--bits' is not '--task'.
     bare = {candidate.lstrip("-"): candidate for candidate in reversed(moved or candidates)}
-    near = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.0 if moved else 0.6)
+    cutoff = NEAR_OPTION if name.startswith("--") else NEAR
+    near = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.0 if moved else cutoff)
     matches = [bare[match] for match in near]
+    if not matches and name.startswith(
+        "--"
+    ):  # '--max-tokens' means '--sampling.max-new-tokens', '--batch' '--batch-size'
+        ends = {candidate.lstrip("-").rpartition(".")[2]: candidate for candidate in reversed(candidates)}
+        longer = sorted((end for end in ends if end.startswith(f"{last}-")), key=len)
+        near = longer[:1] or difflib.get_close_matches(last, ends, n=1, cutoff=cutoff)
+        matches = [ends[match] for match in near]
     begun = [candidate for candidate in candidates if len(candidate) > 2 and name.startswith(candidate)]
     if begun and "." not in name:  # 'evaluate' means 'eval' more than 'validate'
         return max(begun, key=len)

@@ -190,3 +190,12 @@ def test_columns_that_are_absent() -> None:
         == micro.returns_M.tolist()
         == [0.0] * 3
     )
+
+
+def test_a_prompt_counts_once_in_each_part_of_its_family() -> None:
+    family = [TrainingSequence(prompt_ids=(1, 2, 3, 4), completion_ids=(5, 6, n)) for n in range(5)]
+    batch = pack(family, token_budget=10)
+    assert sorted(len(micro.tokens_N) for micro in batch.micro_batches) == [7, 10, 10]
+    two = [TrainingSequence(prompt_ids=(n,), completion_ids=(5, 6)) for n in (1, 1, 2, 2)]
+    (micro,) = pack(two, token_budget=10).micro_batches
+    assert len(micro.tokens_N) == 10

@@ -160,6 +160,22 @@ def test_gptq_and_awq_leave_smaller_errors_of_outputs(kind: methods.Kind, width:
     assert errors["awq"] < 0.95 * errors["rtn"]
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_going_over_the_codes_again_leaves_a_smaller_error(
+    kind: methods.Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(count, 80, generator=generator) for count in (32, 300))
+    x[:, 1:] += 2 * x[:, :-1]
+    moments = x.t() @ x / 300
+    errors = []
+    for passes in (0, 1, 8):
+        monkeypatch.setattr(methods, "PASSES", passes)
+        dense = methods.gptq(weight, kind, moments).dense(torch.float32)
+        errors.append(methods.activation_error(dense - weight, weight, moments))
+    assert errors[0] > 1.02 * errors[1] > 1.02 * errors[2]
+
+
 def test_gptq_keeps_super_weights() -> None:
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     weight[3, 5] = 100.0

@@ -169,6 +169,34 @@ def test_three_models_get_a_matrix_and_a_correction(
     assert "weights" not in page.partition("<main>")[2]  # no evaluation recorded any: no column of nothing
 
 
+def test_checkpoints_of_a_run_get_one_chart_over_steps_and_the_best_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rights = {5: [0] * 9, 10: [2] * 8 + [0], 15: [2] * 8 + [1], 100: [2] * 7 + [0] * 2}
+    folders = [evaluation(tmp_path / f"step_{step:08}", counts) for step, counts in rights.items()]
+    content = run(tmp_path / "out", *folders)
+    assert content["steps"] == [5, 10, 15, 100]
+    assert content["verdict"] == (
+        "step_15 is right most often (94.4 %): better than step_5; no difference from step_10 and step_100 could be "
+        "shown. 0.0 → 88.9 → 94.4 → 77.8 % of the sampled answers to 9 problems are right."
+    )
+    assert [row["model"] for row in content["overview"]] == ["step_5", "step_10", "step_15", "step_100"]
+    assert [row["from the one before"] for row in content["overview"]] == ["", "+88.9", "+5.6", "-16.7"]
+    page = (tmp_path / "out" / "compare.html").read_text()
+    lines = page_data(page, "steps")["lines"]
+    assert lines["right, sampled"]["mean"] == pytest.approx([0, 8 / 9, 17 / 18, 7 / 9])
+    assert '<div id="steps"' in page
+    assert 'class="bars"' not in page.partition("<main>")[2]
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines() if not line.startswith("page: ")) <= 80
+    assert "row minus column" not in out  # a row for each model; every pair is on the page
+    assert [line.split()[0] for line in out.splitlines() if line.startswith(" step_")] == [
+        f"step_{step}" for step in rights
+    ]
+    twin = evaluation(tmp_path / "other" / "step_5", [0] * 9)
+    assert run(tmp_path / "two", folders[1], folders[2], twin)["steps"] is None  # of another run
+
+
 def test_labels_are_compared_one_by_one(tmp_path: Path) -> None:
     folders = []
     for name, levels in (("a", (0, 2)), ("b", (2, 1))):
@@ -368,6 +396,8 @@ def test_prompts_come_from_texts_and_files(tmp_path: Path) -> None:
 
 
 def test_names_are_as_short_as_they_can_be() -> None:
+    assert short_names(["a/step_00000002", "a/step_00000010"]) == ["step_2", "step_10"]
+    assert short_names(["a/step_2", "a/step_02"]) == ["step_2", "step_02"]
     assert short_names(["/x/eval/base", "runs/rl/"]) == ["base", "rl"]
     assert short_names(["/x/a/eval", "/x/b/eval"]) == ["a/eval", "b/eval"]
     assert short_names(["b", "/a/b"]) == ["b", "a/b"]

@@ -99,9 +99,9 @@ def test_one_table_of_everything(
     ):
         assert words in printed
     lines = {line[:48].strip(): line[48:].split() for line in printed.splitlines()}
-    assert lines["GRPO step a 8x8x64"] == ["TRL,", "float32", "5.00x", "4.00x", "20.00x", "25%", "met"]
+    assert lines["GRPO step a 8x8x64"] == ["TRL,", "float32", "5.00x", "4.00x", "20.00x", "25", "%", "met"]
     assert lines["memory of a GRPO step c"][-3:] == ["0.25x", "<=0.40x", "met"]
-    assert lines["training MFU b float32"] == ["matmul", "peak", "55%", "60%", "missed"]
+    assert lines["training MFU b float32"] == ["matmul", "peak", "55", "%", "60", "%", "missed"]
     content = json.loads((out / "bench.json").read_text())
     assert content["rows"]["memory c vs TRL"] == 4.0
     assert content["rows"]["grpo_step a 8x8x64 vs TRL"] == 5.0
@@ -111,6 +111,15 @@ def test_one_table_of_everything(
     assert page.count('class="badge good"') == 3
     assert page.count('class="badge bad"') == 4
     assert page.count('class="ratio"') == 8
+    told = (
+        "GRPO step 5.0 times as fast as TRL; SFT step 1.2 times as fast as TRL; generation 2.0 to 4.0 times as fast as "
+        "transformers; generation 0.90 to 1.0 times as fast as vLLM; memory of a GRPO step 0.25 of TRL&#39;s."
+    )
+    assert f'<p class="headline">{told}</p>' in page
+    assert told.replace("&#39;", "'") in printed
+    # One scale for all bars of a kind of work: generation's widest is a floor of 20 (2.0 at a tenth of it).
+    assert '<rect width="40.0" y="2" height="12"></rect>' in page
+    assert '<rect width="20.0" y="2" height="12"></rect>' in page
 
 
 def test_peers_choose_the_programs(installed: set[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from whet.algo.logprobs import token_logprobs
 from whet.generate.sampling import counter_uniforms, draw_tokens
 from whet.inspect.memory.meter import LiveTensors
+from whet.kernels import eager
 from whet.kernels.cpu import attention as cpu_attention
 from whet.kernels.cpu import build
 from whet.kernels.cpu import head as cpu_head
@@ -66,6 +68,54 @@ def test_linear(rows: int, width: int, columns: int, transposed: bool, dtype: to
     )
     alone = [cpu.linear(x[row : row + 1], weight, bias, transposed=transposed) for row in range(rows)]
     assert torch.equal(torch.cat([row for row in alone if row is not None]), out)
+
+
+@pytest.mark.parametrize("columns", [1, 8, 24, 101, 128])
+def test_gradients_of_many_rows_for_any_number_of_columns(columns: int) -> None:
+    """From `MANY_ROWS` on the gradient of the input is a packed product over the columns: routers have 8, heads 1."""
+    inputs = [draw(*shape, dtype=torch.float32) for shape in ((cpu.MANY_ROWS + 9, 64), (columns, 64))]
+    check(cpu.linear, F.linear, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [3, 16, 20])
+@pytest.mark.parametrize("columns", [(64,), (64, 32, 32), (48, 24)])  # 24 fill no whole vector
+def test_products_with_adapters_at_once(dtype: torch.dtype, rank: int, columns: tuple[int, ...]) -> None:
+    """Same bits as one after the other; values and gradients are those of the formula."""
+    rows, width = 205, 80
+    x = draw(rows, width, dtype=dtype)
+    frozen = [
+        (draw(n, width, dtype=dtype, seed=n).detach(), draw(n, dtype=dtype).detach() if n != 32 else None)
+        for n in columns
+    ]
+    trained = [
+        (0.3 * draw(*shape, dtype=torch.float32, seed=place)).detach().requires_grad_()
+        for place, n in enumerate(columns)
+        for shape in ((rank, width), (n, rank))
+    ]
+
+    def parts(trained: Sequence[torch.Tensor]) -> list[eager.Adapted]:
+        sides = zip(trained[::2], trained[1::2], strict=True)
+        return [eager.Adapted(w, b, a, c, 0.7) for (w, b), (a, c) in zip(frozen, sides, strict=True)]
+
+    def formula(x: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
+        sides = zip(frozen, trained[::2], trained[1::2], strict=True)
+        return torch.cat(
+            [
+                x @ (w.to(x.dtype) + 0.7 * (c @ a).to(x.dtype)).t() + (0 if b is None else b.to(x.dtype))
+                for (w, b), a, c in sides
+            ],
+            dim=1,
+        )
+
+    out = check(lambda x, *own: torch.cat(cpu.products(x, parts(own)), dim=1), formula, [x, *trained])
+    apart = [
+        cpu.low_rank(x, cpu.linear(x, part.weight, part.bias), part.a, part.b, part.scaling)
+        for part in parts(trained)
+    ]
+    assert torch.equal(torch.cat(apart, dim=1), out)
+    with torch.no_grad():
+        assert torch.equal(torch.cat(cpu.products(x[3:4], parts(trained)), dim=1), out[3:4])
 
 
 def test_a_changed_weight_is_packed_again() -> None:
@@ -172,7 +222,10 @@ def test_eager_attention_knows_shared_prefixes_too(kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [7, 1024])
 @pytest.mark.parametrize("keep", [0, 2**30])
-def test_scores(dtype: torch.dtype, chunk: int, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_scores(
+    dtype: torch.dtype, chunk: int, keep: int, is_frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu_head, "KEEP_BYTES", keep)
     # Logits of a few units, as a model's are: the error of a probability is that of its logit.
     hidden, weight = draw(40, 64, dtype=dtype), (0.2 * draw(101, 64, dtype=dtype)).detach().requires_grad_()
@@ -182,10 +235,24 @@ def test_scores(dtype: torch.dtype, chunk: int, keep: int, monkeypatch: pytest.M
         logprobs = (hidden @ weight.t() / 0.7)[:, :97].log_softmax(-1)
         return torch.stack([logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)])
 
+    options: dict[str, Any] = {"temperature": 0.7, "num_valid": 97, "chunk": chunk}
+    if not is_frozen:
+        own = [hidden, weight]
+        check(lambda h, w: torch.stack(token_logprobs(h, w, targets, **options)), reference, own)
+        return
+    weight = weight.detach()
+    wide = weight.double()
     check(
-        lambda h, w: torch.stack(token_logprobs(h, w, targets, temperature=0.7, num_valid=97, chunk=chunk)),
-        reference,
-        [hidden, weight],
+        lambda h: torch.stack(token_logprobs(h, weight, targets, **options)),
+        lambda h: reference(h, wide.to(h.dtype)),
+        [hidden],
+    )
+    hidden.grad = None
+    # Without an entropy in the loss only a factor is left for the backward pass.
+    check(
+        lambda h: token_logprobs(h, weight, targets, **options)[0],
+        lambda h: reference(h, wide.to(h.dtype))[0],
+        [hidden],
     )
 
 

@@ -106,7 +106,7 @@ def test_a_worker_that_finds_room_later_joins_and_one_that_leaves_is_not_waited_
         ray.get(other.here.remote())
 
         def on_call(call: int) -> None:
-            number_of_ready.append(sum(slot.is_ready for slot in made[0]._slots))
+            number_of_ready.append(sum(slot.is_ready for slot in made[0]._staff.slots))
             if call == 3:
                 ray.kill(other)
                 end = time.monotonic() + 120

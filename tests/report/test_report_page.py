@@ -6,11 +6,12 @@ import json
 import random
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 from whet.report.html import ReportConfig, main
-from whet.report.part import differences, find_parts, read_part
+from whet.report.part import differences, facts, find_parts, read_part
 from whet.report.stages import Stage, tell
 from whet.stats import Interval
 from whet.types import UserError
@@ -360,7 +361,10 @@ def test_mistakes_are_one_line(tmp_path):
         "holds no run": {"run": (str(empty),)},
         "expected the name of an .html file": {"run": (str(run),), "out": str(run / "metrics.jsonl")},
         "expected 0": {"run": (str(run),), "max_samples": -1},
-        "in a folder that exists": {"run": (str(run),), "out": str(tmp_path / "no" / "x.html")},
+        "config.yaml' is a file, expected a folder": {
+            "run": (str(run),),
+            "out": str(run / "config.yaml" / "x.html"),
+        },
         "expected a new file": {"run": (str(run),), "out": str(tmp_path / "folder.html")},
         "is given twice": {"run": (str(run), str(run))},
         "holds 2 runs; give one": {"run": (str(run), runs)},
@@ -435,3 +439,16 @@ def test_counts_of_an_evaluation_are_no_percentages_and_its_remark_is_said(tmp_p
     cards = re.findall(r'<div class="label">([^<]*)</div>', page)
     assert cards == ["pass@1", "greedy", "pass@8", "maj@8", "best@8"]
     assert "curve-area" not in page.split("<script")[0]  # one point is no curve
+
+
+def test_data_of_ones_own_stands_where_the_task_does(tmp_path: Path) -> None:
+    made = {"policy": {"init": "my-model"}, "task": {"name": "arithmetic", "path": ""}, "pairs": "mine.jsonl"}
+    for config, told in (
+        (made, "mine.jsonl"),  # DPO reads pairs, and no task
+        (made | {"pairs": ""}, "arithmetic"),
+        ({"task": {"name": "jsonl", "path": "questions.csv"}}, "questions.csv"),
+        ({"task": {"name": "gsm8k", "path": "rows"}}, "gsm8k"),
+    ):
+        (tmp_path / "config.yaml").write_text(json.dumps(config))
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time_s": 1.0, "dpo/loss": 0.5}\n')
+        assert dict(facts(read_part(tmp_path, "."))).get("task") == told

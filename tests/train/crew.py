@@ -9,7 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from whet.generate.backends.workers import LostError, Refs, RolloutWorker
+from whet.generate.backends.staff import LostError, Refs
+from whet.generate.backends.workers import RolloutWorker
 
 
 class Hand:

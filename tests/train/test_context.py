@@ -16,7 +16,7 @@ from gloo import run_ranks
 from test_shards import SHAPE, assert_equal, bench, tiny, weights
 
 from whet.algo.kept import encode_kept, join_kept, keep_only, kept_of
-from whet.algo.packing import TrainingSequence, everyones, pack, split_by_budget
+from whet.algo.packing import TrainingSequence, _exchange, pack, split_by_budget
 from whet.generate.policy import load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model import attention
@@ -120,7 +120,7 @@ def test_sequences_come_back_from_other_ranks_bitwise() -> None:
         turn_rewards=((0, 0.5),),
         advantages_T=torch.tensor([1 / 7]),
     )
-    (again,) = everyones([row])
+    (again,) = _exchange([row], [(0, 0)], [[0]], Sharing(1, COSTS)).values()
     assert again.advantages_T is not None
     assert torch.equal(again.advantages_T, torch.tensor([1 / 7]).double())
     assert replace(again, advantages_T=None) == replace(row, advantages_T=None)

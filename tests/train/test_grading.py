@@ -13,7 +13,7 @@ import pytest
 from crew import ThreadCrew
 from test_samplers import make_config, run, untimed
 
-from whet.generate.backends.workers import LostError
+from whet.generate.backends.staff import LostError
 from whet.generate.policy import PolicyConfig
 from whet.ranks.ray import ClusterConfig
 from whet.rewards.base import build_rewards, score_completions
@@ -172,6 +172,6 @@ def test_workers_that_die_at_their_start_end_the_run() -> None:
 
     crew = ThreadCrew(actor=Short)
     made = Graders(crew, count=1, arguments=())
-    with pytest.raises(UserError, match="3 in a row were lost before they were ready .out of memory"):
+    with pytest.raises(UserError, match="3 workers in a row were lost before they were ready .out of memory"):
         made.map("judge", [(None, "1")])
     made.close()

@@ -190,9 +190,8 @@ def test_messages_have_images_in_any_turn(folder):
     )
     ids = policy.prompt_ids(problem("c", messages=messages))
     assert sum(map(is_image, ids)) == 3 * 4
-    openai = [
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri(1)}}, {"type": "text", "text": "a"}]}
-    ]
+    parts = [{"type": "image_url", "image_url": {"url": uri(1)}}, {"type": "text", "text": "a"}]
+    openai = [{"role": "user", "content": parts}]
     assert policy.chat_ids(openai) == policy.prompt_ids(problem("a", uri(1)))
 
 

@@ -30,6 +30,7 @@ from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, load_model, save_model
 from whet.recipes.models import demo_policy
+from whet.report.markdown import write_report
 from whet.train import rl, sft
 from whet.train.objective.reference import Reference
 from whet.train.optim.step import OptimConfig, Optimizer
@@ -435,6 +436,11 @@ def test_a_run_of_adapters_is_read_wherever_a_model_is_named(
     assert "rank 3 beside 14 matrices: q_proj x 2" in said
     assert "numbers are trained" in said
     assert (run / "checkpoints/best/adapter_model.safetensors").is_file()
+    changes = json.loads((run / "weights.json").read_text())
+    assert f"weights: {changes['changed']:.1%} of {changes['numbers']:,} weights changed" in said
+    assert 0 < changes["beyond_bfloat16"] < changes["changed"] < 1
+    assert json.loads((run / "summary.json").read_text())["weights_changed"] == changes["changed"]
+    assert "| weights that changed | " in write_report(run).read_text()
     ids = torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
         wanted = policy.model.logits(ids)

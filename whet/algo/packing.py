@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import compress
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
 
 from whet.algo.kept import join_experts, join_kept
 from whet.algo.losses import Aggregation, aggregation_weight
-from whet.ranks.collectives import gather_json, joined
+from whet.ranks.collectives import all_gather_values, exchange_json, joined, rank
 from whet.ranks.context import Sharing, deal, split
 from whet.types import Batch, MicroBatch, Segment
 
@@ -73,6 +74,36 @@ class TrainingSequence:
 
 Family = list[tuple[int, TrainingSequence]]
 """Sequences of one prompt, each with its index in the packed list."""
+DIGEST_NUMBERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a sequence's place in the micro-batches depends on.
+
+    Attributes:
+        prompt: Equal for equal prompts: the prompt itself, or its hash.
+        num_prompt: Tokens of the prompt.
+        num_completion: Tokens after it.
+        num_trained: Tokens that the loss counts.
+    """
+
+    prompt: Hashable
+    num_prompt: int
+    num_completion: int
+    num_trained: int
+
+    @classmethod
+    def of(cls, sequence: TrainingSequence) -> Outline:
+        """Return that of a sequence."""
+        # A prompt that was read twice may have gone to other experts (on a GPU): then it is computed twice, too.
+        key = sequence.prompt_ids, sequence.experts[:1]
+        return cls(key, len(sequence.prompt_ids), len(sequence.completion_ids), sequence.num_trained)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model reads."""
+        return self.num_prompt + self.num_completion
 
 
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -130,43 +161,93 @@ def pack(
     Raises:
         ValueError: If a prompt is empty (its first completion token would have no predecessor).
     """
-    # Sequences without a trained token have no loss: they are not run, and not counted.
+    outlines = [Outline.of(sequence) for sequence in sequences]
+    homes: list[tuple[int, int]] = []
     if sharing is not None:
-        sequences = everyones(sequences)
-    trained = [index for index, sequence in enumerate(sequences) if sequence.num_trained]
-    if any(not sequences[index].prompt_ids for index in trained):
+        outlines, homes = _everyones(outlines)
+    # Sequences without a trained token have no loss: they are not run, and not counted.
+    trained = [index for index, outline in enumerate(outlines) if outline.num_trained]
+    if any(not outlines[index].num_prompt for index in trained):
         raise ValueError(
             "a training sequence has an empty prompt: expected at least one token before the completion"
         )
     # Families, not sequences, are packed: those of one prompt share its rows only within a micro-batch.
-    members = [(index, sequences[index]) for index in trained]
     limit = token_budget
     if sharing is not None:  # no prompt keeps one group busy while others have nothing
-        limit = min(limit, sum(sequence.num_tokens for _, sequence in members) // sharing.num_groups)
-    families = _families(members, limit)
-    num_rows = [_num_rows(family) for family in families]
+        limit = min(limit, sum(outlines[index].num_tokens for index in trained) // sharing.num_groups)
+    families = _families({index: outlines[index] for index in trained}, limit)
+    num_rows = [_num_rows([outlines[index] for index in family]) for family in families]
     if sharing is None:
         bins = split_by_budget(num_rows, token_budget)
+        found = dict(enumerate(sequences))
     else:
-        work = [_work(family, sharing) for family in families]
-        bins = deal(num_rows, work, token_budget, sharing.num_groups)[sharing.group]
+        work = [_work([outlines[index] for index in family], sharing) for family in families]
+        dealt = deal(num_rows, work, token_budget, sharing.num_groups)
+        bins = dealt[sharing.group]
+        wanted = [[index for own in parts for place in own for index in families[place]] for parts in dealt]
+        found = _exchange(sequences, homes, wanted, sharing)
     micro_batches = tuple(
-        _micro_batch([families[place] for place in members], aggregation, torch.device(device), dtype)
+        _micro_batch(
+            [[(index, found[index]) for index in families[place]] for place in members],
+            aggregation,
+            torch.device(device),
+            dtype,
+        )
         for members in bins
     )
     if sharing is not None:
         micro_batches = tuple(split(micro, sharing) for micro in micro_batches)
     return Batch(
         micro_batches=micro_batches,
-        num_trained_tokens=sum(sequences[index].num_trained for index in trained),
+        num_trained_tokens=sum(outlines[index].num_trained for index in trained),
         num_trained_sequences=len(trained),
     )
 
 
-def everyones(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-    """Return the sequences of all ranks, in the order in which they were dealt out to the ranks."""
-    parts = gather_json([_as_json(sequence) for sequence in sequences])
-    return [_of_json(row) for row in joined(parts)]
+def _everyones(outlines: Sequence[Outline]) -> tuple[list[Outline], list[tuple[int, int]]]:
+    """Return the outlines of all ranks' sequences, in the order in which these were dealt out, and where each one is:
+    its rank, and its place there. 40 bytes a sequence travel, whatever its length."""
+    rows = []
+    for own in outlines:
+        digest = hashlib.blake2b(repr(own.prompt).encode(), digest_size=8 * DIGEST_NUMBERS).digest()
+        numbers = [
+            int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, len(digest), 8)
+        ]
+        rows.append([*numbers, own.num_prompt, own.num_completion, own.num_trained])
+    width = DIGEST_NUMBERS + 3
+    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, width)
+    counts = all_gather_values(torch.tensor([len(rows)])).tolist()
+    everything = all_gather_values(table.flatten()).reshape(-1, width).tolist()
+    ends = list(accumulate(counts))
+    places = [[(home, place) for place in range(count)] for home, count in enumerate(counts)]
+    homes = joined(places)
+    found = []
+    for home, place in homes:
+        *digest, num_prompt, num_completion, num_trained = everything[ends[home] - counts[home] + place]
+        found.append(Outline(tuple(digest), num_prompt, num_completion, num_trained))
+    return found, homes
+
+
+def _exchange(
+    sequences: Sequence[TrainingSequence],
+    homes: Sequence[tuple[int, int]],
+    wanted: Sequence[Sequence[int]],
+    sharing: Sharing,
+) -> dict[int, TrainingSequence]:
+    """Send each sequence to the ranks that train on it, and return those that came to this one, by index.
+
+    Args:
+        sequences: This rank's.
+        homes: Rank and place of each index.
+        wanted: Indices that each group of ranks trains on.
+        sharing: How ranks are grouped.
+    """
+    own = {index: place for index, (home, place) in enumerate(homes) if home == rank()}
+    parcels: list[list[Any]] = []
+    for group in wanted:
+        parcel = [[index, _as_json(sequences[own[index]])] for index in group if index in own]
+        parcels += [parcel] * sharing.context  # all ranks of a group have the same micro-batches
+    return {index: _of_json(row) for parcel in exchange_json(parcels) for index, row in parcel}
 
 
 def _as_json(sequence: TrainingSequence) -> dict[str, Any]:
@@ -191,34 +272,43 @@ def _of_json(row: dict[str, Any]) -> TrainingSequence:
     return TrainingSequence(**values)
 
 
-def _work(family: Family, sharing: Sharing) -> float:
+def _work(family: Sequence[Outline], sharing: Sharing) -> float:
     """Return the work of a family's sequences, whose prompt is computed once."""
-    length = len(family[0][1].prompt_ids)
-    own = sum(sharing.costs.of(length, len(sequence.completion_ids)) for _, sequence in family)
-    return sharing.costs.of(0, length) + own
+    length = family[0].num_prompt
+    return sharing.costs.of(0, length) + sum(sharing.costs.of(length, own.num_completion) for own in family)
 
 
-def _num_rows(family: Family) -> int:
+def _num_rows(family: Sequence[Outline]) -> int:
     """Return the tokens of a family's sequences with their prompt stored once."""
-    return len(family[0][1].prompt_ids) + sum(len(sequence.completion_ids) for _, sequence in family)
+    return family[0].num_prompt + sum(own.num_completion for own in family)
 
 
-def _families(sequences: Family, token_budget: int) -> list[Family]:
-    """Group sequences of one prompt, as many as fit into a micro-batch; long ones first."""
-    # A prompt that was read twice may have gone to other experts (on a GPU): then it is computed twice, too.
-    by_prompt: dict[tuple[tuple[int, ...], tuple[str, ...]], Family] = {}
-    for item in sequences:
-        by_prompt.setdefault((item[1].prompt_ids, item[1].experts[:1]), []).append(item)
-    families: list[Family] = []
+def _families(outlines: Mapping[int, Outline], token_budget: int) -> list[list[int]]:
+    """Group sequences of one prompt, as many as fit into a micro-batch; long ones first.
+
+    Args:
+        outlines: The sequences, by index.
+        token_budget: Tokens of a micro-batch.
+
+    Returns:
+        The indices of each family.
+    """
+    by_prompt: dict[Hashable, list[int]] = {}
+    for index, outline in outlines.items():
+        by_prompt.setdefault(outline.prompt, []).append(index)
+    families: list[list[int]] = []
     for members in by_prompt.values():
         # A family that exceeds the budget is split; every part then stores the prompt once more.
-        ordered = sorted(members, key=lambda item: (-item[1].num_tokens, item[0]))
+        ordered = sorted(members, key=lambda index: (-outlines[index].num_tokens, index))
         family = [ordered[0]]
-        for item in ordered[1:]:
-            if _num_rows([*family, item]) > token_budget:
+        num_rows = outlines[ordered[0]].num_tokens
+        for index in ordered[1:]:
+            own = outlines[index]
+            if num_rows + own.num_completion > token_budget:
                 families.append(family)
-                family = []
-            family.append(item)
+                family, num_rows = [], own.num_prompt
+            family.append(index)
+            num_rows += own.num_completion
         families.append(family)
     return families
 

@@ -196,12 +196,19 @@ class _Job:
 
 
 def main(config: EvalConfig, *, resume: bool = False) -> None:
-    """Run the evaluation and write its folder."""
+    """Run the evaluation, write its folder, and say what to do next."""
+    if run(config, resume=resume):
+        name = shlex.quote(config.out)
+        print(f"next: whet report {name} | whet compare {name} OTHER_MODEL")
+
+
+def run(config: EvalConfig, *, resume: bool = False) -> bool:
+    """Run the evaluation and write its folder; return False where it was finished before."""
     folder = Path(config.out)
     if resume and _is_finished(folder):
         open_run(folder, dump_yaml(config), resume=True)
         print(f"{folder}: this evaluation is finished; nothing was changed")
-        return
+        return False
     tasks = {name: (own, load_task(own)) for name, own in task_configs(config).items()}
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     policy = load_policy(config.policy, seed=config.seed, dtype=dtype)
@@ -229,8 +236,7 @@ def main(config: EvalConfig, *, resume: bool = False) -> None:
         write_json(folder / SUMMARY, content)
         write_report(folder)
     print(f"report: {folder / 'report.md'}")
-    name = shlex.quote(str(folder))
-    print(f"next: whet report {name} | whet compare {name} OTHER_MODEL")
+    return True
 
 
 def check(config: EvalConfig, resume: bool) -> None:

@@ -264,7 +264,7 @@ class Engine:
                 f"{name} has {len(prompt_ids)} tokens, the model's context holds {context}: shorten or drop it"
             )
         text = prompt_ids
-        if max(prompt_ids) >= IMAGE:
+        if any(map(is_image, prompt_ids)):
             if self.model.images is None:
                 raise UserError(
                     f"{name} has an image, and the model reads text alone: take a model that sees"

@@ -37,6 +37,8 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mfu": ("training MFU", ()),
 }
 """File in bench/ -> what it measures, and against which peers."""
+MODELS = {"a": "1.07 M", "b": "11.4 M", "c": "124 M"}
+"""Model of bench/ -> its parameters."""
 HF_TARGET, VLLM_TARGET, VLLM_BATCHES = 3.0, 1.1, (8, 64)
 
 
@@ -195,12 +197,18 @@ def main(config: BenchConfig) -> None:
         styles=("bench.css",),
         content=content,
         found=found,
+        answer=answer(found),
         titles={name: title for name, (title, _) in PROGRAMS.items()},
+        models={
+            letter: text for letter, text in MODELS.items() if any(letter in r.case.split() for r in found)
+        },
+        scale=scale(found),
         shown=shown,
         verdict=verdict,
     )
     (folder / "bench.html").write_text(page, encoding="utf-8", errors="backslashreplace")
-    print(escape_controls(f"\n{table(found)}\n\n{folder / 'bench.html'} shows everything"))
+    head = f"{told}\n\n" if (told := answer(found)) else ""
+    print(escape_controls(f"\n{table(found)}\n\n{head}{folder / 'bench.html'} shows everything"))
     if failed:
         print(f"failed: {', '.join(failed)}")
         raise SystemExit(1)
@@ -256,7 +264,7 @@ def shown(result: Result, value: float | None) -> str:
     """Write a value, target or floor of a result."""
     if value is None:
         return ""
-    return f"{value:.0%}" if result.program == "mfu" else f"{value:.2f}x"
+    return f"{100 * value:.0f} %" if result.program == "mfu" else f"{value:.2f}x"
 
 
 def verdict(result: Result) -> str:
@@ -264,11 +272,36 @@ def verdict(result: Result) -> str:
     return {None: "", True: "met", False: "missed"}[result.is_met]
 
 
+def answer(found: Sequence[Result]) -> str:
+    """Say in one sentence how whet stands beside each peer, work by work, with the range over models and sizes."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in found:
+        if result.peer:
+            groups.setdefault((result.program, result.peer.partition(",")[0]), []).append(result)
+    told: list[str] = []
+    for (program, peer), results in groups.items():
+        low, high = min(r.value for r in results), max(r.value for r in results)
+        ends = dict.fromkeys(f"{value:.1f}" if value >= 1 else f"{value:.2f}" for value in (low, high))
+        reach = " to ".join(ends)
+        end = "of {}'s" if results[0].is_lower_better else "times as fast as {}"
+        told.append(f"{PROGRAMS[program][0]} {reach} {end.format('transformers' if peer == 'HF' else peer)}")
+    return f"{'; '.join(told)}." if told else ""
+
+
+def scale(found: Sequence[Result]) -> dict[str, float]:
+    """Return the value at the end of each program's bars: one scale for all of a program, so that bars compare."""
+    widest: dict[str, float] = {}
+    for result in found:
+        most = max(result.value, result.target or 0, result.floor or 0)
+        widest[result.program] = max(widest.get(result.program, 0), most)
+    return widest
+
+
 def table(found: Sequence[Result]) -> str:
     """Lay out the results as text."""
     lines = [f"{'work':<48}{'peer':<32}{'whet':>8}{'target':>9}{'floor':>8}{'reached':>9}"]
     for result in found:
-        share = "" if result.share is None else f"{result.share:.0%}"
+        share = "" if result.share is None else f"{100 * result.share:.0f} %"
         target = shown(result, result.target)
         target = f"{'<=' if result.is_lower_better else ''}{target}" if target else ""
         lines.append(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -134,6 +134,18 @@ def _adds(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_
     return is_plain and runs_cpp(x, a)
 
 
+def _multiplies_all(x: torch.Tensor, parts: Sequence[eager.Adapted]) -> bool:
+    if torch.is_autocast_enabled("cpu"):
+        return False
+    return all(
+        _multiplies(x, part.weight)
+        and part.a.dtype == part.b.dtype == torch.float32
+        and not (part.weight.requires_grad and torch.is_grad_enabled())
+        and (part.bias is None or (part.bias.dtype == x.dtype and not part.bias.requires_grad))
+        for part in parts
+    )
+
+
 def _normalises(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> bool:
     return x.dtype == weight.dtype and runs_cpp(x, weight)
 
@@ -149,6 +161,7 @@ def _gates(gate: torch.Tensor, up: torch.Tensor) -> bool:
 CPP: Kernels = {
     eager.linear: Kernel(cpu.linear, _multiplies),
     eager.low_rank: Kernel(cpu.low_rank, _adds),
+    eager.products: Kernel(cpu.products, _multiplies_all),
     eager.rms_norm: Kernel(cpu.rms_norm, _normalises),
     eager.rotate: Kernel(cpu.rotate, _rotates),
     eager.swiglu: Kernel(cpu.swiglu, _gates),

@@ -5,10 +5,10 @@ A kernel has its twin's name, arguments and result; `whet.kernels.dispatch` choo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -360,6 +360,34 @@ def low_rank(
     with torch.autocast(x.device.type, enabled=False):
         inner = F.linear(x.to(a.dtype), a) * scaling
         return (y.to(a.dtype) + F.linear(inner, b)).to(y.dtype)
+
+
+class Adapted(NamedTuple):
+    """A weight with an adapter beside it.
+
+    Attributes:
+        weight: Weight [F, D].
+        bias: Added to its product; None for none.
+        a: Matrix [R, D] of the adapter.
+        b: Matrix [F, R].
+        scaling: Factor of the adapter's product.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+def products(x: torch.Tensor, parts: Sequence[Adapted]) -> list[torch.Tensor]:
+    """Return the product of x with each weight and its adapter.
+
+    Args:
+        x: Input [..., D].
+        parts: Weights, frozen, and adapters that read the same input.
+    """
+    return [low_rank(x, linear(x, w, bias), a, b, scaling) for w, bias, a, b, scaling in parts]
 
 
 class _Widened(torch.autograd.Function):

@@ -45,6 +45,25 @@ class Linear(nn.Linear):
         """Return W [out, in]."""
         return self.weight if self.packed is None else self.packed.dense(torch.float32)
 
+    def adapted(self) -> eager.Adapted | None:
+        """Return the weight and what stands beside it; None if there is no plain adapter beside a dense weight."""
+        side: Any = self.side
+        if not getattr(side, "is_plain", False) or not hasattr(side, "lora_A") or self.packed is not None:
+            return None
+        # A matrix that is divided among ranks has its own product, and a hook wants to see this layer's call.
+        if "product" in self.__dict__ or self._forward_hooks or self._forward_pre_hooks:
+            return None
+        return eager.Adapted(self.weight, self.bias, side.lora_A, side.lora_B, side.scaling)
+
+
+def outputs(x: torch.Tensor, *layers: Linear) -> list[torch.Tensor]:
+    """Return what each layer makes of the same input; at once where plain adapters stand beside all of them."""
+    parts = [layer.adapted() for layer in layers]
+    known = [part for part in parts if part is not None]
+    if len(known) == len(parts) and (kernel := dispatch.kernel_for(eager.products, x, known)) is not None:
+        return kernel(x, known)
+    return [layer(x) for layer in layers]
+
 
 def embedding(num_rows: int, width: int) -> nn.Embedding:
     """Make an uninitialised embedding table (PyTorch's own initialisation would import its compiler, 3 s)."""
@@ -131,7 +150,9 @@ class MLP(nn.Module):
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Return down(silu(gate(x)) * up(x))."""
-        gate_NF, up_NF = self.gate_proj(x_ND), self.up_proj(x_ND)
+        gate_NF, up_NF = outputs(x_ND, self.gate_proj, self.up_proj)
         if self.is_gelu:
-            return self.down_proj(eager.gelu(gate_NF) * up_NF)
-        return self.down_proj(dispatch.run(eager.swiglu, gate_NF, up_NF))
+            inner_NF = eager.gelu(gate_NF) * up_NF
+        else:
+            inner_NF = dispatch.run(eager.swiglu, gate_NF, up_NF)
+        return outputs(inner_NF, self.down_proj)[0]

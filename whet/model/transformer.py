@@ -21,7 +21,7 @@ from whet.model.checkpointing import Recompute
 from whet.model.config import TOWER, Block, LayerSpec, ModelConfig, has_own_rules, kv_shape
 from whet.model.experts import MixtureOfExperts
 from whet.model.mixers import ConvolutionMixer, DeltaMixer, LatentAttention
-from whet.model.parts import MLP, Layer, Linear, RMSNorm, UnitNorm, embedding
+from whet.model.parts import MLP, Layer, Linear, RMSNorm, UnitNorm, embedding, outputs
 from whet.model.quant import packed_parts
 from whet.model.rotary import Angles, axes_of, rotary_tables, table_rows, turn
 from whet.model.routing import Routing
@@ -73,13 +73,14 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Project, rotate, attend within the context, project back."""
         rows = x_ND.shape[0]
-        q, gate = self.q_proj(x_ND), None
+        readers = (self.q_proj, self.k_proj, *((self.v_proj,) if self.has_values else ()))
+        q, k, *rest = outputs(x_ND, *readers)
+        gate = None
         if self.is_gated:
             q, gate = (
                 part.reshape(rows, -1) for part in q.view(rows, -1, 2 * self.head_dim).chunk(2, dim=-1)
             )
-        k = self.k_proj(x_ND)
-        v = (self.v_proj(x_ND) if self.has_values else k).view(rows, -1, self.head_dim)
+        v = (rest[0] if rest else k).view(rows, -1, self.head_dim)
         if self.v_norm is not None:
             v = self.v_norm(v)
         if not self.has_whole_norms:
@@ -103,7 +104,8 @@ class Attention(nn.Module):
         if layer in shared:
             shared[layer] = k, v
         out = context.attend(layer, q, k, v, rule).reshape(rows, -1)
-        return self.o_proj(out if gate is None else out * eager.row_wise(torch.sigmoid, gate))
+        out = out if gate is None else out * eager.row_wise(torch.sigmoid, gate)
+        return outputs(out, self.o_proj)[0]
 
 
 def _query_scale(block: Block, channels: int) -> float:

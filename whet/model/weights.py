@@ -118,7 +118,7 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
 
 def check_weights(folder: Path) -> None:
     """Check that the files of a folder's weights are there; UserError otherwise."""
-    _shards(folder)
+    weight_files(folder)
 
 
 def stored_shape(folder: Path, rope_factors: RopeFactors = "auto") -> ModelConfig:
@@ -131,7 +131,7 @@ def stored_shape(folder: Path, rope_factors: RopeFactors = "auto") -> ModelConfi
     return from_hf(read_json(path), where=str(path), rope_factors=rope_factors)
 
 
-def _shards(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """List the weight files of a folder, refusing names that leave it."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file() and single.is_file():
@@ -449,7 +449,7 @@ class _Loaded:
         Raises:
             UserError: As `load_model`.
         """
-        for shard in _shards(folder):
+        for shard in weight_files(folder):
             try:
                 with safe_open(str(shard), framework="pt", device="cpu") as file:
                     if self.is_torchao:

@@ -154,6 +154,27 @@ def gather_json(value: Any) -> list[Any]:
     return [json.loads(line) for line in bytes(everything.numpy()).splitlines()]
 
 
+def exchange_json(values: Sequence[Any]) -> list[Any]:
+    """Send each rank a JSON value of its own; return those for this rank, in the order of ranks.
+
+    Args:
+        values: One for each rank.
+    """
+    assert len(values) == world_size()
+    if not is_distributed():
+        return [json.loads(json.dumps(value)) for value in values]
+    lines = [json.dumps(value).encode() for value in values]
+    with together("exchange_json"):
+        sizes = torch.tensor([len(line) for line in lines])
+        arriving = torch.empty_like(sizes)
+        dist.all_to_all_single(arriving, sizes)
+        sent = torch.frombuffer(bytearray(b"".join(lines)), dtype=torch.uint8)
+        counts = arriving.tolist()
+        got = torch.empty(sum(counts), dtype=torch.uint8)
+        dist.all_to_all_single(got, sent, counts, sizes.tolist())
+    return [json.loads(bytes(part.numpy())) for part in got.split(counts)]
+
+
 def on_main(function: Callable[[], T]) -> T:
     """Run a function on rank 0 only, and share its result or error.
 

@@ -61,8 +61,10 @@ def main(config: ReportConfig) -> None:
             f"several runs: '{folder}' holds {len(names)} itself; give one of them, such as '{folder / names[0]}'"
         )
     out = Path(config.out) if config.out else folder / "report.html"
-    if not out.parent.is_dir() or out.is_dir():
-        raise UserError(f"--out '{out}': expected a new file in a folder that exists")
+    if out.is_dir():
+        raise UserError(f"--out '{out}': is a folder, expected a new file, as in --out {out / 'report.html'}")
+    if out.parent.exists() and not out.parent.is_dir():
+        raise UserError(f"--out '{out}': '{out.parent}' is a file, expected a folder")
     others = _others(further, folder)
     parts = _read(folder, names)
     print(write_page(folder, out, others, config.max_samples, parts))
@@ -234,6 +236,7 @@ def _others(texts: Sequence[str], folder: Path) -> list[Part]:
 
 def _write(path: Path, text: str) -> None:
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text)
     except OSError as error:
         raise UserError(

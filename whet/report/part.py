@@ -49,7 +49,7 @@ CARDS = {
 EVAL_CARDS = ("pass@1", "greedy", "format", "truncated", "thinking_tokens", "completion_tokens")
 SHARES = ("pass@", "consistency", "format", "eval/opportunity", "eval/vote_share")
 """Groups of an evaluation whose numbers are shares, and single shares in other groups."""
-FILES = ("config.yaml", "environment.json", "summary.json", "eval.json")
+FILES = ("config.yaml", "environment.json", "summary.json", "eval.json", "weights.json")
 
 ALIVE_S = 120.0
 """A run without summary.json whose last row is younger counts as running."""
@@ -194,6 +194,10 @@ def facts(part: Part) -> list[tuple[str, str]]:
     model = policy.get("init") if isinstance(policy, dict) else None
     protocol = part.evaluation.get("identity")
     name = task.get("name") if isinstance(task, dict) else task
+    if isinstance(task, dict) and task.get("path") and name in ("jsonl", "hub"):
+        name = task["path"]
+    if config.get("pairs"):  # of DPO: no task is read then
+        name = config["pairs"]
     if name is None and isinstance(protocol, dict):
         asked = protocol.get("task")
         name = asked.get("name") if isinstance(asked, dict) else asked
@@ -217,8 +221,28 @@ def facts(part: Part) -> list[tuple[str, str]]:
         "machine": device and f"{device}, {machine.get('num_cpus')} cores, torch {machine.get('torch')}",
         "whet": machine.get("whet") and f"{machine['whet']}, commit {str(machine.get('git_commit'))[:10]}",
         "seed": config.get("seed"),
+        "weights that changed": _changes(part.folder / "weights.json"),
     }
     return [(label, str(value)) for label, value in found.items() if value is not None and value != ""]
+
+
+def _changes(path: Path) -> str | None:
+    """Say how many weights a run changed, as `whet.model.changes` counted them."""
+    found = _read_object(path, []) if path.is_file() else {}
+    whole, rounded = (as_number(found.get(name)) for name in ("changed", "beyond_bfloat16"))
+    if whole is None or rounded is None:
+        return None
+    text = f"{whole:.1%}, {rounded:.1%} beyond bfloat16's rounding"
+    layers = found.get("layers")
+    shares = {
+        name: share
+        for name, facts in (layers.items() if isinstance(layers, dict) else ())
+        if isinstance(facts, dict) and (share := as_number(facts.get("beyond_bfloat16"))) is not None
+    }
+    if not shares:
+        return text
+    least, most = (choose(shares, key=lambda name: shares[name]) for choose in (min, max))
+    return f"{text} (from {shares[least]:.1%}, {least}, to {shares[most]:.1%}, {most})"
 
 
 def view(part: Part) -> dict[str, Any]:
@@ -292,7 +316,7 @@ def _cards(part: Part) -> list[dict[str, str]]:
                 first, last = (_value(name, float(piece.mean())) for piece in (values[:few], values[-few:]))
                 unit = find_metric(name).unit
                 label = name.partition("/")[2].replace("_", " ")
-                note = "" if unit in ("1", "share") else unit
+                note = "" if unit in ("1", "share") or label.endswith(unit) else unit
                 began = f", from {first}" if len(values) > 1 else ""
                 cards.append({"label": label, "value": last, "note": note, "began": began})
     return cards

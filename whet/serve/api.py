@@ -19,23 +19,30 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whet.generate import rows
 from whet.generate.policy import Policy
+from whet.model.lora.adapter import Adapter
+from whet.ranks.broadcast import WeightGroup
 from whet.report.page import render
 from whet.serve.openai import (
     ApiError,
     Asked,
     Choice,
     Delta,
+    G,
+    Joining,
+    Leaving,
+    Receiving,
     Reply,
     choice_seeds,
     echo_of,
     merged,
     parse_chat,
+    parse_group,
     parse_json,
     parse_text,
     refusal,
     usage_of,
 )
-from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket, read_update
+from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket, read_outline, read_update
 from whet.serve.stream import chat_prompt, has_turns, unread_note
 from whet.types import UserError
 
@@ -80,6 +87,7 @@ class Api:
             raise UserError(f"name = {name!r}: an adapter has that name; give the base another with --name")
         self._adapters = {name: "", **{adapter: adapter for adapter in adapters}}
         self._splits = split_thinking
+        self._groups: dict[str, WeightGroup] = {}
 
     async def page(self, _: Request) -> Response:
         """Return the chat page; it holds nothing of the model, and asks for the key where there is one."""
@@ -117,7 +125,7 @@ class Api:
         return await self._answer(request, model, asked, asked.prompts, is_chat=False)
 
     async def update_weights(self, request: Request) -> Response:
-        """Replace the weights by those of a folder of this machine; completions under way end with the old ones."""
+        """Replace the weights, or the adapter beside them, by those of a folder; completions under way keep the old."""
         if not self._updates:
             raise ApiError(403, "this server keeps its weights: start it with --weight-updates")
         body = await _read(request)
@@ -127,10 +135,55 @@ class Api:
                 400, "expected model_path, a folder of this machine, and nothing else", param="model_path"
             )
         began = time.monotonic()
-        tensors = await asyncio.to_thread(read_update, self._policy, folder)
+        change = await asyncio.to_thread(read_update, self._policy, folder)
+        await asyncio.wrap_future(self._scheduler.update(change))
+        what = "an adapter" if isinstance(change, Adapter) else f"{len(change)} tensors"
+        return JSONResponse({"success": True, "message": f"{what} in {time.monotonic() - began:.2f} s"})
+
+    async def join_group(self, request: Request) -> Response:
+        """Join the group through which a trainer sends weights; answer when all have met."""
+        asked = await self._group_request(request, Joining)
+        if asked.group_name in self._groups:
+            raise ApiError(
+                400, f"group_name: {asked.group_name[:80]!r} is a group already", param="group_name"
+            )
+        self._groups[asked.group_name] = await asyncio.to_thread(
+            WeightGroup,
+            asked.master_address,
+            asked.master_port,
+            rank=asked.rank_offset,
+            size=asked.world_size,
+            name=asked.group_name,
+            backend=asked.backend,
+        )
+        return JSONResponse({"success": True, "message": f"rank {asked.rank_offset} of {asked.world_size}"})
+
+    async def receive_weights(self, request: Request) -> Response:
+        """Replace the weights by those that a trainer sends to a group; completions under way keep the old."""
+        asked = await self._group_request(request, Receiving)
+        if asked.group_name not in self._groups:
+            raise ApiError(400, f"group_name: no group {asked.group_name[:80]!r} here", param="group_name")
+        began = time.monotonic()
+        outline = read_outline(self._policy, asked.names, asked.dtypes, asked.shapes)
+        tensors = await asyncio.to_thread(self._groups[asked.group_name].receive, outline)
         await asyncio.wrap_future(self._scheduler.update(tensors))
-        seconds = time.monotonic() - began
-        return JSONResponse({"success": True, "message": f"{len(tensors)} tensors in {seconds:.2f} s"})
+        told = f"{len(tensors)} tensors in {time.monotonic() - began:.2f} s"
+        return JSONResponse({"success": True, "message": told})
+
+    async def leave_group(self, request: Request) -> Response:
+        """Leave a group."""
+        asked = await self._group_request(request, Leaving)
+        group = self._groups.pop(asked.group_name, None)
+        if group is None:
+            raise ApiError(400, f"group_name: no group {asked.group_name[:80]!r} here", param="group_name")
+        group.close()
+        return JSONResponse({"success": True, "message": f"left {asked.group_name}"})
+
+    async def _group_request(self, request: Request, kind: type[G]) -> G:
+        """Read a request about a group."""
+        if not self._updates:
+            raise ApiError(403, "this server keeps its weights: start it with --weight-updates")
+        return parse_group(kind, await _read(request))
 
     def _card(self, model: str) -> dict[str, Any]:
         card = {"id": model, "object": "model", "created": 0, "owned_by": "whet"}
@@ -424,6 +477,9 @@ def make_app(api: Api, *, api_key: str, hosts: frozenset[str]) -> ASGIApp:
         ("/v1/chat/completions", api.chat, "POST"),
         ("/v1/completions", api.completions, "POST"),
         ("/update_weights_from_disk", api.update_weights, "POST"),
+        ("/init_weights_update_group", api.join_group, "POST"),
+        ("/update_weights_from_distributed", api.receive_weights, "POST"),
+        ("/destroy_weights_update_group", api.leave_group, "POST"),
     ]
     app = Starlette(
         routes=[Route(path, function, methods=[method]) for path, function, method in routes],

@@ -1,4 +1,5 @@
-"""What a client of `whet serve` asks for: JSON bodies of OpenAI's two completion endpoints, read strictly."""
+"""What a client of `whet serve` asks for: JSON bodies of OpenAI's two completion endpoints, and of those that bring new
+weights, read strictly."""
 
 from __future__ import annotations
 
@@ -277,6 +278,51 @@ def parse_text(body: Mapping[str, Any]) -> Asked:
         returns_ids=text.return_token_ids,
         stop_ids=None if text.stop_token_ids is None else frozenset(text.stop_token_ids),
     )
+
+
+class _Group(BaseModel):
+    """What all requests about a group for weights name; fields as SGLang has them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    group_name: str = Field(default="weight_update_group", min_length=1, max_length=80)
+
+
+class Joining(_Group):
+    """Join a group, see `whet.ranks.broadcast.WeightGroup`."""
+
+    master_address: str
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+    backend: Literal["gloo", "nccl"] = "nccl"
+
+
+class Receiving(_Group):
+    """Take weights from a group, in this order."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class Leaving(_Group):
+    """Leave a group."""
+
+
+G = TypeVar("G", bound=_Group)
+
+
+def parse_group(kind: type[G], body: Mapping[str, Any]) -> G:
+    """Read a request about a group for weights.
+
+    Raises:
+        ApiError: With what is wrong.
+    """
+    try:
+        return kind.model_validate(dict(body))
+    except ValidationError as error:
+        raise _refused(error, body) from None
 
 
 def _read(kind: type[B], body: Mapping[str, Any], ignored: frozenset[str]) -> B:

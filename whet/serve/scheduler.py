@@ -19,6 +19,8 @@ import torch
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, Job, Request, Rows, Token
 from whet.generate.sampling import SamplingParams
+from whet.model.lora.adapter import CONFIG, Adapter
+from whet.model.lora.files import base_digest, read_adapter
 from whet.model.quant import packed_parts
 from whet.model.weights import load_model
 from whet.types import UserError
@@ -96,7 +98,7 @@ class Scheduler:
         self._max_rows = policy.max_rows
         self._waiting: deque[Job] = deque()
         self._scorings: deque[_Scoring] = deque()
-        self._updates: deque[tuple[Mapping[str, torch.Tensor], Future[None]]] = deque()
+        self._updates: deque[tuple[Update, Future[None]]] = deque()
         self._params: dict[SamplingParams, SamplingParams] = {}
         self._sinks: dict[Job, Callable[[Event], None]] = {}
         self._wake = threading.Condition()
@@ -205,11 +207,11 @@ class Scheduler:
             self._wake.notify()
         return scoring.future
 
-    def update(self, tensors: Mapping[str, torch.Tensor]) -> Future[None]:
+    def update(self, change: Update) -> Future[None]:
         """Replace weights between two completions: those under way end with the old ones, those that wait get the new.
 
         Args:
-            tensors: Parameters by name, as `read_update` checked them.
+            change: What replaces them, as `read_update` checked it.
 
         Raises:
             BusyError: If the server is closing.
@@ -218,7 +220,7 @@ class Scheduler:
         with self._wake:
             if self._closed:
                 raise BusyError(CLOSING)
-            self._updates.append((tensors, done))
+            self._updates.append((change, done))
             self._wake.notify()
         return done
 
@@ -283,13 +285,24 @@ class Scheduler:
 
     @torch.no_grad()
     def _replace_weights(self) -> None:
-        """Copy what `update` was given into the parameters."""
-        parameters = dict(self._policy.model.named_parameters())
+        """Copy what `update` was given into the parameters, or let an adapter stand beside them."""
+        policy = self._policy
+        parameters = dict(policy.model.named_parameters())
         while self._updates:
-            tensors, done = self._updates.popleft()
-            for name, tensor in tensors.items():
-                parameters[name].copy_(tensor)
-            done.set_result(None)
+            change, done = self._updates.popleft()
+            try:
+                if isinstance(change, Adapter):
+                    if policy.adapter is not None:
+                        policy.adapter.remove(policy.model)
+                    change.apply(policy.model)
+                    policy.adapter = change
+                else:
+                    for name, tensor in change.items():
+                        parameters[name].copy_(tensor)
+            except Exception as error:  # out of memory: whoever sent it is told, the others are served
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
     def _step(self, rows: Rows) -> None:
         """Admit waiting jobs, or else sample a token for every row; deliver new tokens; score one text."""
@@ -368,29 +381,93 @@ class Scheduler:
             del self._sinks[job]
 
 
-def read_update(policy: Policy, folder: str) -> dict[str, torch.Tensor]:
-    """Read the weights that shall replace a policy's.
+Update = Mapping[str, torch.Tensor] | Adapter
+"""What replaces weights: parameters by name, or the adapter that stands beside them."""
+
+
+def read_update(policy: Policy, folder: str) -> Update:
+    """Read the weights, or the adapter, that shall replace a policy's.
 
     Args:
         policy: The policy.
-        folder: Hugging Face folder of the same model.
+        folder: Hugging Face folder of the same model, or folder of an adapter on it.
 
     Returns:
-        Every parameter by name.
+        Every parameter by name; or the adapter.
 
     Raises:
-        UserError: If there is no such folder, it holds another model, or the policy's weights cannot be replaced.
+        UserError: If there is no such folder, it holds another model or an adapter on one, or the policy's weights
+            cannot be replaced.
     """
-    if policy.several is not None or policy.adapter is not None or packed_parts(policy.model):
+    path, given = Path(folder), f"model_path {folder[:200]!r}"
+    if not path.is_dir():  # never a hub's name
+        raise UserError(f"{given}: no folder of this machine")
+    if policy.several is not None:
+        raise UserError("weights beside several adapters cannot be replaced: serve the model itself")
+    if (path / CONFIG).is_file():
+        return _read_adapter(policy, path, given)
+    if policy.adapter is not None or packed_parts(policy.model):
         raise UserError(
             "weights beside an adapter, or rounded ones, cannot be replaced: serve the model itself"
         )
-    if not Path(folder).is_dir():  # never a hub's name
-        raise UserError(f"model_path {folder[:200]!r}: no folder of this machine")
     parameters = dict(policy.model.named_parameters())
     first = next(iter(parameters.values()))
     model, _ = load_model(folder, dtype=first.dtype, device=first.device)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in parameters.items()}:
-        raise UserError(f"model_path {folder[:200]!r}: another model than the one that is served")
+        raise UserError(f"{given}: another model than the one that is served")
     return tensors
+
+
+def read_outline(
+    policy: Policy, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Read what weights will come from a trainer.
+
+    Returns:
+        Dtype and shape of every parameter by name, in the order in which they come.
+
+    Raises:
+        UserError: If they are another model's, or the policy's weights cannot be replaced.
+    """
+    if policy.several is not None or policy.adapter is not None or packed_parts(policy.model):
+        raise UserError(
+            "weights beside an adapter, or rounded ones, cannot be replaced: serve the model itself"
+        )
+    if not len(names) == len(dtypes) == len(shapes):
+        raise UserError(
+            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: expected as many of each"
+        )
+    kinds = [getattr(torch, name, None) for name in dtypes]
+    if bad := next(
+        (n for n, kind in zip(dtypes, kinds, strict=True) if not isinstance(kind, torch.dtype)), None
+    ):
+        raise UserError(f"dtypes: {bad[:40]!r} is none")
+    own = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
+    if len(set(names)) < len(names) or own != {n: tuple(s) for n, s in zip(names, shapes, strict=True)}:
+        raise UserError("names and shapes: another model than the one that is served")
+    return {n: (kind, own[n]) for n, kind in zip(names, kinds, strict=True) if kind is not None}
+
+
+def _read_adapter(policy: Policy, folder: Path, given: str) -> Adapter:
+    """Read an adapter that shall stand beside the served model, in place of one that was pushed before."""
+    adapter = read_adapter(folder, is_new=True)
+    if policy.folder is None:
+        raise UserError(f"{given}: the served model has no folder that an adapter could have been trained on")
+    if adapter.base_sha256 not in (None, base_digest(policy.folder)):
+        raise UserError(
+            f"{given}: the adapter is trained beside another model ({adapter.base}) than the one that is served "
+            f"({policy.folder}): serve that one"
+        )
+    kinds = {packed.kind for packed in packed_parts(policy.model)} or {"none"}
+    if kinds != {adapter.quantize}:
+        raise UserError(
+            f"{given}: the adapter is trained with policy.quantize = {adapter.quantize}, the served model has "
+            f"{' and '.join(sorted(kinds))}: start whet serve with the same --policy.quantize"
+        )
+    if adapter.fit(policy.model) is not policy.model:
+        raise UserError(
+            f"{given}: the adapter unties embeddings and head, which cannot be done while they are served; leave them "
+            "out of lora.modules_to_save"
+        )
+    return adapter

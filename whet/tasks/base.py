@@ -6,6 +6,8 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from whet.config import Renamed, closest, show
@@ -153,6 +155,8 @@ class TaskConfig:
             for name, value in zip(("name", "path"), found, strict=True):
                 object.__setattr__(self, name, value)
         if self.name not in OPTIONS and not is_user_task(self.name):
+            if told := _no_file(self.name):
+                raise UserError(told)
             near = closest(self.name, list(OPTIONS))
             hint = f"; did you mean {near!r}?" if near else ""
             raise UserError(
@@ -180,6 +184,27 @@ class TaskConfig:
                 if self.path and item.name in _options(self.name):
                     by += " where it reads data"
                 raise UnreadError(f"task.{item.name} is not read by {by}; leave it out", item.name)
+
+
+def _no_file(name: str) -> str:
+    """Say what is wrong with a word that is rather a file's name than a task's; '' for others."""
+    path = Path(name)
+    if path.suffix == ".py":
+        return f"task.name = {show(name)}: name the class in it, too: {name}:MyTask"
+    near = [other for other in get_close_matches(path.name, _beside(path), n=1, cutoff=0.7) if path.suffix]
+    return (
+        f"task.name = {show(name)}: no such file; did you mean {str(path.parent / near[0])!r}?"
+        if near
+        else ""
+    )
+
+
+def _beside(path: Path) -> list[str]:
+    """Return the names in a path's folder; none where it cannot be read."""
+    try:
+        return sorted(os.listdir(path.parent))
+    except OSError:
+        return []
 
 
 def _data_in(name: str) -> tuple[str, str] | None:

@@ -22,6 +22,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
@@ -259,7 +260,10 @@ def package() -> Any:
         UserError: If the package is missing.
     """
     try:
-        from reasoning_gym import factory
+        with warnings.catch_warnings():
+            # One of its own packages (cellpylib) compares with `is`: said once, when Python first compiles it.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            from reasoning_gym import factory
     except ImportError as error:
         raise UserError(f"task gym: {install_command('gym')} ({error})") from error
     return factory

@@ -338,8 +338,11 @@ def no_run(word: str, *, or_hub: bool = False, root: Path = RUNS) -> UserError:
         known |= {short_name(folder, root): str(folder), str(folder): str(folder)}
     wanted = [word, _STAMP.sub("", word.removeprefix(f"{root}/").replace("/", "-"))]
     near = [known[match] for name in wanted for match in get_close_matches(name, known, n=2, cutoff=0.6)]
+    if not near and or_hub and "/" not in word:  # a model's folder lies beside
+        near = get_close_matches(word, [path.name for path in Path().iterdir() if path.is_dir()], n=2)
     advice = f"near: {', '.join(dict.fromkeys(near))}; " if near else ""
     some = f"{advice}`whet runs` lists all" if known else "there are no runs yet: `whet demo` makes some"
+    some = advice.removesuffix("; ") if near and not known else some
     if Path(word).is_file():
         return UserError(f"{word!r} is a file, expected a run or a folder ({some})")
     return UserError(f"{word!r}: no such run or folder{hub} ({some})")

@@ -247,10 +247,10 @@ class RLConfig:
                 f"off_policy.router_replay with sampler.kind = {kind}: only whet's own engine says which experts its "
                 "tokens went to; leave it out"
             )
-        if self.lora.rank:
+        if self.sampler.sleep == 2 and (self.off_policy.staleness or self.overlap.mode != "off"):
             raise ValueError(
-                f"lora.rank = {self.lora.rank} with sampler.kind = {kind}: adapters that are trained are not handed "
-                "over to a sampler; use sampler.kind = engine"
+                "sampler.sleep = 2 with off_policy.staleness or overlap.mode: it drops weights that later rollouts are "
+                "drawn with; use 1"
             )
         if self.parallel.gather == "layer":
             raise ValueError(

@@ -24,7 +24,15 @@ from whet.telemetry.spans import span, spanned
 from whet.telemetry.trackers import Tracking
 from whet.train.optim.step import Optimizer, learning_rate, shard_layers
 from whet.train.record import Data, Kind, Recorder
-from whet.train.session import Interrupted, RunConfig, Session, Skipped, TrainStep, restore_model
+from whet.train.session import (
+    Interrupted,
+    RunConfig,
+    Session,
+    Skipped,
+    TrainStep,
+    restore_model,
+    write_changes,
+)
 from whet.types import Group, UserError
 
 Held = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
@@ -319,13 +327,14 @@ class Run:
         return {**self.optimizer.tensors(), **tensors}, {**state, **own}
 
     def write_summary(self, extra: Mapping[str, float | str]) -> None:
-        """Write summary.json: the last value of every metric, `extra`, and the best validation."""
+        """Write summary.json: the last value of every metric, `extra`, how many weights changed, and the best
+        validation."""
         if rank() != 0:
             return
         content: dict[str, float | str] = {
             name.removeprefix(f"{self.stage}/"): value for name, value in self.last.items()
         }
-        content |= extra
+        content |= {**extra, **write_changes(self._config)}
         if self.best is not None:
             content[f"best_{self._best_name.rpartition('/')[2]}"] = self.best
         (self._folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -23,6 +23,7 @@ import torch
 from whet.config import dump_yaml
 from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device
 from whet.kernels import dispatch
+from whet.model.changes import CHANGES, changed_weights
 from whet.model.config import has_experts
 from whet.model.files import read_json
 from whet.model.lora.files import find_model
@@ -40,6 +41,7 @@ from whet.storage.folder import check_folder, open_run
 from whet.tasks.base import told_of
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
+from whet.telemetry.log import replace_file
 from whet.telemetry.provenance import write_environment, write_provenance
 from whet.telemetry.trackers import TrackConfig, Tracking
 from whet.train.optim.safety import SafetyConfig, set_deterministic
@@ -363,6 +365,26 @@ def finish(config: RunConfig) -> None:
         write_report(folder)
         print(f"done: {folder}  (checkpoint: {folder / 'checkpoints'}, report: {folder / 'report.md'})")
         print(next_steps(config))
+
+
+def write_changes(config: RunConfig) -> dict[str, float]:
+    """Note in weights.json how many weights a run has changed, and print it; return the shares.
+
+    Random weights are no start to compare with.
+    """
+    folder = Path(config.out)
+    if not config.policy.init:
+        return {}
+    try:
+        found = changed_weights(config.policy.init, str(folder), adapter=config.policy.adapter)
+    except (UserError, OSError) as error:  # the run is done, whatever has become of where it began
+        print(f"weights not compared with those before: {error}")
+        return {}
+    facts = found.facts()
+    text = json.dumps({"before": config.policy.init, **facts}, indent=1)
+    replace_file(folder / CHANGES, text + "\n")
+    print(f"weights: {found}")
+    return {f"weights_{name}": facts[name] for name in ("changed", "beyond_bfloat16")}
 
 
 def next_steps(config: RunConfig) -> str:

@@ -347,7 +347,9 @@ def main(config: AuditConfig) -> None:
     task, schema, rewards, problems = _load(config)
     with open_display(f"audit · {task.name}", max(1, len(problems)), (), unit="problem") as display:
         audit = audit_task(task, rewards, schema, problems, on_done=advancing(display))
-    audit.disputed += dispute(task, problems)
+    second = "math-verify" if has_math_verify() else "plain text and numbers"
+    with open_display(f"second verifier · {second}", max(1, len(problems)), (), unit="problem") as display:
+        audit.disputed += dispute(task, problems, on_done=advancing(display))
     if config.samples:
         everything = task.problems(config.split)
         audit.disputed += dispute_samples(task, everything, Path(config.samples))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -17,6 +17,8 @@ from whet.tasks.selftest import mutated_answer, rewritten_answers
 from whet.types import Problem, Task, UserError
 
 DEADLINE_S = 3.0
+PART = 200
+"""Problems between two reports of progress."""
 
 
 def has_math_verify() -> bool:
@@ -37,29 +39,38 @@ class Disputed:
     other_says: bool | None
 
 
-def dispute(task: Task, problems: Sequence[Problem]) -> list[Disputed]:
+def dispute(
+    task: Task, problems: Sequence[Problem], on_done: Callable[[int], None] | None = None
+) -> list[Disputed]:
     """Compare the task's verdicts on spellings and near misses with a second verifier's.
 
     Args:
         task: Judges answers.
         problems: Their gold answers are respelled and changed.
+        on_done: Called with the number of problems after each part.
 
     Returns:
         The disputed answers; none for programs, which no text comparison can judge.
     """
     if getattr(task, "answer_type", "") == "program":
         return []
-    rows = [
-        (problem, answer, source)
-        for problem in problems
-        for source, answers in (
-            ("gold", [problem.answer]),
-            ("spelling", rewritten_answers(problem.answer)),
-            ("near miss", [mutated_answer(problem.answer)]),
-        )
-        for answer in answers
-    ]
-    return _compare(task, rows)
+    found: list[Disputed] = []
+    for start in range(0, len(problems), PART):
+        part = problems[start : start + PART]
+        rows = [
+            (problem, answer, source)
+            for problem in part
+            for source, answers in (
+                ("gold", [problem.answer]),
+                ("spelling", rewritten_answers(problem.answer)),
+                ("near miss", [mutated_answer(problem.answer)]),
+            )
+            for answer in answers
+        ]
+        found += _compare(task, rows)
+        if on_done is not None:
+            on_done(len(part))
+    return found
 
 
 def dispute_samples(task: Task, problems: Sequence[Problem], path: Path) -> list[Disputed]:

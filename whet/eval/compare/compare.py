@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -19,6 +22,7 @@ from whet.config import align, dump_yaml, load_yaml
 from whet.eval import evaluate
 from whet.eval.compare.asked import ask, read_prompts
 from whet.eval.compare.page import (
+    BEST_NOTE,
     HARDWARE_NOTE,
     count_verdicts,
     devices,
@@ -45,11 +49,13 @@ from whet.eval.metrics import BREAKDOWN
 from whet.eval.record import ROW, StoredEval, differences, read_eval
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.model.changes import changed_weights
+from whet.model.changes import describe as describe_changes
 from whet.model.config import ModelConfig
 from whet.model.files import is_hub_name
 from whet.stats import share_interval
 from whet.storage.folder import check_folder, dated, open_run
-from whet.telemetry.display import escape_controls
+from whet.telemetry.display import clock, escape_controls
 from whet.telemetry.provenance import no_run, resolve_run
 from whet.types import UserError
 
@@ -60,6 +66,11 @@ MAIN = ("pass@1", "greedy", "maj", "format", "thinking_tokens", "completion_toke
 SENSED = ("utilisation", "memory activity", "power")
 """Hardware quantities that need the caution of `HARDWARE_NOTE`."""
 SHOWN_TEXT = 600
+FEW = 3
+"""So many models are compared pair by pair in full; of more, the terminal prints one row each."""
+MANY = 6
+"""So many numbers stand in the verdict's row."""
+_CHECKPOINT = re.compile(r"(?P<run>.*?)step_0*(?P<step>\d+)")
 
 
 def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[str, Any]]) -> None:
@@ -76,17 +87,37 @@ def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[s
     if content["verdict"]:
         _say(console, content["verdict"], style="bold")
     for model in content["models"]:
+        if content.get("overview") and not model["left_out"] and not model["remark"]:
+            continue
         left = f"; {model['left_out']} of its problems are not in all, skipped" if model["left_out"] else ""
         remark = f"; {model['remark']}" if model["remark"] else ""
         _say(console, f"{model['name']}: {model['folder']}, {model['num_problems']} problems{left}{remark}")
-    for table, counts in zip(content["tables"], content.get("verdicts", ()), strict=True):
+    if rows := content.get("overview"):
+        head = [str(name) for name in rows[0] if name.partition("@")[0] not in ("maj", "format")]
+        # 80 columns hold no more.
+        short = {
+            "thinking tokens": "thinking",
+            "completion tokens": "tokens",
+            "from the one before": "change",
+        }
+        title = (
+            f"{len(content['uids'])} problems x {content['num_samples']} samples; percent, tokens; p (Holm)"
+        )
+        cells = [[row[name] for name in head] for row in rows]
+        _table(console, title, [short.get(name, name) for name in head], cells)
+        _say(console, BEST_NOTE, style="dim")
+    pairs = () if rows else zip(content["tables"], content.get("verdicts", ()), strict=True)
+    for table, counts in pairs:
         _significance(console, table, content)
         _say(console, "greedy: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
-    if content.get("matrix"):
+    if content.get("matrix") and not rows:
         cells = [[_cell(cell) for cell in row] for row in content["matrix"]]
-        rows = [[name, *row] for name, row in zip(names, cells, strict=True)]
-        _table(console, "pass@1, row minus column, points (p, Holm over all pairs)", ["", *names], rows)
-    _print_hardware(console, names, content["hardware"])
+        lines = [[name, *row] for name, row in zip(names, cells, strict=True)]
+        _table(console, "pass@1, row minus column, points (p, Holm over all pairs)", ["", *names], lines)
+    for weights in content.get("weights", ()):
+        _say(console, f"weights of {weights['name']} beside {weights['against']}: {weights['text']}")
+    if not rows:  # the page has every pair, and the hardware
+        _print_hardware(console, names, content["hardware"])
     if not content["tables"]:
         _print_transcript(console, names, transcripts)
 
@@ -261,18 +292,42 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
         sides = ask(policies, names, prompts, config.prompt_samples, config.sampling, config.seed, folder)
         content = describe(sides, names, list(sides[0].greedy))
     else:
-        for job in jobs.values():
-            evaluate.main(job, resume=(Path(job.out) / "config.yaml").is_file())
+        _evaluate(jobs, names)
         sides = [read_eval(jobs[i].out if i in jobs else place, ROW) for i, place in enumerate(places)]
         content = compare(sides, names, config)
     if not needs_work:
         open_run(folder, dump_yaml(config), resume=resume)
     shown = content["uids"][: config.shown_problems]
     transcripts = side_by_side(sides, shown, config.shown_samples)
+    content["weights"] = _weights(places, names)
     (folder / "compare.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     write_page(folder / "compare.html", content, transcripts, len(content["uids"]) - len(shown))
     print_comparison(content, transcripts)
     print(f"page: {folder / 'compare.html'}")
+
+
+def _evaluate(jobs: Mapping[int, EvalConfig], names: Sequence[str]) -> None:
+    """Run the evaluations that are missing, one after the other, and say how long the rest will take."""
+    began = time.monotonic()
+    for count, (place, job) in enumerate(jobs.items()):
+        left = f", {clock((time.monotonic() - began) / count * (len(jobs) - count))} left" if count else ""
+        print(f"model {count + 1} of {len(jobs)}: {names[place]}{left}", flush=True)
+        evaluate.run(job, resume=(Path(job.out) / "config.yaml").is_file())
+
+
+def _weights(places: Sequence[str], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return how many weights differ between each model and the one before; nothing of evaluations, or other shapes."""
+    found: list[dict[str, Any]] = []
+    for a, b in pairwise(range(len(places))):
+        if _is_evaluation(places[a]) or _is_evaluation(places[b]):
+            continue
+        with suppress(UserError, OSError):
+            facts = changed_weights(places[a], places[b]).facts()
+            if facts["numbers"]:
+                found.append(
+                    {"name": names[b], "against": names[a], "text": describe_changes(facts), **facts}
+                )
+    return found
 
 
 def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareConfig) -> dict[str, Any]:
@@ -317,7 +372,6 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
         }
         for (a, b), table in zip(pairs, tables, strict=True)
     ]
-    content["verdict"] = _verdict(names, [table["pass@1"] for table in tables], config.num_resamples)
     content["estimates"] = [
         {
             name: asdict(share_interval([value for value in score[name] if value is not None]))
@@ -326,6 +380,13 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
         for score in scores
     ]
     content["matrix"] = _matrix(scores, options) if len(sides) > 2 else None
+    steps = [table["pass@1"] for table in tables]
+    if len(sides) > FEW:
+        content["verdict"] = _verdict_of_many(names, [steps[0].a, *(row.b for row in steps)], content)
+    else:
+        content["verdict"] = _verdict(names, steps, config.num_resamples)
+    content["steps"] = _steps(names)
+    content["overview"] = _overview(names, content) if len(sides) > FEW else []
     content["verdicts"] = [count_verdicts(sides[a], sides[b], uids) for a, b in pairs]
     content["by"] = _by_label(sides, scores, uids, options)
     content["pass@k"] = {
@@ -359,6 +420,8 @@ def describe(sides: Sequence[StoredEval], names: Sequence[str], uids: Sequence[s
         "estimates": [],
         "tables": [],
         "matrix": None,
+        "steps": None,
+        "overview": [],
         "by": {},
         "hardware": hardware_table([side.summary for side in sides]),
     }
@@ -391,8 +454,9 @@ def locate(word: str) -> str:
 
 
 def short_names(places: Sequence[str]) -> list[str]:
-    """Name places by as few trailing path parts as distinguish them."""
-    parts = [Path(place).parts for place in places]
+    """Name places by as few trailing path parts as distinguish them; a checkpoint's step without its zeros."""
+    trimmed = [re.sub(r"(?<![^/])step_0+(?=\d)", "step_", place) for place in places]
+    parts = [Path(place).parts for place in (trimmed if len(set(trimmed)) == len(places) else places)]
     depth = 1
     while len(names := {Path(*part[-depth:]) for part in parts}) < len(parts) and depth < max(
         map(len, parts)
@@ -496,6 +560,59 @@ def _verdict(names: Sequence[str], steps: Sequence[Paired], num_resamples: int) 
     said = "; ".join(told)
     said = said if told[0].startswith(names[1]) else said[0].upper() + said[1:]
     return f"{said}: {means} % of the sampled answers to {steps[0].num_problems:,} problems are right."
+
+
+def _verdict_of_many(names: Sequence[str], means: Sequence[float], content: Mapping[str, Any]) -> str:
+    """Say which of many models is right most often, and which others it could not be told from."""
+    best = max(range(len(names)), key=lambda place: means[place])
+    others = [place for place in range(len(names)) if place != best]
+    beaten = [place for place in others if (cell := content["matrix"][best][place]) and cell["p_holm"] < 0.05]
+    equal = [place for place in others if place not in beaten]
+    told = [f"better than {_listed(names, beaten)}"] * bool(beaten)
+    told += [f"no difference from {_listed(names, equal)} could be shown"] * bool(equal)
+    shown = [show("pass@1", mean) for mean in means]
+    chain = " → ".join(shown if len(shown) <= MANY else [shown[0], "...", shown[-1]])
+    return (
+        f"{names[best]} is right most often ({shown[best]} %): {'; '.join(told)}. {chain} % of the sampled answers to "
+        f"{len(content['uids']):,} problems are right."
+    )
+
+
+def _listed(names: Sequence[str], places: Sequence[int]) -> str:
+    """List some of the models, or say how many of the others they are."""
+    if len(places) == len(names) - 1:
+        return f"the other {len(places)}"
+    chosen = [names[place] for place in places]
+    if len(chosen) > FEW:
+        return f"{', '.join(chosen[:FEW])} and {len(chosen) - FEW} more"
+    return " and ".join(filter(None, [", ".join(chosen[:-1]), chosen[-1]]))
+
+
+def _steps(names: Sequence[str]) -> list[int] | None:
+    """Return the training steps of the models, rising, where three or more are checkpoints of one run."""
+    found = [_CHECKPOINT.fullmatch(name) for name in names]
+    steps = [int(match["step"]) for match in found if match]
+    of_one = len({match["run"] for match in found if match}) == 1
+    is_run = len(steps) == len(names) >= FEW and of_one and steps == sorted(set(steps))
+    return steps if is_run else None
+
+
+def _overview(names: Sequence[str], content: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return a row for each of many models: its main metrics, and what changed from the one before."""
+    rows: list[dict[str, str]] = []
+    for place, name in enumerate(names):
+        table = content["tables"][max(0, place - 1)]
+        side = "b" if place else "a"
+        row = {"model": name}
+        for metric in (row_ for row_ in table["rows"] if row_["is_main"]):
+            row[metric["metric"].replace("_", " ")] = metric["text"][side]
+        known = content["estimates"][place]["pass@1"]
+        row["pass@1"] += f" {show('pass@1', known['low'])}-{show('pass@1', known['high'])}"
+        first = table["rows"][0]
+        row["from the one before"] = first["text"]["difference"] if place else ""
+        row["p"] = first["text"]["p"] if place else ""
+        rows.append(row)
+    return rows
 
 
 def _reasoning(row: Paired | None, name_a: str, name_b: str) -> str:

@@ -19,6 +19,11 @@ from whet.telemetry.hardware import rates
 MAX_CHARACTERS = 20_000
 """Longest text of one completion on the page."""
 VERDICTS = ("both right", "fixed", "broken", "both wrong")
+BEST_NOTE = (
+    "The best of many was chosen on these very problems, so its number flatters: report it from other ones."
+)
+LABELS = {"pass@1": "right, sampled", "greedy": "right, greedy"}
+"""The measures of the chart."""
 HARDWARE_NOTE = (
     "Utilisation is the share of time in which some kernel was resident on the device: even a light load, or one that "
     "waits for memory, can reach 100 %. Memory activity is the share of time in which memory was read or written. All "
@@ -54,10 +59,11 @@ def write_page(
         "curves": content.get("pass@k", {}),
         "pairs": content["pairs"],
         "scored": bool(content["tables"]),
+        "steps": _over_steps(content),
     }
     page = render(
         "compare.html",
-        title=" vs ".join(names),
+        title=" vs ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]}: {len(names)} models",
         data=data,
         scripts=("uplot.js", "compare.js"),
         styles=("uplot.css", "bars.css", "compare.css"),
@@ -65,19 +71,30 @@ def write_page(
         rows=_bars(content),
         hardware_note=HARDWARE_NOTE,
         number=number,
+        best_note=BEST_NOTE,
         left_out=left_out,
     )
     path.write_text(page, encoding="utf-8")
 
 
+def _over_steps(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the chart over a run's checkpoints: steps, and of each line its means and interval ends."""
+    if not content.get("steps"):
+        return None
+    lines = {
+        label: {end: [known[name][end] for known in content["estimates"]] for end in ("mean", "low", "high")}
+        for name, label in LABELS.items()
+    }
+    return {"steps": content["steps"], "lines": lines}
+
+
 def _bars(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of the chart: right answers of each model, sampled and greedy."""
-    labels = {"pass@1": "right, sampled", "greedy": "right, greedy"}
     return (
         [
             {
                 "name": model["name"],
-                "bars": [bar(label, Interval(**known[name])) for name, label in labels.items()],
+                "bars": [bar(label, Interval(**known[name])) for name, label in LABELS.items()],
             }
             for model, known in zip(content["models"], content["estimates"], strict=True)
         ]

@@ -15,8 +15,8 @@ from whet.types import UnreadError
 
 READ_BY: dict[str, tuple[str, ...]] = {
     "engine": (),
-    "openai": ("url", "model", "folder", "concurrency", "timeout_s", "retries", "api_key_env"),
-    "vllm": ("dtype", "memory", "folder"),
+    "openai": ("url", "model", "sync", "folder", "concurrency", "timeout_s", "retries", "api_key_env"),
+    "vllm": ("dtype", "memory", "folder", "sleep"),
     "vllm with python": (
         "python",
         "arguments",
@@ -36,14 +36,17 @@ class SamplerConfig:
     """Where completions that are trained on come from."""
 
     kind: Literal["engine", "vllm", "openai"] = "engine"
-    """engine: whet's own, on the trainer's weights, exact; openai: a server with OpenAI's completions that gives token
-    ids and log-probabilities (whet serve, vLLM); vllm: one that whet starts, in this process or with `python`."""
+    """engine: whet's own, on the trainer's weights, exact; openai: a server that gives token ids and log-probabilities
+    (whet serve, vLLM, SGLang); vllm: one that whet starts, in this process or with `python`."""
     url: str = ""
     """Address of the server; it ends in /v1."""
     model: str = ""
     """Name of the policy at the server; empty for the one model that it has."""
     python: str = ""
     """Python of an environment that has vLLM, in which whet starts a server; empty for vLLM in this process."""
+    sync: Literal["file", "broadcast"] = "file"
+    """How whole weights come to a server: file through a folder that both see; broadcast from process to process over
+    gloo, between GPUs over NCCL (whet serve, SGLang), which needs no shared folder."""
     folder: str = ""
     """Folder in which weights are handed over, which the server sees by the same path; empty for one in this machine's
     shared memory."""
@@ -59,6 +62,9 @@ class SamplerConfig:
     """vLLM's precision; auto takes the dtype that the policy computes in."""
     memory: float = 0.4
     """Share of a GPU's memory that vLLM may take, weights included; on a CPU GiB of its cache, times ten."""
+    sleep: int | None = None
+    """What vLLM in this process gives back on a GPU while the trainer works: 0 nothing; 1 its cache, and its weights
+    wait in the host's memory; 2 its weights, too, which each step brings again. None: 1. On a CPU it never sleeps."""
     arguments: tuple[str, ...] = ()
     """Further arguments of vLLM's server, such as --enforce-eager."""
 
@@ -72,6 +78,10 @@ class SamplerConfig:
                 raise ValueError(f"sampler.{name} = {getattr(self, name)}: expected {least} or more")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"sampler.timeout_s = {self.timeout_s}: expected above 0")
+        if self.sync == "broadcast" and self.folder:
+            raise UnreadError("sampler.folder is read with sampler.sync = file only; leave it out", "folder")
+        if self.sleep not in (None, 0, 1, 2):
+            raise ValueError(f"sampler.sleep = {self.sleep}: expected 0, 1 or 2")
         if not 0 < self.memory < 1:
             raise ValueError(f"sampler.memory = {self.memory}: expected above 0, below 1")
         kind = f"{self.kind} with python" if self.kind == "vllm" and self.python else self.kind

@@ -44,10 +44,9 @@ def sampler_for(
         return open_workers(cluster, policy)
     if config.kind == "engine":
         return None
-    from whet.generate.backends.server import ServerSampler, check_copies
+    from whet.generate.backends.server import ServerSampler
     from whet.generate.backends.vllm import VllmSampler, start_server
 
-    check_copies(policy)
     if config.kind == "openai":
         return ServerSampler(config, policy)
     return start_server(config, policy, folder) if config.python else VllmSampler(config, policy)

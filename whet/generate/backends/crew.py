@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from whet.generate.backends.workers import Hand, LostError, Refs, RolloutWorker, Workers
+from whet.generate.backends.staff import Hand, LostError, Refs
+from whet.generate.backends.workers import RolloutWorker, Workers
 from whet.generate.policy import Policy
 from whet.ranks.collectives import shard
 from whet.ranks.ray import ClusterConfig, find_address, open_ray

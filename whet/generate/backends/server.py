@@ -1,54 +1,61 @@
-"""A server with OpenAI's completions as sampler: token ids in, token ids and their log-probabilities out.
+"""A server as sampler: token ids in, token ids and their log-probabilities out.
 
-Two kinds of server give what is needed, and are asked in their own words: `whet serve`, whose completions equal those
-of the engine here bit by bit, and vLLM, whose differ by its kernels' rounding. Re-tokenised text is never trained on: a
-server that gives no ids is refused.
+Three kinds of server give what is needed, and are asked in their own words (`whet.generate.backends.dialects`):
+`whet serve`, whose completions equal those of the engine here bit by bit, vLLM and SGLang, whose differ by their
+kernels' rounding. Re-tokenised text is never trained on: a server that gives no ids is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import random
+import secrets
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch
 
 from whet.generate.backends.base import SamplerConfig
+from whet.generate.backends.dialects import DIALECTS, Dialect, Raw, RefusedError, Vllm
 from whet.generate.engine import EngineStats
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, OnEnded, Request
 from whet.generate.sampling import SamplingParams
 from whet.install import install_command
 from whet.model.files import read_json
-from whet.model.quant import packed_parts
-from whet.model.weights import save_model
-from whet.ranks.collectives import all_reduce_sum, rank
+from whet.model.lora.trained import Trained
+from whet.model.transformer import SIDE_NAMES
+from whet.model.weights import as_stored, save_model
+from whet.ranks.broadcast import WeightGroup, address_towards, free_port
+from whet.ranks.collectives import all_reduce_sum, gather_json, rank
 from whet.types import UserError
 
 if TYPE_CHECKING:
     import httpx
+
+T = TypeVar("T")
 
 LOOK_S = 0.5
 """Seconds between looks at whether the run shall stop, while nothing ends."""
 BACKOFF_S = 0.5
 """Pause before the first repetition; it doubles each time, up to `LONGEST_S`."""
 LONGEST_S = 30.0
+CLOSE_S = 5.0
+"""Longest wait for a server's answer at the end of a run."""
 PASSING = (408, 425, 429, 502, 503, 504)
 """Statuses of errors that pass."""
-WHET_CHOICES = 64
-"""Samples of a prompt in one request to `whet serve`: they share its prefill."""
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-MOST_BARRED = 4096
-"""Rows of the vocabulary without a token of the tokenizer that a request can exclude one by one."""
 
 Chunk = tuple[int, int, Request, tuple[int, ...]]
 """Place of a request, first place among its samples, the request, and the seeds to draw."""
@@ -84,7 +91,7 @@ class ServerSampler:
         except ImportError:
             raise UserError(f"sampler.kind = openai needs httpx: {install_command('judge')}") from None
         self._httpx, self._config, self._policy = httpx, config, policy
-        self._url = config.url.rstrip("/")
+        self._root = config.url.rstrip("/").removesuffix("/v1")
         self._where = f"sampler.url {config.url}"
         self._closed = threading.Event()
         self._client = self._connect()
@@ -94,12 +101,24 @@ class ServerSampler:
         self.stats = EngineStats()
         self.look: Callable[[], None] = lambda: None
         card = self._card()
-        self._model, self._is_whet = str(card["id"]), card.get("owned_by") == "whet"
-        self._owner = str(card.get("owned_by"))
+        self._dialect: Dialect = DIALECTS.get(str(card.get("owned_by")), Vllm)(policy, str(card["id"]))
+        self._dialect.check()
+        self._run, self._num_pushed = str(gather_json(secrets.token_hex(3))[0]), 0
+        self._adapter = ""
+        self._adapter_folder: Path | None = None
+        self._group: WeightGroup | None = None
+        if config.sync == "broadcast" and not self._dialect.takes_broadcasts:
+            raise UserError(
+                f"{self._where}: sampler.sync = broadcast is for whet serve and SGLang; of vLLM's server only its own "
+                "library can join a group: use sampler.sync = file"
+            )
+        if config.sync == "broadcast" and policy.trained is not None:
+            raise UserError(
+                "sampler.sync = broadcast with lora.rank: adapters are handed over as files; use sampler.sync = file"
+            )
         context = card.get("max_model_len")
         own = policy.model.config.max_positions
         self._context = min(own, context) if isinstance(context, int) and context > 0 else own
-        self._barred = {} if self._is_whet else barred_ids(policy)
 
     @property
     def max_positions(self) -> int:
@@ -111,9 +130,16 @@ class ServerSampler:
 
     def close(self) -> None:
         """End the connections and remove the files of weights."""
+        if not self._closed.is_set() and self._on_close is None and rank() == 0:
+            self._client.timeout = CLOSE_S
+            with contextlib.suppress(UserError):
+                self._drop(self._adapter)
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -128,16 +154,94 @@ class ServerSampler:
             UserError: If the server does not take them, with what it says.
         """
         began = time.monotonic()
-        if rank() == 0:
+        if policy.trained is not None:
+            self._push_adapter(version, policy.trained)
+        elif rank() == 0 and self._config.sync == "broadcast":
+            self._broadcast(version, policy)
+        elif rank() == 0:
             folder = self._exchange() / f"version-{version}"
             shutil.rmtree(folder, ignore_errors=True)
-            write_weights(policy, folder, unties=self._unties)
             try:
-                self._update(str(folder))
+                write_weights(policy, folder, unties=self._unties)
+                self._told(lambda: self._dialect.put_weights(self._post, folder, version))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         all_reduce_sum(0.0)  # no rank samples before the server has them
         return time.monotonic() - began
+
+    def _broadcast(self, version: int, policy: Policy) -> None:
+        """Send the weights through a group that server and trainer make at the first push."""
+        if self._group is None:
+            where = urlsplit(self._root)
+            port = where.port or {"http": 80, "https": 443}[where.scheme]
+            address = address_towards(where.hostname or "", port)
+            size, backend = 1 + self._num_shares(), "nccl" if policy.device.type == "cuda" else "gloo"
+            port, name = free_port(address), f"whet-{self._run}"
+            options: dict[str, Any] = {"rank": 0, "size": size, "name": name, "backend": backend}
+            options["timeout_s"] = self._config.timeout_s
+            told = partial(self._dialect.join, self._post, address, port, size, name, backend)
+            self._group = self._meanwhile(told, lambda: WeightGroup(address, port, **options))
+        weights = named_weights(policy)
+        if self._dialect.reads_stored:
+            weights = as_stored(weights, policy.model.config)
+        told = partial(self._dialect.receive, self._post, weights, f"whet-{self._run}", version)
+        self._meanwhile(told, partial(self._group.send, list(weights.values())))
+
+    def _meanwhile(self, ask: Callable[[], None], work: Callable[[], T]) -> T:
+        """Do what the server takes part in when it is asked, and return that; fail as soon as it refuses."""
+        parts = ThreadPoolExecutor(2, "whet-broadcast")
+        try:
+            asked, done = parts.submit(self._told, ask), parts.submit(work)
+            both: list[Future[Any]] = [cast(Future[Any], asked), cast(Future[Any], done)]
+            while left := [future for future in both if not future.done()]:
+                wait(left, LOOK_S, FIRST_COMPLETED)
+                if asked.done() and (error := asked.exception()) is not None:
+                    raise error  # the other one would wait for it until its time is over
+                self.look()
+            return done.result()
+        finally:
+            parts.shutdown(wait=False)
+
+    def _num_shares(self) -> int:
+        """Return how many processes of the server hold a share of the weights: SGLang's, one for each GPU."""
+        if not self._dialect.reads_stored:
+            return 1
+        shares = self._send("GET", f"{self._root}/get_server_info", None).get("tp_size", 1)
+        return shares if isinstance(shares, int) else 1
+
+    def _push_adapter(self, version: int, trained: Trained) -> None:
+        """Bring the adapter that is trained to the server, under a name that only these weights have."""
+        old, self._num_pushed = self._adapter, self._num_pushed + 1
+        # Several ranks ask one server: all have the name, the first one brings the files.
+        self._adapter = f"whet-{self._run}-{self._num_pushed}"
+        if rank() == 0:
+            folder = self._exchange() / f"adapter-{version}"
+            shutil.rmtree(folder, ignore_errors=True)
+            trained.write(folder, is_plain=self._dialect.wants_plain)
+            self._told(lambda: self._dialect.put_adapter(self._post, self._adapter, folder), is_adapter=True)
+            self._drop(old)
+            # A server may read the present one again, where its memory for adapters was used for others.
+            if self._adapter_folder is not None and self._adapter_folder != folder:
+                shutil.rmtree(self._adapter_folder, ignore_errors=True)
+            self._adapter_folder = folder
+
+    def _told(self, put: Callable[[], None], *, is_adapter: bool = False) -> None:
+        """Bring something to the server; say what to do where it does not know how."""
+        try:
+            put()
+        except RefusedError as error:
+            if error.status not in (403, 404, 405):
+                raise
+            what, remedy = "weights", self._dialect.weights_remedy
+            if is_adapter:
+                what, remedy = "adapters", self._dialect.adapter_remedy
+            raise UserError(f"{error}; it takes no {what}: {remedy}") from None
+
+    def _drop(self, name: str) -> None:
+        """Let the server forget an adapter that nothing is drawn with any more."""
+        if name:
+            with contextlib.suppress(RefusedError):
+                self._dialect.drop_adapter(self._post, name)
 
     def generate(
         self,
@@ -152,7 +256,7 @@ class ServerSampler:
         Raises:
             UserError: If a prompt leaves no room, the server fails for good, or its answer lacks something.
         """
-        if not self._is_whet and params.is_filtered:
+        if params.is_filtered and not self._dialect.tells_filters:
             raise UserError(
                 f"{self._where}: with sampling.top_k, top_p or min_p the trainer renormalises over what they left of "
                 "each token's distribution, and only whet serve says what that was; leave them out"
@@ -162,7 +266,7 @@ class ServerSampler:
         futures: dict[Future[list[Completion]], Chunk] = {}
         try:
             for chunk in self._chunks(requests):
-                futures[self._pool.submit(self._draw, chunk, params)] = chunk
+                futures[self._pool.submit(self._draw, chunk, params, self._adapter)] = chunk
             handed, pending = 0, set(futures)
             while handed < len(requests):
                 while handed < len(requests) and all(done is not None for done in rows[handed]):
@@ -192,7 +296,7 @@ class ServerSampler:
 
     def _chunks(self, requests: Sequence[Request]) -> Iterator[Chunk]:
         """Split what is asked for into requests to the server."""
-        size = WHET_CHOICES if self._is_whet else 1  # a seed of their own have only the choices of whet serve
+        size = self._dialect.choices
         for place, request in enumerate(requests):
             if len(request.prompt_ids) >= self._context:
                 raise UserError(
@@ -202,50 +306,26 @@ class ServerSampler:
             for first in range(0, len(request.seeds), size):
                 yield place, first, request, request.seeds[first : first + size]
 
-    def _draw(self, chunk: Chunk, params: SamplingParams) -> list[Completion]:
-        """Draw some samples of a prompt."""
+    def _draw(self, chunk: Chunk, params: SamplingParams, adapter: str) -> list[Completion]:
+        """Draw some samples of a prompt, with the adapter that its batch began with."""
         _, _, request, seeds = chunk
         limit = min(params.max_new_tokens, request.max_new_tokens or params.max_new_tokens)
-        body: dict[str, Any] = {
-            "model": self._model,
-            "prompt": list(request.prompt_ids),
-            "n": len(seeds),
-            "max_tokens": min(limit, self._context - len(request.prompt_ids)),
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "stop": list(self._policy.stop_strings),
-            "stop_token_ids": list(self._policy.stop_ids),
-            "return_token_ids": True,
-        }
-        if self._is_whet:
-            body["seeds"] = list(seeds)
-        else:
-            # Its own ends, and its defaults for sampling, are those of the model's files: ours are the policy's.
-            body |= {"seed": seeds[0], "logprobs": 0, "ignore_eos": True, "repetition_penalty": 1.0}
-            body |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
-            body |= {"logit_bias": {str(n): bias for n, bias in self._barred.items()}} if self._barred else {}
-        answer = self._post(f"{self._url}/completions", body)
-        choices = answer.get("choices")
-        if not isinstance(choices, list) or len(choices) != len(seeds):
+        limit = min(limit, self._context - len(request.prompt_ids))
+        path, body = self._dialect.ask(request, seeds, limit, params, adapter)
+        answer = self._send("POST", self._root + path, body)
+        try:
+            drawn = self._dialect.read(answer)
+        except UserError as error:
+            raise UserError(f"{self._where}: {error}") from None
+        if len(drawn) != len(seeds):
             raise UserError(
-                f"{self._where}: expected {len(seeds)} choices in its answer, got {str(answer)[:200]!r}"
+                f"{self._where}: expected {len(seeds)} completions in its answer, got {len(drawn)}"
             )
-        return [self._completion(choice, params) for choice in sorted(choices, key=lambda row: row["index"])]
+        return [self._completion(raw, params) for raw in drawn]
 
-    def _completion(self, choice: Mapping[str, Any], params: SamplingParams) -> Completion:
-        """Read a choice, strictly: what is trained on has to be what was drawn."""
-        ids = choice.get("token_ids")
-        if not isinstance(ids, list):
-            raise UserError(
-                f"{self._where}: its answers hold no token ids (choices[].token_ids); whet serve and vLLM since 0.10.2 "
-                "give them; of other servers, such as llama.cpp's, only text can be had, which is not what was sampled"
-            )
-        logprobs = choice.get("sampled_logprobs")
-        if not self._is_whet:
-            logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-        kept, reason = tuple(choice.get("kept") or ()), choice.get("finish_reason")
+    def _completion(self, raw: Raw, params: SamplingParams) -> Completion:
+        """Check a completion strictly: what is trained on has to be what was drawn."""
+        ids, logprobs, kept, reason = raw.ids, raw.logprobs, tuple(raw.kept), raw.reason
         if not isinstance(logprobs, list) or len(logprobs) != len(ids):
             raise UserError(
                 f"{self._where}: expected a log-probability for each of {len(ids)} tokens in its answer"
@@ -273,9 +353,10 @@ class ServerSampler:
 
     def _card(self) -> dict[str, Any]:
         """Return the server's card of the model."""
-        found = self._send("GET", f"{self._url}/models", None)
+        found = self._send("GET", f"{self._root}/v1/models", None)
         data = found.get("data")
         cards = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
+        cards = [card for card in cards if not card.get("parent")]  # the others are adapters on one of these
         names = [str(card.get("id")) for card in cards]
         if self._config.model:
             cards = [card for card in cards if card.get("id") == self._config.model]
@@ -285,25 +366,6 @@ class ServerSampler:
                 f"{self._config.model!r}"
             )
         return cards[0]
-
-    def _update(self, folder: str) -> None:
-        """Let the server read weights from a folder."""
-        root = self._url.removesuffix("/v1")
-        try:
-            if self._owner == "vllm":
-                body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-                self._post(f"{root}/collective_rpc", body)
-                self._post(f"{root}/reset_prefix_cache", {})
-                return
-            self._post(f"{root}/update_weights_from_disk", {"model_path": folder})
-        except _StatusError as error:
-            if error.status not in (403, 404, 405):
-                raise
-            remedy = {
-                "vllm": "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment",
-                "whet": "start whet serve with --weight-updates",
-            }.get(self._owner, "use whet serve, vLLM or SGLang")
-            raise UserError(f"{self._where}: it takes no weights (status {error.status}): {remedy}") from None
 
     def _exchange(self) -> Path:
         """Return the folder in which weights are handed over."""
@@ -323,10 +385,12 @@ class ServerSampler:
             trust_env=False,
         )
 
-    def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._send("POST", url, body)
+    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._send("POST", self._root + path, body, is_asked=False)
 
-    def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _send(
+        self, method: str, url: str, body: Mapping[str, Any] | None, *, is_asked: bool = True
+    ) -> dict[str, Any]:
         """Send a request, again where it fails for a passing reason, and return the answer's object.
 
         Every request may be repeated: a completion is a function of its seed, weights of their file.
@@ -339,10 +403,10 @@ class ServerSampler:
                 said, asked_s = f"no answer ({str(error) or type(error).__name__})", 0.0
             else:
                 if answer.status_code < 300:
-                    return _object(answer, self._where)
-                said = f"status {answer.status_code}: {answer.text[:200]!r}"
+                    return _object(answer, self._where, is_asked=is_asked)
+                said = f"status {answer.status_code}: {answer.text[:400]!r}"
                 if answer.status_code not in PASSING:
-                    raise _StatusError(f"{self._where}: {said}", answer.status_code)
+                    raise RefusedError(f"{self._where}: {said}", answer.status_code)
                 given = answer.headers.get("Retry-After", "")
                 asked_s = float(given) if given.isascii() and given.isdigit() else 0.0
             pause_s = max(asked_s, BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5))
@@ -354,29 +418,22 @@ class ServerSampler:
         )
 
 
-class _StatusError(UserError):
-    """A server's refusal, with its status."""
-
-    def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-def _object(answer: httpx.Response, where: str) -> dict[str, Any]:
-    """Return an answer's JSON object; {} where a server has nothing to say."""
-    if not answer.content:
-        return {}
+def _object(answer: httpx.Response, where: str, *, is_asked: bool) -> dict[str, Any]:
+    """Return an answer's JSON object; {} where none is asked for and a server says nothing, or so in plain text."""
     try:
         value = answer.json()
     except ValueError:
         value = None
     if not isinstance(value, dict):
+        if not is_asked:
+            return {}
         raise UserError(f"{where}: expected a JSON object, got {answer.text[:200]!r}")
     return value
 
 
 def write_weights(policy: Policy, folder: Path, *, unties: bool = False) -> None:
-    """Write a policy's present weights as a Hugging Face folder, an adapter that stands beside them added to them.
+    """Write a policy's present weights as a Hugging Face folder, an adapter that stands beside them added to them; one
+    that is trained is left out.
 
     Args:
         policy: The policy.
@@ -384,11 +441,7 @@ def write_weights(policy: Policy, folder: Path, *, unties: bool = False) -> None
         unties: Write a head that is tied to the embeddings once more, as a matrix of its own. vLLM's CPU build packs a
             tied head when it starts and never again (0.32: "ParallelLMHead: Failed to load weights"), so that the
             sampler drifts away from the trainer step by step.
-
-    Raises:
-        UserError: If the policy trains adapters, or its matrices are rounded: their sum is another model.
     """
-    check_copies(policy)
     weights = named_weights(policy, unties=unties)
     save_model(policy.model, folder, weights=weights, eos_ids=policy.stop_ids, bos_id=policy.tokenizer.bos_id)
     if unties:
@@ -397,29 +450,16 @@ def write_weights(policy: Policy, folder: Path, *, unties: bool = False) -> None
 
 
 def named_weights(policy: Policy, *, unties: bool = False) -> dict[str, torch.Tensor]:
-    """Return a policy's present weights by name, an adapter that stands beside them added to them."""
+    """Return a policy's present weights by name, an adapter that stands beside them added to them, a trained one left
+    out."""
     weights: dict[str, torch.Tensor] = dict(policy.model.named_parameters())
+    if policy.trained is not None:
+        weights = {name: weight for name, weight in weights.items() if not name.endswith(SIDE_NAMES)}
     if policy.adapter is not None and policy.adapter.is_applied:
         weights = dict(policy.adapter.merged(policy.model))
     if unties and policy.model.config.tie_embeddings:
         weights[HEAD] = weights[EMBEDDINGS].clone()
     return {name: weight.detach() for name, weight in weights.items()}
-
-
-def check_copies(policy: Policy) -> None:
-    """Refuse a policy of which no other sampler can have a copy by name.
-
-    Raises:
-        UserError: With what to use instead.
-    """
-    if policy.trained is not None:
-        raise UserError(
-            "sampler.kind with lora.rank: adapters that are trained are not handed over yet; use sampler.kind = engine"
-        )
-    if packed_parts(policy.model):
-        raise UserError(
-            "sampler.kind with a quantised policy: only whet's own engine computes it; use engine"
-        )
 
 
 def exchange_folder(config: SamplerConfig) -> Path | None:
@@ -430,18 +470,3 @@ def exchange_folder(config: SamplerConfig) -> Path | None:
         return folder
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else None
-
-
-def barred_ids(policy: Policy) -> dict[int, float]:
-    """Return a bias for each row of the vocabulary without a token, which the trainer leaves out of its distribution.
-
-    Raises:
-        UserError: If there are more than a request can hold.
-    """
-    vocabulary, rows = policy.tokenizer.vocab_size, policy.model.config.vocab_size
-    if rows - vocabulary > MOST_BARRED:
-        raise UserError(
-            f"sampler.kind: the model has {rows - vocabulary} rows without a token of its tokenizer, more than the "
-            f"{MOST_BARRED} that a request can exclude; use sampler.kind = engine"
-        )
-    return dict.fromkeys(range(vocabulary, rows), -100.0)

@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -25,9 +26,9 @@ from typing import Any, cast
 import torch
 
 from whet.generate.backends.base import SamplerConfig
+from whet.generate.backends.dialects import barred_ids, check_copy
 from whet.generate.backends.server import (
     ServerSampler,
-    barred_ids,
     exchange_folder,
     named_weights,
     write_weights,
@@ -45,6 +46,8 @@ START_S = 900.0
 CLOSE_S = 20.0
 LOG = "vllm.log"
 NAME = "policy"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM can be told to make room for."""
 
 
 def engine_arguments(config: SamplerConfig, policy: Policy, folder: Path) -> dict[str, Any]:
@@ -57,7 +60,23 @@ def engine_arguments(config: SamplerConfig, policy: Policy, folder: Path) -> dic
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # the folder's defaults would change the distribution
         "gpu_memory_utilization": config.memory,
+        **_lora_arguments(policy),
     }
+
+
+def _lora_arguments(policy: Policy) -> dict[str, Any]:
+    """Return what makes room for the adapter that is trained, if there is one.
+
+    Raises:
+        UserError: If its rank is above what vLLM can have.
+    """
+    if policy.trained is None:
+        return {}
+    rank = policy.trained.written_rank
+    room = next((most for most in LORA_RANKS if most >= rank), None)
+    if room is None:
+        raise UserError(f"lora.rank: adapters of rank {rank}; vLLM has room for {LORA_RANKS[-1]} at most")
+    return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
 
 
 def write_model(policy: Policy, folder: Path) -> None:
@@ -87,18 +106,21 @@ def start_server(config: SamplerConfig, policy: Policy, folder: Path) -> ServerS
             "sampler.python with several ranks: each would start a server of its own; start one by hand and name it: "
             "sampler.kind = openai with sampler.url"
         )
+    check_copy(policy)
     model = Path(tempfile.mkdtemp(prefix="whet-vllm-", dir=exchange_folder(config)))
     write_model(policy, model)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = engine_arguments(config, policy, model)
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    flags = {name: f"--{name.replace('_', '-')}" for name in options}
+    words = [flags[name] if value is True else f"{flags[name]}={value}" for name, value in options.items()]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", *words, f"--served-model-name={NAME}"]
     command += ["--host=127.0.0.1", f"--port={port}", *config.arguments]
     cache_gib = max(1, round(10 * config.memory))
     environment = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": str(cache_gib)} | os.environ
     environment["VLLM_SERVER_DEV_MODE"] = "1"  # the endpoint that replaces weights
+    environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"  # and those that replace adapters
     environment.pop("PYTHONPATH", None)  # of our own environment
     log = (folder / LOG).open("ab")
     process = subprocess.Popen(
@@ -166,7 +188,7 @@ class VllmSampler:
     """vLLM in this process, beside the trainer; on a GPU it sleeps while the trainer works.
 
     Args:
-        config: Precision and memory.
+        config: Precision, memory, and how deep it sleeps.
         policy: The policy, as it starts.
 
     Attributes:
@@ -178,6 +200,7 @@ class VllmSampler:
     """
 
     def __init__(self, config: SamplerConfig, policy: Policy) -> None:
+        check_copy(policy)
         # One process: the trainer's tensors are handed over as they are, and the trainer waits for vLLM anyway.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -191,16 +214,20 @@ class VllmSampler:
             ) from None
         self._vllm, self._policy = cast(Any, vllm), policy  # no part of any installation of ours
         self._barred = barred_ids(policy)
-        self._sleeps = policy.device.type == "cuda"
-        self._is_awake = True
+        self._level = sleep_level(config, policy)
+        self._asleep: frozenset[str] = frozenset()
+        self._is_empty = False
         self.stats = EngineStats()
         self.look: Callable[[], None] = lambda: None
+        self._exchange = exchange_folder(config)
+        self._adapter: Any = None
+        self._num_adapters = 0
         threads = torch.get_num_threads()
-        with tempfile.TemporaryDirectory(prefix="whet-vllm-", dir=exchange_folder(config)) as folder:
+        with tempfile.TemporaryDirectory(prefix="whet-vllm-", dir=self._exchange) as folder:
             write_model(policy, Path(folder))
             options = engine_arguments(config, policy, Path(folder))
             try:
-                self._llm = self._vllm.LLM(**options, enable_sleep_mode=self._sleeps, seed=0)
+                self._llm = self._vllm.LLM(**options, enable_sleep_mode=self._level > 0, seed=0)
             except Exception as error:  # of vLLM, of its configuration, of the device
                 told = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
                 raise UserError(f"sampler.kind = vllm: vLLM cannot load the policy: {told}") from error
@@ -212,13 +239,44 @@ class VllmSampler:
         return self._policy.model.config.max_positions
 
     def push(self, version: int, policy: Policy) -> float:
-        """Copy the weights into vLLM's, by their names."""
+        """Copy the weights into vLLM's, by their names; or let it read the adapter that is trained."""
         began = time.monotonic()
-        self._wake()
+        if policy.trained is not None:
+            self._wake()
+            self._push_adapter(version, policy)
+        else:
+            # The cache stays away until the weights are there: the two copies of them need the room.
+            self._wake("weights")
+            self._load(policy)
+            self._wake()
+            self._llm.reset_prefix_cache()
+        return time.monotonic() - began
+
+    def _load(self, policy: Policy) -> None:
+        """Copy a policy's weights into vLLM's."""
         pairs = list(as_stored(named_weights(policy, unties=True), policy.model.config).items())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
-        self._llm.reset_prefix_cache()
-        return time.monotonic() - began
+        self._is_empty = False
+
+    def _push_adapter(self, version: int, policy: Policy) -> None:
+        """Let vLLM read the adapter under a number and a name of its own: its caches of prefixes go by them."""
+        assert policy.trained is not None
+        self._num_adapters += 1
+        with tempfile.TemporaryDirectory(prefix="whet-adapter-", dir=self._exchange) as folder:
+            policy.trained.write(Path(folder), is_plain=True)
+            request = self._vllm.lora.request.LoRARequest(
+                f"version-{version}-{self._num_adapters}", self._num_adapters, folder
+            )
+            if self._adapter is not None:
+                self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
+            try:
+                is_loaded = self._llm.llm_engine.add_lora(request)
+            except Exception as error:  # of vLLM: a layer that it has no adapters for, a shape
+                told = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+                raise UserError(f"sampler.kind = vllm: vLLM cannot load the adapter: {told}") from error
+            if not is_loaded:
+                raise UserError("sampler.kind = vllm: vLLM did not load the adapter")
+        self._adapter = request
 
     def generate(
         self,
@@ -239,6 +297,9 @@ class VllmSampler:
                 "of each token's distribution, which vLLM does not say; leave them out"
             )
         self.look()
+        if self._is_empty:  # asked again after it slept, for the same step: the weights are still those
+            self._wake("weights")
+            self._load(self._policy)
         self._wake()
         began = time.perf_counter()
         prompts, settings = [], []
@@ -262,7 +323,8 @@ class VllmSampler:
                     )
                 )
         threads = torch.get_num_threads()
-        outputs = iter(self._llm.generate(prompts, settings, use_tqdm=False) if prompts else [])
+        asked = {"use_tqdm": False, "lora_request": self._adapter}
+        outputs = iter(self._llm.generate(prompts, settings, **asked) if prompts else [])
         _keep_threads(threads)
         drawn = [[_completion(next(outputs).outputs[0]) for _ in request.seeds] for request in requests]
         self.stats.new_tokens += sum(len(done.ids) for row in drawn for done in row)
@@ -273,10 +335,11 @@ class VllmSampler:
         return drawn
 
     def release(self, above: int = 0) -> None:
-        """Let vLLM sleep until the next call: its cache is dropped and its weights wait in the host's memory."""
-        if self._sleeps and self._is_awake:
-            self._llm.sleep(level=1)
-            self._is_awake = False
+        """Let vLLM sleep until the next call: its cache is dropped, and its weights wait in the host's memory (level 1)
+        or are dropped, too (level 2): a step brings all of them anyway."""
+        if self._level and not self._asleep:
+            self._llm.sleep(level=self._level)
+            self._asleep, self._is_empty = frozenset(SLEEPERS), self._level == 2
 
     def close(self) -> None:
         """Drop the engine and its memory."""
@@ -284,10 +347,37 @@ class VllmSampler:
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
 
-    def _wake(self) -> None:
-        if not self._is_awake:
-            self._llm.wake_up()
-            self._is_awake = True
+    def _wake(self, *tags: str) -> None:
+        """Give vLLM parts of its memory back; all of what is missing by default."""
+        if missing := [tag for tag in tags or SLEEPERS if tag in self._asleep]:
+            self._llm.wake_up(tags=missing)
+            self._asleep -= set(missing)
+
+
+SLEEPERS = ("weights", "kv_cache")
+"""Parts of vLLM's memory that sleep."""
+
+
+def sleep_level(config: SamplerConfig, policy: Policy) -> int:
+    """Return how deep vLLM sleeps while the trainer works; 0 for not at all.
+
+    Raises:
+        UserError: If it would lose weights that nobody brings again.
+    """
+    level = config.sleep
+    if policy.device.type != "cuda":
+        if level:
+            print(
+                f"whet: warning: sampler.sleep = {level} has no effect: vLLM's CPU build has no sleep mode",
+                file=sys.stderr,
+                flush=True,
+            )
+        return 0
+    if level == 2 and policy.trained is not None:
+        raise UserError(
+            "sampler.sleep = 2 with lora.rank: it drops the base's weights, and only adapters are brought again; use 1"
+        )
+    return 1 if level is None else level
 
 
 def _keep_threads(count: int) -> None:

@@ -14,16 +14,17 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from whet.generate.backends.dealing import PORTIONS, Dealer, Part, portions
+from whet.generate.backends.dealing import PORTIONS, Part, portions
+from whet.generate.backends.staff import Crew, LostError, Refs, Slot, Staff
 from whet.generate.engine import Engine, EngineStats
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, OnEnded, Request, has_stop
@@ -33,11 +34,6 @@ from whet.model.checkpointing import Recompute
 from whet.model.transformer import LanguageModel
 from whet.ranks.ray import ClusterConfig, load_ray
 from whet.types import UserError
-
-POLL_S = 0.1
-"""Seconds between looks at signals and deadlines while answers are waited for."""
-MAX_STARTS = 3
-"""Workers in a row that may be lost before they are ready."""
 
 # The policy, and the bytes of its tensors beside it: outside of what is pickled, so that all workers of a node can read
 # one copy of them in shared memory.
@@ -131,9 +127,6 @@ def unpack(parcel: Parcel) -> tuple[Policy, list[torch.Tensor]]:
 
 # One worker: what runs in the other process.
 
-Refs = list[Any]
-"""References to buckets of weights, each a map from a tensor's number to its bytes; later ones replace earlier ones."""
-
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -215,47 +208,6 @@ class RolloutWorker:
         self._have = list(weights)
 
 
-# Who starts workers and carries calls to them: Ray, or a stand-in of threads in the tests.
-
-Hand = Hashable
-
-
-class LostError(Exception):
-    """A worker died, or its node did, before it answered."""
-
-
-class Crew(Protocol):
-    """Starts workers, and carries calls to them."""
-
-    def put(self, value: Any) -> Any:
-        """Lay an object where every worker can read it; return its reference."""
-        ...
-
-    def hire(self) -> Hand:
-        """Begin to start a worker."""
-        ...
-
-    def call(self, hand: Hand, method: str, *arguments: Any) -> Any:
-        """Call a method of a worker, after those called before; return a reference to its result."""
-        ...
-
-    def wait(self, refs: Refs, timeout_s: float) -> Refs:
-        """Return the references whose results are there, or whose workers are lost, within a time."""
-        ...
-
-    def result(self, ref: Any) -> Any:
-        """Return a result; raise LostError, or what the method raised."""
-        ...
-
-    def fire(self, hand: Hand) -> None:
-        """Kill a worker."""
-        ...
-
-    def close(self) -> None:
-        """End all of it."""
-        ...
-
-
 Key = tuple[int, int]
 """A sample of a batch: place of its request, and its own index there."""
 
@@ -293,25 +245,22 @@ class _Work:
     keys: list[Key]
 
 
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """One worker, as the driver sees it.
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a worker was asked for last.
 
     Attributes:
-        hand: What the crew knows it by.
-        ref: The result that it owes; None while it is idle.
-        is_ready: Whether it has answered since its start.
-        number: Number of its last call.
-        version: The weights of that call.
-        homes: For each request of that call, the samples that it draws.
+        number: Number of the call.
+        version: The weights that it draws with.
+        homes: For each request of it, the samples that it draws.
     """
 
-    hand: Hand
-    ref: Any
-    is_ready: bool = False
-    number: int = -1
-    version: int = -1
-    homes: list[list[Key]] = field(default_factory=list)
+    number: int
+    version: int
+    homes: list[list[Key]]
+
+
+_Slot = Slot[_Call]
 
 
 class Workers:
@@ -327,7 +276,6 @@ class Workers:
 
     Attributes:
         stats: What all workers did for this one.
-        num_started: Workers that were started, also in place of lost ones.
         num_bytes_pushed: Bytes of weights that were sent since the start.
         look: Called while `generate` waits; may raise to end it.
     """
@@ -335,14 +283,12 @@ class Workers:
     def __init__(self, policy: Policy, config: ClusterConfig, crew: Crew, *, count: int) -> None:
         self.stats = EngineStats()
         self.look: Callable[[], None] = lambda: None
-        self.num_started = self.num_bytes_pushed = 0
+        self.num_bytes_pushed = 0
         self._config, self._crew, self._count = config, crew, count
         self._engine = policy.engine(trains=True)  # it checks requests, and never generates
         self._policy = policy
         self._decode = partial(policy.tokenizer.decode_completion, (0,))
-        self._dealer: Dealer[_Slot, _Work] = Dealer(slow_factor=config.slow_factor)
-        self._lock, self._number, self._num_failed = threading.RLock(), 0, 0
-        self._slots: list[_Slot] = []
+        self._lock, self._number = threading.RLock(), 0
         self._short_since: float | None = None
         parcel, tensors = pack(policy)
         self._trained = {number: t for number, t in enumerate(tensors) if t.requires_grad}
@@ -351,8 +297,18 @@ class Workers:
         self._weights: dict[int, Refs] = {}
         self._pinned: Counter[int] = Counter()
         self._version, self._is_closed = 0, False
+        self._staff: Staff[_Work, _Call] = Staff(
+            crew,
+            "cluster.rollout_workers",
+            count=count,
+            arguments=(self._parcel,),
+            slow_factor=config.slow_factor,
+            give=self._give,
+            take=self._keep,
+            fail=self._fail,
+        )
         self.push(0, policy)
-        self._fill()
+        self._staff.fill()
 
     @property
     def max_positions(self) -> int:
@@ -360,14 +316,19 @@ class Workers:
         return self._engine.max_positions
 
     @property
+    def num_started(self) -> int:
+        """Workers that were started, also in place of lost ones."""
+        return self._staff.num_started
+
+    @property
     def num_lost(self) -> int:
         """Parts of rollouts that were dealt again since their worker was lost."""
-        return self._dealer.num_lost
+        return self._staff.dealer.num_lost
 
     @property
     def num_repeated(self) -> int:
         """Parts of rollouts that were dealt twice since their worker was slow."""
-        return self._dealer.num_repeated
+        return self._staff.dealer.num_repeated
 
     # Weights
 
@@ -404,14 +365,19 @@ class Workers:
             self._weights[version] = [ref for ref, _ in self._buckets]
             self._forget()
             if self._config.partial:
-                self._cut(lambda slot, _: slot.version < version)
+                self._cut(lambda slot, _: slot.note is not None and slot.note.version < version)
         return time.perf_counter() - began
 
     def _forget(self) -> None:
         """Let go of weights that no batch is drawn with."""
-        parts = [*self._dealer.waiting, *filter(None, map(self._dealer.part_of, self._slots))]
+        parts = self._parts_left()
         needed = {part.work.batch.version for part in parts} | {self._version, *+self._pinned}
         self._weights = {version: refs for version, refs in self._weights.items() if version in needed}
+
+    def _parts_left(self) -> list[Part[_Work]]:
+        """Return the parts that wait, and those that workers have."""
+        dealer = self._staff.dealer
+        return [*dealer.waiting, *filter(None, map(dealer.part_of, self._staff.slots))]
 
     def pin(self) -> Pinned:
         """Return a sampler that keeps the weights that were pushed last, until it is closed."""
@@ -462,7 +428,7 @@ class Workers:
         batch = _Batch(requests, params, version, {}, [len(request.seeds) for request in requests])
         told = 0
         with self._lock:
-            self._dealer.add(self._parts(batch))
+            self._staff.dealer.add(self._parts(batch))
         try:
             while any(batch.left) or told < len(batch.ended):
                 while told < len(batch.ended):
@@ -474,7 +440,7 @@ class Workers:
                     if self._is_closed:
                         raise LostError("the sampler was closed")
                     if any(batch.left) and batch.error is None:
-                        self._turn()
+                        self._staff.turn(may_give=self._are_enough(time.monotonic()))
                 if batch.error is not None:
                     raise batch.error
         except BaseException:
@@ -550,70 +516,32 @@ class Workers:
                 found.append((replace(request, seeds=seeds), fresh))
         return found
 
-    def _turn(self) -> None:
-        """Give work to idle workers, and take in what arrives within a moment."""
-        self._fill()
-        now = time.monotonic()
-        enough = self._are_enough(now)
-        for slot in self._slots:
-            if (
-                enough
-                and slot.is_ready
-                and slot.ref is None
-                and (part := self._dealer.deal(slot, now)) is not None
-            ):
-                self._give(slot, part.work)
-        refs = [slot.ref for slot in self._slots if slot.ref is not None]
-        done = self._crew.wait(refs, POLL_S) if refs else []
-        for slot in [slot for slot in self._slots if slot.ref is not None and slot.ref in done]:
-            self._take(slot)
-        for slot in list(self._dealer.stuck(time.monotonic())):
-            self._drop(slot)
-
-    def _give(self, slot: _Slot, work: _Work) -> None:
+    def _give(self, slot: _Slot, work: _Work) -> tuple[Any, _Call]:
+        """Send a worker its part of a batch."""
         batch = work.batch
         if self._config.partial:
             batch.version = self._version
         self._number += 1
-        slot.number, slot.version = self._number, batch.version
         written = self._requests(batch, work.keys)
-        slot.homes = [own for _, own in written]
-        arguments = (slot.number, self._weights[slot.version], [request for request, _ in written])
-        slot.ref = self._crew.call(slot.hand, "generate", *arguments, batch.params)
+        call = _Call(self._number, batch.version, [own for _, own in written])
+        requests = [request for request, _ in written]
+        arguments = (call.number, self._weights[call.version], requests, batch.params)
+        return self._crew.call(slot.hand, "generate", *arguments), call
 
-    def _take(self, slot: _Slot) -> None:
-        """Take in what a worker answered: it is ready, it has drawn, or it is lost."""
-        ref, slot.ref = slot.ref, None
-        try:
-            answer = self._crew.result(ref)
-        except LostError as error:
-            self._num_failed = 0 if slot.is_ready else self._num_failed + 1
-            if self._num_failed >= MAX_STARTS:
-                raise UserError(
-                    f"cluster: {self._num_failed} rollout workers in a row were lost before they were ready ({error}); "
-                    "see their logs"
-                ) from None
-            self._drop(slot)
-            return
-        except Exception as error:
-            if not slot.is_ready:
-                raise
-            if (part := self._dealer.answer(slot, time.monotonic())) is not None:
-                part.work.batch.error = error
-            return
-        if not slot.is_ready:
-            slot.is_ready, self._num_failed = True, 0
-        elif (part := self._dealer.answer(slot, time.monotonic())) is not None:
-            self._keep(part.work.batch, slot, answer)
+    def _fail(self, work: _Work, error: Exception) -> None:
+        """Leave a mistake in a worker to whoever waits for the batch."""
+        work.batch.error = error
 
-    def _keep(self, batch: _Batch, slot: _Slot, answer: Drawn) -> None:
+    def _keep(self, slot: _Slot, work: _Work, answer: Drawn) -> None:
         """Put what was drawn in its places; what was cut is dealt again, to go on from there."""
+        batch, call = work.batch, slot.note
+        assert call is not None
         _add(batch.stats, answer.stats)
         cut: list[Key] = []
-        for keys, row in zip(slot.homes, answer.rows, strict=True):
+        for keys, row in zip(call.homes, answer.rows, strict=True):
             for key, done in zip(keys, row, strict=True):
                 request = batch.requests[key[0]]
-                whole = self._joined(batch.drawn.get(key), done, slot.version)
+                whole = self._joined(batch.drawn.get(key), done, call.version)
                 is_short = len(whole.ids) < self._limit(request, batch.params)
                 if whole.ids:
                     batch.drawn[key] = whole
@@ -624,7 +552,7 @@ class Workers:
                 if not batch.left[key[0]]:
                     batch.ended.append(key[0])
         if cut:
-            self._dealer.waiting.appendleft(Part(_Work(batch, cut), self._cost(batch, cut)))
+            self._staff.dealer.waiting.appendleft(Part(_Work(batch, cut), self._cost(batch, cut)))
 
     def _joined(self, before: Completion | None, done: Completion, version: int) -> Completion:
         """Return a sample with what was drawn after it was cut."""
@@ -652,25 +580,17 @@ class Workers:
 
     def _cut(self, chosen: Callable[[_Slot, _Work], bool]) -> None:
         """End calls where they are."""
-        for slot in self._slots:
-            part = self._dealer.part_of(slot)
+        for slot in self._staff.slots:
+            part = self._staff.dealer.part_of(slot)
             if part is not None and slot.ref is not None and chosen(slot, part.work):
-                self._crew.call(slot.hand, "cut", slot.number)
+                assert slot.note is not None
+                self._crew.call(slot.hand, "cut", slot.note.number)
 
     def _abandon(self, batch: _Batch) -> None:
         """Give up a batch whose caller has left; its workers are free for others soon."""
-        for part in (*self._dealer.waiting, *filter(None, map(self._dealer.part_of, self._slots))):
+        for part in self._parts_left():
             part.is_over = part.is_over or part.work.batch is batch
         self._cut(lambda _, work: work.batch is batch)
-
-    # Workers come and go
-
-    def _fill(self) -> None:
-        """Start workers where some are missing."""
-        while len(self._slots) < self._count:
-            hand = self._crew.hire()
-            self._slots.append(_Slot(hand, self._crew.call(hand, "load", self._parcel)))
-            self.num_started += 1
 
     def _are_enough(self, now: float) -> bool:
         """Say whether as many workers are there as have to be.
@@ -678,7 +598,7 @@ class Workers:
         Raises:
             UserError: If there have been too few for too long.
         """
-        ready, least = sum(slot.is_ready for slot in self._slots), min(self._config.min_workers, self._count)
+        ready, least = self._staff.num_ready, min(self._config.min_workers, self._count)
         if ready >= least:
             self._short_since = None
             return True
@@ -689,12 +609,6 @@ class Workers:
                 "does the cluster have the CPUs and GPUs that they ask for? (ray status)"
             )
         return False
-
-    def _drop(self, slot: _Slot) -> None:
-        """Let go of a worker; what it had is dealt again."""
-        self._slots.remove(slot)
-        self._crew.fire(slot.hand)
-        self._dealer.lose(slot)
 
 
 class Pinned:

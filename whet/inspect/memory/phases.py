@@ -954,6 +954,10 @@ def _head(work: Workload, trained: int) -> int:
     if work.lora.rank:
         table = 0  # a frozen head has no gradient
     if work.is_native:
+        if work.lora.rank:  # its chunks' gradients are computed beside their logits, and kept in float32
+            chunk = logits // round_up(shape.vocab_size, COLUMN_QUANTUM)
+            wide = 4 if p == 4 or work.widens else 6
+            return logits * wide + trained * shape.hidden_size * 4 + chunk * shape.hidden_size * p
         if trained * shape.vocab_size * 4 <= KEEP_BYTES:
             logits = trained * round_up(shape.vocab_size, COLUMN_QUANTUM)
             chunk, share = trained, table * p

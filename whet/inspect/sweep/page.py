@@ -39,7 +39,7 @@ def settings(point: Json, *, without: str = "") -> str:
     """Format the settings of a point in words, optionally without one of them."""
     words = {
         "token_budget": f"{point['token_budget']:,} tokens",
-        "max_rows": f"{point['max_rows']} rows" if point["max_rows"] else "",
+        "max_rows": f"{point['max_rows']} row{'s' * (point['max_rows'] != 1)}" if point["max_rows"] else "",
         "checkpoint_layers": "recomputed" if point["checkpoint_layers"] else "",
         "num_threads": f"{point['num_threads']} thread{'s' * (point['num_threads'] != 1)}"
         if point["num_threads"]

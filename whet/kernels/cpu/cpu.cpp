@@ -108,6 +108,11 @@ EXPORT void whet_linear(int wide, int out_wide, const void* a, long M, long K, c
   else if (out_wide) gemm<bf16, float>((const bf16*)a, K, M, K, weights, count, threads);
   else gemm<bf16, bf16>((const bf16*)a, K, M, K, weights, count, threads);
 }
+// The same of float32 panels, whatever the rows are, into float32.
+EXPORT void whet_narrow(int wide, const void* a, long M, long K, const Weight* weights, int count, int threads) {
+  if (wide) gemm<float, float>((const float*)a, K, M, K, weights, count, threads);
+  else gemm<bf16, float, float>((const bf16*)a, K, M, K, weights, count, threads);
+}
 
 template <typename R> static void norm(const R* x, const R* weight, R* out, float* rstd, long rows, long width, float eps, int threads) {
 PARALLEL

@@ -55,7 +55,9 @@ template <> struct Product<bf16> {  // widened in registers: half of float32's m
 template <typename W> static inline long steps_of(long K) { return (K + Product<W>::STEP - 1) / Product<W>::STEP; }
 template <typename W> static inline long panel_size(long K) { return steps_of<W>(K) * Product<W>::STEP * PANEL; }
 
-struct Weight { const void* packed; const void* bias; void* out; long N; long ldc; };
+// A product that is added to another one's rounded result: of float32 rows [M, K] and panels for the same columns.
+struct Term { const float* rows; const float* packed; long lda, K; };
+struct Weight { const void* packed; const void* bias; void* out; long N; long ldc; const Term* terms; long count; };
 
 template <typename O> INLINE void write(O* out, vec x, const O* bias, long column, long N) {
   if (column + LANES <= N) {
@@ -67,8 +69,9 @@ template <typename O> INLINE void write(O* out, vec x, const O* bias, long colum
   for (long i = column; i < N; ++i) put(out + i - column, bias ? one[i - column] + get(bias[i]) : one[i - column]);
 }
 
-// A tile of R rows and V registers across (V / PANEL_VECS panels). All sums stay in registers until the last k.
-template <typename W, typename O, int R, int V>
+// A tile of R rows and V registers across (V / PANEL_VECS panels). All sums stay in registers until the last k; with
+// ADD what is there is added last.
+template <typename W, typename O, bool ADD, int R, int V>
 static void tile(const typename Product<W>::Row* a, long lda, const W* w, long size, long K, O* out, long ldc, const O* bias, long column, long N) {
   typedef Product<W> P;
   vec sums[R][V] = {};
@@ -108,23 +111,26 @@ UNROLL
   for (int r = 0; r < R; ++r)
 UNROLL
     for (int v = 0; v < V; ++v)
-      if (column + v * LANES < N) write(out + r * ldc + column + v * LANES, sums[r][v], bias, column + v * LANES, N);
+      if (column + v * LANES < N) {
+        O* to = out + r * ldc + column + v * LANES;
+        write(to, sums[r][v], ADD ? to - (column + v * LANES) : bias, column + v * LANES, N);
+      }
 }
 
-template <typename W, typename O, int R>
+template <typename W, typename O, bool ADD, int R>
 static void rows_panels(const typename Product<W>::Row* a, long lda, const W* w, long K, O* out, long ldc, const O* bias, long panel, long last, long N) {
   constexpr int V = vecs_of(R), P = V / PANEL_VECS;
   long size = panel_size<W>(K);
   for (; panel + P <= last; panel += P)
-    tile<W, O, R, V>(a, lda, w + panel * size, size, K, out, ldc, bias, panel * PANEL, N);
+    tile<W, O, ADD, R, V>(a, lda, w + panel * size, size, K, out, ldc, bias, panel * PANEL, N);
   for (; panel < last; ++panel)
-    tile<W, O, R, PANEL_VECS>(a, lda, w + panel * size, size, K, out, ldc, bias, panel * PANEL, N);
+    tile<W, O, ADD, R, PANEL_VECS>(a, lda, w + panel * size, size, K, out, ldc, bias, panel * PANEL, N);
 }
 
-template <typename W, typename O>
+template <typename W, typename O, bool ADD>
 static void rows_any(int R, const typename Product<W>::Row* a, long lda, const W* w, long K, O* out, long ldc, const O* bias, long panel, long last, long N) {
   switch (R) {
-#define CASE(n) case n: return rows_panels<W, O, n>(a, lda, w, K, out, ldc, bias, panel, last, N);
+#define CASE(n) case n: return rows_panels<W, O, ADD, n>(a, lda, w, K, out, ldc, bias, panel, last, N);
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if defined(__AVX512F__)
     CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
@@ -151,10 +157,23 @@ template <typename R, typename T> static const R* as_rows(const T* a, long lda, 
   }
 }
 
+// Some rows times some panels of a weight.
+template <typename W, typename O, bool ADD>
+static void block(const typename Product<W>::Row* rows, long stride, long M, const W* packed, long K, O* out, const Weight& weight, long panel, long last) {
+  long parts = (M + ROWS - 1) / ROWS, few = parts > 1 ? 1 : last - panel;
+  for (; panel < last; panel += few)
+    for (long part = 0; part < parts; ++part) {
+      long first = M * part / parts, next = M * (part + 1) / parts;
+      rows_any<W, O, ADD>(next - first, rows + first * stride, stride, packed, K, out + first * weight.ldc, weight.ldc,
+                          (const O*)weight.bias, panel, std::min(panel + few, last), weight.N);
+    }
+}
+
 // Several weights on the same rows, in one parallel region. Tasks split rows into blocks and columns into groups of
-// panels: a block of rows stays in cache while its task walks through the group. Few rows instead share all columns
-// among the threads, so that each weight is read from memory once.
-template <typename T, typename O>
+// panels: a block of rows stays in cache while its task walks through the group, and its results do until what else
+// there is (`terms`) was added. Few rows instead share all columns among the threads, so that each weight is read from
+// memory once. Rows are T, panels W.
+template <typename T, typename O, typename W = T>
 static void gemm(const T* a, long lda, long M, long K, const Weight* weights, int count, int threads) {
   double work = 0;
   for (int n = 0; n < count; ++n) work += (double)M * K * weights[n].N;
@@ -174,15 +193,12 @@ static void gemm(const T* a, long lda, long M, long K, const Weight* weights, in
   for (size_t n = 0; n < tasks.size(); ++n) {
     const Task& task = tasks[n];
     const Weight& weight = weights[task.weight];
-    long parts = (task.rows + ROWS - 1) / ROWS, few = parts > 1 ? 1 : task.last - task.panel, stride;
-    const auto* rows = as_rows<typename Product<T>::Row>(a + task.row * lda, lda, task.rows, K, &stride);
-    for (long panel = task.panel; panel < task.last; panel += few)
-      for (long part = 0; part < parts; ++part) {
-        long first = task.rows * part / parts, next = task.rows * (part + 1) / parts;
-        rows_any<T, O>(next - first, rows + first * stride, stride, (const T*)weight.packed, K,
-                       (O*)weight.out + (task.row + first) * weight.ldc, weight.ldc, (const O*)weight.bias, panel,
-                       std::min(panel + few, task.last), weight.N);
-      }
+    long stride;
+    const auto* rows = as_rows<typename Product<W>::Row>(a + task.row * lda, lda, task.rows, K, &stride);
+    O* out = (O*)weight.out + task.row * weight.ldc;
+    block<W, O, false>(rows, stride, task.rows, (const W*)weight.packed, K, out, weight, task.panel, task.last);
+    for (const Term* term = weight.terms; term < weight.terms + weight.count; ++term)
+      block<float, O, true>(term->rows + task.row * term->lda, term->lda, task.rows, term->packed, term->K, out, weight, task.panel, task.last);
   }
 }
 

@@ -42,6 +42,30 @@ class KeepOnly(Protocol):
         ...
 
 
+def _grad_logits(
+    z_MV: torch.Tensor,
+    targets_M: torch.Tensor,
+    sums: tuple[torch.Tensor, torch.Tensor],
+    g_M: torch.Tensor,
+    e_M: torch.Tensor | None,
+    weight_VD: torch.Tensor,
+    valid: int,
+    temperature: float,
+    *,
+    is_finished: bool,
+) -> torch.Tensor:
+    """Return the gradient [M, V] of the logits, for upstream g of log-probabilities and e of entropies; z is lost.
+
+    `sums` are the normalisers and entropies; `is_finished` says whether the logits went through `score` before.
+    """
+    # In place where the products take float32. So the kernel must read a row's target before it writes any of the row:
+    # the other way round gradients were wrong by up to 34 %.
+    dz = z_MV if product_dtype(weight_VD) == torch.float32 else torch.empty(z_MV.shape, dtype=weight_VD.dtype)
+    sizes = z_MV.shape[0], valid, z_MV.shape[1], temperature, int(is_finished), _threads()
+    call("score_back", _wide(dz), z_MV, targets_M, *sums, g_M, e_M, dz, *sizes)
+    return dz[:, : weight_VD.shape[0]]
+
+
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -56,9 +80,12 @@ class _Score(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = hidden.shape[0]
         logprobs, normalisers, entropies = torch.empty(3, rows).unbind(0)
-        needs_grad = any(ctx.needs_input_grad[:2])
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         # Keeping the logits saves the backward pass a product as large as the forward one; chunks bound memory instead.
-        keeps = needs_grad and rows * weight.shape[0] * 4 <= KEEP_BYTES
+        # A frozen head needs neither: the gradient of a row's log-probability is computed while its logits are there,
+        # and the backward pass only scales it.
+        keeps = needs_weight and rows * weight.shape[0] * 4 <= KEEP_BYTES
+        slopes = torch.empty(hidden.shape) if needs_hidden and not needs_weight else None
         step = rows if keeps else chunk
         z = hidden
         for start in range(0, rows, step):
@@ -68,39 +95,45 @@ class _Score(torch.autograd.Function):
                 keep_only(z, first=start)
             columns = logprobs[part], normalisers[part], entropies[part]
             call("score", z, targets[part], *columns, z.shape[0], valid, z.shape[1], temperature, _threads())
-        kept = (z,) if keeps else ()
-        ctx.save_for_backward(hidden, weight, targets, normalisers, entropies, *kept)
+            if slopes is not None:
+                ones = torch.ones(z.shape[0])
+                dz = _grad_logits(
+                    z, targets[part], columns[1:], ones, None, weight, valid, temperature, is_finished=True
+                )
+                slopes[part] = matmul(dz, weight)
+        kept = z if keeps else None
+        ctx.save_for_backward(hidden, weight, targets, normalisers, entropies, kept, slopes)
         ctx.facts = temperature, valid, step, keep_only
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, normalisers, entropies, *kept = ctx.saved_tensors
+        hidden, weight, targets, normalisers, entropies, kept, slopes = ctx.saved_tensors
         temperature, valid, step, keep_only = ctx.facts
         g, e = (grad.contiguous() for grad in upstream)
         # Without an entropy term its pass over the logits is left out.
         e = e if bool((e != 0).any()) else None
-        vocab, dtype = weight.shape[0], weight.dtype
+        if slopes is not None and e is None:
+            return (g[:, None] * slopes).to(hidden.dtype), None, None, None, None, None, None
+        dtype = weight.dtype
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight: torch.Tensor | None = None
         for start in range(0, hidden.shape[0], step):
             part = slice(start, min(start + step, hidden.shape[0]))
-            z = kept[0] if kept else logits(hidden[part], weight)
-            if keep_only is not None and not kept:
+            z = logits(hidden[part], weight) if kept is None else kept
+            if keep_only is not None and kept is None:
                 keep_only(z, first=start)
-            # In place where the products take float32. So the kernel must read a row's target before it writes any of
-            # the row: the other way round gradients were wrong by up to 34 %.
-            dz = z if product_dtype(weight) == torch.float32 else torch.empty(z.shape, dtype=dtype)
-            columns = (
+            dz = _grad_logits(
+                z,
                 targets[part],
-                normalisers[part],
-                entropies[part],
+                (normalisers[part], entropies[part]),
                 g[part],
                 None if e is None else e[part],
+                weight,
+                valid,
+                temperature,
+                is_finished=kept is not None,
             )
-            sizes = z.shape[0], valid, z.shape[1], temperature, int(bool(kept)), _threads()
-            call("score_back", _wide(dz), z, *columns, dz, *sizes)
-            dz = dz[:, :vocab]
             if grad_hidden is not None:
                 grad_hidden[part] = matmul(dz, weight).to(hidden.dtype)
             if ctx.needs_input_grad[1]:

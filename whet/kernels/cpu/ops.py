@@ -8,8 +8,9 @@ runs the eager twins on all others. Weights are packed into panels once (`panels
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, c_double, c_float, c_int, c_long, c_void_p
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from whet.kernels.cpu import build
-from whet.kernels.eager import product_dtype
+from whet.kernels.eager import Adapted, product_dtype
 
 QUANTUM = 16
 ENOUGH = 8192
@@ -31,8 +32,14 @@ CHANNELS = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+class Term(ctypes.Structure):
+    """A product of float32 rows and panels that is added to another one."""
+
+    _fields_ = (("rows", c_void_p), ("packed", c_void_p), ("stride", c_long), ("width", c_long))
+
+
 class Weight(ctypes.Structure):
-    """A packed weight and the destination of its product."""
+    """A packed weight, the destination of its product, and what is added to that."""
 
     _fields_ = (
         ("packed", c_void_p),
@@ -40,6 +47,8 @@ class Weight(ctypes.Structure):
         ("out", c_void_p),
         ("columns", c_long),
         ("stride", c_long),
+        ("terms", c_void_p),
+        ("count", c_long),
     )
 
 
@@ -51,6 +60,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack": (c_int, c_int, c_void_p, c_void_p, c_long, c_long, c_int),
     "packed_size": (c_int, c_long, c_long),
     "linear": (c_int, c_int, c_void_p, c_long, c_long, POINTER(Weight), c_int, c_int),
+    "narrow": (c_int, c_void_p, c_long, c_long, POINTER(Weight), c_int, c_int),
     "norm": (c_int, *[c_void_p] * 4, c_long, c_long, c_float, c_int),
     "norm_back": (c_int, *[c_void_p] * 6, c_long, c_long, c_int),
     "rotate": (c_int, *[c_void_p] * 4, *[c_long] * 3, c_float, c_int),
@@ -183,21 +193,35 @@ def product(
     """Multiply rows by a packed weight.
 
     Args:
-        x_ND: Contiguous rows in the dtype of the panels.
+        x_ND: Contiguous rows in the dtype of the panels, a multiple of `QUANTUM` wide, as panels are.
         packed: Panels.
         columns: Rows of the weight, F.
         bias: Bias [F] in the same dtype.
         out: Output [N, at least F] in the same dtype or float32; allocated if None.
     """
     rows, width = x_ND.shape
+    assert width % QUANTUM == 0, f"panels are padded to whole vectors, rows of {width} are not"
     if out is None:
         out = torch.empty(rows, columns, dtype=x_ND.dtype)
-    weight = Weight(
-        packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), columns, out.stride(0)
-    )
+    weight = _weight(packed, columns, out, bias)
     wide, out_wide = _wide(x_ND), _wide(out)
     call("linear", wide, out_wide, x_ND, rows, width, ctypes.byref(weight), 1, _threads())
     return out
+
+
+def _weight(
+    packed: torch.Tensor, columns: int, out: torch.Tensor, bias: torch.Tensor | None = None, terms: Any = ()
+) -> Weight:
+    """Return what the kernels read of a product; the caller keeps the tensors and `terms` (an array) alive."""
+    where = ctypes.addressof(terms) if len(terms) else None
+    own = None if bias is None else bias.data_ptr()
+    return Weight(packed.data_ptr(), own, out.data_ptr(), columns, out.stride(0), where, len(terms))
+
+
+def _term(rows_NK: torch.Tensor, packed: torch.Tensor) -> Term:
+    assert rows_NK.dtype == torch.float32
+    assert rows_NK.shape[1] % QUANTUM == 0
+    return Term(rows_NK.data_ptr(), packed.data_ptr(), rows_NK.stride(0), rows_NK.shape[1])
 
 
 class Tape:
@@ -280,7 +304,7 @@ class _Linear(torch.autograd.Function):
         is_small = is_small and grad.dtype == dtype == weight.dtype == torch.float32
         if needs_x:
             cast = weight.to(grad.dtype).t() if transposed else weight.to(grad.dtype)
-            if is_small:
+            if is_small and cast.shape[0] % QUANTUM == 0:
                 grad_x = product(grad.contiguous(), _pack(cast.detach().t(), dtype), cast.shape[1])
             else:
                 grad_x = matmul(grad, cast).to(dtype)
@@ -368,6 +392,131 @@ def low_rank(
     if needs_grad or _tape is not None:
         return _LowRank.apply(x, y, a, b, scaling)  # pyright: ignore[reportReturnType]
     return _low_rank(x, y, a, b, scaling)[1]
+
+
+class _Products(torch.autograd.Function):
+    """Products of the same rows with several frozen weights, each with an adapter beside it.
+
+    As `_Linear` and `_LowRank` one after the other, with the same bits; but the rows are read once for all As, what an
+    adapter adds is added while the product is in cache, and so are the parts of the input's gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: torch.Tensor, parts: Sequence[Adapted], *_: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        x = x_ND.contiguous()
+        inner = _inner(x, parts)
+        # A tape has the product alone, which nothing reads, and then the sum.
+        found = [(recorded(), recorded())[1] for _ in parts] if _tape is not None else []
+        ctx.save_for_backward(x, inner)
+        ctx.parts = parts
+        if not found:
+            return tuple(_added(x, inner, parts))
+        nothing = torch.empty(1, 1, dtype=x.dtype)
+        return tuple(
+            nothing.expand(x.shape[0], part.weight.shape[0]) if own is None or own[0] is None else own[0]
+            for part, own in zip(parts, found, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, inner = ctx.saved_tensors
+        parts: Sequence[Adapted] = ctx.parts
+        num_rows, width = x.shape
+        # Gradients need not be row-invariant; in 16 bits PyTorch computes those with the weights.
+        grads = [grad.contiguous() for grad in upstream]
+        wide = [grad.float() for grad in grads]
+        spans = _spans(parts)
+        total = spans[-1].stop
+
+        grad_inner, a_XD = torch.zeros(num_rows, total), torch.zeros(total, width)
+        for part, grad, span in zip(parts, wide, spans, strict=True):
+            own, rank = grad_inner[:, span], part.a.shape[0]
+            if grad.shape[1] % QUANTUM:
+                own[:, :rank] = grad @ part.b
+            else:
+                product(grad, _pack(part.b.detach().t(), torch.float32), rank, out=own)
+            own.mul_(part.scaling)
+            a_XD[span][:rank] = part.a
+        grad_a_XD = grad_inner.t() @ x.float()
+        found: list[torch.Tensor | None] = []
+        for part, grad, span in zip(parts, wide, spans, strict=True):
+            rank = part.a.shape[0]
+            found += [grad_a_XD[span][:rank], grad.t() @ inner[:, span][:, :rank]]
+        if not ctx.needs_input_grad[0]:
+            return None, None, *found
+
+        packs = x.dtype == torch.float32 and all(grad.shape[1] % QUANTUM == 0 for grad in grads)
+        if packs:
+            panels_of = [_back_panels(part.weight) for part in parts]
+            terms = [_term(grad, own) for grad, own in zip(wide[1:], panels_of[1:], strict=True)]
+            narrow = _pack(a_XD.t(), torch.float32)
+            terms = (Term * len(parts))(*terms, _term(grad_inner, narrow))
+            grad_x = torch.empty(num_rows, width)
+            weight = _weight(panels_of[0], width, grad_x, terms=terms)
+            first = wide[0]
+            call("linear", 1, 1, first, num_rows, first.shape[1], ctypes.byref(weight), 1, _threads())
+        else:
+            sums = grad_inner @ a_XD
+            for part, grad in zip(parts, grads, strict=True):
+                sums += matmul(grad, part.weight)
+            grad_x = sums.to(x.dtype)
+        return grad_x, None, *found
+
+
+def _spans(parts: Sequence[Adapted]) -> list[slice]:
+    """Return the columns of each adapter's narrow product, padded to whole vectors, in that of all."""
+    ends = list(itertools.accumulate(part.a.shape[0] + -part.a.shape[0] % QUANTUM for part in parts))
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _inner(x_ND: torch.Tensor, parts: Sequence[Adapted]) -> torch.Tensor:
+    """Return scaling x A^T of each adapter, side by side."""
+    spans = _spans(parts)
+    out = torch.zeros(x_ND.shape[0], spans[-1].stop)
+    packed = [panels(part.a, torch.float32) for part in parts]
+    weights = [
+        _weight(own, part.a.shape[0], out[:, span])
+        for own, part, span in zip(packed, parts, spans, strict=True)
+    ]
+    rows, width = x_ND.shape
+    array = (Weight * len(weights))(*weights)
+    call("narrow", _wide(x_ND), x_ND, rows, width, array, len(weights), _threads())
+    for part, span in zip(parts, spans, strict=True):
+        out[:, span].mul_(part.scaling)
+    return out
+
+
+def _added(x_ND: torch.Tensor, inner_NX: torch.Tensor, parts: Sequence[Adapted]) -> list[torch.Tensor]:
+    """Return the products with the weights, plus those of `inner_NX` with the Bs."""
+    rows, width = x_ND.shape
+    outs, weights, kept = [], [], []
+    for part, span in zip(parts, _spans(parts), strict=True):
+        packed, b = panels(part.weight, x_ND.dtype), panels(part.b, torch.float32)
+        outs.append(torch.empty(rows, part.weight.shape[0], dtype=x_ND.dtype))
+        terms = (Term * 1)(_term(inner_NX[:, span], b))
+        weights.append(_weight(packed, part.weight.shape[0], outs[-1], part.bias, terms))
+        kept.append((packed, b, terms))
+    array = (Weight * len(weights))(*weights)
+    wide = _wide(x_ND)
+    call("linear", wide, wide, x_ND, rows, width, array, len(weights), _threads())
+    return outs
+
+
+def _back_panels(weight_FD: torch.Tensor) -> torch.Tensor:
+    """Return the transposed weight packed, for the gradient of the input."""
+    return _pack(weight_FD.detach().t(), torch.float32)
+
+
+def products(x: torch.Tensor, parts: Sequence[Adapted]) -> list[torch.Tensor]:
+    """Return x W^T + bias + scaling x A^T B^T of several frozen weights; see `whet.kernels.eager.products`."""
+    trained = [tensor for part in parts for tensor in (part.a, part.b)]
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *trained))
+    if needs_grad or _tape is not None:
+        return list(_Products.apply(x, parts, *trained))  # pyright: ignore[reportArgumentType]
+    x = x.contiguous()
+    return _added(x, _inner(x, parts), parts)
 
 
 class _Norm(torch.autograd.Function):

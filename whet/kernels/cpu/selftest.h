@@ -28,24 +28,31 @@ struct Error {  // largest difference over the largest element
   double relative() const { return gap / top; }
 };
 
-// Rows of every tile's height, columns that fill no panel, bias; and every row alone has the same bits.
+// Rows of every tile's height, columns that fill no panel, bias, and a second product that is added; every row alone
+// has the same bits.
 template <typename T> static double product(int threads) {
   Noise noise;
   Error error;
-  const long N = 71, K = 37;
+  const long N = 71, K = 37, R = 19;
   for (long M : {1L, 2L, 3L, 4L, 5L, 6L, 7L, 11L, 12L, 13L, 50L, 200L}) {
     std::vector<T> a = draw<T>(noise, M * K), w = draw<T>(noise, N * K);
     std::vector<float> bias = draw<float>(noise, N), out(M * N), alone(N);
+    std::vector<float> b = draw<float>(noise, M * R), v = draw<float>(noise, N * R);
     std::vector<T> packed((N + PANEL - 1) / PANEL * panel_size<T>(K));
+    std::vector<float> packed2((N + PANEL - 1) / PANEL * panel_size<float>(R));
     pack(w.data(), packed.data(), N, K, threads);
-    Weight whole = {packed.data(), bias.data(), out.data(), N, N}, single = {packed.data(), bias.data(), alone.data(), N, N};
+    pack(v.data(), packed2.data(), N, R, threads);
+    Term term = {b.data(), packed2.data(), R, R}, own = term;
+    Weight whole = {packed.data(), bias.data(), out.data(), N, N, &term, 1}, single = {packed.data(), bias.data(), alone.data(), N, N, &own, 1};
     gemm<T, float>(a.data(), K, M, K, &whole, 1, threads);
     for (long m = 0; m < M; ++m) {
+      own.rows = b.data() + m * R;
       gemm<T, float>(a.data() + m * K, K, 1, K, &single, 1, 1);
       if (memcmp(alone.data(), out.data() + m * N, N * sizeof(float))) return 1;
       for (long n = 0; n < N; ++n) {
         double sum = bias[n];
         for (long k = 0; k < K; ++k) sum += (double)get(a[m * K + k]) * get(w[n * K + k]);
+        for (long r = 0; r < R; ++r) sum += (double)b[m * R + r] * v[n * R + r];
         error.see(out[m * N + n], sum);
       }
     }

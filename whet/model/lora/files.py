@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,18 @@ def _is_same(adapter: Adapter, base: Path) -> bool:
     return noted is None or noted == describe_model(str(base))["sha256_of_all"]
 
 
-def read_adapter(source: str | Path) -> Adapter:
+@cache
+def base_digest(folder: Path) -> str | None:
+    """Return the hash of the files of a model that this process has loaded, which it reads once."""
+    return describe_model(str(folder))["sha256_of_all"]
+
+
+def read_adapter(source: str | Path, *, is_new: bool = False) -> Adapter:
     """Read an adapter: adapter_config.json and adapter_model.safetensors, nothing that can execute.
 
     Args:
         source: Folder or hub name.
+        is_new: Whether it may change nothing yet, which otherwise is warned of.
 
     Returns:
         The adapter, not yet checked against a model.
@@ -237,7 +245,7 @@ def read_adapter(source: str | Path) -> Adapter:
         for module, found in sides.items()
     }
     idle = sum(not (pair.a_RD.any() and pair.b_FR.any()) for pair in pairs.values())
-    if idle:
+    if idle and not is_new:
         warnings.warn(
             f"{folder}: {idle} of {len(pairs)} changes are all zero: was the adapter trained, and saved completely?",
             stacklevel=2,

@@ -17,12 +17,11 @@ from safetensors.torch import save_file
 
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
-from whet.model.lora.files import BASE, PREFIX, expert_places, read_adapter
+from whet.model.lora.files import BASE, PREFIX, base_digest, expert_places, read_adapter
 from whet.model.lora.side import Beside, LoRAConfig, Target, attach, choose, sides_of
 from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel
 from whet.model.vision.shapes import module_name
-from whet.telemetry.provenance import describe_model
 from whet.types import UserError
 
 KEPT_WHEN_CONTINUED = ("rank", "lr_ratio")
@@ -52,11 +51,7 @@ class Base:
     def write(self, folder: Path) -> None:
         """Write beside an adapter where its base is, and the hash of its files."""
         place = os.path.relpath(self.folder.resolve(), folder.resolve())
-        facts = {
-            "name": self.name,
-            "relative": place,
-            "sha256": describe_model(str(self.folder))["sha256_of_all"],
-        }
+        facts = {"name": self.name, "relative": place, "sha256": base_digest(self.folder)}
         if self.quantize != "none":  # the adapter makes up for the rounding, too
             facts["quantize"] = self.quantize
         (folder / BASE).write_text(json.dumps(facts, indent=1) + "\n")
@@ -122,18 +117,47 @@ class Trained:
         share = f"{trained / whole:.2%}"
         return [*found, f"lora: {trained:,} of {whole:,} numbers are trained ({share})"]
 
+    @property
+    def written_rank(self) -> int:
+        """Rank of the adapters as `write` writes them: a start that is subtracted doubles it."""
+        return max(
+            rank_of(*place) * (2 if place[1].start is not None else 1) for place in sides_of(self._model)
+        )
+
+    def check_plain(self) -> None:
+        """Refuse adapters that vLLM and SGLang cannot have: they know A, B and one scaling of the layers' matrices.
+
+        Raises:
+            UserError: With what to leave out.
+        """
+        places = list(sides_of(self._model))
+        others = {
+            "lora.dora": any(side.magnitude is not None for _, side in places),
+            "lora.modules_to_save": bool(self.saved),
+            "experts in lora.targets": any(target.is_expert for target, _ in places),
+            "different lora_alpha in the adapter that is trained on": len(set(self._alphas.values())) > 1,
+        }
+        if found := next((name for name, is_so in others.items() if is_so), None):
+            raise UserError(
+                f"{found}: vLLM and SGLang cannot have such an adapter; leave it out, or sample with whet serve, "
+                "rollout workers (cluster.rollout_workers) or sampler.kind = engine"
+            )
+
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is trained, by name."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter
 
-    def write(self, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    def write(
+        self, folder: Path, weights: Mapping[str, torch.Tensor] | None = None, *, is_plain: bool = False
+    ) -> None:
         """Write the adapter in peft's format, and where its base is.
 
         Args:
             folder: The folder.
             weights: What is written in place of the current parameters, by name: a copy that was taken earlier.
+            is_plain: Write rsLoRA's factor as that of plain LoRA, for readers that know no other (SGLang).
         """
         weights = dict(self.named_parameters()) if weights is None else weights
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,17 +187,23 @@ class Trained:
             tensors[f"{PREFIX}lm_head.weight"] = tensors[f"{PREFIX}{table}"].clone()
             modules.append("lm_head")
         save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(self._facts(places, modules), indent=1) + "\n")
+        (folder / CONFIG).write_text(
+            json.dumps(self._facts(places, modules, is_plain=is_plain), indent=1) + "\n"
+        )
         self._base.write(folder)
 
     def _theirs(self, name: str) -> str:
         return module_name(name, self._model.config.vision)
 
-    def _facts(self, places: list[tuple[Target, Beside]], modules: list[str]) -> dict[str, Any]:
+    def _facts(
+        self, places: list[tuple[Target, Beside]], modules: list[str], *, is_plain: bool
+    ) -> dict[str, Any]:
         """Return the content of adapter_config.json."""
         target, side = places[0]
         rank, is_doubled = rank_of(target, side), side.start is not None
         growth = (math.sqrt(2) if self._rslora else 2) if is_doubled else 1
+        if is_plain and self._rslora:
+            growth *= math.sqrt(rank * (2 if is_doubled else 1))
         alphas = {self._theirs(target.name): self._alphas[target.name] * growth for target, _ in places}
         common = Counter(alphas.values()).most_common(1)[0][0]
         experts = [self._theirs(target.name) for target, _ in places if target.is_expert]
@@ -185,7 +215,7 @@ class Trained:
             "lora_alpha": common,
             "rank_pattern": {},
             "alpha_pattern": {re.escape(name): alpha for name, alpha in alphas.items() if alpha != common},
-            "use_rslora": self._rslora,
+            "use_rslora": self._rslora and not is_plain,
             "use_dora": side.magnitude is not None,
             "target_modules": [self._theirs(target.name) for target, _ in places if not target.is_expert],
             "target_parameters": experts or None,

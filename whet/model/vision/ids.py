@@ -41,7 +41,7 @@ def image_ids(key: int, count: int) -> tuple[int, ...]:
 
 def is_image(token: int) -> bool:
     """Say whether an id is a token of an image."""
-    return token >= IMAGE
+    return IMAGE <= token < 2 * IMAGE
 
 
 def key_of(token: int) -> int:

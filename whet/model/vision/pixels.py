@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from whet.install import install_command
 from whet.model.config import VisionConfig
 from whet.model.vision.tower import Grid
 from whet.types import UserError
@@ -196,7 +197,7 @@ def resized(picture_HWC: np.ndarray, size: tuple[int, int], resample: int) -> np
     try:
         from PIL import Image
     except ImportError:
-        raise UserError("images need Pillow: pip install 'whet[vision]'") from None
+        raise UserError(f"images need Pillow: {install_command('vision')}") from None
     height, width = size
     picture = Image.fromarray(picture_HWC).resize((width, height), resample=Image.Resampling(resample))
     return np.asarray(picture)

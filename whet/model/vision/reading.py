@@ -411,6 +411,8 @@ def _downloaded(url: str, name: str, urls: Urls) -> bytes:
             return bytes(data)
     except (OSError, ValueError, http.client.HTTPException) as error:
         is_status = isinstance(error, urllib.error.HTTPError)
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it holds the connection
         reason = error.reason if isinstance(error, urllib.error.URLError) and not is_status else error
         if isinstance(reason, _LocalAddressError):
             raise UserError(f"image {name}: {reason}; to read from there: --task.image-urls any") from None
@@ -420,6 +422,7 @@ def _downloaded(url: str, name: str, urls: Urls) -> bytes:
 class _NoOtherScheme(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         if urlsplit(newurl).scheme not in ("http", "https"):
+            fp.close()
             raise urllib.error.URLError(f"redirected to {shown(newurl)}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 

@@ -64,9 +64,9 @@ function chartSection(figure, state, tip) {
     latest = newer;
     const moving = newer.panels.filter((panel) => !isConstant(panel));
     const still = newer.panels.filter(isConstant);
-    const said = still.map((panel) => panel.title + " " + panel.series.map((series) => {
+    const said = still.map((panel) => panel.title + ": " + panel.series.map((series) => {
       const value = withUnit(series.values.find((value) => value !== null), panel.unit);
-      return panel.series.length > 1 || isNamed(panel, series) ? series.label + " " + value : value;
+      return panel.series.length > 1 ? series.label + " " + value : value;
     }).join(", "));
     constant.textContent = visible(said.length ? "Never changed: " + said.join(" · ") : "");
     if (!node.open) return;
@@ -102,6 +102,7 @@ function isConstant(panel) {
 
 function withUnit(value, unit) {
   if (value === null || value === undefined) return "–";
+  if (Math.abs(value) < 1e-12) value = 0; // not -0
   if (unit === "share") return (100 * value).toLocaleString("en", { maximumFractionDigits: Math.abs(value) < 0.01 ? 3 : 1 }) + "%";
   if (unit === "s" || unit === "nats" || unit === "nats/token" || unit === "" || unit === "score") return shortNumber(Number(value.toPrecision(4)));
   return shortNumber(Math.abs(value) >= 100 ? Math.round(value) : Number(value.toPrecision(3)));
@@ -250,7 +251,7 @@ function chartPanel(grid, panel, state, tip) {
       scales: { x: { time: false }, y: { range } },
       axes: [
         { ...axis, grid: { show: false }, size: 24, space: 60, gap: 4, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6], values: (_, ticks) => ticks.map((tick) => axisText(tick, "")) },
-        { ...axis, grid: { stroke: () => colour("line"), width: 1 }, size: 46, space: 34, gap: 4, values: (_, ticks) => ticks.map((tick) => axisText(tick, panel.unit)) },
+        { ...axis, grid: { stroke: () => colour("line"), width: 1 }, size: (_, texts) => Math.max(46, 12 + 6.5 * Math.max(0, ...(texts || []).map((text) => text.length))), space: 34, gap: 4, values: (_, ticks) => ticks.map((tick) => axisText(tick, panel.unit)) },
       ],
       cursor: { sync: { key: state.sync }, points: { show: false }, y: false, drag: { x: true, y: false } },
       hooks: { drawAxes: [drawBands], setCursor: [onCursor] },

@@ -121,8 +121,45 @@
     find("search").scrollIntoView({ block: "start" });
   }
 
+  /** Right answers over the steps of a run's checkpoints, each line in its band. */
+  let overSteps = null;
+  function drawSteps() {
+    const box = find("steps");
+    const told = pageData("steps");
+    if (!box || !told) return;
+    if (overSteps) overSteps.destroy();
+    const axis = { stroke: colour("muted"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line") } };
+    const share = (_, value) => (value === null ? "–" : `${(100 * value).toFixed(1)} %`);
+    const series = [{ label: "step" }];
+    const columns = [told.steps];
+    const bands = [];
+    Object.entries(told.lines).forEach(([label, line], place) => {
+      const stroke = colour(`series-${place + 1}`);
+      bands.push({ series: [series.length + 2, series.length + 1], fill: `${stroke}2e` });
+      series.push({ label, stroke, width: 2, points: { show: true }, value: share });
+      for (const end of ["low", "high"]) series.push({ label: `${label}, ${end}`, stroke: "transparent", points: { show: false }, value: share });
+      columns.push(line.mean, line.low, line.high);
+    });
+    overSteps = new uPlot(
+      {
+        width: Math.max(260, box.clientWidth - 30),
+        height: 280,
+        scales: { x: { time: false }, y: { range: [0, 1.02] } },
+        axes: [
+          { ...axis, label: "step", labelSize: 20, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 1e5] },
+          { ...axis, values: (_, ticks) => ticks.map((tick) => `${Math.round(100 * tick)} %`), size: 56 },
+        ],
+        bands,
+        series,
+      },
+      columns,
+      box,
+    );
+  }
+
   let chart = null;
   function draw() {
+    drawSteps();
     const box = find("curves");
     const lines = Object.values(curves);
     if (!box || !lines.length) return;

@@ -92,7 +92,8 @@ def kind_of(problem: Problem) -> Kind:
     if problem.answer:
         return "solution"
     raise UserError(
-        f"{_place(problem)}: nothing to learn from {problem.prompt[:40]!r}: expected a reply or an answer"
+        f"{_place(problem)}: nothing to learn from {problem.prompt[:40]!r}: expected a reply or an answer "
+        "(pairs with 'chosen' and 'rejected' are for: whet dpo)"
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,8 +19,8 @@ from typing import Any
 
 from whet.eval.grade import judge_answers
 from whet.generate.backends.crew import RayCrew
-from whet.generate.backends.dealing import PORTIONS, Dealer, Part, portions
-from whet.generate.backends.workers import MAX_STARTS, POLL_S, Crew, LostError
+from whet.generate.backends.dealing import PORTIONS, Part, portions
+from whet.generate.backends.staff import Crew, Slot, Staff
 from whet.ranks.collectives import shard
 from whet.rewards.base import REWARDS, Item, WeightedReward, own_name, own_pool, own_reward
 from whet.rewards.presets import ProgramTask
@@ -29,7 +28,7 @@ from whet.sandbox.graders.graders import GraderPool, Outcome
 from whet.schema import ResponseSchema
 from whet.tasks.base import TaskConfig, load_task
 from whet.train.rl_config import RLConfig
-from whet.types import Problem, Task, UserError
+from whet.types import Problem, Task
 
 KEPT = 1 << 16
 """Verdicts that are remembered: the reward and the metrics ask for the same ones."""
@@ -74,12 +73,26 @@ class GradingWorker:
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
-    """One worker, as the driver sees it."""
+class _Call:
+    """A call of `Graders.map`: what is graded, by which method, and what is known so far.
 
-    hand: Any
-    ref: Any
-    is_ready: bool = False
+    Attributes:
+        method: A method of `GradingWorker`.
+        items: What it grades.
+        first: What it takes before them.
+        results: By place.
+        error: What a grader raised.
+    """
+
+    method: str
+    items: Sequence[Any]
+    first: tuple[Any, ...]
+    results: list[Any]
+    error: Exception | None = None
+
+
+_Work = tuple[_Call, list[int]]
+"""A call, and the places that one worker grades."""
 
 
 class Graders:
@@ -90,23 +103,32 @@ class Graders:
         count: How many.
         arguments: What each of them loads.
         slow_factor: See `whet.ranks.ray.ClusterConfig`.
-
-    Attributes:
-        num_started: Workers that were started, also in place of lost ones.
     """
 
     def __init__(self, crew: Crew, *, count: int, arguments: Sequence[Any], slow_factor: float = 4.0) -> None:
-        self._crew, self._count, self._arguments = crew, count, tuple(arguments)
-        self._dealer: Dealer[_Slot, list[int]] = Dealer(slow_factor=slow_factor)
-        self._slots: list[_Slot] = []
+        self._crew, self._count = crew, count
+        self._staff: Staff[_Work, None] = Staff(
+            crew,
+            "cluster.reward_workers",
+            count=count,
+            arguments=arguments,
+            slow_factor=slow_factor,
+            give=self._give,
+            take=self._take,
+            fail=self._fail,
+        )
         self._lock = threading.Lock()
-        self.num_started = self._num_failed = 0
-        self._fill()
+        self._staff.fill()
+
+    @property
+    def num_started(self) -> int:
+        """Workers that were started, also in place of lost ones."""
+        return self._staff.num_started
 
     @property
     def num_lost(self) -> int:
         """Parts that were graded again since their worker was lost."""
-        return self._dealer.num_lost
+        return self._staff.dealer.num_lost
 
     def map(self, method: str, items: Sequence[Any], *first: Any) -> list[Any]:
         """Grade items; return the results in their order.
@@ -119,77 +141,40 @@ class Graders:
         Raises:
             UserError: If workers are lost again and again, or what a grader raised.
         """
-        results: list[Any] = [None] * len(items)
+        call = _Call(method, items, first, [None] * len(items))
         with self._lock:
             parts = [
-                Part(places, float(len(places)))
+                Part((call, places), float(len(places)))
                 for places in portions([1.0] * len(items), self._count * PORTIONS)
             ]
-            self._dealer.add(parts)
+            self._staff.dealer.add(parts)
             try:
                 while not all(part.is_over for part in parts):
-                    self._turn(method, items, first, results)
+                    self._staff.turn()
+                    if call.error is not None:
+                        raise call.error
             finally:
                 for part in parts:
                     part.is_over = True
-        return results
+        return call.results
 
     def close(self) -> None:
         """End all workers."""
         with self._lock:
             self._crew.close()
 
-    def _fill(self) -> None:
-        while len(self._slots) < self._count:
-            hand = self._crew.hire()
-            self._slots.append(_Slot(hand, self._crew.call(hand, "load", *self._arguments)))
-            self.num_started += 1
+    def _give(self, slot: Slot[None], work: _Work) -> tuple[Any, None]:
+        call, places = work
+        chosen = [call.items[place] for place in places]
+        return self._crew.call(slot.hand, call.method, *call.first, chosen), None
 
-    def _turn(self, method: str, items: Sequence[Any], first: Sequence[Any], results: list[Any]) -> None:
-        """Give work to idle workers, and take in what arrives within a moment."""
-        self._fill()
-        for slot in self._slots:
-            if not slot.is_ready or slot.ref is not None:
-                continue
-            if (part := self._dealer.deal(slot, time.monotonic())) is not None:
-                chosen = [items[place] for place in part.work]
-                slot.ref = self._crew.call(slot.hand, method, *first, chosen)
-        owed = [slot for slot in self._slots if slot.ref is not None]
-        done = self._crew.wait([slot.ref for slot in owed], POLL_S)
-        for slot in owed:
-            if slot.ref in done:
-                self._take(slot, results)
-        for slot in list(self._dealer.stuck(time.monotonic())):
-            self._drop(slot)
+    def _take(self, slot: Slot[None], work: _Work, answer: Sequence[Any]) -> None:
+        call, places = work
+        for place, value in zip(places, answer, strict=True):
+            call.results[place] = value
 
-    def _take(self, slot: _Slot, results: list[Any]) -> None:
-        """Take in what a worker answered: it is ready, it has graded, or it is lost."""
-        ref, slot.ref = slot.ref, None
-        try:
-            answer = self._crew.result(ref)
-        except LostError as error:
-            self._num_failed = 0 if slot.is_ready else self._num_failed + 1
-            if self._num_failed >= MAX_STARTS:
-                raise UserError(
-                    f"cluster.reward_workers: {self._num_failed} in a row were lost before they were ready ({error}); "
-                    "see their logs"
-                ) from None
-            self._drop(slot)
-            return
-        except Exception:
-            if slot.is_ready:
-                self._dealer.answer(slot, time.monotonic())
-            raise
-        if not slot.is_ready:
-            slot.is_ready, self._num_failed = True, 0
-        elif (part := self._dealer.answer(slot, time.monotonic())) is not None:
-            for place, value in zip(part.work, answer, strict=True):
-                results[place] = value
-
-    def _drop(self, slot: _Slot) -> None:
-        self._slots.remove(slot)
-        self._crew.fire(slot.hand)
-        self._dealer.lose(slot)
+    def _fail(self, work: _Work, error: Exception) -> None:
+        work[0].error = error
 
 
 class GradedTask:
