@@ -70,6 +70,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
         "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     },
     "phi3": {"original_max_position_embeddings": 64, "head_dim": 16, "partial_rotary_factor": 0.75}
     | {
@@ -82,6 +84,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.5,
         "logits_scaling": 2.0,
+        "attention_bias": False,
+        "mlp_bias": False,
     },
     "gemma": {"hidden_act": "gelu_pytorch_tanh"},
     "gemma2": {"hidden_activation": "gelu_pytorch_tanh"} | GEMMA,
@@ -128,9 +132,9 @@ def byte_pairs(pre: str) -> Tokenizer:
     return Tokenizer(backend, roles={"eos_token": special[0]}, chat_template=BASE_TEMPLATE)
 
 
-def make(kind: str, tokenizer: Tokenizer, *, steps: int = 0, std: float = 0.05) -> Policy:
-    """Make a tiny model of a family, and train it on the sums."""
-    data: dict[str, Any] = {"model_type": kind, "vocab_size": tokenizer.vocab_size + 3}
+def make(kind: str, tokenizer: Tokenizer, *, steps: int = 0, std: float = 0.05, spare: int = 3) -> Policy:
+    """Make a tiny model of a family, with spare rows that are no token's, and train it on the sums."""
+    data: dict[str, Any] = {"model_type": kind, "vocab_size": tokenizer.vocab_size + spare}
     if kind in SCALED:
         data |= SIZES | SCALED[kind] | {"rms_norm_eps": 1e-5}
     elif kind == "gpt2":
@@ -277,6 +281,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER of a further model")
     parser.add_argument("--families", nargs="*", help="a random model of each architecture, or of these")
+    parser.add_argument(
+        "--to", default="gguf", choices=("gguf", "mlx"), help="with --families: kind of export"
+    )
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--why", action="store_true", help="where the differences of q8_0 and bf16 come from")
@@ -306,14 +313,15 @@ def main() -> None:
             pre = "llama-bpe" if kind == "llama" else "qwen2"
             steps, std = (0, 0.2) if is_wide else (options.steps, 0.05)
             folders[kind] = Path(scratch) / kind
-            make(kind, byte_pairs(pre), steps=steps, std=std).save(folders[kind])
+            spare = 0 if options.to == "mlx" else 3  # mlx-lm draws them: nothing tells it not to
+            make(kind, byte_pairs(pre), steps=steps, std=std, spare=spare).save(folders[kind])
         for name, folder in folders.items():
             types = ("f32",) if is_wide else ("f32", "f16", "bf16", "q8_0")
             for dtype in types:
                 try:
-                    found = row(name, folder, "gguf", dtype, options.prompts)
+                    found = row(name, folder, options.to if is_wide else "gguf", dtype, options.prompts)
                 except UserError as error:
-                    print(f"| {name} | gguf {dtype} | {error} |", flush=True)
+                    print(f"| {name} | {options.to} {dtype} | {error} |", flush=True)
                     found = {"verdict": "failed"}
                 failed += [name] * (found["verdict"] != "passed")
             for dtype in () if is_wide else ("f32", "bf16"):

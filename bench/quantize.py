@@ -1,6 +1,6 @@
 """Selected layers beside all-NF4 and other choices of equal bytes: KL from the full model on held-out text.
 
-    python bench/quantize.py --demo runs/demo-sft --stories ../shared/data/models/stories260k --seeds 0 1 2
+    python bench/quantize.py --demo runs/demo-sft --stories ../shared/data/models/stories260k --seeds 0 1 2 --json FILE
 
 Each seed draws other text, which the model writes itself (the demo's to its task's problems, stories260k's from an
 empty prompt): one half to measure and choose on, one to compare on. Prints docs/results/quantize.md.
@@ -9,9 +9,11 @@ empty prompt): one half to measure and choose on, one to compare on. Prints docs
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from whet.algo.packing import TrainingSequence, pack
@@ -66,7 +68,10 @@ def main() -> None:
     parser.add_argument("--stories", type=Path, help="folder of stories260k")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--count", type=int, default=48, help="texts of each half")
+    parser.add_argument("--json", type=Path, help="file that the rows go to; other models' rows in it stay")
     options = parser.parse_args()
+    stored = options.json is not None and options.json.is_file()
+    results = json.loads(options.json.read_text()) if stored else {}
     for name, folder in (("demo", options.demo), ("stories260k", options.stories)):
         if folder is None:
             continue
@@ -88,6 +93,13 @@ def main() -> None:
             top1 = statistics.mean(point.divergence.top1 for point in points)
             each = ", ".join(f"{kl:.4f}" for kl in kls)
             print(f"| {choice} | {size:,} | {each} | {statistics.mean(kls):.4f} | {top1:.1%} |", flush=True)
+        results[name] = {
+            "seeds": options.seeds,
+            "texts": options.count,
+            "rows": {choice: [asdict(point) for point in points] for choice, points in rows.items()},
+        }
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

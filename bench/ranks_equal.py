@@ -128,7 +128,12 @@ def _common(base: Path, out: Path, layout: ParallelConfig) -> dict[str, Any]:
 
 
 def _sft(base: Path, out: Path, layout: ParallelConfig, **changes: Any) -> None:
-    settings: dict[str, Any] = {"optim": _optim(), "batch_size": 6, "validation_problems": 4}
+    settings: dict[str, Any] = {
+        "optim": _optim(),
+        "batch_size": 6,
+        "num_problems": 60,
+        "validation_problems": 4,
+    }
     sft.train(SFTConfig(**_common(base, out, layout) | settings | changes))
 
 

@@ -21,8 +21,12 @@ _context.set_forkserver_preload(
         "torch.distributed.checkpoint.state_dict_loader",
         "torch.distributed.checkpoint.state_dict_saver",
         "torch.distributed.fsdp",
+        "torch._dynamo",  # what FSDP imports when it shards
+        "pytest",
         "whet.ranks.launch",
         "whet.storage.checkpoint",
+        "whet.train.rl",
+        "whet.train.sft",
     ]
 )
 

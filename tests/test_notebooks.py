@@ -97,7 +97,7 @@ def test_both_notebooks_run_one_after_the_other(tmp_path: Path) -> None:
         assert f"level {level}: {value['mean']:.1%}" in second
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_python_notebook_teaches_a_model_and_measures_it(tmp_path: Path) -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,7 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model
 from whet.schema import SCHEMAS
+from whet.tasks.base import TaskConfig, load_task
 from whet.types import UserError
 
 STORIES = Path(__file__).parents[2].parent / "shared/data/models/stories260k"
@@ -36,6 +38,10 @@ needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason
 needs_llama = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None or importlib.util.find_spec("gguf") is None,
     reason="needs gguf and llama-cpp-python (bench/export_parity.py makes the whole table)",
+)
+needs_mlx = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm")),
+    reason="needs mlx-lm (on Linux with mlx[cpu])",
 )
 SHAPE = ModelConfig(
     vocab_size=258,
@@ -154,6 +160,44 @@ def test_the_adapter_that_leaves_is_peft_s_and_a_merged_one_is_the_sum(folder: P
     with pytest.raises(UserError, match="no adapter to merge"):
         export(config(tmp_path / "merged", tmp_path / "twice", "merged"))
     assert not (tmp_path / "twice").exists()
+
+
+@needs_mlx
+def test_mlx_answers_as_the_model(folder: Path, tmp_path: Path) -> None:
+    report = export(config(folder, tmp_path / "out", "mlx", dtype="f32"))
+    assert report["verdict"] == "passed", report["failures"]
+    assert report["checked_by"].startswith("mlx-lm")
+    assert report["kl"] < 1e-9
+    assert report["greedy_equal"] == report["runtime"]["prompts_equal"] == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+def test_a_base_without_generation_config_stops_where_config_json_says(folder: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(folder, base)
+    (base / "generation_config.json").unlink()
+    facts = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(facts | {"eos_token_id": make().tokenizer.eos_id}))
+    report = export(config(adapter(tmp_path / "lora", base), tmp_path / "peft", "adapter"))
+    assert report["checked_by"].startswith("peft")
+    assert report["verdict"] == "passed", report["failures"]
+
+
+def test_the_report_of_own_data_is_filled_up_from_its_train_split(folder: Path, tmp_path: Path) -> None:
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(30)]
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = load_task(TaskConfig(name=str(path)))
+    test = [problem.prompt for problem in task.problems("test")]
+    assert 0 < len(test) < 16
+    own = replace(config(folder, tmp_path / "out", "hf", task=str(path)), num_prompts=16)
+    policy = make(schema="none")
+    asked = [chat[-1]["content"] for chat in program.prompts(own, policy)]
+    assert len(set(asked)) == 16
+    assert set(test) <= set(asked)
+    assert (
+        len(program.prompts(own, policy, split="train", count=64)) < 30
+    )  # the test split is not measured on
 
 
 def test_an_adapter_on_a_quantised_base_leaves_as_what_was_trained(folder: Path, tmp_path: Path) -> None:

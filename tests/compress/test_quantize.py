@@ -12,7 +12,15 @@ import torch
 
 from whet.algo.packing import TrainingSequence, pack
 from whet.compress.quantize import methods, quantize
-from whet.compress.quantize.measure import Meter, find_super_weights, gather_inputs, matrix_errors, observed
+from whet.compress.quantize.measure import (
+    Meter,
+    find_super_weights,
+    gather_inputs,
+    gather_pairs,
+    matrix_errors,
+    observed,
+    shared_inputs,
+)
 from whet.compress.quantize.select import Option, knapsack, parse_budget, promoted, total
 from whet.compress.quantize.study import Study
 from whet.generate.policy import PolicyConfig, load_policy
@@ -197,7 +205,64 @@ def test_gptq_rounds_what_no_token_reached_to_the_nearest_codes(kind: methods.Ki
     assert ((packed - weight).abs() <= (nearest - weight).abs() + 1e-6).all()
 
 
+def test_the_target_is_the_least_squares_answer_to_changed_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "PULL", 1.0)
+    monkeypatch.setattr(methods, "DAMPING", 1e-6)
+    generator = torch.Generator().manual_seed(0)
+    x, noise = (torch.randn(400, 24, generator=generator) for _ in range(2))
+    y = x @ (torch.eye(24) + 0.1 * torch.randn(24, 24, generator=generator)) + 0.3 * noise
+    weight = torch.randn(16, 24, generator=generator)
+    found = methods.target(weight, y.t() @ y / 400, x.t() @ y / 400)
+    wanted = torch.linalg.lstsq(y.double(), (x @ weight.t()).double()).solution.t()
+    assert (found - wanted).abs().max() < 1e-4
+    kept = methods.target(weight, y.t() @ y / 400, x.t() @ y / 400, spots=torch.tensor([5]))
+    assert kept[0, 5] == weight[0, 5]
+    # Where nothing before has changed there is nothing to make up for.
+    assert torch.equal(methods.target(weight, x.t() @ x / 400, x.t() @ x / 400), weight)
+
+
 # --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_are_of_the_full_and_of_the_changed_model() -> None:
+    model, micros = make_model(), make_micros(0)
+    groups = shared_inputs(model, micros[0])
+    stem = "model.layers.1."
+    assert [f"{stem}mlp.gate_proj.weight", f"{stem}mlp.up_proj.weight"] in groups
+    assert [len(names) for names in groups] == [3, 1, 2, 1] * 2
+    study = Study(model, micros, micros, methods=("rtn", "gptq"))
+    own = {"model.layers.0.mlp.down_proj.weight": study.options["model.layers.0.mlp.down_proj.weight"][2]}
+    name = f"{stem}self_attn.q_proj.weight"
+
+    def inputs() -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        with observed(model, lambda n, expert, x: seen.append(x.clone()) if n == name else None):
+            for micro in micros:
+                hidden_rows(model, micro)
+        return torch.cat(seen)
+
+    x = inputs()
+    with study.applied(own):
+        y = inputs()
+    assert not torch.equal(x, y)
+    pair = gather_pairs(model, micros, [name], lambda: study.applied(own))[name]
+    assert torch.allclose(pair.moments, y.t() @ y / len(y), atol=1e-5)
+    assert torch.allclose(pair.cross, x.t() @ y / len(y), atol=1e-5)
+
+
+def test_codes_found_in_the_quantised_model_leave_less_of_an_error() -> None:
+    """All layers in NF4: what the first ones do is made up for by the next ones."""
+    model, micros = make_model(), make_micros(0, 40)
+    study = Study(model, micros, make_micros(1, 40), methods=("rtn", "gptq"))
+    first, refined = study._cheapest(study.floor), study.selected(study.floor)
+    assert {row.method for row in first.values()} == {"gptq"}
+    assert total(refined) == total(first)
+    kls = [study.measure("", choice).divergence.kl for choice in (first, refined)]
+    assert kls[1] < 0.95 * kls[0]
+    assert study.selected(study.floor) is refined
+    with study.applied(refined):
+        assert {place.packs[0].kind for place in places(model).values()} == {"nf4"}
+    assert not packed_parts(model)
 
 
 def test_errors_are_those_of_the_definition() -> None:

@@ -383,7 +383,9 @@ def test_what_fits_is_the_largest_that_does() -> None:
     assert "does not fit" in _advice(plain, 5)
 
 
-def test_adapters_are_counted_by_formula(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_are_counted_by_formula(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "Qwen/Qwen2.5-0.5B"
     work = large(num_sequences=2, rows=0, length=1024, num_trained=1023, token_budget=1024)
     sizes = {rank: adapted_bytes(work, rank, is_quantised=False) for rank in (16, 32)}
@@ -403,6 +405,11 @@ def test_adapters_are_counted_by_formula(capsys: pytest.CaptureFixture[str]) -> 
         PlanConfig(recipe=name, of="cards", memory_gib=8)
     with pytest.raises(UserError, match="length = 99999: expected 2 to the context's 32768"):
         main(PlanConfig(recipe=name, of="cards", length=99999))
+    # A model whose context is shorter than the usual sequence is planned at its context.
+    shape = replace(find_shape(name), max_positions=64)
+    monkeypatch.setattr("whet.inspect.memory.plan.find_shape", lambda _: shape)
+    main(PlanConfig(recipe=name, of="cards"))
+    assert "64 tokens" in capsys.readouterr().out
 
 
 def test_meter_counts_a_storage_once_and_forgets_it() -> None:

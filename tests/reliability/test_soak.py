@@ -22,7 +22,7 @@ for step in range(1, {steps} + 1):
     leak(step)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({{"step": step, "rl/updates": 1.0}}) + "\\n")
-    time.sleep(0.002)
+    time.sleep(0.005)  # so slow that a busy machine reads it often enough
 """
 
 

@@ -125,6 +125,30 @@ def test_columns_are_parted_as_the_first_line_has_it(name: str, mark: str, tmp_p
     assert first_row(path) == rows[0][1]
 
 
+@pytest.mark.parametrize("order", ["utf-16-le", "utf-16-be"])
+def test_spreadsheets_unicode_text_is_read_and_half_of_it_refused(order: str, tmp_path: Path) -> None:
+    text = '\ufeffFrage\tLösung\r\n2 mal 3?\t6\r\n"in zwei\nZeilen"\t7 \u20ac\r\n'
+    (tmp_path / "a.tsv").write_bytes(text.encode(order))
+    rows, bad = read_file(tmp_path / "a.tsv", required=("Frage", "Lösung"))
+    assert [row for _, row in rows] == [
+        {"Frage": "2 mal 3?", "Lösung": "6"},
+        {"Frage": "in zwei\nZeilen", "Lösung": "7 \u20ac"},
+    ]
+    assert not bad
+    (tmp_path / "a.jsonl").write_bytes('\ufeff{"a": "ü"}\n{"a": "2"}\n'.encode(order))
+    assert [row for _, row in read_jsonl(tmp_path / "a.jsonl", required=("a",))[0]] == [
+        {"a": "ü"},
+        {"a": "2"},
+    ]
+    for name in ("a.tsv", "a.jsonl"):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[:-1])
+        with pytest.raises(
+            UserError, match=f"{name}: not UTF-16, as its mark says .*; save the file as UTF-8"
+        ):
+            read_file(tmp_path / name, required=())
+
+
 def test_csv(tmp_path: Path) -> None:
     path = write(tmp_path, b'\xef\xbb\xbfq,a\r\n"1,\n1",2\nx\n3,4\n', "data.csv")
     rows, bad = read_file(path, required=["q"], max_bad_rows=1)

@@ -86,6 +86,7 @@ def tiny(out: Path, **changes: Any) -> SFTConfig:
         "num_steps": 4,
         "save_every": 2,
         "batch_size": 6,
+        "num_problems": 60,
         "validation_problems": 0,
         "safety": SafetyConfig(background=False, deterministic="warn"),
     }

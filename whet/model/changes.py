@@ -101,7 +101,8 @@ class Changes:
 
 def describe(facts: dict[str, Any]) -> str:
     """Say in a line what `Changes.facts` says of the whole model."""
-    left = f"; {len(facts['skipped'])} tensors not compared" if facts["skipped"] else ""
+    count, why = len(facts["skipped"]), "in few bits, of another shape, or on one side only"
+    left = f"; {count} tensor{'s' * (count != 1)} not compared ({why})" if count else ""
     return (
         f"{facts['changed']:.1%} of {facts['numbers']:,} weights changed, "
         f"{facts['beyond_bfloat16']:.1%} beyond bfloat16's rounding{left}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import hashlib
+import io
 import json
 import math
 import re
@@ -286,17 +288,28 @@ def is_hub_name(path: str) -> bool:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield line numbers and lines, of bounded length, without a byte order mark."""
+    """Yield line numbers and lines in UTF-8, of bounded length, without a byte order mark."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             number = 0
-            while line := file.readline(MAX_LINE_BYTES + 1):
+            # Spreadsheets save "Unicode text" so, and say it with a mark.
+            is_wide = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            text = io.TextIOWrapper(file, "utf-16", newline="\n") if is_wide else None
+            while (
+                line := text.readline(MAX_LINE_BYTES + 1).encode()
+                if text
+                else file.readline(MAX_LINE_BYTES + 1)
+            ):
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
                     raise UserError(
                         f"{path.name} line {number}: longer than {MAX_LINE_BYTES:,} bytes; split it"
                     )
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+    except UnicodeError as error:
+        raise UserError(
+            f"{path.name}: not UTF-16, as its mark says ({error}); save the file as UTF-8"
+        ) from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path.name}: not a complete gzip file ({error}); create it again") from error
     except OSError as error:

@@ -19,7 +19,7 @@ MODULES = {
     "llama.cpp": ("llama_cpp",),
     "transformers": ("transformers",),
     "peft": ("peft", "transformers"),
-    "mlx": ("mlx_lm",),
+    "mlx": ("mlx_lm", "mlx"),
 }
 """What each runtime imports."""
 EXTRAS = {"llama.cpp": "llama", "transformers": "convert", "peft": "peft", "mlx": "mlx"}
@@ -138,7 +138,10 @@ class Transformers:
             self.version = f"peft {peft.__version__}, {self.version}"
             self._model = peft.PeftModel.from_pretrained(self._model, path)
         self._model.eval()
-        ends = transformers.GenerationConfig.from_pretrained(base or path).eos_token_id
+        if (Path(base or path) / "generation_config.json").is_file():
+            ends = transformers.GenerationConfig.from_pretrained(base or path).eos_token_id
+        else:  # transformers takes config.json's then
+            ends = self._model.generation_config.eos_token_id
         self.stop_ids = [ends] if isinstance(ends, int) else list(ends or [])
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:

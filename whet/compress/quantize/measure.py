@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -41,6 +41,10 @@ class Divergence:
     worst_kl: float
     top1: float
     perplexity: float
+
+
+class _SeenEnoughError(Exception):
+    """What was waited for has been seen: the rest of the pass would say nothing more."""
 
 
 class Meter:
@@ -190,6 +194,81 @@ def gather_inputs(
         name: [Inputs(one.moments / max(1, one.tokens), one.magnitudes / max(1, one.tokens)) for one in rows]
         for name, rows in seen.items()
     }
+
+
+def shared_inputs(model: LanguageModel, micro: MicroBatch) -> list[list[str]]:
+    """Return the names of the matrices in the order in which a pass runs through them; those that multiply the same
+    input are together."""
+    found: list[list[str]] = []
+    last: torch.Tensor | None = None
+
+    def see(name: str, expert: int, x_ND: torch.Tensor) -> None:
+        nonlocal last
+        if any(name in names for names in found):
+            return  # another expert
+        if last is None or x_ND.data_ptr() != last.data_ptr() or x_ND.shape != last.shape:
+            found.append([])
+        found[-1].append(name)
+        last = x_ND  # kept, so that no other tensor gets its place in memory
+
+    with torch.no_grad(), observed(model, see):
+        hidden_rows(model, micro)
+    return found
+
+
+@dataclass(slots=True)
+class Pair:
+    """Sums over tokens of what one matrix multiplies, X in the full model and Y in a changed one.
+
+    Attributes:
+        moments: Y^T Y / tokens, float32 [D, D].
+        cross: X^T Y / tokens, float32 [D, D].
+    """
+
+    moments: torch.Tensor
+    cross: torch.Tensor
+
+
+@torch.no_grad()
+def gather_pairs(
+    model: LanguageModel,
+    micros: Sequence[MicroBatch],
+    names: Sequence[str],
+    changed: Callable[[], AbstractContextManager[None]],
+) -> dict[str, Pair]:
+    """Run a model, and the model with some matrices changed, over packed sequences.
+
+    Args:
+        model: The full model.
+        micros: Packed sequences.
+        names: Matrices, none of experts, that multiply one input.
+        changed: Returns a context within which the model is changed.
+    """
+    seen: list[torch.Tensor] = []
+
+    def see(name: str, expert: int, x_ND: torch.Tensor) -> None:
+        if name == names[0]:
+            seen.append(x_ND.float().clone())
+            raise _SeenEnoughError
+
+    moments: torch.Tensor | None = None
+    cross: torch.Tensor | None = None
+    tokens = 0
+    with observed(model, see):
+        for micro in micros:
+            seen.clear()
+            with suppress(_SeenEnoughError):
+                hidden_rows(model, micro)
+            with changed(), suppress(_SeenEnoughError):
+                hidden_rows(model, micro)
+            x, y = seen
+            moments = y.t() @ y if moments is None else moments.addmm_(y.t(), y)
+            cross = x.t() @ y if cross is None else cross.addmm_(x.t(), y)
+            tokens += len(y)
+    assert moments is not None
+    assert cross is not None
+    pair = Pair(moments / max(1, tokens), cross / max(1, tokens))
+    return dict.fromkeys(names, pair)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ SHRINKING = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
 """Factors of the blocks' largest magnitudes that GPTQ chooses from: less range, finer steps."""
 PASSES = 8
 """Most times that GPTQ's codes are gone over again; fewer where nothing changes any more."""
+PULL = 0.5
+"""Share of what the layers before have changed that a matrix makes up for; whole, it is fitted to the calibration text
+more than to other text (stories260k: the same KL on held-out text, 4 to 8 % less on the calibration text)."""
 GRID = 20
 """Exponents of AWQ's scales that are tried, from 0 (no scaling) on, in steps of 1/20."""
 
@@ -62,6 +65,35 @@ def pack(
     if method == "awq":
         return PackedMatrix.of(weight_FD, kind, columns=_scales(weight_FD, kind, inputs), **own)
     return gptq(weight_FD, kind, inputs.moments, spots=spots)
+
+
+def target(
+    weight_FD: torch.Tensor,
+    moments: torch.Tensor,
+    cross: torch.Tensor,
+    *,
+    spots: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the matrix whose products with changed inputs are nearest to the full model's, half of the way there.
+
+    Args:
+        weight_FD: The matrix.
+        moments: Second moments Y^T Y / tokens of its inputs Y in the model that is quantised before it.
+        cross: X^T Y / tokens, with its inputs X in the full model.
+        spots: Places in the flattened matrix that stay exact.
+
+    Source: QEP 2504.09629: W + alpha W (X - Y)^T Y (Y^T Y)^-1, alpha = `PULL`; damped as GPTQ's.
+    """
+    weight = weight_FD.detach().float()
+    damped = moments.double().clone()
+    diagonal = damped.diagonal()
+    diagonal[diagonal == 0] = 1.0
+    diagonal += DAMPING * diagonal.mean()
+    change = torch.linalg.solve(damped, (cross - moments).double(), left=False).float()
+    found = weight + PULL * (weight @ change)
+    if spots is not None:
+        found.view(-1)[spots] = weight.reshape(-1)[spots]
+    return found
 
 
 def activation_error(delta_FD: torch.Tensor, weight_FD: torch.Tensor, moments: torch.Tensor) -> float:

@@ -192,7 +192,7 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
                 "name": name,
                 "numbers": study.numbers[name],
                 "kind": choice[name].kind,
-                "method": choice[name].method,
+                "method": choice[name].method.partition(",")[0],
                 "bytes": choice[name].num_bytes,
                 "errors": {kind: asdict(found[name]) for kind, found in study.errors.items()},
                 "options": [asdict(option) for option in options],

@@ -15,9 +15,11 @@ from whet.compress.quantize.measure import (
     SuperWeight,
     find_super_weights,
     gather_inputs,
+    gather_pairs,
     matrix_errors,
+    shared_inputs,
 )
-from whet.compress.quantize.methods import Method, pack
+from whet.compress.quantize.methods import Method, gptq, pack, target
 from whet.compress.quantize.select import Choice, Option, knapsack, promoted, shuffled, total
 from whet.model.quant import FULL, KINDS, PackedMatrix, places
 from whet.model.transformer import LanguageModel
@@ -109,7 +111,8 @@ class Study:
                 rows.append(Option(kind, method, option.num_bytes, cost))
             self.options[n] = rows
             advance(1)
-        self._meter = Meter(model, held_out)
+        self._own_meter, self._meter = meter, Meter(model, held_out)
+        self._calibration, self._refined = calibration, dict[tuple[Option, ...], Choice]()
 
     @property
     def floor(self) -> int:
@@ -131,6 +134,61 @@ class Study:
         return promoted(self.options, 0, ())
 
     def selected(self, budget: int) -> Choice:
+        """Return the knapsack's choice, its codes found once more in the model that is so quantised.
+
+        Raises:
+            UserError: If the budget is below all NF4.
+        """
+        choice = self._cheapest(budget)
+        key = tuple(choice.values())
+        if key not in self._refined:
+            self._refined[key] = self._refine(choice, len(self._refined))
+        return self._refined[key]
+
+    @torch.no_grad()
+    def _refine(self, choice: Choice, number: int) -> Choice:
+        """Find GPTQ's codes again, in the order of the layers, from the inputs that the layers before them leave.
+
+        Each matrix was rounded as if it were the only one. In the model that is quantised whole its inputs are others,
+        and it makes up for a part of that, too (`methods.target`). The matrices of experts are left as they are (other
+        tokens may be routed to them, so that inputs have no counterpart), and so are transposed ones, which GPTQ does
+        not round.
+
+        Args:
+            choice: What each matrix gets.
+            number: Of this choice, which its codes are kept by.
+
+        Returns:
+            The choice with the new codes, or as it was if they are worse on the calibration text.
+        """
+        found, method = dict(choice), f"gptq, choice {number}"
+        wanted = {
+            n
+            for n, own in choice.items()
+            if own.method == "gptq" and not (self._places[n].is_experts or self._places[n].transposed)
+        }
+        before: dict[str, Option] = {}  # in the order in which the model runs through them
+        for names in shared_inputs(self.model, self._calibration[0]):
+            group = [n for n in names if n in wanted]
+            if group and before:
+                pairs = gather_pairs(
+                    self.model, self._calibration, group, lambda own=dict(before): self.applied(own)
+                )
+                for n in group:
+                    dense, spots = self._dense[n], self.spots.get(n)
+                    assert dense is not None
+                    aim = target(dense, pairs[n].moments, pairs[n].cross, spots=spots)
+                    packed = gptq(aim, "nf4", pairs[n].moments, spots=spots)
+                    self._packs[n, "nf4", method] = [packed]
+                    found[n] = Option("nf4", method, packed.nbytes, choice[n].cost)
+            before |= {n: found[n] for n in names}
+        kls = []
+        for own in (choice, found):
+            with self.applied(own):
+                kls.append(self._own_meter.compare().kl)
+        return found if kls[1] < kls[0] else choice
+
+    def _cheapest(self, budget: int) -> Choice:
         """Return the knapsack's choice.
 
         In a mixture of experts all but the experts get 8 bits or more, as far as the budget allows: every token goes
@@ -190,11 +248,14 @@ class Study:
         return rows + [self.measure(n, choice) for n, choice in self.baselines(budget, seeds).items()]
 
     def front(self, seed: int) -> list[Point]:
-        """Measure the knapsack's choices and the baselines at budgets from all NF4 to all 16 bits."""
+        """Measure the knapsack's choices and the baselines at budgets from all NF4 to all 16 bits.
+
+        Codes are not found once more for each budget: that would take as long as all else.
+        """
         found = []
         for share in STEPS:
             budget = int(self.floor + share * (self.ceiling - self.floor))
-            found.append(self.measure("selected", self.selected(budget)))
+            found.append(self.measure("selected", self._cheapest(budget)))
             for name, choice in self.baselines(budget, (seed,)).items():
                 found.append(self.measure(name.partition(",")[0], choice))
         return found

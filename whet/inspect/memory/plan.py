@@ -211,7 +211,8 @@ def main(config: PlanConfig) -> None:
         print(_budget_text(find_shape(config.recipe), config.num_devices))
         return
     if config.of == "cards":
-        print(_cards_text(find_shape(config.recipe), config.length or CARD_TOKENS))
+        shape = find_shape(config.recipe)
+        print(_cards_text(shape, config.length or min(CARD_TOKENS, shape.max_positions)))
         return
     run = read_recipe(config)
     policy = None

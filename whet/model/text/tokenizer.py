@@ -268,7 +268,7 @@ class Tokenizer:
             values: Further values for the template.
         """
         values = {name: value for name, value in (values or {}).items() if name not in CUES}
-        key = json.dumps(values, sort_keys=True, default=repr)
+        key = json.dumps(values, sort_keys=True, default=repr) if values else ""
         if key not in self._endings:
             try:
                 text = self.render([{"role": "user", "content": MARK}], values=values)
