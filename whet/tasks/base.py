@@ -18,7 +18,7 @@ from whet.tasks.code import Code
 from whet.tasks.gsm8k import GSM8K
 from whet.tasks.gym import Gym
 from whet.tasks.ifeval import IFEval
-from whet.tasks.jsonl import QUESTION, Jsonl
+from whet.tasks.jsonl import Jsonl
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.made.bars import bars
 from whet.tasks.made.countdown import countdown
@@ -40,11 +40,20 @@ _MADE = _DRAWN | {"path", "max_bad_rows", "level"}
 _SEEN = _DRAWN | {"level", "cell"}
 _ROWS = frozenset({"path", "max_rows", "max_bad_rows", "symbolic"})
 _IMAGES = frozenset({"images", "image_root", "image_urls"})
-_COLUMNS = frozenset({"prompt", "answer", "solution", "wording"}) | _IMAGES
+_COLUMNS = frozenset({"prompt", "answer", "solution"}) | _IMAGES
 _ON_HUB = frozenset({"config", "split"})
 ROW_SETS = (
     *("math500", "aime24", "aime25", "amc", "deepscaler", "dapo_math", "openr1_math", "openmathreasoning"),
-    *("numina_math", "big_math", "ultrachat", "tulu3"),
+    *(
+        "numina_math",
+        "big_math",
+        "ultrachat",
+        "tulu3",
+        "mathvista",
+        "mathvista_numbers",
+        "geometry3k",
+        "clevr_count",
+    ),
 )
 """Data sets of `whet.tasks.sets` that are read as rows of any other: by their columns, judged by `answers_equal`."""
 PROGRAMS = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "livecodebench", "code")
@@ -61,8 +70,8 @@ OPTIONS: dict[str, frozenset[str]] = {
     "math": frozenset({"path", "max_bad_rows", "symbolic"}),
     **dict.fromkeys(PROGRAMS, frozenset({"path", "config", "max_rows", "max_bad_rows"})),
     "ifeval": frozenset({"path", "max_rows", "max_bad_rows"}),
-    "choice": frozenset({"path", "max_bad_rows"}),
-    "yes_no": frozenset({"path", "max_bad_rows"}),
+    "choice": frozenset({"path", "max_bad_rows"}) | _IMAGES,
+    "yes_no": frozenset({"path", "max_bad_rows"}) | _IMAGES,
     "gym": _DRAWN | {"path"},
     "jsonl": _ROWS | _COLUMNS | _ON_HUB,
     "hub": _ROWS | _COLUMNS | _ON_HUB,
@@ -108,14 +117,13 @@ class TaskConfig:
     solution: str = ""
     """jsonl, hub: column of the worked solution, or of the reply; '' is recognised."""
     images: str = ""
-    """jsonl, hub, choice: column of the images that a question is about; '' is recognised, none reads none."""
+    """jsonl, hub, choice, yes_no: column of the images that a question is about; '' is recognised, none reads none."""
     image_root: str = ""
-    """jsonl, hub, choice: folder of images that rows name by path, which no path may leave; '' for the data's own."""
+    """jsonl, hub, choice, yes_no: folder of images that rows name by path, which no path may leave; '' for that of the
+    data."""
     image_urls: Urls = "none"
-    """jsonl, hub, choice: fetch images that rows name by URL: none; public, not from addresses of your own network;
-    any."""
-    wording: str = ""
-    """jsonl, hub and its sets with images: how a question is put, with {question} where the row's own stands."""
+    """jsonl, hub, choice, yes_no: fetch images that rows name by URL: none; public, not from addresses of your own
+    network; any."""
     symbolic: bool = False
     """gsm8k, math, jsonl, hub and its sets: use math-verify (the extra math) for formulas that the built-in
     comparison cannot decide."""
@@ -136,7 +144,7 @@ class TaskConfig:
     NAMED_BY = {
         "name": (
             *("path", "config", "split", "max_rows", "max_bad_rows", "keep_calculator", "prompt", "answer"),
-            *("images", "image_root", "image_urls", "wording"),
+            *("images", "image_root", "image_urls"),
             *("solution", "symbolic", "num_problems", "level", "cell", "seed", "weights", "paths"),
         )
     }
@@ -165,10 +173,6 @@ class TaskConfig:
         for name in ("max_bad_rows", "max_rows", "num_problems"):
             if getattr(self, name) < 0:
                 raise UserError(f"task.{name} = {getattr(self, name)}: expected 0 or more")
-        if self.wording and QUESTION not in self.wording:
-            raise UserError(
-                f"task.wording = {show(self.wording)}: expected a text with {QUESTION} where the row's question stands"
-            )
         if _needs_path(self.name) and not self.path:
             where = "hub name" if self.name == "hub" else "folder or file"
             raise UserError(f"task {self.name} needs data: give its {where} with --task.path")
@@ -273,6 +277,10 @@ def _drawn(config: TaskConfig) -> dict[str, int]:
     return {"level": config.level, "num_problems": config.num_problems, "seed": config.seed}
 
 
+def _images(config: TaskConfig) -> dict[str, Any]:
+    return {"images": config.images, "image_root": config.image_root, "image_urls": config.image_urls}
+
+
 def _rows(config: TaskConfig) -> Jsonl:
     """Make a task of rows: of the user's columns, or of a data set that has a name."""
     return Jsonl(
@@ -282,10 +290,7 @@ def _rows(config: TaskConfig) -> Jsonl:
         prompt=config.prompt,
         answer=config.answer,
         solution=config.solution,
-        images=config.images,
-        image_root=config.image_root,
-        image_urls=config.image_urls,
-        wording=config.wording,
+        **_images(config),
         config=config.config,
         split=config.split,
         max_rows=config.max_rows,
@@ -318,8 +323,8 @@ TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "math": lambda config: MATH(config.path, max_bad_rows=config.max_bad_rows),
     **dict.fromkeys(PROGRAMS, _code),
     "ifeval": lambda config: IFEval(config.path, max_rows=config.max_rows, max_bad_rows=config.max_bad_rows),
-    "choice": lambda config: choice(config.path, max_bad_rows=config.max_bad_rows),
-    "yes_no": lambda config: yes_no(config.path, max_bad_rows=config.max_bad_rows),
+    "choice": lambda config: choice(config.path, max_bad_rows=config.max_bad_rows, **_images(config)),
+    "yes_no": lambda config: yes_no(config.path, max_bad_rows=config.max_bad_rows, **_images(config)),
     "gym": lambda config: Gym(config.path, num_problems=config.num_problems, seed=config.seed),
     **dict.fromkeys(("jsonl", "hub", *ROW_SETS), _rows),
     "mixture": _mixture,

@@ -155,13 +155,11 @@ def recognise(
     Raises:
         UserError: If a given column is not there, none asks, or several could.
     """
-    there = f"there are: {', '.join(map(str, present))[:MAX_SHOWN]}"
-    given = {"prompt": prompt, "answer": answer, "solution": solution, "images": images}
-    for option, name in given.items():
-        if name and not (option in ("answer", "images") and name == NONE) and not _has(present, name):
+    there = _there(present)
+    for option, name in (("prompt", prompt), ("answer", answer), ("solution", solution)):
+        if name and not (option == "answer" and name == NONE) and not _has(present, name):
             raise UserError(f"{source}: no column {name!r}; name another with --task.{option} ({there})")
-    shown = (name for name in _found(present, IMAGES) if is_image(_value(present, name)))
-    images = "" if images == NONE else images or next(shown, "")
+    images = image_column(present, source, images)
     gold = "" if answer == NONE else answer or _one(present, ANSWERS, "answer", source, there)
     if not (gold or answer or solution or _found(present, (*SOLUTIONS, *REPLIES))):
         lists = (name for name in _found(present, ANSWER_LISTS) if isinstance(_value(present, name), list))
@@ -194,6 +192,36 @@ def recognise(
     )
 
 
+def image_column(present: Mapping[str, Any], source: str, given: str = "") -> str:
+    """Return the column of a data set's images: one that is called as they are, and holds one in the first row.
+
+    Args:
+        present: The first row.
+        source: Name of the data, for errors.
+        given: The column, if given; 'none' for none.
+
+    Raises:
+        UserError: If a given column is not there.
+    """
+    if given and given != NONE and not _has(present, given):
+        raise UserError(f"{source}: no column {given!r}; name another with --task.images ({_there(present)})")
+    shown = (name for name in _found(present, IMAGES) if is_image(_value(present, name)))
+    return "" if given == NONE else given or next(shown, "")
+
+
+def _there(present: Mapping[str, Any]) -> str:
+    return f"there are: {', '.join(map(str, present))[:MAX_SHOWN]}"
+
+
+def images_of(row: Row, column: str, reader: ImageReader) -> RowImages:
+    """Return the images of a row's column, if there is one.
+
+    Raises:
+        UserError: If one cannot be read.
+    """
+    return RowImages(reader, reader.images(_value(row, column)) if column else ())
+
+
 def read_row(row: Row, columns: Columns, reader: ImageReader | None = None) -> Content | str:
     """Return what a row says, or what is wrong with it.
 
@@ -206,8 +234,7 @@ def read_row(row: Row, columns: Columns, reader: ImageReader | None = None) -> C
         return text_fault(row, columns.prompt) or Content(prompt="", reply=row[columns.prompt])
     reader = ImageReader(None) if reader is None else reader
     try:
-        found = reader.images(_value(row, columns.images)) if columns.images else ()
-        return _read(row, columns, RowImages(reader, found))
+        return _read(row, columns, images_of(row, columns.images, reader))
     except UserError as error:  # of an image
         return str(error)
 

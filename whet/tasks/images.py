@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 from whet.model.vision.asking import FIELDS
 from whet.model.vision.reading import (
     Urls,
-    file_size,
+    check_bytes,
+    check_file,
+    decoded,
     images_folder,
     is_data_uri,
     is_url,
     locate,
     read_picture,
     shown,
-    size_of,
     stored,
 )
 from whet.types import Problem, UserError
@@ -93,12 +94,13 @@ class ImageReader:
         if isinstance(value, Mapping):
             found = (value.get(name) for name in ("bytes", "path", "url", "image", "image_url"))
             inner = next((one for one in found if one), None)
-            if inner is None:
+            inner = inner.get("url") if isinstance(inner, Mapping) else inner  # {"image_url": {"url": ...}}
+            if inner is None or isinstance(inner, Mapping):
                 raise UserError(
                     f"an image is {{{', '.join(map(str, value))[:80]}}}; expected 'bytes', 'path' or 'url'"
                 )
             return self.image(inner)
-        if hasattr(value, "save") and hasattr(value, "getexif"):
+        if hasattr(value, "getexif"):
             value = _as_png(value)
         if isinstance(value, bytes | bytearray | memoryview):
             return _kept(bytes(value))
@@ -131,8 +133,15 @@ class ImageReader:
         else:
             path = locate(source, root=self._root)
             name = path.relative_to(self._root.resolve()).as_posix()
-        file_size(path, shown(source))
+        check_file(path, shown(source))
         return Image(str(path), name)
+
+
+def holds_file(value: Any) -> bool:
+    """Say whether a value is an image itself, not the name of one: bytes of a file, or Pillow's image."""
+    if isinstance(value, Mapping):
+        return isinstance(value.get("bytes"), bytes)
+    return isinstance(value, bytes) or hasattr(value, "getexif")
 
 
 def is_image(value: Any) -> bool:
@@ -150,25 +159,24 @@ def is_image(value: Any) -> bool:
             or text.lower().endswith(SUFFIXES)
             or text.startswith(_BASE64)
         )
-    is_object = isinstance(value, Mapping) and bool({"bytes", "path", "url"} & value.keys())
+    is_object = isinstance(value, Mapping) and bool({"bytes", "path", "url", "image_url"} & value.keys())
     return value is None or is_object or isinstance(value, bytes) or hasattr(value, "getexif")
 
 
 def _kept(data: bytes) -> Image:
     """Return an image that is given as the bytes of its file."""
     digest = hashlib.sha256(data).hexdigest()
-    size_of(data, f"of {len(data):,} bytes")
+    check_bytes(data, f"of {len(data):,} bytes")
     if len(data) <= INLINE_BYTES:
         return Image(f"data:;base64,{base64.b64encode(data).decode()}", digest)
     return Image(str(stored(data)), digest)
 
 
 def _kept_uri(source: str) -> Image:
-    picture = read_picture(source)
-    name = picture.digest.hex()
-    if len(source) <= INLINE_BYTES * 4 // 3 + 100:
-        return Image(source, name)
-    return _kept(base64.b64decode(source.partition(",")[2]))
+    """Return an image that is given as a data URI, which stays as it is where it is short."""
+    data = decoded(source)
+    kept = _kept(data)
+    return Image(source, kept.name) if is_data_uri(kept.source) else kept
 
 
 def _as_png(image: Any) -> bytes:

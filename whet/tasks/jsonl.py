@@ -33,8 +33,6 @@ from whet.types import Problem, UserError, problem_uid
 
 SHOWN = 160
 """Characters of the sample row that `Jsonl.recognised` shows of each field."""
-QUESTION = "{question}"
-"""Where the row's question stands in `wording`."""
 TOOLS, CALLS = "tools", "tool_calls"
 """Labels in a problem's `meta`: JSON list of tool definitions, and of the calls that its reply makes."""
 
@@ -54,13 +52,12 @@ class Jsonl:
 
     Attributes:
         name: 'jsonl', or the name of the data set.
+        answer_type: 'text', or what the answers of a data set with a name are.
         bad_rows: Rows skipped so far.
         num_duplicates: Repeated rows dropped so far.
         recognised: What each column was taken for, and a sample row; '' before anything was read.
         no_gold: Why problems have no answer; '' where they have one.
     """
-
-    answer_type: AnswerType = "text"
 
     def __init__(
         self,
@@ -74,7 +71,6 @@ class Jsonl:
         images: str = "",
         image_root: str = "",
         image_urls: Urls = "none",
-        wording: str = "",
         config: str = "",
         split: str = "",
         max_rows: int = 0,
@@ -92,7 +88,6 @@ class Jsonl:
             images: Column of the images; '' is recognised, 'none' reads none.
             image_root: Folder of images that are named by paths; '' for the folder of the data.
             image_urls: Which URLs of images are fetched.
-            wording: How a question is put, with {question} where the row's stands; '' leaves it.
             config: Configuration on the hub.
             split: Split on the hub, if it is to be only one.
             max_rows: Rows to read of each file or split, from the front; of the hub they are streamed. 0 reads all.
@@ -123,9 +118,9 @@ class Jsonl:
             self._columns = {
                 option: given or getattr(self._known, option) for option, given in self._columns.items()
             }
+        self.answer_type: AnswerType = self._known.answer_type if self._known is not None else "text"
         self._config, self._split = config, split
         self._image_root, self._image_urls = image_root, image_urls
-        self._wording = wording
         on_hub = self._known if self._path is None else None
         self._max_rows = max_rows or (on_hub.max_rows if on_hub else 0)
         self._max_bad_rows = max_bad_rows
@@ -205,9 +200,8 @@ class Jsonl:
         def check(row: Row) -> Any:
             prepared = self._prepared(row)
             assert columns is not None
-            return (
-                () if prepared is None else read_row(prepared, columns, reader)
-            )  # () stands for a row that is not used
+            # () stands for a row that is not used.
+            return () if prepared is None else read_row(prepared, columns, reader)
 
         if isinstance(rows, Path):
             options: Any = {"max_bad_rows": self._max_bad_rows, "check": check, "max_rows": self._max_rows}
@@ -271,26 +265,19 @@ class Jsonl:
                 uid = problem_uid(self.name, "\x00".join(said[: 4 if content.reply else 3]), names)
             meta = {"file": source, "line": str(number), "prompt_uid": prompt_uid}
             meta |= {name: text for name, text in ((TOOLS, content.tools), (CALLS, content.calls)) if text}
-            messages = content.messages
-            if messages and messages[-1].role == "user":
-                messages = (*messages[:-1], replace(messages[-1], content=self._worded(messages[-1].content)))
             problems[uid] = Problem(
                 uid=uid,
                 task=self.name,
-                prompt=self._worded(content.prompt),
+                prompt=content.prompt,
                 answer=content.answer,
                 solution=content.solution,
-                messages=messages,
+                messages=content.messages,
                 images=content.images,
                 reply=content.reply,
                 other_answers=content.other_answers,
                 meta=meta,
             )
         return list(problems.values())
-
-    def _worded(self, question: str) -> str:
-        """Return a question as it is put; its uid is that of the row's own."""
-        return self._wording.replace(QUESTION, question) if self._wording and question else question
 
 
 def _is_hub_folder(folder: Path) -> bool:

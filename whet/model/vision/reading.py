@@ -92,8 +92,8 @@ def read_picture(
 
     name = shown(source)
     if is_data_uri(source):
-        data = _decoded(source, name)
-        load: Callable[[], bytes] = partial(_decoded, source, name)
+        data = decoded(source)
+        load: Callable[[], bytes] = partial(decoded, source)
     else:
         path = locate(source, root=root, paths=paths, urls=urls)
         data = file_bytes(path, name)
@@ -140,6 +140,8 @@ def locate(source: str, *, root: str | Path | None = None, paths: bool = True, u
                 f"image {name} is outside of {str(root)!r}; move it there, or name a folder that holds all images with "
                 "--task.image-root"
             )
+    except UserError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:  # loops of links, names that are too long
         raise UserError(f"image {name}: not a path that can be followed ({error}); check it") from None
     return found
@@ -171,16 +173,45 @@ def file_bytes(path: Path, name: str) -> bytes:
         return _checked(file.read(MAX_BYTES + 1), name)
 
 
-def file_size(path: Path, name: str) -> tuple[int, int]:
-    """Return the height and width of an image file as it is shown, from its beginning alone.
+def check_file(path: Path, name: str) -> tuple[int, int]:
+    """Return the height and width of an image file as it is shown, from its first and last bytes where they will do.
 
     Raises:
-        UserError: If there is no such file, it is not an image, or too large.
+        UserError: If there is no such file, it is not an image, cut off, or too large.
     """
     with _file(path, name) as file:
         _checked(file.read(1), name)
         file.seek(0)
-        return size_of(file, name)
+        size = size_of(file, name)
+        _check_whole(file, name)
+        return size
+
+
+def check_bytes(data: bytes, name: str) -> tuple[int, int]:
+    """Return the height and width of an image that is given as the bytes of its file, as `check_file` does."""
+    size = size_of(_checked(data, name), name)
+    _check_whole(io.BytesIO(data), name)
+    return size
+
+
+def _check_whole(file: BinaryIO, name: str) -> None:
+    """Refuse a file that ends too early, long before a run needs its pixels.
+
+    A file that ends as its format does is taken for whole; the pixels of any other are decoded.
+    """
+    file.seek(0)
+    start = file.read(12)
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 64))
+    tail = file.read()
+    ends = {b"\x89PNG": b"IEND", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
+    mark = next((mark for magic, mark in ends.items() if start.startswith(magic)), b"")
+    is_whole = bool(mark) and mark in tail
+    if start[:4] == b"RIFF":
+        is_whole = int.from_bytes(start[4:8], "little") + 8 <= size
+    if not is_whole:
+        file.seek(0)
+        pixels_of(file.read(MAX_BYTES + 1), name)
 
 
 def _kind(mode: int) -> str:
@@ -188,7 +219,13 @@ def _kind(mode: int) -> str:
     return next((word for test, word in kinds if test(mode)), "a device")
 
 
-def _decoded(source: str, name: str) -> bytes:
+def decoded(source: str) -> bytes:
+    """Return the content of a data URI within the limits.
+
+    Raises:
+        UserError: If it is malformed, or too large.
+    """
+    name = shown(source)
     head = _DATA_URI.match(source[:1000])
     if head is None:
         raise UserError(f"image {name}: expected a data URI such as data:image/png;base64,iVBORw0KGgo...")
