@@ -313,7 +313,10 @@ def test_a_large_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
         problems = every(Jsonl(tmp_path / "r.parquet"))
     assert len(problems) == 60
     assert sum(len(source) for p in problems for source in p.images) < 60 * 300
-    assert most - before < 0.7 * size, (most - before, size)  # read ahead without end, it is 1.4 times the file
+    assert most - before < 0.7 * size, (
+        most - before,
+        size,
+    )  # read ahead without end, it is 1.4 times the file
 
 
 def test_the_column(tmp_path: Path) -> None:

@@ -98,8 +98,8 @@ class PolicyConfig:
     context, which no sequence may exceed; long: those of its whole context, for all sequences, short ones too; auto
     takes those that `init` was trained with, else short."""
     train_vision: bool = False
-    """Train what turns images into embeddings, too, in a model that sees; otherwise it stays as it is, and each image
-    is computed once."""
+    """Train what turns images into embeddings, too, in a model that sees (by adapters, where the rest has adapters);
+    otherwise it stays as it is, and each image is computed once."""
     max_rows: int = 256
     """Sequences decoded together."""
     attention: Literal["auto", "exact", "fast"] = "auto"
