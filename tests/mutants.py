@@ -1409,9 +1409,6 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ("model/vision/reading.py", ("tests/tasks/test_images.py",)): [
         ("guard", "    if not is_whole:", "    if False:"),
     ],
-    ("model/vision/store.py", ("tests/train/test_image_runs.py",)): [
-        ("choice", "return autocast, tuple((id(p), p._version,", "return autocast, tuple((id(p), 0,"),
-    ],
     ("tasks/hub.py", ("tests/tasks/test_hub.py",)): [
         ("choice", "part.path, config or None, split=part.split", "part.path, None, split=part.split"),
         ("bound", "left = max_rows - count if max_rows else None", "left = None"),

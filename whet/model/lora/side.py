@@ -324,7 +324,7 @@ def sides_of(model: LanguageModel) -> Iterator[tuple[Target, Beside]]:
 
 def with_tower(config: LoRAConfig) -> LoRAConfig:
     """Return a config that gives a tower adapters, too, unless it names matrices of one already."""
-    if any(text.startswith(TOWER) for text in config.targets):
+    if not config.rank or any(text.startswith(TOWER) for text in config.targets):
         return config
     return replace(config, targets=(*config.targets, f"{TOWER}*"))
 
