@@ -20,9 +20,10 @@ from seeing import png, save_model, uri
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig
 from whet.config import dump_yaml
-from whet.generate.policy import PolicyConfig, load_policy
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
+from whet.model.vision.ids import is_image
 from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import TaskConfig
 from whet.train import rl, sft
@@ -31,6 +32,7 @@ from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.overlap import OverlapConfig
 from whet.train.sft import SFTConfig
+from whet.types import Problem, UserError
 
 TIMES = (
     "_seconds",
@@ -271,3 +273,31 @@ def test_two_ranks_train_as_one_process(jobs: list[tuple[str, str]], tmp_path: P
     for program, layout in jobs:
         pair = tmp_path / "one" / program, tmp_path / layout / program
         assert equal.difference(*(equal.checked(base, out) for out in pair)) < 1e-10
+
+
+def count_images(policy: Policy) -> int:
+    shown = Problem(uid="a", task="t", prompt="a", answer="1", images=(uri(9, size=(48, 32)),))
+    return sum(map(is_image, policy.prompt_ids(shown)))
+
+
+def test_images_are_made_smaller_where_asked(folder: Path, tmp_path: Path) -> None:
+    """At most so many tokens, in what is trained, saved and evaluated; other limits are other protocols."""
+    init = str(folder / "model")
+    whole, small = (load_policy(PolicyConfig(init=init, max_image_tokens=n), seed=0) for n in (0, 5))
+    assert count_images(whole) == 6 * 4
+    assert (
+        count_images(small) == 2 * 1
+    )  # 16 x 8 pixels: the largest of about that ratio with at most 5 tokens
+    assert "max_image_tokens" not in whole.protocol()
+    assert small.protocol()["max_image_tokens"] == 5
+    config = sft_config(folder, tmp_path / "run", num_steps=1, lora=LoRAConfig(rank=2))
+    train(replace(config, policy=replace(config.policy, max_image_tokens=5)))
+    small.save(tmp_path / "whole")
+    for place in (tmp_path / "run", tmp_path / "whole"):
+        assert count_images(load_policy(PolicyConfig(init=str(place)), seed=0)) == 2
+        assert count_images(load_policy(PolicyConfig(init=str(place), max_image_tokens=24), seed=0)) == 24
+    load_policy(PolicyConfig(tokenizer="bytes"), seed=0).save(tmp_path / "blind")
+    with pytest.raises(UserError, match="max_image_tokens = 5: the model reads text alone"):
+        load_policy(PolicyConfig(init=str(tmp_path / "blind"), max_image_tokens=5), seed=0)
+    with pytest.raises(ValueError, match="max_image_tokens = -1"):
+        PolicyConfig(init=init, max_image_tokens=-1)

@@ -524,6 +524,8 @@ def backward_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec 
 GIB = 2**30
 COLUMN_BYTES = 3 * 8 + 7 * 4
 PANEL = 32
+COPIES = "dense copies"
+"""Part of a rollout that is made as memory allows."""
 CHUNK_COPIES = 11
 """Float32 copies of a chunk of 8-bit moments during its update and requantisation."""
 
@@ -730,8 +732,9 @@ def _families(work: Workload) -> int:
 
 
 def peak(work: Workload) -> int:
-    """Return the bytes of the largest phase."""
-    return max(phase.total for phase in phases(work))
+    """Return the bytes of the largest phase, without dense copies of what is in few bits: those are made of as much as
+    half of the free memory holds."""
+    return max(phase.total - phase.parts.get(COPIES, 0) for phase in phases(work))
 
 
 def fit(work: Workload, num_bytes: int) -> Workload | None:
@@ -956,7 +959,7 @@ def _rollout(work: Workload) -> dict[str, int]:
         prefill = max(prefill, logits + work.num_prompts * vocabulary * 4)
     parts = {"activations": states + max(decode, prefill, encoding_bytes(work))}
     if copies := dense_bytes(work):
-        parts["dense copies"] = copies
+        parts[COPIES] = copies
     if work.precision.endswith("_master") and work.device == "cpu" and not work.is_native:
         parts["float32 head"] = 4 * shape.vocab_size * shape.hidden_size
     return parts

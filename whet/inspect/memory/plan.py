@@ -21,6 +21,7 @@ from whet.inspect.cluster.cluster import SimConfig, as_json, as_text, draw_plan,
 from whet.inspect.cluster.costs import CardName, card_costs, measured_costs, recorded_costs
 from whet.inspect.memory.meter import compare, measure
 from whet.inspect.memory.phases import (
+    COPIES,
     GIB,
     Phase,
     Workload,
@@ -531,9 +532,13 @@ def _table(found: Sequence[Phase]) -> str:
         lines.append(f"{name:<18}" + "".join(cells))
     lines.append(f"{'in all':<18}" + "".join(f"{phase.total / GIB:16.3f}" for phase in found))
     fullest = max(found, key=lambda phase: phase.total)
-    return "\n".join(
-        [*lines, f"\npeak: {fullest.total / GIB:.3f} GiB ({fullest.total:,} bytes), in: {fullest.name}"]
-    )
+    lines.append(f"\npeak: {fullest.total / GIB:.3f} GiB ({fullest.total:,} bytes), in: {fullest.name}")
+    if COPIES in names:
+        needed = max(phase.total - phase.parts.get(COPIES, 0) for phase in found) / GIB
+        lines.append(
+            f"{COPIES} are made of as much as half of the free memory holds; without them {needed:.3f} GiB"
+        )
+    return "\n".join(lines)
 
 
 def _advice(work: Workload, memory_gib: float) -> str:
