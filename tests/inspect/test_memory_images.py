@@ -182,6 +182,8 @@ def test_the_seeds_recipe_on_three_cards(
     assert "sequences of 1,536 tokens, 256 of images, 16 rows decoded together" in text
     assert "fits 192 GiB with at most: --optim.token-budget 24576 --policy.max-rows 16" in text
     assert "images  " in text
+    main(PlanConfig(recipe="qwen3-vl-8b-lora", device="cuda", image_tokens=1024))
+    assert "sequences of 2,304 tokens, 1,024 of images" in capsys.readouterr().out
 
 
 def test_cards_quantise_the_decoder_alone() -> None:

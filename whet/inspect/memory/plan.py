@@ -405,8 +405,8 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
     """
     device = config.device if config.device != "auto" else _device_type(run.policy)
     context, budget = shape.max_positions, run.optim.token_budget
-    seen = config.image_tokens or default_image_tokens(shape)
-    seen = min(seen, run.policy.max_image_tokens or seen)
+    whole = default_image_tokens(shape)
+    seen = config.image_tokens or min(whole, run.policy.max_image_tokens or whole)
     if config.image_tokens and shape.vision is None:
         raise UserError(f"image_tokens = {config.image_tokens}: the model reads text alone; leave it out")
     longest = PROMPT_TOKENS + seen + run.sampling.max_new_tokens if isinstance(run, RLConfig) else budget
