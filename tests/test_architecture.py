@@ -302,6 +302,40 @@ def test_nothing_dangerous() -> None:
     assert named == {"exec(", "importlib.import_module("}
 
 
+ONE_MAKERS = (
+    "amdsmi",
+    "apex",
+    "bitsandbytes",
+    "cuda",
+    "cupy",
+    "flash_attn",
+    "nvtx",
+    "pynvml",
+    "transformer_engine",
+)
+ONE_MAKERS += ("triton", "xformers")
+"""Packages that one maker's GPUs need, or that have no build for the others."""
+
+
+def of_one_maker(name: str, tree: ast.Module) -> list[str]:
+    """Return imports at the top of a module that fail on another maker's machine, or on none's."""
+    found = []
+    for node in tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found += [f"{name}: {each}" for each in names if each.partition(".")[0] in ONE_MAKERS]
+    return found
+
+
+def test_nothing_needs_one_makers_gpu() -> None:
+    """Only the Triton kernels are of one kind of device; they are loaded where they are asked for."""
+    found = [line for name, tree in sources().items() for line in of_one_maker(name, tree)]
+    assert [line for line in found if not line.startswith("whet.kernels.triton")] == []
+    assert any(line.startswith("whet.kernels.triton") for line in found), (
+        "the check finds those that there are"
+    )
+
+
 def test_the_checks_above_can_fail() -> None:
     """Each is shown a small guilty source."""
 

@@ -60,7 +60,7 @@ def blocks() -> list[tuple[str, str]]:
     return re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_page_runs_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -66,6 +66,8 @@ def load(name: str) -> Program:
             from whet.recipes.evaluation import PROGRAM
         case "compare":
             from whet.recipes.evaluation import COMPARE as PROGRAM
+        case "infer":
+            from whet.eval.compare.infer import PROGRAM
         case "probe":
             from whet.eval.probe.probe import PROGRAM
         case "validate":
@@ -129,6 +131,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "measure": {
         "eval": "measure a model: accuracy with its confidence interval",
         "compare": "models side by side: what differs, how certain, what they wrote",
+        "infer": "many questions and images to many runs, adapters on and off: transcripts, energy",
         "probe": "what a model forgot: off-domain questions, perplexity of prose, token transcripts",
         "validate": "a whole recipe against thresholds declared before; exit status 1 when one is missed",
         "bench": "speed and memory beside TRL, transformers and vLLM on this machine",

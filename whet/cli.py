@@ -125,6 +125,7 @@ _RUNS: dict[str, bool] = {
     "teacher.init": True,
     "reward_model": True,
     "models": True,
+    "runs": True,
     "run": False,
     "against": False,
 }

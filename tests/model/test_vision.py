@@ -201,6 +201,20 @@ def test_the_cache_is_bounded(case):
     assert len(store._cache) == 1
 
 
+def test_two_threads_that_make_the_same_count_it_once(case):
+    """A server's requests read patches while the model runs."""
+    model = case.model
+    store = ImageStore(model.images.preprocessing)
+    other = torch.zeros(4)
+
+    def make():  # while this thread makes them, another does
+        store._kept(("patches", 1), lambda: (other,))
+        return (torch.zeros(4),)
+
+    store._kept(("patches", 1), make)
+    assert store._num_bytes == other.nbytes
+
+
 def test_a_folder_is_written_as_it_was_read(case, tmp_path: Path):
     save_model(case.model, tmp_path)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path, case.folder))

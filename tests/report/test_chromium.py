@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from chromium import Tab, launch
+from seeing import uri
 
 from whet.eval.compare.compare import CompareConfig
 from whet.eval.compare.compare import main as compare
@@ -49,6 +50,7 @@ def sample(step: int, problem: int, index: int) -> dict[str, Any]:
         "uid": f"uid{problem}{hostile}",
         "index": index,
         "prompt": f"What is {step} and {problem}? {hostile}",
+        **({} if problem else {"images": [uri(9, 200), HOSTILE, "https://example.org/a.png", 7]}),
         "answer": f"{step}{hostile}",
         "completion": f"{hostile} considering {step}</th><b>{step + index}{hostile}</b>"
         + (" zebra" if step == 2 else ""),
@@ -152,6 +154,13 @@ def click_through(tab: Tab) -> None:
     found(tab, "of 80 samples" if page.locator("#samples").count() == 0 else "1–50 of")
     page.locator("li.sample", has_text="").first.click()
     page.locator(".detail pre.prompt", has_text="<img src=x").wait_for()
+    shown = page.locator(".detail .pictures")
+    shown.locator("img.tiny").wait_for()  # it was decoded
+    assert shown.locator("img").evaluate_all("(all) => all.map((one) => one.naturalWidth)") == [32]
+    notes = shown.locator(".note").all_inner_texts()
+    assert SHOWN.search(notes[0])
+    assert "pages fetch nothing" in notes[1]
+    assert len(notes) == 2
     for name in ("parts", "raw", "tokens"):
         page.locator(f"[data-view={name}]").click()
         assert page.locator(".view").inner_text()
@@ -227,6 +236,10 @@ def test_no_page_is_wider_than_a_phone(browser: Any, run: Path, tmp_path: Path) 
             tab.show(dark=dark, width=400)
             tab.shoot(tmp_path, f"phone-{name.replace('/', '-')}-{'dark' if dark else 'light'}")
             assert tab.overflow() <= 0, name
+        if name == "compared/compare.html":
+            tab.page.locator(".pictures img.tiny").first.wait_for()
+            assert tab.page.locator(".problem .pictures img").count() == 8
+            assert len(re.findall("data:image/png", (tmp_path / name).read_text())) == 5  # each once
     assert tab.slips == []
     tab.page.goto((tmp_path / "two.html").as_uri())
     legend = tab.page.locator(".legend .name", has_text="other").first
@@ -241,6 +254,7 @@ def evaluation(folder: Path, num_right: int) -> None:
         {
             "uid": f"u{problem}",
             "prompt": f"12+{problem}=" + "9" * 200,
+            "images": [uri(problem), uri(9)],
             "gold": "7",
             "meta": {},
             "sample": place,

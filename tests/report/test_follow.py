@@ -115,6 +115,8 @@ def test_status_goes_by_the_clock(tmp_path: Path) -> None:
     assert run_status(tmp_path, [], 0.0)["text"] == "an evaluation without a result yet"
     (tmp_path / "eval.json").touch()
     assert run_status(tmp_path, [], 0.0)["text"] == "an evaluation, finished"
+    (tmp_path / "config.yaml").unlink()
+    assert run_status(tmp_path, rows, 9e9)["kind"] == "finished", "its own row of metrics is old"
 
 
 def test_a_summary_newer_than_the_metrics_ends_a_run(tmp_path: Path) -> None:

@@ -78,6 +78,31 @@ def test_lineage_goes_from_the_base_to_the_evaluation(runs: Path) -> None:
     assert found[1]["links"] == [{"name": "wandb", "id": "kga9ov93", "url": "https://wandb.ai/x"}]
 
 
+def test_questions_asked_belong_to_the_run_that_answered(tmp_path: Path) -> None:
+    """S0-11 and S0-12, by the first seed's names: run, adapter's commit, tracker's run, what was asked."""
+    commit = "67e21dbdbeb243569e965957aa42b82df87d039d"
+    trained = made(
+        tmp_path / "Qwenv3-optimized-mi300x-full-testmini-5",
+        "2026-01-04T18:00:00+00:00",
+        "group_size: 8\npolicy:\n  init: Qwen/Qwen3-VL-8B-Instruct\n",
+        trackers=[
+            {"name": "wandb", "id": "kga9ov93", "url": "https://wandb.ai/x/mi300x-qwen-grpo/runs/kga9ov93"}
+        ],
+    )
+    hub = {"name": "owner/adapter", "commit": commit}
+    (trained / "provenance.json").write_text(json.dumps({"run_id": trained.name, "adapter": hub}))
+    for name, words in (("batch-inf-0104-1950", [str(trained)]), ("batch-inf-0104-2012", ["o/a", "o/b"])):
+        config = f"answer_from: schema\nimage_urls: none\nruns: {json.dumps(words)}\npolicy:\n  init: RUN\n"
+        made(tmp_path / name, "2026-01-04T19:50:00+00:00", config, infer={"models": []})
+    found = {run["folder"]: run for run in read_runs(tmp_path)}
+    run = found[trained.name]
+    assert (run["adapter_commit"], run["links"][0]["id"]) == (commit, "kga9ov93")
+    asked, others = found["batch-inf-0104-1950"], found["batch-inf-0104-2012"]
+    assert (asked["kind"], asked["status"]["kind"]) == ("infer", "finished")
+    assert lineage(asked, list(found.values()))[-2:] == [trained.name, "batch-inf-0104-1950"]
+    assert (others["base"], others["parent"]) == ("o/a, o/b", None)
+
+
 def test_moved_runs_keep_their_recorded_parents(runs: Path, tmp_path: Path) -> None:
     write_provenance(runs / "sft-one")
     (runs / "rl-one" / "provenance.json").unlink()

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from seeing import png, save_model, uri
 
 from whet.generate.engine import Engine, Request
-from whet.generate.policy import Policy, PolicyConfig
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.config import ModelConfig
 from whet.model.text.template import PLAIN_TEMPLATE
@@ -24,7 +25,7 @@ from whet.schema import SCHEMAS
 from whet.serve import chat
 from whet.serve.chat import Chat, ChatConfig, Reply, Terminal
 from whet.serve.scheduler import Scheduler
-from whet.types import UserError
+from whet.types import Problem, UserError
 
 CHATML = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
@@ -290,3 +291,59 @@ def test_characters_that_the_model_cannot_read_are_named(make: Make, monkeypatch
         "note: this model's tokenizer has no token for 'xé': the model cannot read these characters",
     )
     assert seat.say("1+1=") == ("2\n", "")
+
+
+def test_images_are_shown_with_the_next_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = load_policy(
+        PolicyConfig(init=str(save_model(tmp_path / "model")), system_prompt=False, max_rows=1), seed=0
+    )
+    for place, name in enumerate(("a.png", "b.png")):
+        (tmp_path / name).write_bytes(png(uri(1, 200 + place)))
+    (tmp_path / "broken.png").write_bytes(png(uri(1))[:60])
+    prompts: list[tuple[int, ...]] = []
+
+    def checked(scheduler: Scheduler, prompt: tuple[int, ...], name: str) -> None:
+        prompts.append(prompt)
+        original(scheduler, prompt, name)
+
+    original = Scheduler.check
+    monkeypatch.setattr(Scheduler, "check", checked)
+
+    def ids(text: str, *images: str) -> tuple[int, ...]:
+        sources = tuple(str(tmp_path / name) for name in images)
+        return policy.prompt_ids(Problem(uid="x", task="x", prompt=text, answer="", images=sources))
+
+    with Scheduler(policy, context=128, max_waiting=0) as scheduler:
+        seat = Seat(policy, scheduler, is_terminal=False, sampling=SamplingParams(max_new_tokens=4))
+        _, notes = seat.say(f"/image {tmp_path / 'a.png'}", f"/image {tmp_path / 'b.png'}")
+        assert notes.splitlines()[1] == "image 2 of the next question; /reset takes images back"
+        seat.say("ab=", "ab=")
+        assert prompts == [ids("ab=", "a.png", "b.png"), ids("ab=")]
+        seat.say(f"/save {tmp_path / 'out.jsonl'}")
+        row = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+        assert row["content"][1:] == [
+            {"type": "image", "image": str(tmp_path / "b.png")},
+            {"type": "text", "text": "ab="},
+        ]
+        for line, message in {
+            f"/image {tmp_path / 'broken.png'}": "broken",
+            f"/image {tmp_path / 'none.png'}": "cannot be read",
+            "/image": "needs the name of a file",
+        }.items():
+            _, error = seat.say(line)
+            assert (message in error, error.count("\n")) == (True, 1), error
+        seat.say(f"/image {tmp_path / 'a.png'}", "/reset", "ab=")
+        assert prompts[-1] == ids("ab=")
+    run_main(policy, monkeypatch, "", prompt="ab=", images=(str(tmp_path / "a.png"),), context=128)
+    capsys.readouterr()
+    assert prompts[-1] == ids("ab=", "a.png")
+    assert len(set(prompts)) == 3
+
+
+def test_a_model_that_reads_text_alone_refuses_images(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(uri(1)))
+    out, error = make().say(f"/image {tmp_path / 'a.png'}")
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith("error: this model reads text alone")

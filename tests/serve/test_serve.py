@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib.util
 import json
 import re
@@ -23,11 +24,12 @@ import pytest
 import tokenizers
 import torch
 from report.chromium import Tab, launch
+from seeing import png, save_model, uri
 from tokenizers import decoders, models, normalizers
 
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.engine import Request
-from whet.generate.policy import Policy, PolicyConfig
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Token
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
@@ -42,7 +44,7 @@ from whet.serve.openai import Reply, choice_seeds, parse_chat
 from whet.serve.scheduler import Scheduler
 from whet.serve.serve import ServeConfig
 from whet.serve.stream import chat_prompt, unread_note
-from whet.types import UserError
+from whet.types import Problem, UserError
 
 for package in ("uvicorn", "starlette", "openai"):
     pytest.importorskip(package, reason="whet serve is an extra: pip install 'whet[web]' openai")
@@ -111,10 +113,10 @@ class Running:
 
 
 def run_server(
-    policy: Policy, *, max_waiting: int = 256, context: int = 1024, api_key: str = ""
+    policy: Policy, *, max_waiting: int = 256, context: int = 1024, api_key: str = "", image_root: str = ""
 ) -> Iterator[Running]:
     with Scheduler(policy, context=context, max_waiting=max_waiting) as scheduler:
-        api = serve_api.Api(policy, scheduler, name=NAME, split_thinking=True)
+        api = serve_api.Api(policy, scheduler, name=NAME, split_thinking=True, image_root=image_root)
         app = serve_api.make_app(api, api_key=api_key, hosts=serve.LOCAL)
         options = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
         server = uvicorn.Server(options)
@@ -746,3 +748,165 @@ def test_the_program_serves_a_folder_until_interrupted(tmp_path: Path) -> None:
         assert "the server is closing" in rest or "[DONE]" in rest
         assert process.stdout.read() == "stopped\n"
         assert process.wait(60) == 0
+
+
+# Images: OpenAI's parts, for a model that sees.
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("seeing")
+    (folder / "shown").mkdir()
+    (folder / "shown" / "a.png").write_bytes(png(uri(1, 200)))
+    (folder / "secret.png").write_bytes(png(uri(9)))
+    (folder / "shown" / "link.png").symlink_to(folder / "secret.png")
+    save_model(folder / "model")
+    policy = load_policy(PolicyConfig(init=str(folder / "model"), system_prompt=False, max_rows=8), seed=0)
+    yield from run_server(policy, context=128, image_root=str(folder / "shown"))
+
+
+def with_images(text: str, *urls: str, **more: Any) -> list[Any]:
+    images = [{"type": "image_url", "image_url": {"url": url} | more} for url in urls]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
+
+
+def test_images_are_what_the_engine_is_asked_about(seeing: Running) -> None:
+    """Of files and data URIs, alone and several, streamed and whole; another image is another prompt."""
+    client, policy = seeing.client(), seeing.policy
+    asked = [
+        with_images("ab=", uri(1, 200)),
+        with_images("ab=", "a.png", detail="low"),
+        with_images("ab=", uri(2, 100)),
+        with_images("ab=", uri(2), uri(3)),
+    ]
+    options: dict[str, Any] = {"model": NAME, "seed": 5, "max_tokens": 12, "logprobs": True}
+    texts = []
+    for messages in asked:
+        done = client.chat.completions.create(messages=messages, **options)
+        urls = [part["image_url"]["url"] for part in messages[0]["content"][:-1]]
+        sources = tuple(uri(1, 200) if url == "a.png" else url for url in urls)
+        problem = Problem(uid="x", task="x", prompt="ab=", answer="", images=sources)
+        ids = policy.prompt_ids(problem)
+        (drawn,) = policy.engine().generate(
+            [Request(prompt_ids=ids, seeds=(5,))], SamplingParams(max_new_tokens=12)
+        )[0]
+        assert done.usage is not None
+        assert done.usage.prompt_tokens == len(ids)
+        said = done.choices[0].logprobs
+        assert said is not None
+        assert said.content is not None
+        assert [token.logprob for token in said.content] == pytest.approx(list(drawn.logprobs), abs=1e-12)
+        stream = client.chat.completions.create(messages=messages, stream=True, **options)
+        assert (
+            "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
+            == done.choices[0].message.content
+        )
+        texts.append([token.token for token in said.content])
+    assert texts[0] == texts[1], "the same file"
+    assert texts[0] != texts[2]
+
+
+def test_images_that_are_refused_get_one_clear_line(seeing: Running, server: Running) -> None:
+    broken = png(uri(1))[:60]
+    cases = [
+        (with_images("a", "http://127.0.0.1:9/a.png"), "not fetched by this server: send a data URI"),
+        (with_images("a", "file:///etc/passwd"), "not a file of this server's images"),
+        (with_images("a", "/etc/passwd"), "'/etc/passwd': not a file of this server's images"),
+        (with_images("a", "../secret.png"), "not a file of this server's images"),
+        (with_images("a", "link.png"), "not a file of this server's images"),
+        (with_images("a", "nothing.png"), "not a file of this server's images"),
+        (with_images("a", "data:image/png;base64,AAAA"), "not an image"),
+        (with_images("a", "data:image/png;base64," + base64.b64encode(broken).decode()), "broken"),
+        (with_images("a", "data:image/svg+xml;base64,PHN2Zz48L3N2Zz4="), "SVG"),
+        (with_images("a", *[uri(1)] * 17), "expected at most 16 images, got 17"),
+        (with_images("a", *[uri(1, size=(512, 512))] * 2), "shorten it"),
+        (with_images("a<image>", uri(1)), "image placeholders"),
+        ([{"role": "assistant", "content": with_images("a", uri(1))[0]["content"]}], "expected user"),
+        (
+            [
+                {"role": "system", "content": with_images("a", uri(1))[0]["content"]},
+                *with_images("a", uri(1)),
+            ],
+            "messages of the user's alone",
+        ),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
+        ([{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}], "content[0]"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}], "image_url.url"),
+    ]
+    for messages, expected in cases:
+        answer = seeing.post("/v1/chat/completions", {"model": NAME, "messages": messages, "max_tokens": 2})
+        assert answer.status_code == 400, (expected, answer.text)
+        said = answer.json()["error"]["message"]
+        assert expected in said
+        assert "\n" not in said
+        assert len(said) <= 400
+    blind = server.post("/v1/chat/completions", {"model": NAME, "messages": with_images("a", uri(1))})
+    assert (blind.status_code, "reads text alone" in blind.text) == (400, True)
+    assert server.post("/v1/chat/completions", {"messages": "x" * (5 << 20)}).status_code == 413
+    # Nothing of what was refused is kept, and the next request is answered.
+    fine = {"model": NAME, "messages": with_images("a", uri(1)), "max_tokens": 2}
+    assert seeing.post("/v1/chat/completions", fine).status_code == 200
+
+
+def test_files_of_images_are_not_kept_for_ever(seeing: Running) -> None:
+    images = seeing.policy.model.images
+    assert images is not None
+    for place in range(2 * serve_api.KEPT_IMAGES):
+        fine = {"model": NAME, "messages": with_images("a", uri(place, 77)), "max_tokens": 1}
+        assert seeing.post("/v1/chat/completions", fine).status_code == 200
+    assert (
+        len(images._pictures) <= serve_api.KEPT_IMAGES + 8
+    )  # and those that the test above asked the engine about
+
+
+def test_the_chat_page_shows_the_model_images(seeing: Running, server: Running, tmp_path: Path) -> None:
+    files = []
+    for place in range(2):
+        files.append(tmp_path / f"{place}.png")
+        files[-1].write_bytes(png(uri(place, 90)))
+    with launch() as browser:
+        tab = Tab(browser, width=400)
+        page = tab.page
+        page.goto(server.url)
+        page.locator("#about", has_text=NAME).wait_for()
+        assert not page.locator("#images").is_visible(), "the model reads text alone"
+        page.goto(seeing.url)
+        page.locator("#about", has_text=NAME).wait_for()
+        page.locator("#max-tokens").fill("4")
+        page.locator("#images").set_input_files(files)
+        assert page.locator("#pending img").count() == 2
+        page.locator("#question").fill("ab=")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.locator("#question").press("Enter")
+        assert sent.value.post_data_json["messages"] == with_images("ab=", uri(0, 90), uri(1, 90))
+        page.locator("button.probabilities").wait_for()
+        assert page.locator(".turn .pictures img").count() == 2
+        assert page.locator("#pending img").count() == 0
+        page.locator("#question").fill("ab=")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.locator("#question").press("Enter")
+        assert sent.value.post_data_json["messages"][-1]["content"] == "ab="
+        page.locator("button.probabilities").nth(1).wait_for()
+        files[0].write_text("no image")
+        page.locator("#images").set_input_files(files[:1])
+        page.locator("#question").fill("a=")
+        page.locator("#send").click()
+        page.locator(".note.bad", has_text="not an image").wait_for()
+        assert [slip for slip in tab.slips if "400" not in slip and "Failed to load" not in slip] == []
+        for dark in (False, True):
+            tab.show(dark=dark, width=400)
+            tab.shoot(tmp_path, f"seeing-{'dark' if dark else 'light'}")
+            assert tab.overflow() <= 0
+
+
+def test_paths_and_urls_are_refused_unless_permitted(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    (tmp_path / "a.png").write_bytes(png(uri(1)))
+    policy = load_policy(PolicyConfig(init=str(tmp_path / "model"), system_prompt=False), seed=0)
+    with Scheduler(policy, context=128, max_waiting=1) as scheduler:
+        api = serve_api.Api(policy, scheduler, name=NAME, split_thinking=True)
+        for source in (str(tmp_path / "a.png"), "a.png", "https://example.org/a.png"):
+            with pytest.raises((UserError, serve_reply.ApiError), match="send (it|a data|the file)"):
+                api._encode_chat(policy, [{"role": "user", "content": [{"type": "image", "image": source}]}])
+    with pytest.raises(ValueError, match="no such folder"):
+        ServeConfig(policy=PolicyConfig(init="x"), image_root=str(tmp_path / "nowhere"))

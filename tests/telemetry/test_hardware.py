@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import re
+import subprocess
 import sys
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,7 +144,7 @@ def test_a_sensor_that_fails_half_way_is_absent_with_its_reason_and_the_others_g
     run(monitor, clock, seconds(100, 130))
     window = monitor.window(101.0, 129.0)
     assert window["devices"][0]["utilisation"] == {"mean": 1.0, "max": 1.0}
-    assert window["absent"]["gpu0/power_w"] == "OSError: GPU is lost"
+    assert window["absent"]["gpu0/power_w"] == "OSError: GPU is lost second line"
     assert window["absent"]["gpu0/temperature_c"] == "ValueError: the sensor reads nan"
     assert window["devices"][0]["power_w"] is None
     assert window["devices"][0]["energy_j"] is None
@@ -296,38 +298,84 @@ def test_no_driver_no_gpu_no_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         nvidia_devices()
 
 
-def test_an_amd_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The real amdsmi on a stand-in for its driver's library (amd_smi.c); the file that says there is a driver."""
+    wrapper = importlib.util.find_spec("amdsmi")
+    if wrapper is None or wrapper.origin is None:
+        pytest.skip("needs amdsmi: pip install 'whet[hardware]'")
+    source = Path(__file__).with_name("amd_smi.c").read_text()
+    bound = set(
+        re.findall(
+            r"\['libamd_smi.so'\]\.(\w+)", Path(wrapper.origin).with_name("amdsmi_wrapper.py").read_text()
+        )
+    )
+    own = set(re.findall(r"^int (\w+)\(", source, flags=re.MULTILINE))
+    assert own < bound, "the package binds all that the stand-in answers"
+    rest = "".join(f"int {name}(void) {{ return NOT_SUPPORTED; }}\n" for name in sorted(bound - own))
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "amd_smi.c").write_text(source + rest)
+    command = ["cc", "-shared", "-fPIC", "-o", tmp_path / "lib" / "libamd_smi.so", tmp_path / "amd_smi.c"]
+    subprocess.run(command, check=True, timeout=60)
     for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    ticks = iter(range(0, 10**9, 1000))
-    fake = SimpleNamespace(
-        AmdSmiTemperatureType=SimpleNamespace(HOTSPOT=1),
-        AmdSmiTemperatureMetric=SimpleNamespace(CURRENT=0),
-        amdsmi_init=lambda: None,
-        amdsmi_get_processor_handles=lambda: ["handle"],
-        amdsmi_get_gpu_asic_info=lambda handle: {"market_name": "Fake MI300X"},
-        amdsmi_get_gpu_activity=lambda handle: {"gfx_activity": 80, "umc_activity": "N/A"},
-        amdsmi_get_power_info=lambda handle: {"current_socket_power": "N/A", "average_socket_power": 300},
-        amdsmi_get_energy_count=lambda handle: {
-            "energy_accumulator": next(ticks),
-            "counter_resolution": 15e3,
-        },
-        amdsmi_get_temp_metric=lambda handle, kind, metric: 47,
-        amdsmi_get_gpu_vram_usage=lambda handle: {"vram_used": 2048},
-    )
-    monkeypatch.setitem(sys.modules, "amdsmi", fake)
+    monkeypatch.setenv("ROCM_HOME", str(tmp_path))
     (tmp_path / "kfd").touch()
+    yield tmp_path / "kfd"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "amdsmi"]:
+        del sys.modules[name]
+
+
+def test_amd_gpus(amd: Path) -> None:
     clock = Clock()
-    monitor = HardwareMonitor(1.0, sources={"amd": lambda: amd_devices(tmp_path / "kfd")}, clock=clock)
+    monitor = HardwareMonitor(1.0, sources={"amd": lambda: amd_devices(amd)}, clock=clock)
     run(monitor, clock, seconds(100, 110))
     window = monitor.window(100, 110)
-    device = window["devices"][0]
-    assert device["name"] == "Fake MI300X"
-    assert device["utilisation"]["mean"] == pytest.approx(0.8)
-    assert device["memory_gib"]["mean"] == pytest.approx(2.0)
-    assert (device["power_w"]["max"], device["temperature_c"]["max"]) == (300, 47)
-    assert device["energy_j"] == pytest.approx(10 * 1000 * 15e3 / 1e6)  # 1,000 counts a second of 15 mJ
-    assert window["absent"] == {"gpu0/memory_activity": "ValueError: the driver says 'N/A'"}
+    new, old, _ = window["devices"]
+    assert (new["id"], new["name"], old["name"]) == ("gpu0", "AMD Instinct MI300X", "AMD Instinct MI250")
+    assert (new["utilisation"]["mean"], new["memory_activity"]["mean"]) == (1.0, pytest.approx(0.13))
+    assert (new["power_w"]["mean"], old["power_w"]["mean"]) == (394, 320)
+    assert (new["temperature_c"]["max"], old["temperature_c"]["max"]) == (41, 38)
+    assert new["memory_gib"]["mean"] == pytest.approx(2.0)
+    # A million counts of 15.25 microjoules a second; where no counter is, the integral of power.
+    assert (new["energy_j"], new["energy_from"]) == (pytest.approx(10 * 15.25), "counter")
+    assert (old["energy_j"], old["energy_from"]) == (pytest.approx(3200), "power")
+    assert window["absent"]["gpu1/memory_activity"] == "ValueError: the driver says 4294967295"
+    unsupported = (
+        "AmdSmiLibraryException: Error code: 2 | AMDSMI_STATUS_NOT_SUPPORTED - Feature not supported"
+    )
+    assert {key for key, reason in window["absent"].items() if reason == unsupported} == {
+        f"gpu2/{name}" for name in (*hardware.FIELDS, "energy_j")
+    }
+
+
+def test_amd_gpus_that_the_environment_hides(amd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm's runtime hides first, by number or UUID; HIP counts what is left."""
+    for rocr, hip, expected in (
+        ("1,0", None, ["gpu1", "gpu0"]),
+        ("1,0", "1", ["gpu0"]),
+        ("GPU-00000000000000BB", None, ["gpu1"]),
+        ("1,2", "0", ["gpu1"]),
+        (None, "2,0", ["gpu2", "gpu0"]),
+    ):
+        for name, text in (("ROCR_VISIBLE_DEVICES", rocr), ("HIP_VISIBLE_DEVICES", hip)):
+            monkeypatch.delenv(name, raising=False)
+            if text is not None:
+                monkeypatch.setenv(name, text)
+        assert [device.id for device in amd_devices(amd)] == expected
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    with pytest.raises(LookupError, match="no AMD GPU"):
+        amd_devices(amd)
+
+
+def test_an_amd_driver_without_its_library_is_told(
+    amd: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (amd.parent / "lib" / "libamd_smi.so").unlink()
+    monkeypatch.setenv("ROCM_PATH", str(amd.parent))
+    with pytest.raises(LookupError, match="finds no libamd_smi.so: set ROCM_PATH"):
+        amd_devices(amd)
+    assert capfd.readouterr().out.count("\n") <= 2
 
 
 @pytest.fixture

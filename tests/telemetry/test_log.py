@@ -1,6 +1,8 @@
+import base64
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from whet.telemetry.health import QUIET_ROWS, health_warnings
 from whet.telemetry.log import RunLog, clean_metrics, read_metrics, read_rows
 from whet.telemetry.metrics import FAMILIES, METRICS, find_metric, format_metric
-from whet.types import Group, Problem, Sample
+from whet.types import Group, Message, Problem, Sample
 
 
 def make_group(
@@ -124,6 +126,38 @@ def test_samples_hold_everything_of_a_rollout(tmp_path):
         "reward": 1.0,
         "advantage": 0.5,
     }
+
+
+def test_images_are_named_and_long_ones_are_files_of_the_run_once(tmp_path, monkeypatch, capsys):
+    data = bytes(range(256)) * 40
+    long = "data:image/png;base64," + base64.b64encode(data).decode()
+    sources = ("data:image/png;base64,AAAA", "/data/a.png", long, "https://example.org/a.png")
+    group = make_group()
+    asked = replace(group.problem, images=sources)
+    turns = replace(group.problem, messages=(Message(role="user", content="x", images=(long,)),))
+    with RunLog(tmp_path) as log:
+        for step in (1, 2):
+            log.write_samples(step, [replace(group, problem=asked), replace(group, problem=turns), group])
+        rows = strict_rows(tmp_path / "samples.jsonl")
+        shown = {tuple(row.get("images", ())) for row in rows}
+        (name,) = [path.name for path in (tmp_path / "images").iterdir()]
+        assert (tmp_path / "images" / name).read_bytes() == data
+        kept = f"images/{name}"
+        assert shown == {(), (kept,), (*sources[:2], kept, sources[3])}
+        assert max(map(len, (tmp_path / "samples.jsonl").read_text().splitlines())) < 2000
+
+        (tmp_path / "images" / name).unlink()
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_bytes", full)
+        log.write_samples(3, [replace(group, problem=asked)])
+        assert log.num_failed_writes > 0
+    assert "could not be written" in capsys.readouterr().err
+    with RunLog(tmp_path / "other", enabled=False) as log:
+        log.write_samples(1, [replace(group, problem=asked)])
+    assert not (tmp_path / "other").exists()
 
 
 def test_logprobs_are_short_and_always_json(tmp_path):

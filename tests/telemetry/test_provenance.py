@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,3 +174,19 @@ def test_environment_names_the_gpu_runtime(monkeypatch, hip, cuda, expected):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert describe_environment()["gpu_runtime"] == expected
+
+
+def test_environment_of_an_mi300x(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm's PyTorch calls AMD's GPUs cuda; environment.json says what they are."""
+    properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=4)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    found = describe_environment()
+    assert (found["gpu_runtime"], found["cuda_device"]) == ("ROCm 6.4.43482", "AMD Instinct MI300X")
+    assert (found["gpu_architecture"], found["num_cuda_devices"]) == ("gfx942", 8)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert describe_environment()["gpu_architecture"] == "sm_94"

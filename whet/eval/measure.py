@@ -183,6 +183,7 @@ def evaluate(
     known: Sequence[Sequence[Judged]] = (),
     on_finished: Callable[[int], None] | None = None,
     on_chunk: Callable[[Chunk], None] | None = None,
+    chunk_rounds: int = 0,
 ) -> EvalResult:
     """Sample and grade completions of every problem, greedy ones too.
 
@@ -202,6 +203,7 @@ def evaluate(
         on_finished: Called with the number of completions that ended since the last call.
         on_chunk: Called with every finished chunk, to save it; the tokens of its completions are released afterwards.
             Without it everything is sampled in one chunk and kept.
+        chunk_rounds: Completions of a chunk, in multiples of the engine's rows; 0 for CHUNK_ROUNDS.
 
     Returns:
         The result.
@@ -218,7 +220,7 @@ def evaluate(
     while len(rows) < len(problems):
         waiting = problems[len(rows) :]
         if on_chunk is not None:
-            most = max(1, CHUNK_ROUNDS * policy.max_rows // num_samples)
+            most = max(1, (chunk_rounds or CHUNK_ROUNDS) * policy.max_rows // num_samples)
             waiting = waiting[: math.ceil(len(waiting) / math.ceil(len(waiting) / most))]  # of equal size
         chunk = _finish(
             policy,

@@ -20,6 +20,7 @@ from whet.generate.policy import Policy, PolicyConfig
 from whet.model.quant import packed_tensors
 from whet.model.transformer import LanguageModel
 from whet.storage.commit import digest
+from whet.tasks.images import all_images
 from whet.telemetry.log import parse_row
 from whet.telemetry.provenance import describe_model
 from whet.types import Problem, UserError
@@ -75,6 +76,7 @@ KINDS: dict[str, Any] = {
     **dict.fromkeys(("uid", "prompt", "text", "finish_reason", "samples_sha256"), str),
     **dict.fromkeys(("metrics", "identity"), dict),
     **dict.fromkeys(("tokens", "hardware", "model", "meta"), dict | None),
+    "images": list,
     **dict.fromkeys(("answer_logprob", "hedges", "revisions"), int | float | None),
     "format": str | dict,  # a completion's verdict; eval.json has shares
     "answer": str | None,
@@ -275,6 +277,7 @@ def as_row(problem: Problem, sample: int | str, done: Judged) -> dict[str, Any]:
         "prompt": problem.prompt,
         "gold": problem.answer,
         **({"other_answers": list(problem.other_answers)} if problem.other_answers else {}),
+        **({"images": list(images)} if (images := all_images(problem)) else {}),
         "meta": dict(problem.meta),
         "sample": sample,
         "text": done.text,

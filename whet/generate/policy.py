@@ -35,7 +35,7 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.vision.asking import flattened, images_in
 from whet.model.vision.reading import read_picture
-from whet.model.vision.store import ImageStore, Picture
+from whet.model.vision.store import ImageStore
 from whet.model.weights import (
     as_reward_model,
     build_model,
@@ -314,8 +314,8 @@ class Policy:
         Raises:
             UserError: If an image cannot be read, or the model reads text alone.
         """
-        pictures = [self._picture(source) for source in images_in(messages)]
         text = self.chat_text(messages, **values)
+        pictures = [read_picture(source) for source in images_in(messages)]
         images = self.model.images
         if images is None or not pictures:
             return tuple(self.tokenizer.encode_rendered(text))
@@ -327,22 +327,20 @@ class Policy:
 
     def _asked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         asked = self.schema.messages(messages, has_system=self.system_prompt)
+        sources = images_in(asked)
+        if sources and self.model.images is None:
+            raise UserError(
+                f"the prompt has an image ({sources[0][:60]}), and the model reads text alone: take one that sees, "
+                "such as Qwen/Qwen3-VL-2B-Instruct"
+            )
         knows_images = "image" in (self.tokenizer.chat_template or "")
-        return asked if knows_images or not images_in(asked) else flattened(asked, self._placeholder)
+        return asked if knows_images or not sources else flattened(asked, self._placeholder)
 
     @property
     def _placeholder(self) -> str:
         """Text that stands for an image in a prompt."""
         assert self.model.config.vision is not None
         return self.tokenizer.token_text(self.model.config.vision.token_id)
-
-    def _picture(self, source: str) -> Picture:
-        if self.model.images is None:
-            raise UserError(
-                f"the prompt has an image ({source[:60]}), and the model reads text alone: take one that sees, such as "
-                "Qwen/Qwen3-VL-2B-Instruct"
-            )
-        return read_picture(source)
 
     def _prefix(self, values: Mapping[str, Any]) -> str:
         """Return the schema's opening tag, or nothing where the template has closed the thinking already."""

@@ -1,5 +1,5 @@
 """`whet demo`: the whole pipeline in a minute: random weights, fine-tuning, reinforcement, and an evaluation of
-each."""
+each; with --vision the same of a model that sees, in some minutes."""
 
 from __future__ import annotations
 
@@ -24,23 +24,45 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
+from whet.recipes.models import seeing_model
 from whet.report.html import write_page
 from whet.report.markdown import write_report
 from whet.report.part import read_part
 from whet.report.stages import overview
 from whet.storage.folder import dated, open_run
-from whet.tasks.base import TaskConfig
-from whet.tasks.made.arithmetic import Arithmetic
+from whet.tasks.base import load_task
+from whet.tasks.images import SHOWN, blanked, swapped
+from whet.tasks.made.drawing import pillow
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.provenance import write_environment
 from whet.train import rl, sft
+from whet.types import Problem, Task
 
 STAGES = {
     "base": "random weights",
     "sft": "after fine-tuning on worked solutions, half of which skip the working",
     "rl": "after reinforcement: right answers pay (and, a little, the format)",
 }
+UNSEEN = {
+    "rl_blank": "the same with white images: what it knows without looking",
+    "rl_swapped": "the same with another problem's image: what it says of what it sees, judged by what it does not",
+}
 NUM_SHOWN = 3
+
+SUMS = (
+    "A model learns to think",
+    "A 0.4 M parameter Llama starts from random weights. It reads worked sums (47+85+39=, digit by digit: "
+    "7+5=12+9=21, 2+4=6+8=14+3=17, so 171), of which half skip the working: it can then work an answer out, "
+    "but often does not bother. Then it practises alone: it tries, and right answers pay (GRPO).",
+)
+COLOURED = (
+    "A model learns to see and to think",
+    "A 0.9 M parameter Qwen3-VL starts from random weights, its tower too. It is shown coloured cells, and asked for "
+    "the sum of each row; worked answers name each cell's colour and its number, then add. Some skip the working, and "
+    "so does the model. Then it practises alone: it tries, and right answers pay (GRPO). Last, its images are taken "
+    "away.",
+)
+"""Title and introduction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +81,8 @@ class DemoConfig:
     """Split to evaluate on; the recipe was tuned on dev."""
     num_threads: int = 2
     """CPU threads."""
+    vision: bool = False
+    """Coloured cells in an image instead of sums in text, by a model that sees (some minutes; needs Pillow)."""
 
     def __post_init__(self) -> None:
         for name in ("num_problems", "num_samples", "num_threads"):
@@ -66,35 +90,90 @@ class DemoConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Course:
+    """What is taught and measured.
+
+    Attributes:
+        told: Title and introduction.
+        lessons: Fine-tuning, one run after the other; the last is measured.
+        rl: Reinforcement.
+        task: The task's problems.
+        unseen: Further evaluations of the last model, without the images.
+    """
+
+    told: tuple[str, str]
+    lessons: tuple[sft.SFTConfig, ...]
+    rl: rl.RLConfig
+    task: Task
+    unseen: Mapping[str, str]
+
+
+def _course(config: DemoConfig, folder: Path) -> _Course:
+    """Set up the stages; a model that sees is made first, as `base`."""
+    if config.vision:
+        pillow()
+        base, seen = folder / "base", folder / "seen"
+        seeing_model(config.seed).save(base)
+        first, last = sft_recipes.demo_vision(), sft_recipes.demo_vision_habit()
+        first = replace(first, out=str(seen), policy=replace(first.policy, init=str(base)))
+        lessons = [first, replace(last, policy=replace(last.policy, init=str(seen)))]
+        second = rl_recipes.demo_vision()
+    else:
+        lessons, second = [sft_recipes.demo()], rl_recipes.demo()
+    out = str(folder / "sft")
+    lessons[-1] = replace(lessons[-1], out=out)
+    policy = replace(second.policy, init=out)
+    told, unseen = (COLOURED, UNSEEN) if config.vision else (SUMS, {})
+    return _Course(
+        told=told,
+        lessons=tuple(replace(lesson, seed=config.seed) for lesson in lessons),
+        rl=replace(second, out=str(folder / "rl"), policy=policy, seed=config.seed),
+        task=load_task(second.task),
+        unseen=unseen,
+    )
+
+
 def main(config: DemoConfig) -> None:
     """Train, evaluate, and print the results."""
     console = Console()
-    folder = Path(config.out or dated("demo"))
+    folder = Path(config.out or dated("demo-vision" if config.vision else "demo"))
     open_run(folder, dump_yaml(config), resumable=False)
     torch.set_num_threads(config.num_threads)
-    console.print(_introduction())
     began = time.perf_counter()
-    sft_config = replace(sft_recipes.demo(), out=str(folder / "sft"), seed=config.seed)
-    rl_config = rl_recipes.demo()
-    policy_from_sft = replace(rl_config.policy, init=str(folder / "sft"))
-    rl_config = replace(rl_config, out=str(folder / "rl"), policy=policy_from_sft, seed=config.seed)
+    course = _course(config, folder)
+    console.print(_introduction(course))
+    problems = take_problems(course.task, config.split, config.num_problems)
     results: dict[str, EvalResult] = {}
-    base = load_policy(sft_config.policy, seed=config.seed)
+
+    def measure(policy: Policy, stage: str, source: PolicyConfig, shown: str = "") -> None:
+        asked = problems
+        if shown:
+            asked = [blanked(p) for p in problems] if shown == "blank" else swapped(problems)
+        results[stage] = _measure(policy, config, course, folder, stage, source, asked, shown)
+
+    base = load_policy(course.lessons[0].policy, seed=config.seed)
     console.print(f"kernels: {write_environment(folder)['kernels']}")
-    results["base"] = _measure(base, config, folder, "base", sft_config.policy)
-    results["sft"] = _measure(sft.train(sft_config), config, folder, "sft", PolicyConfig(init=sft_config.out))
-    results["rl"] = _measure(rl.train(rl_config), config, folder, "rl", PolicyConfig(init=rl_config.out))
+    measure(base, "base", course.lessons[0].policy)
+    last = base
+    for lesson in course.lessons:
+        last = sft.train(lesson)
+    measure(last, "sft", course.rl.policy)
+    last = rl.train(course.rl)
+    measure(last, "rl", PolicyConfig(init=course.rl.out))
+    for stage in course.unseen:
+        measure(last, stage, PolicyConfig(init=course.rl.out), stage.removeprefix("rl_"))
     seconds = time.perf_counter() - began
     _write_summary(folder, results, seconds)
     print()
     metrics = {stage: result.metrics for stage, result in results.items()}
-    print_result(metrics, len(results["rl"].problems), config.num_samples)
+    print_result(metrics, len(problems), config.num_samples)
     _show_samples(console, results)
     for part in ("sft", "rl"):
         write_report(folder / part)
     found = overview([read_part(folder / "eval" / stage, stage) for stage in results])
     headline = found["headline"] if found else ""
-    _write_story(folder, results, config, headline)
+    _write_story(folder, results, config, course.told[0], headline)
     write_page(folder, folder / "report.html")
     console.print(Text(f"{headline}.", style="bold"))
     console.print(
@@ -105,33 +184,37 @@ def main(config: DemoConfig) -> None:
     )
 
 
-def _introduction() -> Panel:
+def _introduction(course: _Course) -> Panel:
+    title, introduction = course.told
     text = Text()
-    text.append("A model learns to think\n\n", style="bold")
-    text.append(
-        "A 0.4 M parameter Llama starts from random weights. It reads worked sums (47+85+39=, digit by digit: "
-        "7+5=12+9=21, 2+4=6+8=14+3=17, so 171), of which half skip the working: it can then work an answer out, "
-        "but often does not bother. Then it practises alone: it tries, and right answers pay (GRPO).\n\n"
-    )
-    for number, (name, what) in enumerate(STAGES.items(), start=1):
-        text.append(f"  {number}  {name:<5}", style="bold")
+    text.append(f"{title}\n\n", style="bold")
+    text.append(f"{introduction}\n\n")
+    stages = {**STAGES, **course.unseen}
+    for number, (name, what) in enumerate(stages.items(), start=1):
+        text.append(f"  {number}  {name:<{max(map(len, stages))}}  ", style="bold")
         text.append(f"{what}\n")
     text.append("\nEach stage is measured on the same held-out problems, which no training ever sees.")
     return Panel(text, padding=(1, 2), width=88)
 
 
 def _measure(
-    policy: Policy, config: DemoConfig, folder: Path, stage: str, source: PolicyConfig
+    policy: Policy,
+    config: DemoConfig,
+    course: _Course,
+    folder: Path,
+    stage: str,
+    source: PolicyConfig,
+    problems: Sequence[Problem],
+    shown: str,
 ) -> EvalResult:
     """Evaluate one stage on the held-out problems and keep every completion."""
-    task = Arithmetic()
-    problems = take_problems(task, config.split, config.num_problems)
-    sampling = SamplingParams(temperature=1.0, max_new_tokens=rl_recipes.demo().sampling.max_new_tokens)
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=course.rl.sampling.max_new_tokens)
     total = len(problems) * (config.num_samples + 1)
-    with open_display(f"measure {stage}: {STAGES[stage]}", total, (), unit="completion") as display:
+    what = {**STAGES, **course.unseen}[stage]
+    with open_display(f"measure {stage}: {what}", total, (), unit="completion") as display:
         result = evaluate(
             policy,
-            task,
+            course.task,
             problems,
             num_samples=config.num_samples,
             sampling=sampling,
@@ -142,13 +225,14 @@ def _measure(
     target.mkdir(parents=True)
     identity: dict[str, object] = {
         "protocol": policy.protocol(),
-        "task": asdict(TaskConfig()),
+        "task": asdict(course.rl.task),
         "split": config.split,
         "sampling": asdict(sampling),
         "answer_from": "schema",
         "precision": "float32",
         "seed": config.seed,
         "num_samples": config.num_samples,
+        **({SHOWN: shown} if shown else {}),
     }
     write_result(target, result, label=stage, identity=identity, model=describe_weights(source, policy))
     return result
@@ -175,13 +259,15 @@ def _show_samples(console: Console, results: Mapping[str, EvalResult]) -> None:
         for stage in results:
             judged = results[stage].samples[row][0]
             is_correct = judged.grade.is_correct
-            text.append(f"  {stage:<5}")
+            text.append(f"  {stage:<{max(map(len, results))}}  ")
             text.append("right  " if is_correct else "wrong  ", style="green" if is_correct else "red")
             text.append(f"{judged.text!r}\n" if stage == "base" else f"{judged.text}\n")
     console.print(text)
 
 
-def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoConfig, headline: str) -> None:
+def _write_story(
+    folder: Path, results: Mapping[str, EvalResult], config: DemoConfig, title: str, headline: str
+) -> None:
     """Write report.md: headline, table, curve of the reinforcement stage, and the samples shown on screen."""
     names = [
         "pass@1",
@@ -194,7 +280,7 @@ def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoCo
     names = [name for name in dict.fromkeys(names) if name in results["rl"].metrics]
     count = len(results["rl"].problems)
     lines = [
-        "# A model learns to think",
+        f"# {title}",
         "",
         f"**{headline}.**",
         "",
@@ -218,7 +304,8 @@ def _write_story(folder: Path, results: Mapping[str, EvalResult], config: DemoCo
         lines.append(f"{results['rl'].problems[row].prompt}  (gold {results['rl'].problems[row].answer})")
         for stage, result in results.items():
             judged = result.samples[row][0]
-            lines.append(f"  {stage:<5}{'right' if judged.grade.is_correct else 'wrong'}  {judged.text!r}")
+            verdict = "right" if judged.grade.is_correct else "wrong"
+            lines.append(f"  {stage:<{max(map(len, results))}}  {verdict}  {judged.text!r}")
     lines += [
         "```",
         "",

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whet.generate.policy import PolicyConfig
+from whet.generate.policy import Policy, PolicyConfig
 from whet.model.config import ModelConfig
+from whet.model.families import from_hf
+from whet.model.text.tokenizer import Tokenizer
+from whet.model.transformer import init_weights
+from whet.model.weights import build_model
+from whet.schema import SCHEMAS
 from whet.tasks.made.arithmetic import Arithmetic
+from whet.tasks.made.drawing import COLOURS
 from whet.tasks.made.products import Products
 
 OWN = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -39,6 +45,83 @@ def demo_policy(init: str = "") -> PolicyConfig:
         template="plain",
         max_rows=512,
     )
+
+
+SPACED = tuple(f" {piece}" for piece in (*"0123456789", *COLOURS))
+SEEN = (
+    "Assuming that all",
+    " =",
+    ",",
+    " and",
+    ". What is the sum of each row?",
+    "s",
+    "Row",
+    ":",
+    "\n",
+    " ",
+    "+",
+    "=",
+)
+"""Pieces of the first level of `matrices`: colours and numbers begin with their space, as in any large vocabulary, so
+that a number stands beside its colour."""
+
+
+def seeing_model(seed: int) -> Policy:
+    """A 0.9 M parameter Qwen3-VL with random weights: a tower of one layer, deepstack, and a decoder of three."""
+    schema = SCHEMAS["think_answer"]
+    tokenizer = Tokenizer.words([*SEEN, *"0123456789", *SPACED], [*schema.tags, "<image>"])
+    decoder = {
+        "model_type": "qwen3_vl_text",
+        "vocab_size": tokenizer.vocab_size,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 96,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 30.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    }
+    tower = {
+        "model_type": "qwen3_vl",
+        "depth": 1,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": decoder["hidden_size"],
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+        "hidden_act": "gelu_pytorch_tanh",
+        "in_channels": 3,
+    }
+    config = from_hf(
+        {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "model_type": "qwen3_vl",
+            "image_token_id": tokenizer.encode("<image>")[0],
+            "video_token_id": 0,
+            "vision_start_token_id": 0,
+            "vision_end_token_id": 0,
+            "tie_word_embeddings": True,
+            "text_config": decoder,
+            "vision_config": tower,
+        }
+    )
+    model = build_model(replace(config, init_std=0.06))
+    init_weights(model, seed)
+    return Policy(model, tokenizer, schema)
 
 
 def calculator_policy(init: str = "") -> PolicyConfig:

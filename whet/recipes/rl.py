@@ -176,6 +176,18 @@ def demo() -> RLConfig:
     )
 
 
+def demo_vision() -> RLConfig:
+    """GRPO on sums of coloured cells in an image; the tower is frozen, so each image is encoded once."""
+    config = demo()
+    return replace(
+        config,
+        out="runs/demo-vision-rl",
+        policy=PolicyConfig(init="runs/demo-vision-sft", max_rows=512),
+        task=TaskConfig(name="matrices", level=1),
+        sampling=replace(config.sampling, max_new_tokens=56),
+    )
+
+
 def demo_distill() -> RLConfig:
     """The demo's fine-tuned model learns from its reinforced one alone: one sample a problem, rewards only measured."""
     return replace(

@@ -31,6 +31,38 @@ def demo() -> SFTConfig:
     )
 
 
+def demo_vision() -> SFTConfig:
+    """Sums of coloured cells in an image, from the random weights that `whet demo --vision` leaves as `base`."""
+    config = demo()
+    return replace(
+        config,
+        out="runs/demo-vision-seen",
+        policy=PolicyConfig(init="runs/demo-vision-base", train_vision=True, max_rows=512),
+        task=TaskConfig(name="matrices", level=1),
+        num_steps=300,
+        empty_thinking_share=0.0,
+        validate_every=100,
+        save_every=300,
+    )
+
+
+def demo_vision_habit() -> SFTConfig:
+    """A little more of the same, of which three in five skip the working: it could work, but often does not.
+
+    From the start such answers, which nobody can guess, keep so small a model from learning to look numbers up.
+    """
+    config = demo_vision()
+    return replace(
+        config,
+        out="runs/demo-vision-sft",
+        policy=PolicyConfig(init="runs/demo-vision-seen", max_rows=512),
+        optim=replace(config.optim, lr=1e-3, warmup_steps=5),
+        num_steps=60,
+        empty_thinking_share=0.6,
+        save_every=60,
+    )
+
+
 def calculator() -> SFTConfig:
     """Products of four-digit numbers with a calculator, which half of the demonstrations do not call."""
     return replace(

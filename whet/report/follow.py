@@ -108,6 +108,10 @@ class RunFollower:
         ]
 
 
+RESULTS = {"eval.json": "an evaluation, finished", "infer.json": "questions asked, finished"}
+"""What is written at the end of what trains nothing."""
+
+
 def run_status(folder: Path, recent: Iterable[Mapping[str, Any]], now: float) -> dict[str, Any]:
     """Return whether a run is running, and for how much longer.
 
@@ -128,11 +132,12 @@ def run_status(folder: Path, recent: Iterable[Mapping[str, Any]], now: float) ->
         }
     num_steps = planned_steps(folder)
     steps = [int(step) for row in recent if (step := as_number(row.get("step"))) is not None]
+    result = next((text for name, text in RESULTS.items() if (folder / name).is_file()), None)
+    if result is not None:
+        return {"kind": "finished", "text": result, "step": max(steps, default=0), "num_steps": num_steps}
     if not steps:
         kind, text = "waiting", "waiting: no metrics logged yet"
-        if (folder / "eval.json").is_file():
-            kind, text = "finished", "an evaluation, finished"
-        elif (folder / "eval_samples.jsonl").is_file():
+        if (folder / "eval_samples.jsonl").is_file():
             text = "an evaluation without a result yet"
         elif (folder / "summary.json").is_file():  # a folder of runs, such as the demo's
             kind, text = "finished", "finished"

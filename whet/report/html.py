@@ -120,7 +120,7 @@ def build_page(
             packed = embed(part.scan, chosen, _speller(part))
             for number, chunk in enumerate(packed.pop("chunks")):
                 data[f"chunk-{index}-{number}"] = chunk
-            for name in ("columns", "vocabulary"):
+            for name in ("columns", "vocabulary", "pictures"):
                 data[f"{name}-{index}"] = packed.pop(name)
             steps = part.scan.steps
             info = packed | {

@@ -210,6 +210,8 @@ def facts(part: Part) -> list[tuple[str, str]]:
     if seconds is None and part.first_s is not None and part.last_s is not None:
         seconds = part.last_s - part.first_s
     device = machine.get("cuda_device") or machine.get("cpu")
+    if machine.get("cuda_device") and machine.get("gpu_runtime"):
+        device = f"{device} ({machine['gpu_runtime']})"
     counts = [part.evaluation.get(name) for name in ("num_problems", "num_samples")]
     found = {
         "what": None if part.name == "." else KINDS.get(part.kind, "run"),

@@ -42,7 +42,7 @@ from whet.telemetry.provenance import (
 from whet.types import UserError
 
 NOTES = "notes.jsonl"
-PAGES = ("report.html", "compare.html", "diagnose.html", "sweep.html", "report.md")
+PAGES = ("report.html", "compare.html", "infer.html", "diagnose.html", "sweep.html", "report.md")
 """Pages that a run's folder may hold, which the registry links."""
 
 MAX_CURVE_BYTES = 8 << 20
@@ -55,6 +55,7 @@ KINDS = {
     "rounds": "rft",
     "beta": "dpo",
     "empty_thinking_share": "sft",
+    "image_urls": "infer",  # before eval: it has that one's field, too
     "answer_from": "eval",
     "recipe": "seeds",
 }
@@ -279,6 +280,11 @@ def _read_run(root: Path, folder: Path) -> dict[str, Any]:
     of_base, of_adapter = _object(provenance.get("base")), _object(provenance.get("adapter"))
     base = str(of_base.get("name") or model.get("init") or policy.get("init") or "")
     adapter = str(of_adapter.get("name") or policy.get("adapter") or "")
+    kind = _kind(config, evaluation, environment)
+    if kind == "infer":  # of several models; the first is what it is from
+        words = config["runs"] if isinstance(config.get("runs"), list) else []
+        base = ", ".join(map(str, words))
+        adapter = str(words[0]) if len(words) == 1 else ""
     task = identity.get("task", config.get("task"))
     task = task.get("name", "") if isinstance(task, dict) else task
     parent = _object(provenance.get("parent"))
@@ -291,7 +297,7 @@ def _read_run(root: Path, folder: Path) -> dict[str, Any]:
     return {
         "run_id": run_id(folder),
         "folder": str(folder.relative_to(root)),
-        "kind": _kind(config, evaluation, environment),
+        "kind": kind,
         "start_utc": _text(provenance.get("start_utc")) or _text(environment.get("start_utc")),
         "git_commit": _text(provenance.get("git_commit")) or _text(environment.get("git_commit")),
         "whet": _text(environment.get("whet")),

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.report.pictures import MAX_IMAGES, Pictures
 from whet.telemetry.log import as_number, parse_row
 
 FILES = ("samples.jsonl", "eval_samples.jsonl")
@@ -119,7 +120,7 @@ def clean(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         The fields of a row of samples.jsonl, and `correct` (bool or None), `sampler_logprobs` (None unless there is
-        one for each of `completion_ids`), `facts` (further single values by name).
+        one for each of `completion_ids`), `images` (their sources), `facts` (further single values by name).
     """
     scores = {"correct": _truth(row.get("correct")), "format": FORMAT_SCORES.get(str(row.get("format")))}
     rewards = {name: score for name, score in scores.items() if score is not None}
@@ -128,7 +129,7 @@ def clean(row: Mapping[str, Any]) -> dict[str, Any]:
     ids, logprobs = row.get("completion_ids"), row.get("sampler_logprobs", row.get("logprobs"))
     if not (isinstance(ids, list) and isinstance(logprobs, list) and 0 < len(ids) == len(logprobs)):
         ids = logprobs = None
-    others = found if isinstance(found := row.get("other_answers"), list) else []
+    others = _list(row.get("other_answers"))
     extra = {"extracted": row.get("answer")} if "gold" in row else {}
     step, right = as_number(row.get("step")), rewards.get("correct")
     tokens = as_number(row.get("num_completion_tokens", row.get("completion_tokens")))
@@ -137,6 +138,7 @@ def clean(row: Mapping[str, Any]) -> dict[str, Any]:
         "uid": _text(row.get("uid")),
         "index": index if isinstance(index, (int, str)) else None,
         "prompt": _text(row.get("prompt")),
+        "images": [source for source in _list(row.get("images")) if isinstance(source, str)][:MAX_IMAGES],
         "answer": _text(row.get("gold", row.get("answer")))
         + "".join(f"\nor {_text(other)}" for other in others),
         "completion": _text(row.get("completion", row.get("text"))),
@@ -270,8 +272,9 @@ def embed(found: Scan, rows: np.ndarray, spell: Callable[[int], str] | None) -> 
         spell: Text of a token; without it log-probabilities are omitted.
 
     Returns:
-        'columns' (what filters and the list need), 'chunks' (the rows) and 'vocabulary' (texts of the tokens), each
-        gzip in base64, and 'starts' (index of each chunk's first selected row), 'rewards', 'has_logprobs'.
+        'columns' (what filters and the list need), 'chunks' (the rows), 'vocabulary' (texts of the tokens) and
+        'pictures' (of which rows have the numbers), each gzip in base64, and 'starts' (index of each chunk's first
+        selected row), 'rewards', 'has_logprobs'.
     """
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     scores: dict[str, list[Any]] = {name: [] for name in found.reward_names}
@@ -280,12 +283,14 @@ def embed(found: Scan, rows: np.ndarray, spell: Callable[[int], str] | None) -> 
     gathered: list[str] = []
     held = 0
     vocabulary: dict[int, str] = {}
+    pictures = Pictures(found.path.parent)
     for place, sample in enumerate(read_samples(found, rows)):
         if spell is None:
             sample["completion_ids"] = sample["sampler_logprobs"] = None
         else:
             new = set(sample["completion_ids"] or ()) - vocabulary.keys()
             vocabulary |= {index: spell(index) for index in new}
+        sample["images"] = pictures.numbers(sample["images"])
         made = {"snippet": snippet(sample["completion"]), "asked": asked(sample["prompt"])}
         for name in COLUMNS:
             columns[name].append(made[name] if name in made else sample[name])
@@ -302,6 +307,7 @@ def embed(found: Scan, rows: np.ndarray, spell: Callable[[int], str] | None) -> 
         "chunks": chunks,
         "starts": starts[:-1],
         "vocabulary": _pack(_dump(vocabulary)),
+        "pictures": _pack(_dump(pictures.shown)),
         "rewards": found.reward_names,
         "has_logprobs": bool(vocabulary),
     }
@@ -367,6 +373,10 @@ def _pack(text: str) -> str:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:

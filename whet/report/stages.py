@@ -15,11 +15,14 @@ from whet.telemetry.log import as_number
 ORDER = ("base", "sft", "rft", "dpo", "rl")
 """Labels of stages in the order in which a model goes through them; others follow, oldest first."""
 
-NOUNS = {"arithmetic": "sums"}
+NOUNS = {"arithmetic": "sums", "matrices": "coloured matrices"}
 """Task -> what its problems are called."""
 
-PADS = {"arithmetic": "the scratch-pad"}
+PADS = {"arithmetic": "the scratch-pad", "matrices": "the scratch-pad"}
 """Task -> what its thinking is called."""
+
+BLIND = {"blank": "white images", "swapped": "another problem's image"}
+"""What was shown instead of a problem's images -> in words."""
 
 EVERY_TIME, ALMOST_EVERY_TIME = 0.995, 0.95
 
@@ -65,11 +68,17 @@ def overview(parts: Sequence[Part]) -> dict[str, Any] | None:
     stages = [stage for part in found if (stage := _stage(part)) is not None]
     if len(found) < 2:
         return None
+    # With other images than the problems' own it is no stage of learning, but shows what the last one rests on.
+    real = [part for part in found if not _shown(part)]
+    steps = [stage for part in real if (stage := _stage(part)) is not None]
+    blind = [(stage, _shown(part)) for part in found if _shown(part) and (stage := _stage(part)) is not None]
     tables = [{row[1]: row[2:] for row in estimates(part.evaluation)} for part in found]
     names = [name for name in tables[0] if all(name in table for table in tables)]
     headline, evidence = "", ""
-    if len(stages) == len(found) and len({_asked(part) for part in found}) == 1:
-        headline, evidence = tell(stages, found[0].evaluation)
+    if len(steps) == len(real) > 1 and len({_asked(part) for part in real}) == 1:
+        headline, evidence = tell(steps, real[0].evaluation)
+        for stage, what in blind:
+            evidence += f" With {BLIND.get(what, what)} {_percent(stage.right.mean)} % are right."
     return {
         "headline": headline,
         "evidence": evidence,
@@ -189,7 +198,7 @@ def _cell(value: Interval | None, kind: str) -> tuple[str, str]:
 def _bars(stage: Stage) -> dict[str, Any]:
     """Return a row of the chart: right answers, and where it was recorded the share with thinking."""
     shown = [("right", stage.right), *([("thinks first", stage.thinks)] if stage.thinks is not None else [])]
-    return {"name": stage.name, "bars": [bar(label, value) for label, value in shown]}
+    return {"name": stage.name.replace("_", " "), "bars": [bar(label, value) for label, value in shown]}
 
 
 def bar(label: str, value: Interval) -> dict[str, Any]:
@@ -223,6 +232,11 @@ def _label(part: Part) -> str:
 def _identity(evaluation: Mapping[str, Any]) -> Mapping[str, Any]:
     found = evaluation.get("identity")
     return found if isinstance(found, dict) else {}
+
+
+def _shown(part: Part) -> str:
+    """Return what stood in place of the problems' images; '' for their own."""
+    return str(_identity(part.evaluation).get("images") or "")
 
 
 def _task(evaluation: Mapping[str, Any]) -> str:

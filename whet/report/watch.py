@@ -28,6 +28,7 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.report.follow import RunFollower, glance
 from whet.report.index import Query, SampleIndex
 from whet.report.page import json_for_script, render
+from whet.report.pictures import picture_of
 from whet.report.samples import FILES, find_samples, find_tags
 from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import no_run
@@ -273,7 +274,12 @@ class Run:
             return None
         ids = row["completion_ids"]
         self._spell = self._spell or (_speller(self._families()) if ids else None)
-        return {**row, "pieces": self._spell(ids) if ids and self._spell else None}
+        pieces = self._spell(ids) if ids and self._spell else None
+        return {
+            **row,
+            "images": [picture_of(source, self._folder) for source in row["images"]],
+            "pieces": pieces,
+        }
 
     def _families(self) -> list[Path]:
         """Return the run folder and, if it is inside the root, that of the run's starting model."""

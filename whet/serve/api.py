@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from whet.generate import rows
 from whet.generate.policy import Policy
 from whet.model.lora.adapter import Adapter
+from whet.model.vision.asking import images_in
+from whet.model.vision.ids import keys_in
+from whet.model.vision.reading import Urls, is_data_uri, is_url, locate, shown
 from whet.ranks.broadcast import WeightGroup
 from whet.report.page import render
 from whet.serve.openai import (
@@ -40,6 +45,7 @@ from whet.serve.openai import (
     parse_json,
     parse_text,
     refusal,
+    text_of,
     usage_of,
 )
 from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket, read_outline, read_update
@@ -47,6 +53,10 @@ from whet.serve.stream import chat_prompt, has_turns, unread_note
 from whet.types import UserError
 
 MAX_BODY_BYTES = 4 * 2**20
+MAX_BODY_BYTES_WITH_IMAGES = 32 * 2**20
+"""Of a chat with a model that sees: image files, in base64."""
+KEPT_IMAGES = 16
+"""Image files that are kept when no request shows them any more."""
 RECEIVE_S = 30.0
 SEND_S = 60.0
 """A client that takes nothing for so long is cut off, and its rows are free."""
@@ -76,10 +86,20 @@ class Api:
         name: Name that the model is served by; of several adapters each has its own, and this is the base's.
         split_thinking: Whether chats get their thinking as `reasoning_content`.
         updates: Whether clients may replace the weights by files of this machine.
+        image_root: Folder whose image files clients may name; '' for none: they send the file itself.
+        image_urls: Which URLs of images are fetched.
     """
 
     def __init__(
-        self, policy: Policy, scheduler: Scheduler, *, name: str, split_thinking: bool, updates: bool = False
+        self,
+        policy: Policy,
+        scheduler: Scheduler,
+        *,
+        name: str,
+        split_thinking: bool,
+        updates: bool = False,
+        image_root: str = "",
+        image_urls: Urls = "none",
     ) -> None:
         self._policy, self._scheduler, self._updates = policy, scheduler, updates
         adapters = () if policy.several is None else policy.several.names
@@ -88,10 +108,23 @@ class Api:
         self._adapters = {name: "", **{adapter: adapter for adapter in adapters}}
         self._splits = split_thinking
         self._groups: dict[str, WeightGroup] = {}
+        self._image_root = image_root
+        self._image_urls: Urls = image_urls
+        sees = policy.model.images is not None
+        self._max_bytes = MAX_BODY_BYTES_WITH_IMAGES if sees else MAX_BODY_BYTES
+        self._shown: Counter[int] = Counter()
+        self._idle: deque[int] = deque()
+        self._showing = threading.Lock()
 
     async def page(self, _: Request) -> Response:
         """Return the chat page; it holds nothing of the model, and asks for the key where there is one."""
-        data = {"chat": {"remembers": has_turns(self._policy), "splits": self._splits}}
+        data = {
+            "chat": {
+                "remembers": has_turns(self._policy),
+                "splits": self._splits,
+                "sees": self._policy.model.images is not None,
+            }
+        }
         scripts, styles = ("browser.js", "chat.js"), ("browser.css", "chat.css")
         text = render(
             "chat.html", title="whet serve", data=data, scripts=scripts, styles=styles, connect=True
@@ -112,7 +145,7 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
-        body = await _read(request)
+        body = await _read(request, self._max_bytes)
         model = self._check_model(body.get("model"))
         asked = parse_chat(body, self._scheduler.context)
         return await self._answer(request, model, asked, [asked.messages], is_chat=True)
@@ -208,7 +241,7 @@ class Api:
         """Return the tokens of a conversation, a text or token ids; refuse what cannot be served."""
         tokenizer = policy.tokenizer
         if asked.messages:
-            ids = chat_prompt(policy, prompt)
+            ids = self._encode_chat(policy, prompt)
         elif isinstance(prompt, str):
             bos = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
             ids = tokenizer.encode(prompt)
@@ -216,8 +249,75 @@ class Api:
         else:
             ids = prompt
         name = "the prompt" if asked.messages or len(asked.prompts) == 1 else f"prompt[{index}]"
-        self._scheduler.check(ids, name, room=int(asked.generate))
+        try:
+            self._scheduler.check(ids, name, room=int(asked.generate))
+        except UserError:
+            if asked.messages:
+                self._hide(ids)
+            raise
         return ids
+
+    def _encode_chat(self, policy: Policy, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Return the tokens of a conversation; its images are read here, and counted as shown (`_hide`)."""
+        sources = images_in(messages)
+        images = policy.model.images
+        if not sources or images is None:
+            return chat_prompt(policy, messages)  # says that a model without images reads text alone
+        files = {source: self._permitted(source) for source in sources}
+        with self._showing:
+            ids = chat_prompt(policy, _with_sources(messages, files))
+            keys = keys_in(ids)
+            self._shown.update(keys)
+        try:
+            for key in keys:  # decoded now: what is broken concerns this request alone, and holds up no other
+                images.patches(key)
+        except BaseException:
+            self._hide(ids)
+            raise
+        return ids
+
+    def _permitted(self, source: str) -> str:
+        """Return where an image is read from; refuse what clients may not name."""
+        if is_data_uri(source):
+            return source
+        if is_url(source) and self._image_urls == "none":
+            raise ApiError(
+                400,
+                f"image_url: {shown(source)} is not fetched by this server: send a data URI",
+                param="messages",
+            )
+        root = self._image_root or None
+        try:
+            path = locate(source, root=root, paths=bool(root), urls=self._image_urls)
+        except UserError:
+            if is_url(source) or not root:
+                raise
+            path = None
+        if (
+            path is None or not path.is_file()
+        ):  # one line for all: clients learn nothing of this machine's files
+            raise ApiError(
+                400,
+                f"image {shown(source)}: not a file of this server's images: send a data URI",
+                param="messages",
+            )
+        return str(path)
+
+    def _hide(self, *prompts: Sequence[int]) -> None:
+        """Let go of the images of prompts, except those that other requests show."""
+        keys = [key for ids in prompts for key in keys_in(ids)]
+        images = self._policy.model.images
+        if not keys or images is None:
+            return
+        with self._showing:
+            self._shown.subtract(keys)
+            self._idle.extend(keys)
+            # Not at once: the scheduler may be reading the prompt of a request that was cancelled this moment.
+            while len(self._idle) > KEPT_IMAGES:
+                key = self._idle.popleft()
+                if self._shown[key] <= 0 and key not in self._idle:
+                    del self._shown[key]
+                    images.forget([key])
 
     def _encode_all(self, policy: Policy, prompts: Sequence[Any], asked: Asked) -> list[tuple[int, ...]]:
         return [self._encode(policy, prompt, index, asked) for index, prompt in enumerate(prompts)]
@@ -237,18 +337,29 @@ class Api:
         ids = await asyncio.to_thread(self._encode_all, policy, prompts, asked)
         splits = is_chat and self._splits
         texts = [text for text in asked.prompts if isinstance(text, str)]
-        texts += [message["content"] for message in asked.messages]
+        texts += [text_of(message) for message in asked.messages]
         warning = unread_note(policy.tokenizer, texts)
         reply = Reply(policy, model, asked, is_chat=is_chat, splits=splits, warning=warning)
-        session = _Session(policy, self._scheduler, request, asked, ids, adapter=adapter, splits=splits)
+        session = _Session(
+            policy,
+            self._scheduler,
+            request,
+            asked,
+            ids,
+            adapter=adapter,
+            splits=splits,
+            on_end=lambda: self._hide(*ids) if is_chat else None,
+        )
         try:
             await session.begin()
             if asked.stream:
                 return StreamingResponse(session.events(reply), media_type="text/event-stream")
-            return JSONResponse(await session.body(reply))
+            answer = JSONResponse(await session.body(reply))
         except BaseException:
             session.end()
             raise
+        session.end()
+        return answer
 
 
 class _Session:
@@ -264,8 +375,9 @@ class _Session:
         *,
         adapter: str,
         splits: bool,
+        on_end: Callable[[], None],
     ) -> None:
-        self._adapter = adapter
+        self._adapter, self._on_end = adapter, on_end
         self._policy, self._scheduler, self._request, self._asked = policy, scheduler, request, asked
         self._prompts, self._splits = prompts, splits
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -280,6 +392,8 @@ class _Session:
         self._ticket.cancel()
         self._scoring.cancel()
         self._watch.cancel()
+        on_end, self._on_end = self._on_end, lambda: None
+        on_end()
 
     async def begin(self) -> None:
         """Score what is to be scored, and ask for what is to be drawn."""
@@ -381,20 +495,34 @@ class _Session:
         self._queue.put_nowait((0, ClientDisconnect()))
 
 
-async def _read(request: Request) -> dict[str, Any]:
+def _with_sources(messages: Sequence[Mapping[str, Any]], files: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return messages whose images are where they are read from."""
+    found = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [
+                {**part, "image": files[part["image"]]} if part["type"] == "image" else part
+                for part in content
+            ]
+        found.append({**message, "content": content})
+    return found
+
+
+async def _read(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
     """Read a JSON body within bounds of size and time."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "expected the header Content-Type: application/json")
-    body = b""
+    body = bytearray()
     try:
         async with asyncio.timeout(RECEIVE_S):
             async for part in request.stream():
                 body += part
-                if len(body) > MAX_BODY_BYTES:
-                    raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+                if len(body) > max_bytes:
+                    raise ApiError(413, f"the body is larger than {max_bytes:,} bytes")
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {RECEIVE_S:g} s") from None
-    return await asyncio.to_thread(parse_json, body)
+    return await asyncio.to_thread(parse_json, bytes(body))
 
 
 def _event(data: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -21,6 +21,7 @@ from whet.cli import Program
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Completion, Request
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.model.vision.reading import is_data_uri, is_url, locate, read_picture
 from whet.serve.scheduler import Ask, Event, Scheduler
 from whet.serve.stream import Piece, ResponseText, TokenText, chat_prompt, has_turns, silent_ids, unread_note
 from whet.telemetry.display import escape_controls
@@ -40,6 +41,8 @@ class ChatConfig:
     """The model."""
     prompt: str = ""
     """Ask this one question, print the answer, and exit."""
+    images: tuple[str, ...] = ()
+    """Images of the first question, for a model that sees: files, data URIs, or http(s) addresses."""
     system: str = ""
     """System message; empty for the policy's own instruction."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=2048))
@@ -67,6 +70,26 @@ def require_model(policy: PolicyConfig) -> None:
         raise ValueError("no model: name a run folder, a Hugging Face folder or a hub name after the command")
 
 
+class Question(NamedTuple):
+    """What the user asked.
+
+    Attributes:
+        text: The text.
+        images: Sources of its images, which stand before it.
+    """
+
+    text: str
+    images: tuple[str, ...] = ()
+
+    @property
+    def content(self) -> str | list[dict[str, str]]:
+        """Content of a chat message: the text, or parts where there are images."""
+        if not self.images:
+            return self.text
+        parts = [{"type": "image", "image": source} for source in self.images]
+        return [*parts, {"type": "text", "text": self.text}]
+
+
 @dataclass(slots=True)
 class Reply:
     """The model's answer.
@@ -91,41 +114,69 @@ class Chat:
         policy: The policy.
         scheduler: Generates its tokens.
         config: Initial settings.
+
+    Attributes:
+        images: Sources of the next question's images.
     """
 
     def __init__(self, policy: Policy, scheduler: Scheduler, config: ChatConfig) -> None:
         self._policy, self._scheduler = policy, scheduler
         self.system, self.seed, self.sampling = config.system, config.seed, config.sampling
         self.remembers = has_turns(policy)
-        self.turns: list[tuple[str, Reply]] = []
+        self.turns: list[tuple[Question, Reply]] = []
+        self.images: tuple[str, ...] = ()
         self._num_drawn = 0
 
     def reset(self, *, seed: int | None = None) -> None:
         """Forget the conversation, or with a seed restart the sampling noise."""
         self._num_drawn = 0
         if seed is None:
-            self.turns = []
+            self.turns, self.images = [], ()
         else:
             self.seed = seed
 
-    def messages(self, question: str) -> list[dict[str, str]]:
+    def show(self, source: str) -> int:
+        """Add an image to the next question; return how many it has.
+
+        Raises:
+            UserError: If it cannot be read, or the model reads text alone.
+        """
+        images = self._policy.model.images
+        if images is None:
+            raise UserError(
+                "this model reads text alone: chat with one that sees, such as Qwen/Qwen3-VL-2B-Instruct"
+            )
+        if not is_data_uri(source):
+            source = str(locate(source if is_url(source) else str(Path(source).expanduser()), urls="any"))
+        picture = read_picture(source)
+        images.add(picture)
+        images.patches(picture.key)  # a broken file is said here
+        self.images += (source,)
+        return len(self.images)
+
+    def messages(self, question: Question) -> list[dict[str, Any]]:
         """Return the conversation followed by a question, without earlier thinking."""
-        said = [{"role": "system", "content": self.system}] if self.system else []
+        said: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for asked, reply in self.turns if self.remembers else []:
-            said += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply.answer}]
-        return [*said, {"role": "user", "content": question}]
+            said += [
+                {"role": "user", "content": asked.content},
+                {"role": "assistant", "content": reply.answer},
+            ]
+        return [*said, {"role": "user", "content": question.content}]
 
     def unread(self, question: str) -> str:
         """Say which characters of a question the model cannot read; '' if it can read all."""
         return unread_note(self._policy.tokenizer, (self.system, question))
 
     def ask(self, question: str, reply: Reply) -> Generator[Piece]:
-        """Ask, and yield the reply's pieces as they arrive, filling in `reply`; complete replies join the history.
+        """Ask, and yield the reply's pieces as they arrive, filling in `reply`; complete replies join the history, and
+        the images that were shown with them.
 
         Raises:
             UserError: If the conversation does not fit.
         """
-        prompt = chat_prompt(self._policy, self.messages(question))
+        asked = Question(question, self.images)
+        prompt = chat_prompt(self._policy, self.messages(asked))
         self._scheduler.check(prompt, "the conversation (/reset forgets it)")
         seed = self.seed if self._num_drawn == 0 else sequence_seed("chat", self.seed, self._num_drawn)
         self._num_drawn += 1
@@ -153,7 +204,8 @@ class Chat:
                 yield piece
         finally:
             ticket.cancel()
-        self.turns.append((question, reply))
+        self.turns.append((asked, reply))
+        self.images = ()
 
 
 class Terminal:
@@ -171,6 +223,7 @@ class Terminal:
         self.num_errors = 0
         self._commands: Mapping[str, tuple[Callable[[str], None], str]] = {
             "/think": (self._think, "show the thinking behind the last answer"),
+            "/image": (self._image, "FILE or address: show the model an image with the next question"),
             "/system": (
                 self._system,
                 "TEXT: set the system message and restart; without TEXT the policy's own",
@@ -249,6 +302,12 @@ class Terminal:
     def _think(self, _: str) -> None:
         self._note(self._last.thinking or "no thinking yet")
 
+    def _image(self, text: str) -> None:
+        if not text:
+            raise UserError("/image needs the name of a file, or an http(s) address")
+        count = self._chat.show(text)
+        self._note(f"image {count} of the next question; /reset takes images back")
+
     def _system(self, text: str) -> None:
         self._chat.system = text
         self._chat.reset()
@@ -271,7 +330,7 @@ class Terminal:
         rows = [{"role": "system", "content": self._chat.system}] if self._chat.system else []
         for question, reply in self._chat.turns:
             answer = {"role": "assistant", "content": reply.answer, "reasoning_content": reply.thinking}
-            rows += [{"role": "user", "content": question}, answer]
+            rows += [{"role": "user", "content": question.content}, answer]
         try:
             with Path(text).expanduser().open("x", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -334,6 +393,8 @@ def main(config: ChatConfig) -> None:
     with Scheduler(policy, context=config.context, max_waiting=1) as scheduler:
         chat = Chat(policy, scheduler, config)
         terminal = Terminal(chat, console, notes)
+        for source in config.images:
+            chat.show(source)
         if config.prompt:
             terminal.ask(config.prompt)
             return

@@ -17,12 +17,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, Token
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.model.vision.asking import images_in
 from whet.serve.stream import ResponseText, StopText, TokenText, silent_ids
 from whet.types import UserError
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_STOPS = 16
+MAX_IMAGES = 16
+"""Of a conversation."""
 MAX_TOP = 20
 MAX_MESSAGE = 400
 DEFAULT_NEW_TOKENS = 16
@@ -103,7 +106,7 @@ class Asked:
         stop_ids: Ids that the client takes completions to end at; None for whatever is here.
     """
 
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
     prompts: tuple[str | tuple[int, ...], ...] = ()
     params: SamplingParams
     num_choices: int
@@ -146,16 +149,41 @@ class _TextPart(BaseModel):
     text: str
 
 
+class _ImageUrl(BaseModel):
+    url: str = Field(min_length=1)
+    detail: Literal["auto", "low", "high"] = "auto"
+    """Has no effect: the model's own limits of size hold."""
+
+
+class _ImagePart(BaseModel):
+    type: Literal["image_url"]
+    image_url: _ImageUrl
+
+
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_TextPart]
+    content: str | list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]]
 
-    def plain(self) -> dict[str, str]:
-        """Return role and text as templates know them."""
-        text = self.content
-        if not isinstance(text, str):
-            text = "".join(part.text for part in text)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    def plain(self) -> dict[str, Any]:
+        """Return role and content as templates know them: a text, or its parts where some are images."""
+        role = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, str):
+            return {"role": role, "content": self.content}
+        if all(isinstance(part, _TextPart) for part in self.content):
+            return {"role": role, "content": text_of(self.model_dump())}
+        parts: list[dict[str, str]] = [
+            {"type": "text", "text": part.text}
+            if isinstance(part, _TextPart)
+            else {"type": "image", "image": part.image_url.url}
+            for part in self.content
+        ]
+        return {"role": role, "content": parts}
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, without its images."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _alone(value: Any) -> Any:
@@ -243,11 +271,22 @@ def parse_chat(body: Mapping[str, Any], context: int) -> Asked:
     if (role := chat.messages[-1].role) != "user":
         name = f"messages[{len(chat.messages) - 1}].role"
         raise ApiError(400, f"{name}: expected user for the last message, got {role}", param=name)
+    messages = tuple(message.plain() for message in chat.messages)
+    _check_images(messages)
     return chat.asked(
         chat.max_completion_tokens or chat.max_tokens or context,
-        messages=tuple(message.plain() for message in chat.messages),
+        messages=messages,
         num_top=chat.top_logprobs if chat.logprobs else None,
     )
+
+
+def _check_images(messages: Sequence[Mapping[str, Any]]) -> None:
+    for place, message in enumerate(messages):
+        if message["role"] != "user" and images_in([message]):
+            name = f"messages[{place}].content"
+            raise ApiError(400, f"{name}: images stand in messages of the user's alone", param=name)
+    if (count := len(images_in(messages))) > MAX_IMAGES:
+        raise ApiError(400, f"messages: expected at most {MAX_IMAGES} images, got {count}", param="messages")
 
 
 def parse_text(body: Mapping[str, Any]) -> Asked:

@@ -16,6 +16,7 @@ import torch
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.install import install_command
+from whet.model.vision.reading import Urls
 from whet.serve.chat import NO_MODEL, require_model
 from whet.serve.scheduler import Scheduler
 from whet.types import UserError
@@ -55,6 +56,11 @@ class ServeConfig:
     weight_updates: bool = False
     """Let clients replace the weights by those of a folder of this machine (POST /update_weights_from_disk, as SGLang
     has it): for `whet rl --sampler.kind openai`, which samples here while it trains elsewhere."""
+    image_root: str = ""
+    """Folder whose image files clients may name by path; empty for none: they send data URIs."""
+    image_urls: Urls = "none"
+    """Which URLs of images are fetched for clients: none, those of the public internet, or any, so also those of the
+    local network."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the parameters."""
 
@@ -66,6 +72,8 @@ class ServeConfig:
             raise ValueError(f"context = {self.context}: expected 2 or more tokens")
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting = {self.max_waiting}: expected 0 or more")
+        if self.image_root and not Path(self.image_root).is_dir():
+            raise ValueError(f"image_root = {self.image_root!r}: no such folder")
         if self.weight_updates and ("," in self.policy.adapter or "=" in self.policy.adapter):
             raise ValueError(
                 "weight_updates with several adapters: updates would leave them behind; leave one out"
@@ -136,6 +144,8 @@ def main(config: ServeConfig) -> None:
                 name=name,
                 split_thinking=config.split_thinking,
                 updates=config.weight_updates,
+                image_root=config.image_root,
+                image_urls=config.image_urls,
             )
             app = make_app(api, api_key=key, hosts=frozenset() if key else LOCAL | {config.host})
             options = uvicorn.Config(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from whet.generate.policy import Policy
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
+from whet.model.vision.ids import is_image
 from whet.schema import ResponseSchema
 from whet.types import UserError
 
@@ -22,23 +24,25 @@ def has_turns(policy: Policy) -> bool:
     return policy.tokenizer.chat_template not in (BASE_TEMPLATE, PLAIN_TEMPLATE)
 
 
-def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
     """Return the prompt tokens of a conversation, with the policy's template, opening tag and instruction.
 
     Args:
         policy: The policy.
-        messages: Maps with 'role' (system, user or assistant) and 'content'; a system message replaces the policy's own
-            instruction.
+        messages: Maps with 'role' (system, user or assistant) and 'content', a text or a list of parts with images; a
+            system message replaces the policy's own instruction.
 
     Raises:
-        UserError: If the template fails, or drops a user or system message.
+        UserError: If the template fails, or drops a user or system message; or an image cannot be read.
     """
     messages = policy.schema.messages(messages, has_system=policy.system_prompt)
     if policy.tokenizer.chat_template == PLAIN_TEMPLATE and len(messages) > 1:
         raise UserError("this model's prompt is the bare question: send one user message and no other")
     text = policy.chat_text(messages)
     for index, message in enumerate(messages):
-        if message["role"] != "assistant" and message["content"].strip() not in text:
+        content = message["content"]
+        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        if message["role"] != "assistant" and any(part.strip() not in text for part in parts):
             raise UserError(f"the model's chat template drops message {index} ({message['role']})")
     return policy.chat_ids(messages)
 
@@ -80,7 +84,8 @@ class TokenText:
         silent_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer, self._silent_ids = tokenizer, silent_ids
-        self._before = list(prompt_ids[-1:])
+        # An image may stand last, where the template adds nothing: its ids are no tokens of the tokenizer.
+        self._before = [token for token in prompt_ids[-1:] if not is_image(token)]
         self._window: list[int] = []
         self._shown = 0
 

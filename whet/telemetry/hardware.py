@@ -31,6 +31,8 @@ from whet.install import install_command
 # shown.
 
 MIB, GIB = 2**20, 2**30
+MAX_WATTS, MAX_CELSIUS, MAX_VRAM_MIB = 10_000, 200, 2**24
+"""What no device exceeds."""
 CPU_THERMOMETERS = ("coretemp", "k10temp", "zenpower")
 
 Sensor = Callable[[], float | None]
@@ -130,20 +132,28 @@ def amd_devices(kfd: Path = Path("/dev/kfd")) -> list[Device]:
         raise LookupError(
             f"amdsmi is not installed: take ROCm's own, or {install_command('hardware')}"
         ) from None
+    except KeyError:  # what its import fails with where it cannot load the driver's library
+        raise LookupError("amdsmi finds no libamd_smi.so: set ROCM_PATH to where ROCm is") from None
     amdsmi.amdsmi_init()
     handles = amdsmi.amdsmi_get_processor_handles()
+    chips = [amdsmi.amdsmi_get_gpu_asic_info(handle) for handle in handles]
+    uuids = [f"GPU-{str(chip.get('asic_serial')).lower().removeprefix('0x')}" for chip in chips]
+    # ROCm's runtime hides GPUs first; HIP counts those that are left.
+    numbers = visible(uuids, ("ROCR_VISIBLE_DEVICES",))
+    kept = visible([uuids[n] for n in numbers], ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"))
     devices: list[Device] = []
-    names = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    for number in visible([""] * len(handles), names):
+    for number in (numbers[n] for n in kept):
         handle = handles[number]
 
         def activity(which: str, handle: Any = handle) -> float:
-            return _number(amdsmi.amdsmi_get_gpu_activity(handle)[which]) / 100
+            return _reading(amdsmi.amdsmi_get_gpu_activity(handle)[which], 100) / 100
 
         def power(handle: Any = handle) -> float:
+            # MI300 has the current power, older cards the average; later versions of the library put either first.
             info = amdsmi.amdsmi_get_power_info(handle)
             keys = ("socket_power", "current_socket_power", "average_socket_power")
-            return next((float(info[key]) for key in keys if _is_number(info.get(key))), float("nan"))
+            found = [info[key] for key in keys if _is_reading(info.get(key), MAX_WATTS)]
+            return _reading(found[0] if found else info.get(keys[0]), MAX_WATTS)
 
         def energy(handle: Any = handle) -> float:
             count = amdsmi.amdsmi_get_energy_count(handle)
@@ -153,19 +163,21 @@ def amd_devices(kfd: Path = Path("/dev/kfd")) -> list[Device]:
 
         def temperature(handle: Any = handle) -> float:
             kind, now = amdsmi.AmdSmiTemperatureType.HOTSPOT, amdsmi.AmdSmiTemperatureMetric.CURRENT
-            return _number(amdsmi.amdsmi_get_temp_metric(handle, kind, now))
+            return _reading(amdsmi.amdsmi_get_temp_metric(handle, kind, now), MAX_CELSIUS)
+
+        def memory(handle: Any = handle) -> float:
+            used_mib = amdsmi.amdsmi_get_gpu_vram_usage(handle)["vram_used"]
+            return _reading(used_mib, MAX_VRAM_MIB) * MIB / GIB
 
         sensors: dict[str, Sensor] = {
             "utilisation": partial(activity, "gfx_activity"),
             "memory_activity": partial(activity, "umc_activity"),
             "power_w": power,
             "temperature_c": temperature,
-            "memory_gib": lambda handle=handle: (
-                _number(amdsmi.amdsmi_get_gpu_vram_usage(handle)["vram_used"]) * MIB / GIB
-            ),
+            "memory_gib": memory,
             "energy_j": growing(energy),
         }
-        name = str(amdsmi.amdsmi_get_gpu_asic_info(handle)["market_name"])
+        name = str(chips[number].get("market_name"))
         devices.append(Device(f"gpu{number}", name, "gpu", sensors))
     return _some(devices, "AMD")
 
@@ -209,7 +221,10 @@ def visible(uuids: Sequence[str], names: Sequence[str]) -> list[int]:
         return list(range(len(uuids)))
     shown: list[int] = []
     for entry in (part.strip() for part in text.split(",")):
-        places = [n for n, uuid in enumerate(uuids) if entry == str(n) or (entry and uuid.startswith(entry))]
+        start = entry.lower()
+        places = [
+            n for n, uuid in enumerate(uuids) if entry == str(n) or (start and uuid.lower().startswith(start))
+        ]
         if not places:
             break
         shown.append(places[0])
@@ -222,12 +237,13 @@ def _some(devices: list[Device], maker: str) -> list[Device]:
     return devices
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)  # amdsmi writes 'N/A'
+def _is_reading(value: object, most: float) -> bool:
+    """Say whether a driver's value is one; amdsmi writes 'N/A' or a number of ones alone where it has none."""
+    return isinstance(value, int | float) and value <= most
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, int | float):
+def _reading(value: object, most: float) -> float:
+    if not (isinstance(value, int | float) and _is_reading(value, most)):
         raise ValueError(f"the driver says {value!r}")
     return float(value)
 
@@ -641,4 +657,5 @@ def _of(key: str, device: Device) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200].removeprefix("LookupError: ")
+    # amdsmi's errors have the code in their first line and the meaning in the second.
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200].removeprefix("LookupError: ")

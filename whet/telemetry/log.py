@@ -6,9 +6,13 @@ is the number of completed optimizer steps: the first training row is step 1, an
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
 import json
 import math
 import os
+import re
 import sys
 import time
 import warnings
@@ -23,6 +27,11 @@ from whet.types import Group, Problem, Sample, UserError
 MAX_NUMBER = 1e90
 MAX_TIME_S = 2.0**33
 """Upper bound of a plausible time of a run."""
+IMAGES = "images"
+"""Folder of a run with the images that rows are too short for."""
+MAX_IN_ROW = 4096
+"""Characters of a data URI that a row holds itself; all rollouts of a group would repeat a longer one."""
+_URI = re.compile(r"data:image/([a-z]{1,8});base64,", re.IGNORECASE)
 
 
 class RunLog:
@@ -61,6 +70,7 @@ class RunLog:
         self.num_failed_writes = 0
         self._files: dict[str, int] = {}
         self._torn: set[str] = set()
+        self._images = run_dir / IMAGES
         if enabled:
             for stale in run_dir.glob(".*.partial"):  # of a killed `replace_file`
                 stale.unlink(missing_ok=True)
@@ -108,6 +118,11 @@ class RunLog:
         rows = [self._sample_row(step, group.problem, sample) for group in groups for sample in group.samples]
         if is_distributed():
             rows = [row for part in gather_json(rows) for row in part]
+        if self._files:
+            kept = {source: self._kept(source) for row in rows for source in row.get("images", ())}
+            for row in rows:
+                if "images" in row:
+                    row["images"] = [kept[source] for source in row["images"]]
         self._append("samples.jsonl", rows)
 
     def close(self) -> None:
@@ -121,6 +136,26 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _kept(self, source: str) -> str:
+        """Return what a row says of an image: where it is from, or if that is the image itself, its file in the run."""
+        found = _URI.match(source)
+        if found is None or len(source) <= MAX_IN_ROW:
+            return source
+        try:
+            data = base64.b64decode(source[found.end() :])
+        except binascii.Error:
+            return source[:MAX_IN_ROW]
+        name = f"{hashlib.sha256(data).hexdigest()[:32]}.{found[1].lower()}"
+        path, temporary = self._images / name, self._images / f".{name}.partial"
+        try:
+            if not path.exists():
+                self._images.mkdir(exist_ok=True)
+                temporary.write_bytes(data)
+                temporary.replace(path)
+        except OSError as error:
+            self._failed(path.name, error)
+        return f"{IMAGES}/{name}"
+
     def _sample_row(self, step: int, problem: Problem, sample: Sample) -> dict[str, Any]:
         return {
             "step": step,
@@ -129,6 +164,9 @@ class RunLog:
             "prompt": _encodable(problem.prompt),
             "answer": _encodable(problem.answer),
             **({"other_answers": list(map(_encodable, others))} if (others := problem.other_answers) else {}),
+            **(
+                {"images": images} if (images := [image for m in problem.asked for image in m.images]) else {}
+            ),
             "completion": _encodable(sample.text),
             "num_completion_tokens": len(sample.completion_ids),
             "num_read_tokens": len(sample.completion_ids) - sample.num_trained,
@@ -162,14 +200,16 @@ class RunLog:
                 self._torn.add(name)
             self._torn.discard(name)
         except OSError as error:
-            self.num_failed_writes += 1
-            if self.num_failed_writes == 1:
-                print(
-                    f"warning: {name} could not be written ({error.strerror}); the run continues",
-                    file=sys.stderr,
-                )
+            self._failed(name, error)
         if self._listener is not None:
             self._listener(name, rows)
+
+    def _failed(self, name: str, error: OSError) -> None:
+        self.num_failed_writes += 1
+        if self.num_failed_writes == 1:
+            print(
+                f"warning: {name} could not be written ({error.strerror}); the run continues", file=sys.stderr
+            )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

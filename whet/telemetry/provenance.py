@@ -69,6 +69,7 @@ def describe_environment() -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "num_torch_threads": torch.get_num_threads(),
         "cuda_device": cuda,
+        "gpu_architecture": _gpu_architecture(),
         "num_cuda_devices": torch.cuda.device_count(),
         "gpu_runtime": _gpu_runtime(),
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES},
@@ -84,6 +85,18 @@ def _gpu_runtime() -> str | None:
     if torch.version.hip is not None:
         return f"ROCm {torch.version.hip}"
     return None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+
+
+def _gpu_architecture() -> str | None:
+    """Return what the first GPU's programs are compiled for: gfx942 for an MI300X, sm_90 for an H100."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).partition(":")[0]  # features of the chip follow
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def _kernels(cuda: str | None) -> str:

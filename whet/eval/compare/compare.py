@@ -20,7 +20,7 @@ from rich.text import Text
 
 from whet.config import align, dump_yaml, load_yaml
 from whet.eval import evaluate
-from whet.eval.compare.asked import ask, read_prompts
+from whet.eval.compare.asked import Asked, own_problem, read_prompts
 from whet.eval.compare.page import (
     BEST_NOTE,
     HARDWARE_NOTE,
@@ -28,9 +28,11 @@ from whet.eval.compare.page import (
     devices,
     hardware_table,
     lengths,
+    not_sensed,
     number,
     pass_curve,
     side_by_side,
+    summarise_side,
     write_page,
 )
 from whet.eval.compare.paired import (
@@ -66,6 +68,8 @@ MAIN = ("pass@1", "greedy", "maj", "format", "thinking_tokens", "completion_toke
 SENSED = ("utilisation", "memory activity", "power")
 """Hardware quantities that need the caution of `HARDWARE_NOTE`."""
 SHOWN_TEXT = 600
+SUMMARY_SHORT = ("right", "perfect format", "tokens", "thinking", "token probability")
+"""What the terminal shows of a summary: 80 columns hold no more."""
 FEW = 3
 """So many models are compared pair by pair in full; of more, the terminal prints one row each."""
 MANY = 6
@@ -117,8 +121,14 @@ def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[s
     for weights in content.get("weights", ()):
         _say(console, f"weights of {weights['name']} beside {weights['against']}: {weights['text']}")
     if not rows:  # the page has every pair, and the hardware
-        _print_hardware(console, names, content["hardware"])
+        _print_hardware(console, names, content)
     if not content["tables"]:
+        rows = content["summary"]
+        short = [
+            {"model": row["model"]} | {name: row[name] for name in SUMMARY_SHORT if name in row}
+            for row in rows
+        ]
+        _table(console, "what they wrote", list(short[0]), [list(row.values()) for row in short])
         _print_transcript(console, names, transcripts)
 
 
@@ -140,7 +150,8 @@ def _significance(console: Console, table: Mapping[str, Any], content: Mapping[s
             _say(console, f"  {row['metric'].replace('_', ' ')}: {row['verdict']}")
 
 
-def _print_hardware(console: Console, names: Sequence[str], table: Sequence[Mapping[str, Any]]) -> None:
+def _print_hardware(console: Console, names: Sequence[str], content: Mapping[str, Any]) -> None:
+    table = content["hardware"]
     if not table:
         _say(console, "hardware: not recorded")
         return
@@ -154,6 +165,8 @@ def _print_hardware(console: Console, names: Sequence[str], table: Sequence[Mapp
             rows.append([f"{row['name']}{unit_}", *values, *(changes if len(names) == 2 else [])])
     head = ["", *names, *(["difference"] if len(names) == 2 else [])]
     _table(console, "hardware, each over its generation window", head, rows)
+    if content.get("not_sensed"):
+        _say(console, f"not recorded: {content['not_sensed']}", style="dim")
     if any(row["name"] in SENSED and row["values"][0] is not None for row in table):
         _say(console, HARDWARE_NOTE, style="dim")
 
@@ -289,7 +302,9 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
     if needs_work:  # else the folder is created once there is something to write
         open_run(folder, dump_yaml(config), resume=resume)
     if prompts:
-        sides = ask(policies, names, prompts, config.prompt_samples, config.sampling, config.seed, folder)
+        sides = [
+            _ask(config, policy, name, prompts, folder) for policy, name in zip(policies, names, strict=True)
+        ]
         content = describe(sides, names, list(sides[0].greedy))
     else:
         _evaluate(jobs, names)
@@ -304,6 +319,22 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
     write_page(folder / "compare.html", content, transcripts, len(content["uids"]) - len(shown))
     print_comparison(content, transcripts)
     print(f"page: {folder / 'compare.html'}")
+
+
+def _ask(
+    config: CompareConfig, policy: PolicyConfig, name: str, prompts: Sequence[str], folder: Path
+) -> StoredEval:
+    """Run every prompt through a model."""
+    asked = Asked(folder, name, policy.init)
+    problems = [own_problem(prompt) for prompt in dict.fromkeys(prompts)]
+    asked.ask(
+        load_policy(policy, seed=config.seed),
+        problems,
+        num_samples=config.prompt_samples,
+        sampling=config.sampling,
+        seed=config.seed,
+    )
+    return asked.stored()
 
 
 def _evaluate(jobs: Mapping[int, EvalConfig], names: Sequence[str]) -> None:
@@ -422,8 +453,10 @@ def describe(sides: Sequence[StoredEval], names: Sequence[str], uids: Sequence[s
         "matrix": None,
         "steps": None,
         "overview": [],
+        "summary": [summarise_side(side, name, uids) for side, name in zip(sides, names, strict=True)],
         "by": {},
         "hardware": hardware_table([side.summary for side in sides]),
+        "not_sensed": not_sensed([side.summary for side in sides]),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from whet.eval.compare.paired import percent
 from whet.eval.confidence import vote_share
 from whet.eval.record import StoredEval
 from whet.report.page import render
+from whet.report.pictures import Pictures
 from whet.report.stages import bar
 from whet.schema import ResponseSchema
 from whet.stats import Interval, pass_at_k
@@ -53,9 +55,13 @@ def write_page(
         left_out: Problems whose transcripts are not on the page.
     """
     names = [model["name"] for model in content["models"]]
+    pictures = Pictures()
     data = {
         "names": names,
-        "transcripts": transcripts,
+        "transcripts": [
+            {**problem, "images": pictures.numbers(problem.get("images", ()))} for problem in transcripts
+        ],
+        "pictures": pictures.shown,
         "curves": content.get("pass@k", {}),
         "pairs": content["pairs"],
         "scored": bool(content["tables"]),
@@ -112,7 +118,8 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
         num_samples: Samples per problem, besides the greedy one.
 
     Returns:
-        One object per problem: prompt, gold, labels, and for each model its completions and vote share.
+        One object per problem: prompt, images (their sources), gold, labels, and for each model its completions and
+        vote share.
     """
     schemas = [_schema(side) for side in sides]
     found: list[dict[str, Any]] = []
@@ -134,6 +141,7 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
             {
                 "uid": uid,
                 "prompt": first["prompt"][:MAX_CHARACTERS],
+                "images": [source for source in first.get("images", ()) if isinstance(source, str)],
                 "gold": " or ".join([first["gold"], *first.get("other_answers", ())])
                 if first["gold"]
                 else None,
@@ -142,6 +150,46 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
             }
         )
     return found
+
+
+def summarise_side(side: StoredEval, name: str, uids: Sequence[str]) -> dict[str, str]:
+    """Return one line about what a model wrote: verdicts, lengths and confidence, over its sampled completions.
+
+    Args:
+        side: The model.
+        name: What it is called.
+        uids: The problems.
+
+    Returns:
+        Texts by the name of their column; 'right' only where some right answer is known.
+    """
+    rows = [row for uid in uids for row in side.samples[uid]] or [side.greedy[uid] for uid in uids]
+    judged = [row["correct"] for row in rows if row["correct"] is not None]
+    found = {"model": name, "completions": f"{len(rows):,}"}
+    if judged:
+        found["right"] = f"{100 * sum(judged) / len(judged):.1f} % of {len(judged):,}"
+    for verdict, column in (("perfect", "perfect format"), ("partial", "partial"), ("none", "no format")):
+        found[column] = f"{100 * sum(row['format'] == verdict for row in rows) / len(rows):.1f} %"
+    for column, key in (("tokens", "completion_tokens"), ("thinking", "thinking_tokens")):
+        found[column] = f"{sum(row[key] for row in rows) / len(rows):.1f}"
+    for column, key in (("token probability", "mean_logprob"), ("answer probability", "answer_logprob")):
+        values = [row[key] for row in rows if row.get(key) is not None]
+        found[column] = f"{math.exp(sum(values) / len(values)):.3f}" if values else "not recorded"
+    counts = [row["hedges"] for row in rows if row.get("hedges") is not None]
+    found["hedges"] = f"{sum(counts) / len(counts):.1f}" if counts else "not recorded"
+    return found
+
+
+def not_sensed(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Say which readings of the devices whose work is counted are missing, and why; '' if none is."""
+    absent: dict[str, str] = {}
+    for summary in summaries:
+        window = _window(summary)
+        has_gpu = any(device.get("kind") == "gpu" for device in window.get("devices", []))
+        for name, reason in (window.get("absent") or {}).items():
+            if not (has_gpu and (name.startswith("cpu/") or "/" not in name)):
+                absent.setdefault(str(name), str(reason)[:200])
+    return "; ".join(f"{name} ({reason})" for name, reason in absent.items())
 
 
 def count_verdicts(a: StoredEval, b: StoredEval, uids: Sequence[str]) -> dict[str, int]:
@@ -275,6 +323,7 @@ def _completion(row: Mapping[str, Any], schema: ResponseSchema | None) -> dict[s
         "thinking_tokens": row["thinking_tokens"],
         "tokens": row["completion_tokens"],
         "cut": row["finish_reason"] == "length",
+        "mean_logprob": row.get("mean_logprob"),
         "logprob": row.get("answer_logprob"),
         "hedges": row.get("hedges"),
         "revisions": row.get("revisions"),

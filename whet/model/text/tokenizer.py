@@ -428,6 +428,31 @@ class Tokenizer:
         )
 
     @classmethod
+    def words(cls, words: Sequence[str], tags: Sequence[str] = ()) -> Tokenizer:
+        """Create a tokenizer of given pieces of text: <pad> 0, <eos> 1, <unk> 2, then the tags, then the pieces.
+
+        Where several pieces fit, the longest is taken. Text between two pieces is <unk>, as one token.
+        """
+        texts = ["<pad>", "<eos>", "<unk>", *tags, *words]
+        if len(set(texts)) != len(texts) or "" in texts:
+            raise ValueError(
+                f"words {list(words)} and tags {list(tags)}: expected no repetition and no empty piece"
+            )
+        backend = tokenizers.Tokenizer(
+            models.WordLevel(vocab={text: index for index, text in enumerate(texts)}, unk_token="<unk>")
+        )
+        longest = sorted(words, key=len, reverse=True)
+        pieces = tokenizers.Regex("|".join(map(re.escape, longest)))
+        backend.pre_tokenizer = pre_tokenizers.Split(pieces, "isolated")
+        backend.decoder = decoders.Fuse()
+        backend.add_special_tokens(_tokens(texts[: 3 + len(tags)]))
+        return cls(
+            backend,
+            roles={"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"},
+            chat_template=PLAIN_TEMPLATE,
+        )
+
+    @classmethod
     def bytes(cls, tags: Sequence[str] = ()) -> Tokenizer:
         """Create a byte-level tokenizer, lossless on UTF-8 text: bytes 0 to 255, <eos> 256, <pad> 257, then the
         tags."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,6 +101,8 @@ class ImageStore:
         self._pictures: dict[int, tuple[Picture, Grid]] = {}
         self._cache: OrderedDict[tuple[object, ...], tuple[torch.Tensor, ...]] = OrderedDict()
         self._num_bytes = 0
+        # A server reads a request's images while the model runs for others.
+        self._keeping = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> ImageStore:
         """Share it: a copy of the model sees the same images, and its features are kept under its own weights."""
@@ -127,6 +130,11 @@ class ImageStore:
         if known is None:
             self._pictures[picture.key] = picture, grid
         return ids
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Let go of images that no prompt will be read with; features stay while they fit, for the next time."""
+        for key in keys:
+            self._pictures.pop(key, None)
 
     def __contains__(self, key: int) -> bool:
         """Say whether an image is known."""
@@ -314,14 +322,17 @@ class ImageStore:
         self, key: tuple[object, ...], make: Callable[[], tuple[torch.Tensor, ...]]
     ) -> tuple[torch.Tensor, ...]:
         """Return kept tensors, or make them; those that were not used for longest leave when there are too many."""
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
+        with self._keeping:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
         made = make()
-        self._cache[key] = made
-        self._num_bytes += _size(made)
-        while self._num_bytes > self._max_bytes and len(self._cache) > 1:
-            self._num_bytes -= _size(self._cache.popitem(last=False)[1])
+        with self._keeping:
+            if key not in self._cache:
+                self._num_bytes += _size(made)
+                self._cache[key] = made
+            while self._num_bytes > self._max_bytes and len(self._cache) > 1:
+                self._num_bytes -= _size(self._cache.popitem(last=False)[1])
         return made
 
 

@@ -9,7 +9,7 @@
 //                 q = {step_min, step_max, reward ("" is the total), reward_min, reward_max, correct, uid, finish, text,
 //                 order: "step" | "reward" | "length" | "advantage", descending, offset, limit};
 //                 unset fields are null, and "" for uid, finish, text
-//   sample(id) -> a row of samples.jsonl {step, uid, index, prompt, answer, completion, num_completion_tokens,
+//   sample(id) -> a row of samples.jsonl {step, uid, index, prompt, images: [as pictures() takes them], answer, completion, num_completion_tokens,
 //                 finish_reason, rewards, reward, advantage, sampler_logprobs, facts: {name: value}} with
 //                 pieces: [text of each token] or null
 //   group(id) -> [ids of the samples of the same step and problem, including this one]
@@ -239,7 +239,7 @@ function sampleDetail(row, { id, ids, members, info, view, actions }) {
     head,
     el("div", { class: "facts" }, ...said),
     rewardBars(row.rewards),
-    el("h4", {}, "Prompt"), longText(row.prompt, "prompt"),
+    el("h4", {}, "Prompt"), pictures(row.images), longText(row.prompt, "prompt"),
     completionViews(row, info, view, actions),
     groupTable(id, ids, members, actions),
   ];

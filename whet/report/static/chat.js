@@ -5,10 +5,11 @@
 // button.probabilities, pre.tokens > span.token[title] (drawn on demand).
 
 (() => {
-  const { remembers, splits } = pageData("chat");
+  const { remembers, splits, sees } = pageData("chat");
   const find = (id) => document.getElementById(id);
   const history = []; // {role, content} of the finished turns
   let model = "", busy = null;
+  let images = []; // of the next question, as page.js shows them: {name, src: data URI}
 
   function headers() {
     const key = find("key").value;
@@ -55,23 +56,45 @@
     }
   }
 
-  function request(question) {
+  /** Read the files that the user chose; their bytes stay as they are, the server judges them. */
+  async function readImages() {
+    const read = (file) => new Promise((done, failed) => {
+      const reader = new FileReader();
+      reader.onload = () => done({ name: visible(file.name), src: reader.result });
+      reader.onerror = () => failed(reader.error);
+      reader.readAsDataURL(file);
+    });
+    try {
+      images = await Promise.all([...find("images").files].map(read));
+      find("pending").replaceChildren(pictures(images));
+    } catch (error) {
+      images = [];
+      find("pending").replaceChildren(el("p", { class: "note bad" }, "The file cannot be read: " + error.message));
+    }
+  }
+
+  function content(question, shown) {
+    const parts = shown.map(({ src }) => ({ type: "image_url", image_url: { url: src } }));
+    return parts.length ? [...parts, { type: "text", text: question }] : question;
+  }
+
+  function request(question, shown) {
     const system = find("system").value.trim();
     const number = (id) => (find(id).value === "" ? undefined : Number(find(id).value));
     return {
       model, stream: true, stream_options: { include_usage: true }, logprobs: true, top_logprobs: 3,
-      messages: [...(system ? [{ role: "system", content: system }] : []), ...(remembers ? history : []), { role: "user", content: question }],
+      messages: [...(system ? [{ role: "system", content: system }] : []), ...(remembers ? history : []), { role: "user", content: content(question, shown) }],
       temperature: number("temperature"), max_tokens: number("max-tokens"), seed: number("seed"),
     };
   }
 
-  function showTurn(question) {
+  function showTurn(question, shown) {
     const thinking = el("pre", {});
     const summary = el("summary", {}, "thinking …");
     const fold = el("details", { class: "thinking", hidden: true, open: true }, summary, thinking);
     const answer = el("p", { class: "answer-text" });
     const notes = el("div", {});
-    const turn = el("div", { class: "turn" }, el("p", { class: "question" }, question), fold, answer, notes);
+    const turn = el("div", { class: "turn" }, pictures(shown), el("p", { class: "question" }, question), fold, answer, notes);
     find("log").append(turn);
     turn.scrollIntoView({ block: "end" });
     return { turn, fold, summary, thinking, answer, notes };
@@ -99,16 +122,16 @@
     return node;
   }
 
-  async function ask(question) {
+  async function ask(question, shown) {
     busy = new AbortController();
     find("send").disabled = true;
     find("stop").hidden = false;
-    const parts = showTurn(question);
+    const parts = showTurn(question, shown);
     const note = (text, tone) => parts.notes.append(el("p", { class: `note ${tone}` }, text));
     const entries = [];
     let thinking = "", answer = "", end = "", warned = false, usage = null;
     try {
-      const reply = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(request(question)), signal: busy.signal });
+      const reply = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(request(question, shown)), signal: busy.signal });
       if (!reply.ok) throw new Error((await reply.json()).error.message);
       for await (const event of events(reply.body)) {
         if (event.error) throw new Error(event.error.message);
@@ -129,7 +152,7 @@
       parts.summary.textContent = spent === null ? "thinking" : `thought for ${shortNumber(spent)} tokens`;
       if (end === "length") note("cut off: the limit of tokens or the context was reached", "muted");
       if (!answer && splits) note("no answer: the thinking did not end", "muted");
-      history.push({ role: "user", content: question }, { role: "assistant", content: answer });
+      history.push({ role: "user", content: content(question, shown) }, { role: "assistant", content: answer });
     } catch (error) {
       parts.summary.textContent = "thinking";
       note(error.name === "AbortError" ? "stopped; this exchange is forgotten" : error.message, error.name === "AbortError" ? "muted" : "bad");
@@ -144,8 +167,15 @@
   function send() {
     const question = find("question").value;
     if (busy || !question.trim()) return;
+    const shown = images;
     find("question").value = "";
-    ask(question);
+    forgetImages();
+    ask(question, shown);
+  }
+  function forgetImages() {
+    images = [];
+    find("images").value = "";
+    find("pending").replaceChildren();
   }
   find("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
   find("key-form").addEventListener("submit", (event) => { event.preventDefault(); connect(); });
@@ -157,6 +187,9 @@
     if (busy) busy.abort();
     history.length = 0;
     find("log").replaceChildren();
+    forgetImages();
   });
+  find("images-form").hidden = !sees;
+  find("images").addEventListener("change", readImages);
   connect().catch((error) => { find("about").textContent = "The server cannot be reached: " + error.message; });
 })();

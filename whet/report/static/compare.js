@@ -3,6 +3,7 @@
 (() => {
   const names = pageData("names");
   const problems = pageData("transcripts");
+  const images = pageData("pictures");
   const curves = pageData("curves");
   const scored = pageData("scored");
   const pairs = pageData("pairs"); // [index of the earlier model, index of the later one]
@@ -59,6 +60,9 @@
     const badges = el("div", { class: "bar" });
     if (row.correct !== null) badges.append(badge((row.sample === "greedy" ? "greedy: " : `sample ${row.sample}: `) + (row.correct ? "right" : "wrong"), row.correct ? "good" : "bad"));
     badges.append(badge(`format ${row.format}`, FORMAT_KINDS[row.format]), badge(`${row.tokens} tokens, ${row.thinking_tokens} thinking`, "muted"));
+    // Measured, not judged: the third of the seed's verdicts.
+    if (row.logprob !== null && row.logprob !== undefined) badges.append(badge(`sure of its answer ${Math.exp(row.logprob).toFixed(2)}`, "muted"));
+    if (row.hedges) badges.append(badge(`${row.hedges} hedge${row.hedges === 1 ? "" : "s"}`, "muted"));
     if (row.cut) badges.append(badge("cut off", "warn"));
     parts.append(badges);
     if (row.thinking !== undefined) {
@@ -69,18 +73,19 @@
     const kind = row.correct === null ? "" : row.correct ? "right" : "wrong";
     parts.append(el("p", { class: "part" }, "answer"), el("pre", { class: `answer ${kind}` }, row.answer === null ? "(none found)" : row.answer));
     if (row.left_out) parts.append(el("p", { class: "note" }, `${row.left_out} more characters are not shown`));
+    const probability = known(row.mean_logprob, (value) => Math.exp(value).toFixed(3));
     const sure = known(row.logprob, (value) => `${value.toFixed(3)} nats per token (probability ${Math.exp(value).toFixed(3)})`);
     parts.append(
-      el("p", { class: "note" }, `answer log-probability ${sure}; hedges ${known(row.hedges, String)}; revisions ${known(row.revisions, String)}`),
+      el("p", { class: "note" }, `mean token probability ${probability}; answer log-probability ${sure}; hedges ${known(row.hedges, String)}; revisions ${known(row.revisions, String)}`),
     );
     return parts;
   }
 
-  function side(column, place) {
+  function side(column, place, judged) {
     const node = el("div", { class: `side side-${place + 1}` }, el("h3", {}, names[place]));
     node.append(completion(column.rows[0]));
     const share = column.votes === null ? "" : `; largest vote ${(100 * column.votes).toFixed(0)} %`;
-    const right = scored ? `${column.right} of ${column.count} samples right${share}` : `${column.count} samples${share}`;
+    const right = judged ? `${column.right} of ${column.count} samples right${share}` : `${column.count} samples${share}`;
     node.append(el("p", { class: "note" }, right));
     if (column.rows.length > 1) {
       const more = el("details", {}, el("summary", {}, `${column.rows.length - 1} sampled`));
@@ -93,7 +98,7 @@
   }
 
   function card(problem) {
-    const node = el("article", { class: "problem" }, el("p", { class: "prompt" }, problem.prompt));
+    const node = el("article", { class: "problem" }, pictures(problem.images.map((number) => images[number])), el("p", { class: "prompt" }, problem.prompt));
     const facts = el("div", { class: "bar" });
     pairs.forEach(([a, b], pair) => {
       const text = verdict(problem, pair);
@@ -103,7 +108,7 @@
     if (problem.gold !== null) facts.append(el("span", {}, "gold: "), el("code", {}, problem.gold));
     for (const [name, value] of Object.entries(problem.labels)) facts.append(el("span", { class: "note" }, `${name}: ${value}`));
     facts.append(el("span", { class: "note" }, problem.uid));
-    node.append(facts, el("div", { class: "columns" }, ...problem.columns.map(side)));
+    node.append(facts, el("div", { class: "columns" }, ...problem.columns.map((column, place) => side(column, place, problem.gold !== null))));
     return node;
   }
 

@@ -26,6 +26,19 @@ function el(tag, attributes, ...children) {
   return node;
 }
 
+/** Show images, each {name, src: data URI} or {name, note: why it cannot be shown}; "" for none. */
+function pictures(list) {
+  if (!list || !list.length) return "";
+  const shown = list.map(({ name, src, note }, place) => {
+    if (!/^data:image\/(png|jpeg|gif|webp);base64,/.test(src || "")) return el("span", { class: "note" }, `image ${place + 1}: ${note || name || "not shown"}`);
+    const image = el("img", { alt: `image ${place + 1}`, title: name || null });
+    image.addEventListener("load", () => image.classList.toggle("tiny", Math.max(image.naturalWidth, image.naturalHeight) < 96));
+    image.src = src;
+    return image;
+  });
+  return el("div", { class: "pictures" }, ...shown);
+}
+
 /** Return a colour of the style sheet, in the active theme. */
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();

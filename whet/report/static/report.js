@@ -24,12 +24,13 @@ async function unpack(name) {
 /** The samples of a part of this page, as a source for browser.js. */
 function EmbeddedSource(part, info) {
   const cache = new Map(); // chunk -> its rows, most recently used last
-  let columns = null, places = null, vocabulary = null, search = 0;
+  let columns = null, places = null, vocabulary = null, shown = null, search = 0;
 
   async function load() {
     if (columns) return;
     const opened = await unpack("columns-" + part);
     places = new Map(opened.id.map((id, place) => [String(id), place]));
+    shown = await unpack("pictures-" + part);
     vocabulary = info.has_logprobs ? await unpack("vocabulary-" + part) : {};
     columns = opened;
   }
@@ -105,7 +106,7 @@ function EmbeddedSource(part, info) {
   async function sample(id) {
     await load();
     const row = await rowAt(placeOf(id));
-    return { ...row, pieces: row.completion_ids ? row.completion_ids.map((token) => vocabulary[token]) : null };
+    return { ...row, images: row.images.map((number) => shown[number]), pieces: row.completion_ids ? row.completion_ids.map((token) => vocabulary[token]) : null };
   }
   async function group(id) {
     await load();

@@ -166,13 +166,13 @@ def _worked(
 ) -> tuple[list[str], str]:
     """Return the numbers of the answer, and the working: what each row shows, then the sums, one number at a time."""
     lines = [
-        f"Row {place}: {' '.join(row)} = {' '.join(values[name] for name in row)}"
+        f"Row {place}: {' '.join(f'{name} {values[name]}' for name in row)}"
         for place, row in enumerate(rows, 1)
     ]
     number = {name: Fraction(value) for name, value in values.items()}
     table = [[number[name] for name in row] for row in rows]
     if column:
-        lines.append(f"Advantages: {' '.join(column)} = {' '.join(values[name] for name in column)}")
+        lines.append(f"Advantages: {' '.join(f'{name} {values[name]}' for name in column)}")
     if operation == "columns":
         table = [list(one) for one in zip(*table, strict=True)]
     answers = []
