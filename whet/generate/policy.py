@@ -331,7 +331,7 @@ class Policy:
         if sources and self.model.images is None:
             raise UserError(
                 f"the prompt has an image ({sources[0][:60]}), and the model reads text alone: take one that sees, "
-                "such as Qwen/Qwen3-VL-2B-Instruct"
+                "such as Qwen/Qwen3-VL-2B-Instruct, or leave a column of images out: --task.images none"
             )
         knows_images = "image" in (self.tokenizer.chat_template or "")
         return asked if knows_images or not sources else flattened(asked, self._placeholder)

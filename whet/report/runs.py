@@ -202,7 +202,7 @@ def write_registry(root: Path, runs: Sequence[Mapping[str, Any]], results: Mappi
             run["start_utc"],
             _short(str(run["git_commit"] or "–")),
             chain,
-            "; ".join(f"{link['name'] or ''} {_short(link['id'] or '')}".strip() for link in run["links"]),
+            "; ".join(map(_linked, _rows(run["links"]))),
             "; ".join(run["notes"]),
         ]
         lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
@@ -236,6 +236,10 @@ def write_registry(root: Path, runs: Sequence[Mapping[str, Any]], results: Mappi
         replace_file(root / "runs.html", page)
     except OSError as error:
         raise UserError(f"{root}: the registry cannot be written ({error.strerror})") from None
+
+
+def _linked(link: Mapping[str, Any]) -> str:
+    return f"{link['name'] or ''} {_short(link['id'] or '')}".strip()
 
 
 def print_runs(runs: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> None:

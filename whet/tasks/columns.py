@@ -252,7 +252,7 @@ def _read(row: Row, columns: Columns, images: RowImages) -> Content | str:
         prompt=users[-1],
         messages=messages if len(messages) > 1 else (),
         tools=tools,
-        images=() if len(messages) > 1 else messages[0].images,
+        images=messages[0].images if len(messages) == 1 else (),
         image_names=tuple(images.names),
     )
     if last is not None and not columns.solution:

@@ -66,7 +66,8 @@ class ImageReader:
     """
 
     def __init__(self, root: Path | None, urls: Urls = "none") -> None:
-        self._root, self._urls = root, urls
+        self._root = root
+        self._urls: Urls = urls
 
     def images(self, value: Any) -> list[Image]:
         """Return the images of a column: one, a list, or none.

@@ -120,7 +120,8 @@ class Jsonl:
             }
         self.answer_type: AnswerType = self._known.answer_type if self._known is not None else "text"
         self._config, self._split = config, split
-        self._image_root, self._image_urls = image_root, image_urls
+        self._image_root = image_root
+        self._image_urls: Urls = image_urls
         on_hub = self._known if self._path is None else None
         self._max_rows = max_rows or (on_hub.max_rows if on_hub else 0)
         self._max_bad_rows = max_bad_rows

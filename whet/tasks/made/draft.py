@@ -219,7 +219,8 @@ class FromRows:
         self.name, self.answer_type = name, answer_type
         self._path, self._make, self._judge = Path(path), make, judge
         self._max_bad_rows = max_bad_rows
-        self._images, self._image_root, self._image_urls = images, image_root, image_urls
+        self._images, self._image_root = images, image_root
+        self._image_urls: Urls = image_urls
         self._files: dict[Path, list[Problem]] = {}
         self.bad_rows: list[BadRow] = []
         self.num_duplicates = 0
