@@ -1401,12 +1401,12 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "problem_uid(self.name, content.prompt, names)",
         ),
     ],
-    ("tasks/images.py", ("tests/tasks/test_images.py",)): [
+    ("tasks/images.py", ("tests/tasks/test_image_columns.py",)): [
         ("guard", "path = locate(source, root=self._root)", "path = locate(source)"),
         ("guard", "if not self._waiting or MARK not in text:", "if MARK not in text:"),
         ("bound", "if len(data) <= INLINE_BYTES:", "if True:"),
     ],
-    ("model/vision/reading.py", ("tests/tasks/test_images.py",)): [
+    ("model/vision/reading.py", ("tests/tasks/test_image_columns.py",)): [
         ("guard", "    if not is_whole:", "    if False:"),
     ],
     ("tasks/hub.py", ("tests/tasks/test_hub.py",)): [
